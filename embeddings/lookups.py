@@ -1,8 +1,8 @@
-"""Hooks that tell what marks a table's rows of its lookups, and which lookups rewrite rows.
+"""Hooks into a table's lookups, so that its tracker learns which rows they read or rewrite.
 
 A module calls `LookupHook` before each lookup. A module with max_norm rewrites the rows that it
-reads: it calls `AfterLookupHook` too, and `RewritingLookup` says whether that one lookup explains
-the change of the weight.
+reads, so it also calls `AfterLookupHook` after each lookup; `RewritingLookup` then says whether
+that one lookup explains the change of the weight.
 """
 
 from __future__ import annotations
@@ -25,49 +25,49 @@ __all__ = [
     "outside_graphs",
 ]
 
-#: Since when `torch.compiler.disable` takes a reason.
+#: Whether `torch.compiler.disable` takes a reason, as it does from torch 2.7 on.
 _SAYS_WHY: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 
 
 class LookupMarker(Protocol):
-    """What is told of the lookups of one table; `marks.Tracker`."""
+    """Receives the lookups of one table; `marks.Tracker` implements it."""
 
     table: Table
 
     def before_lookup(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A lookup begins."""
+        """Take note that a lookup begins."""
 
     def after_lookup(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A lookup has returned."""
+        """Take note that a lookup has returned."""
 
 
 class LookupHook:
-    """What a module calls before a lookup. In copies and pickles of the model it does nothing."""
+    """Tells the marker of each lookup before it runs; does nothing in copies of the model."""
 
     __slots__ = ("_marker",)
 
-    #: For who would refuse a model whose hooks change what is looked up.
+    #: Code that refuses models whose hooks change the lookups' inputs can accept this hook.
     reads_only = True
 
     def __init__(self, marker: LookupMarker | None = None) -> None:
         self._marker = marker
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See `LookupMarker.before_lookup`."""
+        """Tell the marker that a lookup begins; see `LookupMarker.before_lookup`."""
         if self._marker is not None:
             self._marker.before_lookup(module, args, kwargs)
 
     def __getattr__(self, name: str) -> Never:
-        # torch.jit.script asks each hook for its name, in order to compile it.
+        # torch.jit.script reads each hook's __name__ in order to compile the hook.
         if name != "__name__":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         marker = self._marker
         raise ScriptingRefused(
             "a copy of a model" if marker is None else f"table {marker.table.key!r}",
-            found="torch.jit.script, which cannot compile what marks the rows of its lookups",
+            found="torch.jit.script, which cannot compile the hook that marks the rows of lookups",
             expected="scripting before restore() or after close() of its Checkpointer",
-            next_step="script another instance of the model, with load_state_dict() of this one's "
-            "state_dict()",
+            next_step="build another instance of the model, load this model's state_dict() into "
+            "it, and script that instance",
         )
 
     def __reduce__(self) -> tuple[type[LookupHook], tuple[()]]:
@@ -75,14 +75,14 @@ class LookupHook:
 
 
 class AfterLookupHook(LookupHook):
-    """What a module whose lookups rewrite their rows calls after each, as `LookupHook` before."""
+    """Tells the marker that a lookup has returned, in a module whose lookups rewrite rows."""
 
     __slots__ = ()
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any = None
     ) -> None:
-        """See `LookupMarker.after_lookup`."""
+        """Tell the marker that a lookup has returned; see `LookupMarker.after_lookup`."""
         if self._marker is not None:
             self._marker.after_lookup(module, args, kwargs)
 
@@ -90,20 +90,26 @@ class AfterLookupHook(LookupHook):
 def outside_graphs(
     mark: Callable[..., None], table: str, *, rewritten: bool
 ) -> Callable[..., None]:
-    """`mark`, for lookups that are compiled: the graph ends before it, and another begins after it.
+    """Return `mark` for use in compiled lookups: torch ends the graph before it and starts another.
 
-    With fullgraph=True torch refuses that, at the first batch, and says this as its reason.
+    With fullgraph=True torch refuses to split the graph, at the first batch; its error then gives
+    the reason that is built here.
+
+    Args:
+        mark: the function that torch must not compile.
+        table: key of the table, for the reason.
+        rewritten: whether the table's lookups rewrite the rows they read.
     """
     if rewritten:
         why, remedy = "max_norm rewrites the rows it reads", "build the module without max_norm"
     else:
-        why = "what its optimizer changes need not be in the gradient"
+        why = "its optimizer may change rows that are not in the gradient"
         remedy = "train it with SGD, Adagrad or SparseAdam of torch.optim"
     reason = (
-        f"recpoint marks each lookup of table {table!r}, which no graph can hold: {why}. Next: "
-        f"compile without fullgraph=True, or {remedy}"
+        f"recpoint must mark the rows of each lookup of table {table!r} outside the graph: {why}. "
+        f"Next: compile without fullgraph=True, or {remedy}"
     )
-    # Of any torch.compiler that can say it; any optimizer of torch has imported the compiler.
+    # This imports nothing new: each torch optimizer has imported the compiler already.
     found: Callable[..., None] = torch.compiler.disable(
         mark, **({"reason": reason} if _SAYS_WHY else {})
     )
@@ -111,7 +117,7 @@ def outside_graphs(
 
 
 def changes_of(weight: Tensor) -> int:
-    """How often a tensor was changed in place; torch does not count it in inference mode: 0."""
+    """Return how often a tensor was changed in place; 0 for one made in inference mode."""
     return 0 if weight.is_inference() else weight._version
 
 
@@ -119,9 +125,11 @@ class RewritingLookup(NamedTuple):
     """A lookup of a module with max_norm that has begun.
 
     Attributes:
-        ids: that were marked.
-        ids_changes, changes: how often they, and the weight, had been changed in place.
-        plain: it is torch's own, which rewrites the rows of its ids and counts that once.
+        ids: the ids that were marked.
+        ids_changes: how often `ids` had been changed in place when the lookup began.
+        changes: how often the weight had been changed in place when the lookup began.
+        plain: the module's `forward` is torch's own, which rewrites the rows of its ids and counts
+            this as one in-place change.
     """
 
     ids: Tensor
@@ -131,18 +139,18 @@ class RewritingLookup(NamedTuple):
 
     @classmethod
     def begun(cls, module: Any, ids: Tensor) -> RewritingLookup:
-        """The lookup of these ids that `module` begins."""
+        """Record the lookup of `ids` that `module` begins."""
         # A `forward` that is not torch's may look up other ids, and write to the weight itself.
         forward = None if "forward" in module.__dict__ else type(module).forward
         plain = forward is nn.Embedding.forward or forward is nn.EmbeddingBag.forward
         return cls(ids, changes_of(ids), changes_of(module.weight), plain)
 
     def explains_change(self, ids: object, weight: Tensor) -> bool:
-        """Whether the weight was changed once since, in the rows that were marked.
+        """Whether the weight has changed exactly once since, in the rows that were marked.
 
         Args:
-            ids: of the lookup, now that it has returned: a later hook may have replaced them.
-            weight: as it is now.
+            ids: the ids of the lookup that has returned; a later hook may have replaced them.
+            weight: the weight as it is now.
         """
         return (
             ids is self.ids

@@ -1,19 +1,21 @@
-"""Marks the rows of a table that have changed since the last checkpoint: one bit a row.
+"""Marks the rows of a table that have changed since the last checkpoint, one bit for each row.
 
-A row is marked where it is cheapest to know that nothing is missed:
+A row is marked at the cheapest point that misses no change:
 
 - A sparse gradient names the rows that a step of SGD, Adagrad or SparseAdam changes. Such tables
-  are marked after each step of their optimizer, from the gradient it applied: lookups cost nothing,
-  and rows that other processes looked up (DDP sums their gradients) are marked too.
-- All other tables are marked at the lookup, when gradients are on, or always for a module with
-  max_norm, which rewrites the rows it reads. A dense gradient may hold more than those lookups: a
-  norm of the weight, a product with it, rows of other processes. So its rows that are not zero are
-  marked after the step too, which takes passes over it, as making and applying it did.
+  are marked after each step of their optimizer, from the gradient that the step applied. Lookups
+  then cost nothing, and rows that other processes looked up (DDP sums the gradients) are marked
+  too.
+- The rows of all other tables are marked at each lookup if gradients are on. Lookups of a module
+  with max_norm are always marked, because they rewrite the rows they read. A dense gradient may
+  have further rows that are not zero: from a norm of the weight, from a product with it, or from
+  other processes. These rows are marked after the step. This takes passes over the gradient, as
+  computing and applying the gradient did.
 
-Marked is what could change, never less. Every in-place change counts up the weight's version: a
-count that neither steps nor lookups explain makes the whole table dirty. What is written into
-`weight.data`, or through numpy, is not counted: such rows are to be marked by hand, and
-`trainer_plugin.snapshot.unmarked_rows` looks for those that were not.
+Every row that may have changed is marked. torch counts each in-place change in the weight's
+version; if neither steps nor lookups explain the count, the whole table becomes dirty. torch does
+not count writes into `weight.data` or through numpy: the user must mark those rows, and
+`trainer_plugin.snapshot.unmarked_rows` looks for changed rows that nobody marked.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ __all__ = ["Dirty", "Tracker"]
 
 _log = logging.getLogger("recpoint")
 
-_UNCOUNTED = "under torch.inference_mode(), of which torch counts no changes"
+_UNCOUNTED = "under torch.inference_mode(), where torch counts no in-place changes"
 
 _gradients_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
@@ -51,7 +53,13 @@ _is_compiling = torch.compiler.is_compiling
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dirty:
-    """The rows of one table, of `rows` rows then, that one snapshot has to hold."""
+    """The rows of one table that one snapshot must hold.
+
+    Attributes:
+        bitmap: one bit for each row, as `kernels.dirty_bitmap` lays them out; set: dirty.
+        all_rows: every row is dirty, whatever the bitmap says.
+        rows: number of rows of the table when this was taken.
+    """
 
     bitmap: Tensor
     all_rows: bool
@@ -59,26 +67,27 @@ class Dirty:
 
 
 class Tracker:
-    """The dirty rows of one table.
+    """Tracks the dirty rows of one table.
 
-    Two bitmaps take turns: `take` hands over the one that was marked and continues on the other,
-    in constant time. What was taken comes back by `merge_back` (its checkpoint will never be) or
-    by `release` (it is stored). All methods are called from the training thread.
+    Two bitmaps take turns: `take` hands over the marked bitmap and continues on the other, in
+    constant time. The bitmap comes back by `merge_back` (its checkpoint will never exist) or by
+    `release` (its rows are stored). All methods are called from the training thread.
 
     Attributes:
         all_rows: every row is dirty.
-        by_gradient: rows are marked after steps, from the gradient; else at lookups.
+        by_gradient: rows are marked after steps, from the gradient; otherwise at lookups.
         unapplied: rows were marked at a lookup and no optimizer step has followed yet.
-        surprise: why `all_rows` was set although nothing announced it, for the log.
-        bitmap: the one that is marked now.
-        version: the weight's, as far as what changed it is known.
-        changes: of the weight in steps, since the row states were looked at.
-        rewrites: lookups since `version` that were marked and have changed the weight once each.
-        quick: for `optimizers.after_steps`, of a table on the CPU that is marked by gradient:
-            weight, what marks (`dirty_bitmap.compiled_mark`), address of the bitmap, rows.
+        surprise: why `all_rows` was set although nothing announced the change, for the log.
+        bitmap: the bitmap that takes marks now.
+        version: version of the weight up to which its changes are explained.
+        changes: changes of the weight in steps since the row states were last looked at.
+        rewrites: lookups since `version` that were marked and changed the weight once each.
+        quick: what `optimizers.after_steps` needs for a table on the CPU that is marked by
+            gradient: the weight, the function that marks (`dirty_bitmap.compiled_mark`), the
+            address of the bitmap and the number of rows. None for other tables.
     """
 
-    # One compact object: between two steps its memory has left the caches.
+    # Slots keep the object compact: between two steps its memory has left the CPU's caches.
     __slots__ = (
         "_after_compiled_lookup",
         "_after_hook",
@@ -125,27 +134,28 @@ class Tracker:
         self._installed = False
         self.changes = 0
         self._states: list[tuple[weakref.ref[Tensor], int]] = []
-        # By `choose`: its optimizer is one of those that are known, or one that changes all rows.
+        # Set by `choose`. _known: recpoint knows what a step of its optimizer changes. _whole: each
+        # step changes all rows.
         self._known = self._whole = False
 
     def _use(self, bitmap: Tensor) -> None:
         mark, quick = dirty_bitmap.marker(bitmap, rows=self.rows), self._quick(bitmap)
-        # All at once, when all are there: an address must never outlive the bitmap it is of.
+        # Assigned together, after both calls succeeded: an address must never outlive its bitmap.
         self.quick, self._mark, self.bitmap = quick, mark, bitmap
 
     def _quick(self, bitmap: Tensor) -> tuple[Tensor, Callable[..., int], int, int] | None:
-        """What `optimizers.after_steps` needs."""
+        """Build the `quick` attribute for this bitmap."""
         if self.by_gradient and bitmap.is_cpu:
             return self.weight, dirty_bitmap.compiled_mark(), bitmap.data_ptr(), self.rows
         return None
 
     @property
     def bitmap_bytes(self) -> int:
-        """Bytes of one bitmap."""
+        """Size of one bitmap, in bytes."""
         return self.bitmap.nbytes
 
     def install(self) -> None:
-        """Hook into the module, if lookups are to be marked; `remove` undoes it."""
+        """Hook into the module if rows are marked at lookups; `remove` undoes it."""
         self._installed = True
         if not self.by_gradient and self._hook is None:
             self._before_compiled_lookup = outside_graphs(
@@ -155,7 +165,7 @@ class Tracker:
         self._follow_rewrites()
 
     def _follow_rewrites(self) -> None:
-        """Hook in behind the lookups of a table whose lookups rewrite it, and of no other."""
+        """Hook in after each lookup if lookups rewrite rows; take that hook out if they do not."""
         wanted = self._hook is not None and self.table.changed_by_lookup
         if wanted and self._after_hook is None:
             self._after_compiled_lookup = outside_graphs(
@@ -173,16 +183,16 @@ class Tracker:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-            del self._before_compiled_lookup  # it keeps this, and with it the bitmaps
+            del self._before_compiled_lookup  # it refers to this tracker and so keeps the bitmaps
         self._follow_rewrites()
 
     def choose(self, *, by_gradient: bool, whole: bool = False) -> None:
-        """Mark after steps, or at lookups.
+        """Choose between marking after steps and marking at lookups.
 
         Args:
-            by_gradient: the table's optimizer is watched, and with a sparse gradient changes the
-                rows of the gradient only.
-            whole: each of its steps makes the table dirty as a whole.
+            by_gradient: the table's optimizer is watched, and if the gradient is sparse, a step
+                changes only the rows of the gradient.
+            whole: each step of the optimizer makes the whole table dirty.
         """
         self._whole = whole
         self._known = by_gradient and self.table.counts_changes
@@ -200,7 +210,7 @@ class Tracker:
         if self._installed:
             self.remove()
             self.install()
-            # Rows that were looked up before and are changed after this are known to neither way.
+            # Neither way of marking knows rows that were looked up before this and change after it.
             self.all_rows = True
             self.unapplied = not wanted
 
@@ -211,10 +221,15 @@ class Tracker:
         kwargs: dict[str, Any],
         outside_graph: bool = False,
     ) -> None:
-        """Mark the ids of a lookup that can change their rows. Runs at each lookup.
+        """Mark the ids of a lookup if the lookup or training can change their rows.
+
+        Runs at each lookup.
 
         Args:
-            outside_graph: a graph was ended for this, though all is still said to be compiled.
+            module: the table's module.
+            args, kwargs: what its `forward` was called with.
+            outside_graph: torch ended the graph before this call. `torch.compiler.is_compiling`
+                may still return True.
         """
         trains = module.training and _gradients_enabled() and self.weight.requires_grad
         # A lookup of a module with max_norm rewrites the rows it reads, also in evaluation and
@@ -223,11 +238,12 @@ class Tracker:
         if not (trains or rewritten):
             return
         if not outside_graph and _is_compiling():
-            # This cuts the graph in two, which fullgraph=True refuses. What a known optimizer
-            # changes is in the gradient, of which rows are marked after its step; after that of
-            # one that changes all rows they all are.
+            # Marking here would split the graph, which fullgraph=True refuses. Two kinds of
+            # optimizer do not need it. A known optimizer changes only rows of the gradient, which
+            # are marked after its step. An optimizer that changes all rows has all of them marked
+            # after its step.
             if rewritten or not (self._known or self._whole):
-                self._before_compiled_lookup(module, args, kwargs, True)  # is here again
+                self._before_compiled_lookup(module, args, kwargs, True)  # calls this method again
             return
         try:
             ids = args[0] if args else kwargs["input"]
@@ -235,25 +251,25 @@ class Tracker:
                 self._rewrites_rows_of(module, ids)
             self._mark(ids)
         except IndexError:
-            return  # nothing was marked; the lookup itself fails, in its own words
+            return  # nothing was marked; the lookup itself fails, with torch's message
         except Exception as error:
-            # Whatever it is, it must not stop training, and not knowing the rows has a safe form.
+            # No error here may stop training, and it is safe to mark all rows instead.
             self._unexplained(f"a lookup could not be marked ({error})")
             if came_from_handler(error):
                 raise
         self.unapplied = self.unapplied or trains
 
     def _rewrites_rows_of(self, module: Any, ids: Tensor) -> None:
-        """A lookup begins that rewrites the rows of these ids; `after_lookup` is to follow."""
+        """Note that a lookup begins that rewrites the rows of `ids`; `after_lookup` must follow."""
         self._check_lookup()
         if module.weight is not self.weight:
-            return  # `functional_call` has put another one in its place
+            return  # `functional_call` has put another weight in its place
         self._lookup = RewritingLookup.begun(module, ids)
 
     def _check_lookup(self) -> None:
-        """Whatever lookup rewrites rows has ended by now.
+        """Make the table dirty if a lookup that rewrites rows began and never returned.
 
-        One that failed may have rewritten some, and torch does not count the change then.
+        A lookup that failed may have rewritten some rows, and torch does not count that change.
         """
         if self._lookup is not None:
             self._lookup = None
@@ -266,16 +282,18 @@ class Tracker:
         kwargs: dict[str, Any],
         outside_graph: bool = False,
     ) -> None:
-        """Explain the one change of the weight by a lookup that `before_lookup` has marked.
+        """Count the one change of the weight that a lookup marked by `before_lookup` explains.
 
-        Runs after each lookup of a table with max_norm that returned. What was changed beside that
-        is not explained, nor is it where other ids were looked up.
+        Runs after each lookup of a table with max_norm that returned. A further change of the
+        weight stays unexplained, and so does the change of a lookup that read other ids.
 
         Args:
+            module: the table's module.
+            args, kwargs: what its `forward` was called with.
             outside_graph: see `before_lookup`.
         """
         if not outside_graph and _is_compiling():
-            self._after_compiled_lookup(module, args, kwargs, True)  # is here again
+            self._after_compiled_lookup(module, args, kwargs, True)  # calls this method again
             return
         lookup, self._lookup = self._lookup, None
         if lookup is None or module.max_norm is None:
@@ -283,70 +301,75 @@ class Tracker:
         if not lookup.plain:
             if changes_of(self.weight) != lookup.changes:
                 self._unexplained(
-                    "its module has max_norm and a forward of its own, which may rewrite any row"
+                    "its module has max_norm and a forward that is not torch's, which may rewrite "
+                    "any row"
                 )
             return
-        ids = args[0] if args else kwargs.get("input")  # a hook after ours may have replaced them
+        ids = args[0] if args else kwargs.get("input")  # a later hook may have replaced the ids
         if module.weight is self.weight and lookup.explains_change(ids, self.weight):
             self.rewrites += 1
 
     def looked_up(self, ids: Tensor) -> None:
-        """Rows that are about to be changed; see `tables.Marker`."""
+        """Mark rows that are about to be changed; see `tables.Marker`."""
         self._mark(ids)
         self.unapplied = True
 
     def applied(self) -> None:
-        """See `tables.Marker`."""
+        """Note that the rows looked up so far have been changed; see `tables.Marker`."""
         self.unapplied = False
 
     def before_step(self) -> None:
-        """A step begins of an optimizer that may count the version up by any number."""
+        """Check the version before a step that may raise it by any number."""
         self._check_version()
 
     def _check_version(self) -> None:
-        """Whatever changed the weight until now was no step of its optimizer."""
+        """Make the table dirty if anything but marked lookups changed it since the last step."""
         self._check_lookup()
         if self._count() > self._rewritten():
             self._unexplained("its weight was changed outside the steps of its optimizer")
 
     def _count(self) -> int:
-        """How often the weight was changed in place since this was last asked."""
+        """Return how often the weight was changed in place since the last call."""
         version = self._version()
         count, self.version = version - self.version, version
         return count
 
     def _rewritten(self) -> int:
-        """How many of those changes were lookups that are marked."""
+        """Return how many of those changes were lookups that are marked, and reset the count."""
         rewrites, self.rewrites = self.rewrites, 0
         return rewrites
 
     def after_step(self) -> Tensor | None:
-        """A step of the table's optimizer is over.
+        """Mark the rows that a step of the table's optimizer has changed.
 
         Returns:
-            The rows of the gradient, which the step changed and nothing has marked, beside ids
-            that are no row's; what was on the CPU is marked already.
+            Ids on a GPU that the caller must mark (`optimizers.mark_together`): the rows of the
+            gradient, possibly with negative ids, which mark nothing. None if nothing is left to
+            mark; rows of a gradient on the CPU are marked already.
         """
         weight = self.weight
-        # The gradient is still there: the optimizers of torch leave it to zero_grad().
+        # The gradient still exists: torch's optimizers leave its removal to zero_grad().
         gradient = weight.grad
         if self.by_gradient:
             version = weight._version
             count, self.version = version - self.version, version
             self.changes += count
-            # A step changes it once, and not at all without a gradient.
+            # A step changes the weight once, and not at all without a gradient.
             if count > 1 or (count and gradient is None):
-                self._unexplained("more than steps with a gradient has changed its weight")
+                self._unexplained(
+                    "its weight was changed more often than steps with a gradient explain"
+                )
         else:
             self._after_lookups(gradient is not None)
         if gradient is None or self.all_rows:
             return None
         if gradient.is_sparse:
-            # Public for coalesced gradients only, but duplicates do no harm. If columns are sparse
-            # too, their numbers are marked with the rows: more than has changed, never less.
+            # The public indices() needs a coalesced gradient, but duplicates do no harm here. If
+            # columns are sparse too, their numbers are marked as if they were rows, which marks
+            # more rows than have changed, never fewer.
             ids = gradient._indices()
         elif self.by_gradient or self.table.sparse:
-            self._unexplained("a dense gradient arrived although the module is sparse")
+            self._unexplained("it got a dense gradient although its module has sparse=True")
             return None
         elif gradient.is_cpu:
             dirty_bitmap.mark_nonzero(self.bitmap, gradient, rows=self.rows)
@@ -360,28 +383,29 @@ class Tracker:
 
     def _after_lookups(self, has_gradient: bool) -> None:
         count = self._count()
-        # A known optimizer has changed it once, if it has a gradient, which it leaves there:
-        # lookups of a module with max_norm the other times, and those change no row states.
+        # A known optimizer changes the weight once if there is a gradient, and leaves the gradient
+        # in place. Lookups of a module with max_norm made the other changes; lookups do not change
+        # row states.
         self.changes += min(count, int(has_gradient))
         looked_up, self.unapplied = self.unapplied, False
         rewritten = self._rewritten()
         if count and not (has_gradient or looked_up):
-            self._unexplained("a step changed it, and its gradient was gone after the step")
+            self._unexplained("a step changed its weight, but its gradient was gone after the step")
         elif count > int(has_gradient) + rewritten and self._known:
-            # In hooks of the step or in its closure: known optimizers change a weight once.
-            self._unexplained("more than its optimizer has changed its weight during a step")
+            # Known optimizers change a weight once: a hook or the closure made the other changes.
+            self._unexplained("something beside its optimizer changed its weight during a step")
 
     def step_failed(self, *, whole: bool) -> None:
-        """A step of its optimizer ended with an error: what it changed until then is unknown.
+        """Note that a step of the optimizer ended with an error: what it changed is unknown.
 
         Args:
-            whole: such a step changes rows that were not looked up too.
+            whole: such a step also changes rows that were not looked up.
         """
         if whole or not self.unapplied:
-            self._unexplained("a step of its optimizer did not end")
+            self._unexplained("a step of its optimizer ended with an error")
 
     def give_up(self, error: BaseException) -> None:
-        """The rows that a step changed could not be marked: all of them are dirty."""
+        """Make all rows dirty because the rows that a step changed could not be marked."""
         self._unexplained(f"the rows that a step changed could not be marked ({error})")
 
     def _unexplained(self, why: str) -> None:
@@ -389,12 +413,17 @@ class Tracker:
         self.surprise = self.surprise or why
 
     def notice_changes(self, row_states: Sequence[Tensor]) -> None:
-        """Notice what was changed outside the steps until now, as `take` does."""
+        """Check now, as `take` does, whether anything was changed outside the steps."""
         self._check_version()
         self.follow_row_states(row_states)
 
     def mark(self, ids: Tensor) -> None:
-        """Mark rows that changed, or whose states did, without a lookup or a step; call it after.
+        """Mark rows that were changed, or whose row states were, without a lookup or a step.
+
+        Call it after the change.
+
+        Args:
+            ids: int32 or int64, any shape, on any device: positions in the weight.
 
         Raises:
             IndexError: an id is out of range; nothing is marked.
@@ -404,64 +433,69 @@ class Tracker:
         self._announced()
 
     def mark_all(self) -> None:
-        """All rows changed without a lookup."""
+        """Mark all rows as changed, after they were changed without a lookup or a step."""
         self.all_rows = True
         self._announced()
 
     def _announced(self) -> None:
-        """What has changed until now is marked."""
+        """Note that every change until now is marked."""
         self.version, self.rewrites = self._version(), 0
         self._know_row_states([tensor for ref, _ in self._states if (tensor := ref()) is not None])
 
     def take(self) -> Dirty:
-        """Everything dirty now; from here on nothing is, but rows whose update is still to come."""
+        """Return the dirty rows; only rows whose update is still to come stay dirty here."""
         self._check_version()
         taken = Dirty(bitmap=self.bitmap, all_rows=self.all_rows, rows=self.rows)
-        # Until nothing can fail any more, everything stays dirty here.
+        # Every dirty row stays dirty here until nothing below can fail any more.
         other = self._spare.pop() if self._spare else torch.zeros_like(taken.bitmap)
         if self.unapplied:
-            # Looked up before the cut, changed after it: such rows belong to both checkpoints.
+            # Rows looked up before the cut and changed after it belong to both checkpoints.
             dirty_bitmap.merge(other, taken.bitmap)
         self._use(other)
         self.all_rows = self.unapplied and taken.all_rows
         return taken
 
     def marked(self) -> Dirty:
-        """Everything dirty now; it stays dirty, and its bitmap goes on being marked."""
+        """Return the dirty rows and keep them dirty; later marks appear in the returned bitmap."""
         self._check_version()
         return Dirty(bitmap=self.bitmap, all_rows=self.all_rows, rows=self.rows)
 
     def merge_back(self, dirty: Dirty) -> None:
-        """What `take` returned is dirty again; never raises, since training is told of a loss."""
+        """Make the rows that `take` returned dirty again. Never raises: training must go on."""
         if not self._fits(dirty):
             self.all_rows = True
             return
         try:
             dirty_bitmap.merge(self.bitmap, dirty.bitmap)
         except Exception as error:
-            # A GPU's kernel is compiled for this when it is first needed, which a full disk keeps
-            # it from, for one: as in before_lookup.
+            # Triton compiles the GPU's kernel at its first use, which fails on a full disk, for
+            # instance. It is safe to mark all rows, as in before_lookup.
             self._unexplained(f"rows could not be marked again ({error})")
         self.all_rows = self.all_rows or dirty.all_rows
         self.release(dirty)
 
     def release(self, dirty: Dirty) -> None:
-        """What `take` returned is stored: its bitmap can be used again; never raises."""
+        """Take back the bitmap that `take` returned, whose rows are stored. Never raises."""
         if not self._fits(dirty):
             return
         try:
             dirty_bitmap.clear(dirty.bitmap)
-        except Exception as error:  # as in merge_back; the next `take` makes another
-            _log.warning("table %r: a bitmap is let go: %s", self.table.key, error)
+        except Exception as error:  # as in merge_back; the next `take` allocates a new bitmap
+            _log.warning(
+                "table %r: a bitmap could not be cleared (%s); the next checkpoint allocates a new "
+                "one",
+                self.table.key,
+                error,
+            )
             return
         self._spare.append(dirty.bitmap)
 
     def _fits(self, dirty: Dirty) -> bool:
-        """Whether the weight is still where, and as long as, it was when `take` returned this."""
+        """Whether the weight has the device and the number of rows it had at that `take`."""
         return dirty.rows == self.rows and dirty.bitmap.device == self.bitmap.device
 
     def forget(self, changed: Tensor | None = None) -> None:
-        """Nothing is dirty, or what is marked in `changed`, a bitmap on any device."""
+        """Make all rows clean, except those that are set in `changed`, a bitmap on any device."""
         dirty_bitmap.clear(self.bitmap)
         if changed is not None:
             dirty_bitmap.merge(self.bitmap, changed.to(self.bitmap.device))
@@ -470,9 +504,10 @@ class Tracker:
         self._know_weight()
 
     def _know_weight(self) -> None:
-        """Whatever has changed the weight until now is known."""
+        """Take every change of the weight until now as explained."""
         self.version, self.rewrites = self._version(), 0
-        # Weakly. Its address alone does not tell it: memory that is let go of is used again.
+        # A weak reference, so that freed memory stays free. The address alone is not enough,
+        # because freed memory is used again.
         self._storage = weakref.ref(self.weight.untyped_storage()), self.weight.data_ptr()
 
     def _lies_elsewhere(self) -> bool:
@@ -480,7 +515,7 @@ class Tracker:
         return storage() is not self.weight.untyped_storage() or self.weight.data_ptr() != address
 
     def follow_weight(self) -> None:
-        """Notice that the module got another weight, or its weight another place or length."""
+        """Notice that the module has another weight, or that the weight moved or was resized."""
         if self.table.weight is not self.weight or self._lies_elsewhere():
             self.weight = self.table.weight
             self._know_weight()
@@ -490,44 +525,44 @@ class Tracker:
             self.rows = self.table.rows
             self._use(dirty_bitmap.new(self.rows, device=self.weight.device))
             self._spare.clear()
-            self._unexplained("its weight has another device or another number of rows")
+            self._unexplained("its weight moved to another device or has another number of rows")
         if self.weight.is_inference():
             self._unexplained(f"its weight was made {_UNCOUNTED}")
 
     def follow_row_states(self, tensors: Sequence[Tensor]) -> None:
         """Notice that row states are other tensors, or were changed outside the steps.
 
-        Those that come to be with the first step are new in the table's spec: nothing is known of
-        them here.
+        Row states that the first step creates are new in the table's spec, so nothing is checked
+        about them here.
         """
-        # Of a table that is dirty as a whole there is nothing to find out: momentum, for one,
-        # changes its buffer twice for each change of the weight.
+        # A table that is dirty as a whole needs no check, and could fail it: momentum, for
+        # instance, changes its buffer twice for each change of the weight.
         known = () if self.all_rows else self._states
         for (ref, version), tensor in zip(known, tensors, strict=False):
             if ref() is not tensor:
                 self._unexplained("its optimizer has other row states")
             elif tensor.is_inference():
                 self._unexplained(f"its row states were made {_UNCOUNTED}")
-            # A step of a known optimizer changes them as often as the weight, or not at all.
+            # A step of a known optimizer changes row states as often as the weight, or not at all.
             elif self._known and changes_of(tensor) - version > self.changes:
                 self._unexplained("its row states were changed outside the steps of its optimizer")
         self._know_row_states(tensors)
 
     def _know_row_states(self, tensors: Sequence[Tensor]) -> None:
-        # Weakly: what an optimizer let go of must not be kept.
+        # Weak references: they must not keep tensors that an optimizer has dropped.
         self._states = [(weakref.ref(tensor), changes_of(tensor)) for tensor in tensors]
         self.changes = 0
 
     def _version(self) -> int:
-        """How often the weight was changed in place; where steps do not explain it, it is 0."""
+        """Return how often the weight was changed in place; 0 if `counts_changes` is False."""
         return changes_of(self.weight) if self.table.counts_changes else 0
 
     def report_surprise(self) -> None:
         """Log, once, what made the whole table dirty unexpectedly."""
         if self.surprise is not None:
             _log.warning(
-                "table %r: %s; all of it is stored in the next checkpoint. Next: train through "
-                "the module in training mode, or call mark() for rows changed otherwise",
+                "table %r: %s; the next checkpoint stores all its rows. Next: train through the "
+                "module in training mode, or call mark() for rows that are changed otherwise",
                 self.table.key,
                 self.surprise,
             )
@@ -535,11 +570,16 @@ class Tracker:
 
 
 def _rows_not_zero(gradient: Tensor) -> Tensor:
-    """Rows of a dense gradient on a GPU that are not all zeros, with -1 in place of the others.
+    """Return the ids of a dense GPU gradient's rows that are not all zeros; -1 for other rows.
 
-    By the largest and the smallest value, which are NaN where one is: faster than any().
+    Args:
+        gradient: [rows, dim], dense, on a GPU.
+
+    Returns:
+        int64 [rows], on the gradient's device.
     """
+    # A row's largest and smallest value are NaN if any value is NaN. This is faster than any().
     found = (gradient.amax(1) != 0) | (gradient.amin(1) != 0)
-    # How many they are, the device is not waited for to learn. An id below zero marks nothing.
+    # The shape does not depend on the count, so nothing waits for the GPU. Id -1 marks nothing.
     rows = torch.arange(found.numel(), device=gradient.device)
     return torch.where(found, rows, -1)

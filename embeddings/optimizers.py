@@ -1,4 +1,4 @@
-"""Tells which rows of a table an optimizer changes, and watches its steps to mark them."""
+"""Knows which rows of a table an optimizer step changes, and marks them after each step."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from recpoint.kernels import dirty_bitmap
 __all__ = ["FullyDirtyTables", "OptimizerWatch", "after_steps", "all_rows_changed", "row_states"]
 
 
-# Which rows of a table an optimizer changes, and which of its state belongs to rows.
+# Part 1: which rows of a table an optimizer changes, and which of its states have one entry a row.
 #
-# With dense gradients a row that was not looked up has a gradient of zeros. Whether its bytes stay
-# as they are then depends on the update. They do when the update adds -lr * 0: x + (-0.0) is x for
-# every x, also for -0.0. They do not when anything pulls on every row (weight decay), remembers
+# With dense gradients, a row that was not looked up has a gradient of zeros. The update decides
+# whether the row's bytes stay the same. They stay if the update adds -lr * 0: x + (-0.0) is x for
+# every x, also for -0.0. They change if the update pulls on every row (weight decay), remembers
 # earlier gradients (momentum, moments), or adds +0.0 (maximize), which turns -0.0 into +0.0.
 
 
 _WATCHED = ("momentum", "weight_decay", "maximize", "eps")
 _KNOWN = (SGD, Adagrad, SparseAdam)
-#: TorchRec's, which is not imported for it: Adagrad with one sum a row, of dense gradients only.
+#: TorchRec's Adagrad with one sum for each row; it takes dense gradients only. It is known by name
+#: so that TorchRec need not be imported.
 _ROWWISE_ADAGRAD = "torchrec.optim.rowwise_adagrad.RowWiseAdagrad"
 _MAX_ENTRY_DIMS = 4
 _MAX_STATES = 64
@@ -39,32 +40,36 @@ _MAX_ENTRY_SIZE = 2**20
 
 
 class FullyDirtyTables(RuntimeWarning):
-    """Tables whose optimizer changes every row at each step, so that increments are fulls."""
+    """Warns of tables whose optimizer changes every row in each step.
+
+    Each checkpoint then stores every row of these tables: their increments are as large as a full
+    checkpoint.
+    """
 
 
 class AllRows(NamedTuple):
-    """Why every row of a table changes at each step, and what to do about it."""
+    """Why every row of a table changes in each step, and what to do about it."""
 
     why: str
     change: str
 
 
 class Watched:
-    """The hyperparameters that `all_rows_changed` looks at: when they change, ask it again."""
+    """Remembers the hyperparameters that `all_rows_changed` reads, to notice that they changed."""
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         there = [name for name in _WATCHED if name in group]
-        # One call into C for all of them: this is compared after each step.
+        # One call into C reads all of them, because this runs after each step.
         self._read = itemgetter(*there) if there else _nothing
         self._values = self._read(group)
         self._size = len(group)
 
     def differ(self, group: Mapping[str, Any]) -> bool:
-        """Whether they are others now, or may be."""
+        """Whether the hyperparameters differ now, or may differ."""
         try:
             changed: bool = len(group) != self._size or self._read(group) != self._values
         except (KeyError, RuntimeError, ValueError):
-            return True  # one is gone, or is an array, which is not compared as a whole
+            return True  # one was removed, or is an array, whose comparison has no single result
         return changed
 
 
@@ -80,14 +85,14 @@ def all_rows_changed(
     dtype: torch.dtype,
     row_local: tuple[type, ...] = (),
 ) -> AllRows | None:
-    """Why a step changes rows that were not looked up; None if it changes no such row.
+    """Return why a step changes rows that were not looked up; None if it changes no such row.
 
     Args:
         optimizer: the table's optimizer.
-        group: its parameter group, with the hyperparameters as they are now.
+        group: the table's parameter group, with the hyperparameters as they are now.
         sparse: whether the table's gradients are sparse.
-        dtype: the table's.
-        row_local: classes of which the user says that they change no other row.
+        dtype: dtype of the table.
+        row_local: optimizer classes that, as the user declares, change only rows looked up.
     """
     if isinstance(optimizer, row_local):
         return None
@@ -100,9 +105,9 @@ def all_rows_changed(
     if _active(group.get("weight_decay", 0)):
         return AllRows("weight_decay pulls on every row", "set weight_decay=0 for its group")
     if kind is SGD and _active(group.get("momentum", 0)):
-        # Also with sparse gradients: the sparse momentum buffer keeps every row it ever held.
+        # Sparse gradients do not help: the sparse momentum buffer keeps every row it ever held.
         return AllRows(
-            "momentum goes on moving rows that were looked up earlier",
+            "momentum keeps moving rows that were looked up in earlier steps",
             "set momentum=0 for its group",
         )
     if sparse:
@@ -112,10 +117,11 @@ def all_rows_changed(
             "maximize=True with dense gradients adds +0.0 to every row, which changes -0.0",
             "minimize the negated loss, or use sparse=True",
         )
-    # In a narrow dtype a small eps is zero: 0 / (sqrt(0) + 0) is NaN in rows never looked up.
+    # In a narrow dtype a small eps rounds to zero; a row never looked up becomes
+    # 0 / (sqrt(0) + 0), which is NaN.
     if (kind is Adagrad or rowwise) and not _is_positive(group["eps"], dtype):
         return AllRows(
-            f"eps={group['eps']} is zero in {dtype}: rows without gradient become NaN",
+            f"eps={group['eps']} rounds to zero in {dtype}, so rows without gradient become NaN",
             "use a larger eps",
         )
     return None
@@ -132,9 +138,9 @@ def _is_rowwise(kind: type) -> bool:
 
 
 def changes_gradient_rows(optimizer: Optimizer) -> bool:
-    """Whether a step with a sparse gradient changes the rows of that gradient, and leaves it.
+    """Whether a step with a sparse gradient changes only its rows and keeps the gradient.
 
-    Unless `all_rows_changed` gives a reason why it changes all.
+    Hyperparameters can still make the step change all rows; see `all_rows_changed`.
     """
     return type(optimizer) in _KNOWN
 
@@ -147,29 +153,36 @@ def counts_one_change(optimizer: Optimizer) -> bool:
 def _unknown(kind: type) -> AllRows:
     if kind.__module__.startswith("torch.optim"):
         return AllRows(
-            f"{kind.__name__} moves every row by its moments",
+            f"{kind.__name__} moves every row, not only those with a gradient",
             "use SparseAdam with sparse=True, or Adagrad",
         )
     return AllRows(
-        f"{kind.__name__} is not known to change only rows that were looked up",
-        "if it does, name it in Options.row_local_optimizers",
+        f"recpoint does not know that {kind.__name__} changes only rows that were looked up",
+        "if it changes only those, name it in Options.row_local_optimizers",
     )
 
 
 def _active(hyperparameter: Any) -> bool:
-    # A tensor may change without being replaced, and reading it may wait for a GPU: assume it acts.
+    # A tensor counts as not zero: it may change in place, and reading it may wait for a GPU.
     return isinstance(hyperparameter, Tensor) or hyperparameter != 0
 
 
 def _is_positive(eps: Any, dtype: torch.dtype) -> bool:
-    """Whether it is once it is in `dtype`; each of them, where there is one for each column."""
+    """Whether eps is positive after conversion to `dtype`; if it is a tensor, every value of it."""
     return bool(torch.as_tensor(eps, dtype=torch.float64, device="cpu").to(dtype).min().item() > 0)
 
 
 def row_states(state: Mapping[Any, Any], rows: int) -> dict[str, Tensor]:
-    """The parts of a parameter's optimizer state that have one entry for each row, by name.
+    """Return the parts of a parameter's optimizer state with one entry for each row, by name.
 
-    Everything else (step counts, sparse buffers, factored moments) belongs to the state tree.
+    The other parts (step counts, sparse buffers, factored moments) are stored in the state tree.
+
+    Args:
+        state: the optimizer's state of one parameter.
+        rows: number of rows of the parameter.
+
+    Returns:
+        name -> tensor [rows, ...], contiguous; at most 64 of them.
     """
     found: dict[str, Tensor] = {}
     for name, value in state.items():
@@ -197,7 +210,7 @@ def _storable(dtype: torch.dtype) -> bool:
     return True
 
 
-# Marks the rows that steps of optimizers change, or that they change all of a table.
+# Part 2: marking after each step the rows that the step changed, or the whole table.
 
 
 _log = logging.getLogger("recpoint")
@@ -206,19 +219,22 @@ _INT64 = torch.int64
 
 
 class OtherSteps(Protocol):
-    """Notices steps of unwatched optimizers: `trainer_plugin.state.unknown_optimizers`."""
+    """Notices steps of optimizers that the Checkpointer was not given.
+
+    `trainer_plugin.state.unknown_optimizers` implements it.
+    """
 
     def install(self) -> None:
-        """Notice them from now on; `remove` undoes it."""
+        """Start to notice such steps; `remove` undoes it."""
 
     def remove(self) -> None:
-        """Notice them no more."""
+        """Stop noticing such steps."""
 
     def take_trained(self) -> set[int]:
-        """ids of the parameters that such steps have trained since the last call."""
+        """Return `id()` of each parameter that such steps have trained since the last call."""
 
     def refuse(self) -> None:
-        """Raise SettingsError where such an optimizer trains the model, and still exists."""
+        """Raise SettingsError if such an optimizer still exists and trains the model."""
 
 
 class _Group:
@@ -258,15 +274,18 @@ class _Owner(NamedTuple):
 
 
 class OptimizerWatch:
-    """Hooks into every optimizer's step.
+    """Hooks into the steps of the optimizers that train tables, and has their tables marked.
 
-    After a step, the rows of its gradients are marked, and every table of a group whose
-    update changes all rows is dirty as a whole, as are all after `load_state_dict` of their
-    optimizer, whose row states are others then. Hyperparameters are looked at after each step,
-    since schedulers and users change them. A step that ends with an error is noticed at the next
-    step or cut, whichever comes first.
+    After a step, the rows of its gradients are marked. A table is dirty as a whole after a step
+    whose update changes all rows, and after `load_state_dict` of its optimizer, which replaces row
+    states. Hyperparameters are looked at after each step because schedulers and users change them.
+    A step that ended with an error is noticed at the next step or cut, whichever comes first.
 
-    `unknown`: notices the steps of optimizers that are none of these.
+    Args:
+        optimizers: the optimizers to watch.
+        trackers: the tables' trackers, by `Table.key`.
+        row_local: see `all_rows_changed`.
+        unknown: notices the steps of optimizers that are not in `optimizers`.
     """
 
     def __init__(
@@ -292,7 +311,7 @@ class OptimizerWatch:
     def install(self) -> None:
         """Hook into the optimizers; `remove` undoes it."""
         self._installed = True
-        self._regroup()  # a restored optimizer has other parameter groups
+        self._regroup()  # restoring an optimizer replaced its parameter groups
         if self._unknown is not None:
             self._unknown.install()
 
@@ -304,12 +323,12 @@ class OptimizerWatch:
             self._unknown.remove()
 
     def _hook_up(self) -> None:
-        """Hooks in the optimizers that train a table, and in no other."""
+        """Hook into the optimizers that train a table, and take the hooks out of all others."""
         for number, optimizer in enumerate(self._optimizers):
             wanted = self._installed and bool(self._groups[number])
             if wanted and number not in self._hooks:
                 post = optimizer.register_step_post_hook(self._hook(self._after_step, number))
-                # First of all such hooks: others may reset the gradient that names the rows.
+                # Ours must run first: other hooks may reset the gradient that names the rows.
                 hooks = optimizer._optimizer_step_post_hooks
                 for other in [key for key in hooks if key != post.id]:
                     hooks[other] = hooks.pop(other)
@@ -325,30 +344,30 @@ class OptimizerWatch:
                     hook.remove()
 
     def _hook(self, look: Callable[[int], None], number: int) -> Callable[..., None]:
-        """`look` at that optimizer, as a hook of it: its errors would end training."""
+        """Wrap `look` as a hook of that optimizer: an error makes all tables dirty instead."""
 
         def hook(*_: Any) -> None:
             try:
                 look(number)
-            except BaseException as error:  # not knowing the rows has a safe form, whatever it is
+            except BaseException as error:  # it is always safe to mark all rows instead
                 self._give_up(error)
                 if not isinstance(error, Exception) or came_from_handler(error):
-                    raise  # Ctrl-C, a watchdog's time-out
+                    raise  # Ctrl-C or a watchdog's time-out, which must end training
 
         return hook
 
     def owner(self, table: str) -> int | None:
-        """Index of the optimizer that trains a table."""
+        """Return the index of the optimizer that trains a table; None if no optimizer does."""
         found = self._owners.get(table)
         return None if found is None else found.optimizer
 
     def follow_groups(self) -> None:
         """Notice what happened to optimizers outside their steps; call it before a cut.
 
-        A table that came to another optimizer or group is dirty as a whole.
+        A table that moved to another optimizer or group becomes dirty as a whole.
 
         Raises:
-            SettingsError: an optimizer that is none of these trains the model, and still exists.
+            SettingsError: an optimizer that is not watched trains the model, and still exists.
         """
         for number, stepping in enumerate(self._stepping):
             if stepping:
@@ -366,7 +385,7 @@ class OptimizerWatch:
             self._unknown.refuse()
 
     def warn(self) -> None:
-        """One warning for all tables that every step changes as a whole, with the reasons."""
+        """Warn once of all tables that every step changes as a whole, with the reasons."""
         reasons = self._reasons()
         if not reasons:
             return
@@ -442,23 +461,23 @@ class OptimizerWatch:
                 group.evaluate()
                 self._tell(group)
             for tracker in group.whole:
-                # Without a gradient, as that of a frozen table, an optimizer passes a table over.
+                # An optimizer skips a table that has no gradient, such as a frozen table.
                 if tracker.weight.requires_grad or tracker.weight.grad is not None:
                     tracker.all_rows = True
             found += after_steps(group.trackers)
         if found:
             mark_together(found)
-        self._stepping[number] = False  # last: a step that is interrupted until here has failed
+        self._stepping[number] = False  # last: a step interrupted before this line has failed
 
     def _after_load(self, number: int) -> None:
-        """It has other row states now, and other parameter groups than those looked at."""
+        """Make all tables of the optimizer dirty: it has other row states and groups now."""
         self._regroup()
         for group in self._groups[number]:
             for tracker in group.trackers:
                 tracker.all_rows = True
 
     def _give_up(self, error: BaseException) -> None:
-        """What a hook was to find out is not known. It must not stop training: that is safe."""
+        """Make all tables dirty because a hook failed, so that training can go on safely."""
         for tracker in self._trackers.values():
             tracker.give_up(error)
 
@@ -481,10 +500,11 @@ class OptimizerWatch:
 
 
 def after_steps(trackers: Sequence[Tracker]) -> list[tuple[Tracker, Tensor]]:
-    """`after_step` of several tables; for `mark_together`, what it returned that is to be marked.
+    """Call `after_step` of several tables; return the ids left to mark, for `mark_together`.
 
-    What a step of sparse gradients on the CPU does to a table is written out: this runs after work
-    that has filled the caches with other things, and what counts is how little is touched.
+    For a sparse gradient on the CPU, the work of `Tracker.after_step` is written out here. The
+    training step has filled the CPU's caches with other data, so speed depends on touching little
+    memory.
     """
     found = []
     for tracker in trackers:
@@ -494,8 +514,8 @@ def after_steps(trackers: Sequence[Tracker]) -> list[tuple[Tracker, Tensor]]:
                 gradient, version = weight.grad, weight._version
                 if gradient is not None and version - tracker.version == 1 and gradient.is_sparse:
                     ids = gradient._indices()
-                    # A weight that went to another device, or a gradient of another form, is left
-                    # to after_step(). So are ids out of range: nothing was marked then.
+                    # after_step() handles a weight that moved to another device, a gradient of
+                    # another form, and ids out of range, of which `mark` has marked none.
                     if ids.dtype is _INT64 and ids.is_cpu and ids.is_contiguous():
                         if mark(bitmap, ids.data_ptr(), ids.numel(), 1, rows) < 0:
                             tracker.version = version
@@ -506,20 +526,20 @@ def after_steps(trackers: Sequence[Tracker]) -> list[tuple[Tracker, Tensor]]:
             tracker.give_up(error)
             if came_from_handler(error):
                 raise
-            continue  # it must not stop training
+            continue  # an error must not stop training
         if left is not None:
             found.append((tracker, left))
     return found
 
 
 def mark_together(found: Sequence[tuple[Tracker, Tensor]]) -> None:
-    """Mark what `Tracker.after_step` returned for several tables: a launch for each GPU."""
+    """Mark the ids that `Tracker.after_step` returned for several tables, in one launch per GPU."""
     by_device: dict[torch.device, list[tuple[Tracker, Tensor]]] = {}
     for tracker, ids in found:
         by_device.setdefault(tracker.bitmap.device, []).append((tracker, ids))
     for marks in by_device.values():
         try:
-            # The allocator keeps the memory of ids for the stream that the launch is in.
+            # Safe to free ids afterwards: the allocator reuses their memory on this stream only.
             dirty_bitmap.mark_many(
                 [tracker.bitmap for tracker, _ in marks],
                 [ids for _, ids in marks],

@@ -1,4 +1,4 @@
-"""Holds one table in memory for lookups alone: values, or codes that lookups decode."""
+"""Holds one table in memory for lookups only, as values or as codes that lookups decode."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from recpoint.kernels import bit_packing, quantize, row_gather
 
 __all__ = ["CodedTable", "FloatTable", "ServedTable"]
 
-#: Bytes that are copied or converted at once where that needs memory of its own.
+#: Bytes copied or converted at once when that needs temporary memory.
 _PASS_BYTES: Final = 8 << 20
 
 
 class FloatTable:
-    """Decoded rows.
+    """Holds a table as decoded rows.
 
     Args:
-        values: [rows, dim] of the table's dtype, contiguous, on any device; a model's weight, say.
+        values: [rows, dim] of the table's dtype, contiguous, on any device; may be a model's
+            weight.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -34,34 +35,34 @@ class FloatTable:
 
     @classmethod
     def empty(cls, table: LogicalTable) -> FloatTable:
-        """Of a table of a checkpoint, in fresh memory of the CPU."""
+        """Make one for a checkpoint's table, with uninitialised values in new CPU memory."""
         return cls(torch.empty(table.rows, table.dim, dtype=torch_dtype(table.dtype), device="cpu"))
 
     @property
     def rows(self) -> int:
-        """Rows of the table."""
+        """Number of rows of the table."""
         return len(self.values)
 
     @property
     def form(self) -> tuple[object, ...]:
-        """Equal for tables between which rows can be copied."""
+        """Equal for two tables if `copy_rows` can copy rows between them."""
         return "float", self.values.shape, self.values.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
+        """Memory of the table, in bytes."""
         return self.values.nbytes
 
     def fits(self, table: LogicalTable) -> bool:
-        """Whether rows of this table go in here."""
+        """Whether this can hold the rows of a checkpoint's table."""
         shape = tuple(self.values.shape)
         return shape == (table.rows, table.dim) and self.values.dtype == torch_dtype(table.dtype)
 
     def finish(self) -> None:
-        """Every row of a chain is here."""
+        """Do nothing: rows are complete as soon as a chain has been read into `values`."""
 
     def copy_rows(self, other: FloatTable, ids: Tensor | None) -> None:
-        """Take over rows int64 [n] of another copy of the table, or all."""
+        """Copy rows `ids`, int64 [n], from another copy of the table; None: all rows."""
         if ids is None:
             self.values.copy_(other.values)
         elif self.values.is_cpu:
@@ -71,7 +72,13 @@ class FloatTable:
                 self.values.index_copy_(0, part, other.values.index_select(0, part))
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Rows of `ids`, int32 or int64 of any shape [...]: [..., dim] of the table's dtype.
+        """Return the rows of `ids`.
+
+        Args:
+            ids: int32 or int64, any shape [...].
+
+        Returns:
+            [..., dim] of the table's dtype, on the device of `values`.
 
         Raises:
             IndexError: an id is out of range.
@@ -80,14 +87,14 @@ class FloatTable:
 
 
 class CodedTable:
-    """Rows as they are stored: packed codes with scale and offset, decoded when looked up.
+    """Holds a table as it is stored: packed codes with scale and offset, decoded when looked up.
 
-    Rows of fewer bits are kept in as many as the widest has, which changes no code. Rows that are
-    stored exactly are kept beside the codes; their scale is NaN, which no stored one is.
+    All codes have as many bits as the widest row's; widening a narrower row changes no code. Rows
+    that are stored exactly are kept beside the codes, with scale NaN, which no stored row has.
 
     Args:
-        table: of a checkpoint.
-        bits: 2, 3, 4 or 8.
+        table: the table of a checkpoint.
+        bits: bits of each code: 2, 3, 4 or 8.
     """
 
     def __init__(self, table: LogicalTable, bits: int) -> None:
@@ -100,56 +107,64 @@ class CodedTable:
         self._scale = torch.zeros(table.rows, dtype=torch.float32, device="cpu")
         self._offset = torch.zeros(table.rows, dtype=torch.float32, device="cpu")
         self._dtype = torch_dtype(table.dtype)
-        # Replaced, never written to: two copies of a table share them.
+        # Replaced, never written to, because two copies of a table share these tensors.
         self._exact_ids = torch.empty(0, dtype=torch.int64, device="cpu")
         self._exact = torch.empty(0, table.dim, dtype=self._dtype, device="cpu")
         self._new: list[tuple[Tensor, Tensor]] = []
 
     @property
     def rows(self) -> int:
-        """Rows of the table."""
+        """Number of rows of the table."""
         return self._spec.rows
 
     @property
     def wanted(self) -> None:
-        """See `catalog.restore.target.RowSink`: all rows."""
+        """None: all rows are wanted; see `catalog.restore.target.RowSink`."""
         return None
 
     @property
     def form(self) -> tuple[object, ...]:
-        """Equal for tables between which rows can be copied."""
+        """Equal for two tables if `copy_rows` can copy rows between them."""
         return "coded", self._spec.rows, self._spec.dim, self._dtype
 
     def empty_like(self) -> CodedTable:
-        """For the same rows, in memory of its own."""
+        """Return a table for the same rows, in memory of its own and without their values."""
         return CodedTable(self._spec, self.bits)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
+        """Memory of the table, in bytes."""
         coded = self._codes.nbytes + self._scale.nbytes + self._offset.nbytes
         return coded + self._exact_ids.nbytes + self._exact.nbytes
 
     def fits(self, table: LogicalTable) -> bool:
-        """Whether rows of this table go in here."""
+        """Whether this can hold the rows of a checkpoint's table."""
         ours = (self._spec.rows, self._spec.dim, self._spec.dtype)
         return ours == (table.rows, table.dim, table.dtype)
 
     def into(self, table: LogicalTable, changed: Tensor | None) -> CodedTable:
-        """Where a chain is read into: itself."""
+        """Prepare to read a chain into this table, and return it.
+
+        Args:
+            table: the table of the checkpoint that is read.
+            changed: bitmap in which `mark` sets the rows that are read; None: no bitmap.
+
+        Raises:
+            IncompatibleModel: the table has another shape or dtype.
+        """
         if not self.fits(table):
             raise IncompatibleModel(
                 f"table {table.name!r}",
                 found=f"{table.rows} rows of {table.dim} {table.dtype}",
                 expected=f"{self._spec.rows} rows of {self._spec.dim} {self._spec.dtype}",
-                next_step="start the serving process anew",
+                next_step="restart the serving process",
             )
         self.changed = changed
         self._new.clear()
         return self
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
-        """See `catalog.restore.target.RowSink.take`."""
+        """Take stored rows over; see `catalog.restore.target.RowSink.take`."""
         if positions is not None and positions.numel() == 0:
             return
         ids = _ids(stored.rows, positions)
@@ -170,17 +185,17 @@ class CodedTable:
             self._offset[at] = stored.offset[chosen]
 
     def mark(self, rows: range | Tensor) -> None:
-        """See `catalog.restore.target.RowSink.mark`."""
+        """Set rows in the bitmap of changed rows; see `catalog.restore.target.RowSink.mark`."""
         mark_rows(self.changed, rows, of=self._spec.rows)
 
     def finish(self) -> None:
-        """Every row of a chain is here."""
+        """Sort the exact rows for lookups, once every row of a chain has been taken."""
         self.changed = None
         ids = torch.cat([self._exact_ids, *(ids for ids, _ in self._new)])
         values = torch.cat([self._exact, *(values for _, values in self._new)])
         old = torch.arange(ids.numel(), device="cpu") < self._exact_ids.numel()
         new_ids = ids[~old]
-        # An old one counts if the row is still exact and was not brought anew.
+        # An old exact row stays if the row is still exact and the chain brought no new value.
         keep = self._scale[ids].isnan() & ~(old & torch.isin(ids, new_ids))
         ids, values = ids[keep], values[keep]
         order = ids.argsort()
@@ -188,7 +203,7 @@ class CodedTable:
         self._new.clear()
 
     def copy_rows(self, other: CodedTable, ids: Tensor | None) -> None:
-        """Take over rows int64 [n] of another copy of the table, or all."""
+        """Copy rows `ids`, int64 [n], from another copy of the table; None: all rows."""
         self._new.clear()
         if self.bits < other.bits:
             self._widen(other.bits)
@@ -202,14 +217,22 @@ class CodedTable:
         self._exact_ids, self._exact = other._exact_ids, other._exact
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Rows of `ids`, int32 or int64 of any shape [...]: [..., dim] of the table's dtype.
+        """Return the rows of `ids`, decoded.
+
+        Args:
+            ids: int32 or int64, any shape [...], on the CPU.
+
+        Returns:
+            [..., dim] of the table's dtype, on the CPU.
 
         Raises:
             IndexError: an id is out of range.
-            TypeError: ids of another dtype, which would be rounded.
+            TypeError: ids have another dtype; converting them could round them.
         """
         if ids.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"table {self._spec.name!r}: ids of {ids.dtype}, not int32 or int64")
+            raise TypeError(
+                f"table {self._spec.name!r}: found ids of {ids.dtype}, expected int32 or int64"
+            )
         flat = ids.reshape(-1).to(torch.int64)
         refuse_ids_outside(self._spec.name, flat, rows=self._spec.rows)
         scale = self._scale[flat]
@@ -233,7 +256,7 @@ class CodedTable:
             self._codes[part] = self._repacked(narrow[part], from_bits)
 
     def _repacked(self, codes: Tensor, bits: int) -> Tensor:
-        """The same codes in `self.bits` bits each, contiguous."""
+        """Return the same codes in `self.bits` bits each, contiguous."""
         if bits == self.bits:
             return codes.contiguous()
         return bit_packing.pack(bit_packing.unpack(codes, dim=self._spec.dim, bits=bits), self.bits)

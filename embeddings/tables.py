@@ -1,16 +1,16 @@
-"""What a table is, where tables come from, and which weights cannot be one.
+"""Defines embedding tables and their sources, finds plain tables, refuses those it cannot store.
 
-`Table` says what the rest of recpoint needs to know of one embedding weight. `plain_tables` finds
-those of plain modules. A library that shards embeddings keeps rows in its own kernels, updates them
-in backward, and looks them up by ids of the shard; nothing of that can be seen from `nn.Embedding`
-modules and torch optimizers. So a model's `TableSource` brings its tables, answers for the modules
-that hold them, and tells the trackers which rows change:
+`Table` describes one embedding weight to the rest of recpoint. `plain_tables` finds the tables of
+plain torch modules. A library that shards embeddings keeps rows in its own kernels, updates them
+in backward, and looks them up by ids within the shard; `nn.Embedding` modules and torch optimizers
+show none of this. The library's `TableSource` therefore lists the tables, names the modules that
+hold them, and tells the trackers which rows change:
 
-    source.modules      left out of the dense state, and of the search for plain tables
-    source.tables       stored like all others, as shards of whole tables
-    source.optimizers   what is left for the dense state and its optimizer entries
-    source.track        from restore() on; untrack() at the end
-    source.state_dict   whatever is no row: learning rates, step counts
+    source.modules      modules left out of the dense state and of the search for plain tables
+    source.tables       tables, stored like all others, as shards of whole tables
+    source.optimizers   the optimizers that remain for the dense state and its optimizer entries
+    source.track        called by restore(); untrack() is called at the end
+    source.state_dict   state that belongs to no row: learning rates, step counts
 """
 
 from __future__ import annotations
@@ -64,24 +64,25 @@ TABLE_DTYPES: dict[torch.dtype, TableDtype] = {
 
 
 def table_key(name: str, columns: Columns | None) -> str:
-    """See `Table.key`."""
+    """Return the key of a table, or of some of its columns; see `Table.key`."""
     return name if columns is None else f"{name}[:, {columns.first}:]"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Table(ABC):
-    """The rows of one table, or of some of its columns, that this process holds.
+    """Describes the rows of one table, or of some of its columns, that this process holds.
 
-    `ModuleTable` is the one of a plain module. An integration gives its own (see `TableSource`): it
-    says where rows lie in the whole table, where their row states are, and which rows change.
+    `ModuleTable` is the table of a plain module. An integration defines its own subclass (see
+    `TableSource`), which says where the rows lie in the whole table and where their row states are.
 
-    Where another process lists the same rows, as all do with a model that is replicated, they have
-    to be equal, and the lowest rank stores them.
+    If several processes list the same rows, as in a replicated model, the rows must be equal in all
+    of them; the lowest rank stores them.
 
     Attributes:
-        name: of the whole table, the same in each process and whatever wraps the model: the full
-            name of its module, as `catalog.restore.state.canonical_name` spells it.
-        parameter_name: of its weight; what an optimizer keeps for it is stored under it.
+        name: name of the whole table: the full name of its module, as
+            `catalog.restore.state.canonical_name` spells it. It is the same in each process, and
+            wrappers of the model do not change it.
+        parameter_name: name of the weight; the weight's optimizer state is stored under this name.
     """
 
     name: str
@@ -90,17 +91,20 @@ class Table(ABC):
     @property
     @abstractmethod
     def weight(self) -> Tensor:
-        """[rows, dim], contiguous: the live values. The same tensor object each time, until the
-        rows lie elsewhere: another one, or another address, makes all rows dirty."""
+        """The live values: [rows, dim], contiguous, of a dtype in `TABLE_DTYPES`.
+
+        Each call returns the same tensor object until the rows move. Another object, or another
+        address, makes all rows dirty.
+        """
 
     @property
     def rows(self) -> int:
-        """Rows of the weight, those of this process alone."""
+        """Number of rows of the weight, that is, of this process alone."""
         return self.weight.shape[0]
 
     @property
     def dim(self) -> int:
-        """Values of a row of the weight."""
+        """Number of values in a row of the weight."""
         return self.weight.shape[1]
 
     @property
@@ -115,55 +119,56 @@ class Table(ABC):
 
     @property
     def table_rows(self) -> int:
-        """Rows of the whole table, over all processes."""
+        """Number of rows of the whole table, over all processes."""
         return self.rows
 
     @property
     def columns(self) -> Columns | None:
-        """Which columns of the whole table the weight holds; None: all."""
+        """Columns of the whole table that the weight holds; None: all."""
         return None
 
     @property
     def key(self) -> str:
-        """Name of the piece among all of a model: `name`, and its first column where it is cut."""
+        """Unique within a model: `name`, plus the first column if the table is cut by columns."""
         return table_key(self.name, self.columns)
 
     @property
     def trained(self) -> bool:
-        """Whether training changes it."""
+        """Whether training changes the weight."""
         return self.weight.requires_grad
 
     @property
     def changes(self) -> bool:
-        """Whether anything changes its rows, training or not."""
+        """Whether training or anything else changes the rows."""
         return self.trained
 
     @property
     def fused(self) -> bool:
-        """Whether it is updated in no step of a torch optimizer, but for instance in backward.
+        """Whether something other than a torch optimizer's step updates it, such as backward.
 
-        Its source then tells the tracker of each change (`TableSource.track`): neither
-        gradients nor how often the weight was changed in place are looked at.
+        If so, its source reports each change to the tracker (`TableSource.track`). The tracker
+        then looks neither at gradients nor at the count of in-place changes of the weight.
         """
         return False
 
     @property
     def counts_changes(self) -> bool:
-        """Whether in-place changes of the weight are counted, and for it alone."""
+        """Whether torch counts the weight's in-place changes in a counter of the weight alone."""
         return not self.fused
 
     @property
     def row_states(self) -> Mapping[str, Tensor] | None:
         """Optimizer state with one entry for each row, [rows, ...]; restored in place.
 
-        None: what the optimizers of the Checkpointer hold for `weight`. Of a fused table: name ->
-        live tensor, contiguous, the same objects each time, there from the start.
+        None: the row states are those that the Checkpointer's optimizers hold for `weight`. A fused
+        table returns name -> live tensor: contiguous, the same objects in each call, allocated
+        from the start.
         """
         return None
 
     @property
     def sparse(self) -> bool:
-        """Whether its gradient is sparse."""
+        """Whether the weight's gradient is sparse."""
         return False
 
     @property
@@ -172,11 +177,19 @@ class Table(ABC):
         return False
 
     def before_lookup(self, hook: Callable[..., None]) -> RemovableHandle | None:
-        """Have `hook(module, args, kwargs)` called before each lookup; None: there is no way to."""
+        """Have `hook(module, args, kwargs)` called before each lookup.
+
+        Returns:
+            A handle that removes the hook; None if the table cannot call hooks.
+        """
         return None
 
     def after_lookup(self, hook: Callable[..., None]) -> RemovableHandle | None:
-        """Have `hook(module, args, kwargs, output)` called after each lookup that returned."""
+        """Have `hook(module, args, kwargs, output)` called after each lookup that returned.
+
+        Returns:
+            A handle that removes the hook; None if the table cannot call hooks.
+        """
         return None
 
 
@@ -193,12 +206,12 @@ class ModuleTable(Table):
 
     @property
     def changes(self) -> bool:
-        """max_norm changes rows at each lookup, trained or not."""
+        """Whether training changes rows, or lookups do because the module has max_norm."""
         return self.trained or self.changed_by_lookup
 
     @property
     def sparse(self) -> bool:
-        """As the module says now."""
+        """Whether the module asks for sparse gradients now."""
         return self.module.sparse
 
     @property
@@ -207,46 +220,53 @@ class ModuleTable(Table):
         return self.module.max_norm is not None
 
     def before_lookup(self, hook: Callable[..., None]) -> RemovableHandle | None:
-        """See `Table.before_lookup`."""
+        """Hook in before each call of the module; see `Table.before_lookup`."""
         handle: Any = self.module.register_forward_pre_hook(hook, with_kwargs=True)
         return handle  # type: ignore[no-any-return]
 
     def after_lookup(self, hook: Callable[..., None]) -> RemovableHandle | None:
-        """See `Table.after_lookup`."""
+        """Hook in after each call of the module; see `Table.after_lookup`."""
         handle: Any = self.module.register_forward_hook(hook, with_kwargs=True)
         return handle  # type: ignore[no-any-return]
 
 
 class Marker(Protocol):
-    """What a source tells of one table; a `marks.Tracker`. Ids are positions in the weight,
-    int32 or int64 of any shape, on any device; those that are out of range raise IndexError."""
+    """Receives a source's reports of changes to one table; `marks.Tracker` implements it.
+
+    Ids are positions in the weight: int32 or int64, of any shape, on any device. An id out of range
+    raises IndexError.
+    """
 
     def looked_up(self, ids: Tensor) -> None:
-        """These rows will be changed: they belong to the checkpoint before and to the one after a
-        cut that comes between this and `applied`."""
+        """Report rows that are about to change.
+
+        If a cut comes between this call and `applied`, the rows belong to the checkpoint of that
+        cut and to the next one.
+        """
 
     def applied(self) -> None:
-        """All rows that were looked up so far have been changed, or will not be."""
+        """Report that each row looked up so far has been changed, or will not be changed."""
 
     def mark(self, ids: Tensor) -> None:
-        """These rows have changed."""
+        """Report rows that have changed."""
 
     def mark_all(self) -> None:
-        """Any row may have changed."""
+        """Report that any row may have changed."""
 
 
 class TableSource(Protocol):
-    """The tables of one model that a library keeps in its own form.
+    """Supplies the tables of one model that a library keeps in its own form.
 
-    All methods are called from the training thread, between batches; none may communicate with
-    other processes, and none may draw from a random generator.
+    All methods are called from the training thread, between batches. No method may communicate with
+    other processes or draw from a random generator.
 
     Attributes:
-        name: of the library; its state is stored under it.
-        tables: what this process holds, in any order; without rows: not listed. Pieces of one
-            table have disjoint rows or columns.
-        modules: full names in the model (`named_modules`) of modules whose parameters and buffers,
-            and those of all modules in them, are no dense state.
+        name: name of the library; its state is stored under this name.
+        tables: the tables that this process holds, in any order. A table without rows here is not
+            listed. Pieces of one table have disjoint rows or columns.
+        modules: full names in the model (as in `named_modules`) of the modules that hold the
+            tables. Their parameters and buffers, and those of their submodules, are left out of the
+            dense state.
     """
 
     name: str
@@ -254,37 +274,44 @@ class TableSource(Protocol):
     modules: Collection[str]
 
     def optimizers(self, given: Sequence[Optimizer]) -> Sequence[Optimizer]:
-        """Those of the Checkpointer's optimizers, without the ones that train `tables` alone; ones
-        that combine several may be taken apart."""
+        """Return the given optimizers of the Checkpointer without those that train only `tables`.
+
+        An optimizer that combines several may be replaced by its parts.
+        """
 
     def track(self, markers: Mapping[str, Marker]) -> None:
-        """Tell from now on which rows change, by `Table.key`; `untrack` undoes it."""
+        """Report row changes to the markers (by `Table.key`) from now on; `untrack` undoes it."""
 
     def untrack(self) -> None:
-        """Take out what `track` has put into the model; also without a `track` before."""
+        """Take out of the model what `track` put into it; allowed without an earlier `track`."""
 
     def state_dict(self) -> Any:
-        """What the next life needs beside rows and row states: step counts, learning rates. Of what
-        format §3.4 can store; stored by each rank."""
+        """Return the state that is neither rows nor row states, such as step counts.
+
+        It holds only values that format §3.4 can store. Each rank stores its own.
+        """
 
     def lacks_states(self, states: Sequence[Any]) -> bool:
-        """Whether what further ranks of the checkpoint returned may be needed beside these."""
+        """Whether loading may need the `state_dict` of more ranks of the checkpoint than these."""
 
     def differences(self, states: Sequence[Any]) -> list[str]:
-        """Why `load_state_dicts` cannot go on from these, one sentence each."""
+        """Return why `load_state_dicts` cannot load these states, one sentence for each reason."""
 
     def load_state_dicts(self, states: Sequence[Any]) -> None:
-        """Go on from what ranks of a checkpoint returned, in the order of ranks: all of them, or
-        some that nothing was lacking from. They may be more or fewer than now, and may have held
-        other tables. Rows and row states are in place."""
+        """Load what `state_dict` returned on the ranks of a checkpoint, in the order of ranks.
+
+        These are the states of all ranks, or of as many as `lacks_states` asked for. The checkpoint
+        may have had more or fewer ranks than this run, and they may have held other tables. Rows
+        and row states have been loaded before this call.
+        """
 
 
 def modules_of(
     model: nn.Module, sources: Sequence[TableSource] = (), *, every_name: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Canonical name and module of all that no source answers for.
+    """Yield canonical name and module for each module outside all sources' `modules`.
 
-    Each module comes once, or with `every_name` once for each of its names.
+    Each module is yielded once, or with `every_name` once for each of its names.
     """
     theirs = tuple(name for source in sources for name in source.modules)
     below = tuple(f"{name}." if name else "" for name in theirs)
@@ -297,11 +324,11 @@ def modules_of(
 
 
 class PlainTables(NamedTuple):
-    """What `plain_tables` finds in a model.
+    """The result of `plain_tables`.
 
     Attributes:
-        tables: in the order of the model.
-        parameter_names: id of each parameter that no source answers for -> its canonical name.
+        tables: the tables, in the order of the model's modules.
+        parameter_names: id of each parameter outside all sources' modules -> its canonical name.
     """
 
     tables: list[Table]
@@ -309,10 +336,10 @@ class PlainTables(NamedTuple):
 
 
 def plain_tables(model: nn.Module, sources: Sequence[TableSource] = ()) -> PlainTables:
-    """The tables of a model's plain embedding modules, without those that a source answers for.
+    """Find the tables of a model's embedding modules, leaving out the sources' modules.
 
     Raises:
-        SettingsError: two names for one table.
+        SettingsError: one table has two names.
     """
     tables: list[Table] = []
     names: dict[int, str] = {}
@@ -341,11 +368,11 @@ def plain_tables(model: nn.Module, sources: Sequence[TableSource] = ()) -> Plain
 
 
 def refuse_unstorable(tables: Sequence[Table]) -> None:
-    """Refuse tables that cannot be stored, or not together.
+    """Refuse tables that cannot be stored, or cannot be stored together.
 
     Raises:
-        SettingsError: a weight of another layout or dtype, or without a shape or rows; a name that
-            is too long, or that two tables have; weights that share memory.
+        SettingsError: a weight has another layout or dtype, no shape or no rows; a name is too
+            long, or two tables have it; two weights share memory.
     """
     for table in tables:
         _refuse_weight(table)
@@ -362,14 +389,14 @@ def _refuse_weight(table: Table) -> None:
         expected = "a contiguous weight [rows, dim]"
         next_step = "build the module with a contiguous weight"
     elif weight.numel() == 0:
-        found, expected = f"shape {tuple(weight.shape)}", "one row and one value at least"
-        next_step = "remove it"
+        found, expected = f"shape {tuple(weight.shape)}", "at least one row of at least one value"
+        next_step = "remove the module from the model"
     elif len(table.name) > _MAX_NAME:
         found, expected = f"{len(table.name)} characters", f"at most {_MAX_NAME}"
-        next_step = "rename"
+        next_step = "give its module a shorter name"
     elif weight.dtype not in TABLE_DTYPES:
         found, expected = str(weight.dtype), ", ".join(map(str, TABLE_DTYPES))
-        next_step = "change its dtype"
+        next_step = "convert the module to one of these dtypes"
     else:
         return
     raise SettingsError(
@@ -383,9 +410,9 @@ def _refuse_one_key(tables: Sequence[Table]) -> None:
         if table.key in seen:
             raise SettingsError(
                 f"table {table.key!r}",
-                found="two tables of one name",
-                expected="one name for each table, whatever library it comes from",
-                next_step="rename one of them",
+                found="two tables with this name",
+                expected="a different name for each table, also across libraries",
+                next_step="rename one of the two modules",
             )
         seen.add(table.key)
 
@@ -411,25 +438,25 @@ def _refuse_overlaps(tables: Sequence[Table]) -> None:
 
 
 def refuse_other_tables(lookups: Mapping[str, Tensor], tables: Sequence[Table]) -> None:
-    """Refuse to store a model that has come to other tables than when its tables were found.
+    """Refuse to store a model whose tables have changed since the Checkpointer found them.
 
-    It would be built with them when it is restored, and could not be.
+    A checkpoint of such a model could not be restored into the model that a restart builds.
 
     Args:
-        lookups: name of each plain embedding module of the model -> its weight, now.
-        tables: those that are stored as tables, without those of sources.
+        lookups: name of each plain embedding module of the model -> its weight, as they are now.
+        tables: the tables that the Checkpointer found in plain modules.
 
     Raises:
-        SettingsError: one was added, replaced or removed.
+        SettingsError: an embedding was added, replaced or removed.
     """
     known = {id(table.weight) for table in tables}
     for name, weight in lookups.items():
         if id(weight) not in known:
             raise SettingsError(
                 f"table {name or 'weight'!r}",
-                found="an embedding that was added, or put in place of another, after the "
+                found="an embedding that was added, or that replaced another, after the "
                 "Checkpointer was built",
-                expected="the tables that there were then: "
+                expected="the tables that the model had then: "
                 f"{sorted(table.name for table in tables)!r:.400}",
                 next_step="build the Checkpointer after the model is complete",
             )
@@ -438,18 +465,18 @@ def refuse_other_tables(lookups: Mapping[str, Tensor], tables: Sequence[Table]) 
         if id(table.weight) not in there:
             raise SettingsError(
                 f"table {table.name!r}",
-                found="no such module in the model any more",
-                expected="the tables that there were when the Checkpointer was built",
+                found="its module is no longer in the model",
+                expected="the tables that the model had when the Checkpointer was built",
                 next_step="build the Checkpointer after the model is complete",
             )
 
 
 def zero_rows(table: Table, row_states: Iterable[Tensor], ids: Tensor) -> None:
-    """Set rows, and their entries of each row state, to zero.
+    """Set rows, and their entries in each row state, to zero.
 
     Args:
-        table: whose rows.
-        row_states: [rows, ...] each.
+        table: the table that holds the rows.
+        row_states: row states of the table, each [rows, ...].
         ids: int64 [n], positions in the weight, as `held_ids` returns them.
     """
     with torch.no_grad():
@@ -458,34 +485,39 @@ def zero_rows(table: Table, row_states: Iterable[Tensor], ids: Tensor) -> None:
 
 
 def refuse_ids_outside(table: str, ids: Tensor, *, rows: int) -> None:
-    """Refuse ids that are no row of the table of that name, which has `rows` rows.
+    """Refuse ids outside 0 … `rows` - 1.
+
+    Args:
+        table: name of the table, for the message.
+        ids: integers of any shape, on any device.
+        rows: number of rows of the table.
 
     Raises:
         IndexError: an id is out of range.
     """
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
-        raise IndexError(f"table {table!r}: a row outside 0 … {rows - 1}")
+        raise IndexError(f"table {table!r}: found a row id outside 0 … {rows - 1}")
 
 
 def held_ids(table: Table, ids: Tensor) -> Tensor:
-    """Those of some rows that this process holds.
+    """Select the ids of rows that this process holds.
 
     Args:
-        table: whose rows.
+        table: the table that the ids belong to.
         ids: int32 or int64, any shape: positions in the whole table.
 
     Returns:
-        int64 [n], on the weight's device: positions in the weight.
+        int64 [n], on the weight's device: positions in the weight of the rows held here.
 
     Raises:
-        TypeError: ids are no tensor.
-        ValueError: ids are of another dtype.
+        TypeError: `ids` is not a tensor.
+        ValueError: `ids` has another dtype.
         IndexError: an id is out of range.
     """
     if not isinstance(ids, Tensor):
         raise TypeError(f"ids: found {type(ids).__name__}, expected a tensor of int32 or int64")
     if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"ids of {ids.dtype}, expected int32 or int64")
+        raise ValueError(f"ids: found {ids.dtype}, expected int32 or int64")
     flat = ids.reshape(-1).to(device=table.weight.device, dtype=torch.int64)
     refuse_ids_outside(table.name, flat, rows=table.table_rows)
     if table.rows == table.table_rows:

@@ -1,10 +1,10 @@
 """Runs inside the training process: marks rows, takes snapshots, restores. Never imports Prefect.
 
-A model, its optimizers and a reader come in, staged jobs go out. Walk: `checkpointer`, `assembly`
-(what it is built of), `settings` with `setting_checks`, `schedule` (when a checkpoint is due),
-`policy` (a full or an increment), `tables` (which weights are tables), `integrations` and
-`fused_optimizers` (tables of other libraries), `ranks` (who holds which rows), `state` (everything
-but tables), `snapshot` (the cut), `pipeline` (from a due checkpoint to its outcome), `restore` (a
-trainer's start), `loop` (batches that end where they were told to), `lightning` (the same inside
-Lightning's loops). Marks are in `embeddings`.
+The input is a model, its optimizers and a reader; the output is staged jobs. Read the modules in
+this order: `checkpointer`, `assembly` (which builds its parts), `settings` with `setting_checks`,
+`schedule` (when a checkpoint is due), `policy` (a full or an increment), `tables` (which weights
+are tables), `integrations` and `fused_optimizers` (tables of other libraries), `ranks` (which rank
+holds which rows), `state` (everything but tables), `snapshot` (the cut), `pipeline` (from a due
+checkpoint to its outcome), `restore` (how a trainer starts), `loop` (training up to a bound) and
+`lightning` (the same inside Lightning's loops). The marks of changed rows are in `embeddings`.
 """

@@ -1,6 +1,6 @@
-"""What a Checkpointer is built of: the parts that know its model, optimizers and staging area.
+"""Builds the parts of a Checkpointer that know its model, its optimizers and its staging area.
 
-Each rank puts its own together, and they agree wherever one's depend on what the others have.
+Each rank builds its own parts. The ranks communicate if a part depends on what other ranks have.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ __all__ = ["Assembly", "Trained", "assemble", "look_at"]
 
 
 class Trained(NamedTuple):
-    """What this process trains, and what of it is tables.
+    """What this process trains: the model, its tables and its other state.
 
     Attributes:
         module: the model.
-        optimizers: without those that train tables of sources alone.
-        tables: what this process holds of each.
-        sources: what supplies tables of another kind.
-        model_state: what of the model is not tables.
-        pieces: what this process has of tensors that are in pieces, by name.
+        optimizers: the optimizers, without those that train only tables of sources.
+        tables: the rows that this process holds of each table.
+        sources: the libraries that supply tables in their own form.
+        model_state: the state of the model outside its tables.
+        pieces: for each tensor that is split over ranks, by name, the piece that is held here.
     """
 
     module: nn.Module
@@ -62,17 +62,18 @@ class Trained(NamedTuple):
 
 
 class Assembly(NamedTuple):
-    """The parts, not at work yet: nothing is hooked into the model, nothing written anywhere.
+    """The parts of a Checkpointer, before they are hooked into the model or write anything.
 
     Attributes:
         shards: all tables of the job, in the order in which they are stored.
-        trackers: `Table.key` -> its dirty rows; of those that this rank stores.
-        watch: the optimizers' steps.
-        state: everything that is not tables.
-        cutter: cuts snapshots of all that.
-        area: where they are staged.
-        memory: what they take there at most.
-        replicas: what all ranks have alike.
+        trackers: `Table.key` -> tracker of the table's dirty rows, for tables that this rank
+            stores.
+        watch: watches the optimizers' steps.
+        state: the training state outside the tables.
+        cutter: cuts snapshots of tables and state.
+        area: the staging area.
+        memory: the most memory that snapshots take there.
+        replicas: checks the state that is equal on all ranks.
     """
 
     shards: tuple[Shard, ...]
@@ -86,12 +87,12 @@ class Assembly(NamedTuple):
 
 
 def look_at(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> Trained:
-    """Find out what is trained.
+    """Find the tables, the other state and the optimizers of a model.
 
     Raises:
-        SettingsError: it cannot be checkpointed as it is; see `find_tables`.
+        SettingsError: the model cannot be checkpointed; see `find_tables`.
     """
-    if isinstance(model, nn.Module):  # what is none, the search for tables refuses
+    if isinstance(model, nn.Module):  # find_tables refuses anything else
         hold_pieces(model)
     tables, trained, sources = find_tables(model, optimizer_list(optimizers))
     model_state = ModelState(model, tables, sources)
@@ -108,19 +109,20 @@ def assemble(
     schedulers: Sequence[Stateful],
     extras: Mapping[str, Stateful] | None,
 ) -> Assembly:
-    """Build the parts. Collective.
+    """Build the parts. Collective: all ranks must call it.
 
     Args:
-        ranks: all of them.
-        trained: by this one.
-        settings: of the Checkpointer.
-        run_url: as its store spells it.
-        reader, schedulers, extras: what else has a state.
+        ranks: the ranks of the job.
+        trained: what this rank trains.
+        settings: settings of the Checkpointer.
+        run_url: the run URL as the store spells it.
+        reader, schedulers, extras: as given to the Checkpointer.
 
     Raises:
-        SettingsError: a setting that does not fit what is trained, or another rank's; or something
-            in the state cannot be stored.
-        RankLost: another rank could not build its own, and raised why; or did not answer.
+        SettingsError: a setting does not fit the model or differs from another rank's; or part of
+            the state cannot be stored.
+        RankLost: another rank could not build its parts, and raised the reason there; or it did not
+            answer.
     """
     agree_on_settings(ranks, settings.common | {"run": run_url})
     shards = lay_out(ranks, trained.tables)

@@ -60,9 +60,6 @@ from recpoint.trainer_plugin.state.reader import Stateful
 __all__ = ["Checkpointer", "Observation", "observe"]
 
 
-# The class that a training script uses.
-
-
 T = TypeVar("T")
 B = TypeVar("B")
 
@@ -70,62 +67,65 @@ _log = logging.getLogger("recpoint")
 
 
 class Checkpointer:
-    """Checkpoints of one training process.
+    """Takes and restores the checkpoints of one training process.
 
         with Checkpointer(model, optimizer, run=URL, reader=reader, interval_batches=1000) as ckpt:
             ckpt.restore()
             for batch in ckpt.batches(epochs=3):
                 train(batch)  # up to and including optimizer.step()
 
-    A loop of one's own calls `step` after each batch instead.
+    If you write the training loop yourself, call `step` after each batch instead.
 
-    Nothing that goes wrong with a checkpoint reaches the training loop: it is counted, logged
-    (logger "recpoint"), shown in `stats`, and its rows are in the next checkpoint. With
-    `Options(on_error="raise")` the next `step` raises it instead.
+    An error in a checkpoint does not reach the training loop. It is counted, logged (logger
+    "recpoint") and shown in `stats`, and the next checkpoint holds the failed checkpoint's rows.
+    With `Options(on_error="raise")` the next `step` raises the error instead.
 
-    A checkpoint holds the state between two batches. Gradients are no part of it: call
-    `zero_grad()` before each backward pass, as usual. With `set_to_none=False` a parameter that a
-    batch leaves out has a gradient of zeros, with which momentum goes on; after a restore it has
-    none until it takes part, and its optimizer passes it over.
+    A checkpoint holds the state between two batches, without gradients: call `zero_grad()` before
+    each backward pass, as usual. With `set_to_none=False`, a parameter that a batch does not use
+    has a gradient of zeros, and momentum still moves it. After a restore, the parameter has no
+    gradient until a batch uses it, so its optimizer skips it until then.
 
     Args:
-        model: holds every parameter that the optimizers train.
-        optimizers: one, or several.
-        run: the run URL: a local path, `file://`, `s3://bucket/prefix`.
-        reader: where batches come from, with `state_dict` and `load_state_dict`; `ResumableLoader`
-            makes one of a DataLoader. None: the script knows which batches to go on with.
-        schedulers: learning-rate schedulers; one that is left out begins anew with each restart.
-        extras: name -> anything else with a state: gradient scalers, metrics. Of several ranks each
-            has its own, which the rank of the same number gets back; those of ranks that are gone
-            are dropped, and a rank that was not there gets those of rank 0, with generators that
-            are seeded from the checkpoint's name and its number.
+        model: the model; it holds every parameter that the optimizers train.
+        optimizers: one optimizer, or several.
+        run: the run URL: a local path, `file://` or `s3://bucket/prefix`.
+        reader: the source of batches, with `state_dict` and `load_state_dict`; `ResumableLoader`
+            makes a DataLoader resumable. None: the script itself finds the batch to continue with.
+        schedulers: learning-rate schedulers. One that is not given starts anew at each restart.
+        extras: name -> any other object with a state, such as gradient scalers and metrics. Each
+            rank has its own extras, and the rank of the same number gets their states back. If
+            there are fewer ranks after a restart, the states of missing ranks are dropped. If there
+            are more, a new rank gets the states of rank 0, and its random generators are seeded
+            from the checkpoint's name and the rank's number.
 
-        interval_batches: batches from one checkpoint to the next; this or `interval_seconds`.
-        interval_seconds: seconds from one checkpoint to the next, kept to a whole batch; "auto":
-            from what a checkpoint is measured to cost and how often the job fails.
-        bits: how rows are stored: "lossless", 8, 4, 3 or 2 bits a value, "auto": as few as the
-            restores that the job has to expect allow; or a `Precision`.
-        policy: what a checkpoint holds: a policy, such as `Consecutive(full_every=16)`, `OneShot`,
-            `Intermittent` or `Continuous`; or the name of one, with its defaults.
-        failures: how often the job is expected to fail, for what is "auto"; None: as its past
-            suggests.
-        staging: the staging area's directory; None: where the agent looks by default; or a
-            `Staging`, with how many checkpoints wait there and what happens when they do.
+        interval_batches: batches between checkpoints; give this or `interval_seconds`.
+        interval_seconds: seconds between checkpoints, rounded to a whole batch; "auto": computed
+            from the measured cost of a checkpoint and how often the job fails.
+        bits: how rows are stored: "lossless"; 8, 4, 3 or 2 bits for each value; "auto": as few bits
+            as the expected number of restores allows; or a `Precision`.
+        policy: what a checkpoint holds: a policy such as `Consecutive(full_every=16)`, `OneShot`,
+            `Intermittent` or `Continuous`, or the name of a policy, with its defaults.
+        failures: how often the job is expected to fail, for settings that are "auto"; None:
+            estimated from the job's past.
+        staging: the directory of the staging area; None: the agent's default directory; or a
+            `Staging`, which also says how many checkpoints may wait there and what happens when
+            there are as many.
         timeouts: how long training waits for the agent and for other ranks.
-        options: what an error does, SIGTERM, what is told of a start, and what is assumed and
-            checked of optimizers.
+        options: what an error does, whether SIGTERM is handled, whether a start is announced, and
+            what is assumed and checked about optimizers.
 
     Attributes:
         batches_done: batches whose updates the model holds.
-        epochs_done: passes over the reader that `batches` has been through.
-        memory_bound_bytes: most that slots take in the staging area, with the state that is there:
-            what optimizers make of it when they first step counts from the `step()` after that.
-        host_memory_bound_bytes: the same of all ranks whose staging areas share a file system; of
-            several, what they have grown by counts from the next checkpoint that is due.
+        epochs_done: complete passes over the reader in `batches`.
+        memory_bound_bytes: the most bytes that this process's slots take in the staging area. State
+            that optimizers create in their first step counts from the next `step()` on.
+        host_memory_bound_bytes: the same for all ranks whose staging areas share a file system. If
+            these are several ranks, growth counts from the next checkpoint that is due.
 
     Raises:
-        SettingsError: a setting that cannot work; its name is in the message.
-        RankLost: another rank could not build its own, and raised why; or did not answer.
+        SettingsError: a setting cannot work; the message names it.
+        RankLost: another rank could not build its Checkpointer, and raised the reason there; or it
+            did not answer.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Checkpointer:
         timeouts: Timeouts = Timeouts(),  # noqa: B008 - frozen
         options: Options = Options(),  # noqa: B008 - frozen
     ) -> None:
-        # First of all: whatever fails from here on on one rank, the others hear of.
+        # First, so that the other ranks hear of any later failure on this rank.
         waits = timeouts if isinstance(timeouts, Timeouts) else Timeouts()
         self._ranks = Ranks(wait_seconds=waits.ranks_seconds)
         with self._ranks.together("looking at what the Checkpointer is given"):
@@ -183,7 +183,7 @@ class Checkpointer:
         self._pipeline: Pipeline | None = None
         self._pace: Pace | None = None
         self._closed = False
-        self._is_busy = False  # in one of its calls
+        self._is_busy = False  # True during a call that others must not interrupt
         self._loop = Loop(
             self._state,
             batches_done=lambda: self.batches_done,
@@ -191,18 +191,19 @@ class Checkpointer:
             count=self._count_batch,
         )
         self._has_position = reader is not None or bool(extras)
-        self._close_wanted: bool | None = None  # by a call from within another; `final` of it
+        # `final` of a close() that was called during another call.
+        self._close_wanted: bool | None = None
         self._process = os.getpid()
         self.batches_done = 0
         try:
             if self._replicas.stored_elsewhere:
-                self._memory.measure()  # which is less now
+                self._memory.measure()  # less than before: other ranks store a part
             share = self._memory.agree()
             self._area.refuse_if_small(share, jobs=settings.staging.jobs)
             self._area.warn_if_small(share)
             self._watch.warn()
-        except BaseException:  # a warning that is an error, for one
-            self._ranks.close()  # so that the others notice when they next ask
+        except BaseException:  # such as a warning that a filter turns into an error
+            self._ranks.close()  # so that the other ranks notice when they next ask
             raise
 
     def restore(
@@ -216,37 +217,41 @@ class Checkpointer:
         validated_only: bool = False,
         validated_within: int | None = None,
     ) -> RestoreReport | None:
-        """Restore the newest checkpoint and take the run over; call it once, before training.
+        """Restore the newest checkpoint and take over the run. Call it once, before training.
 
         Args:
-            step: this checkpoint instead of the newest; newer ones are left behind.
-            generation: with `step`: also one that was superseded, which counts again then.
-            fresh: start from nothing, also when the run has checkpoints: a new line.
-            partial: load only these values, and start a new line with a full:
+            step: restore the checkpoint of this step instead of the newest; newer checkpoints are
+                left behind.
+            generation: with `step`: the generation of the checkpoint. This also restores a
+                checkpoint that was superseded; it then counts again.
+            fresh: start a new line from nothing, even if the run has checkpoints.
+            partial: load only these values and start a new line with a full checkpoint:
                 `{"tables": [names], "dense": [names of dense parameters and buffers]}`. Optimizer
                 state, generators and reader stay as they are, and `batches_done` is 0.
-            seed: when the run has no checkpoint, begin with these parts of another run's.
-            validated_only: pass over newer checkpoints that nobody has validated.
-            validated_within: pass over them if one that was validated is at most so many batches
-                older; else the newest is restored, as it is by default. The cost is up to so many
-                batches of each start, so it must be less than a life between two failures brings:
-                where each is shorter, and nothing newer is validated meanwhile, training stays
-                where it is.
+            seed: if the run has no checkpoint, start from these parts of another run's checkpoint.
+            validated_only: skip newer checkpoints that nobody has validated.
+            validated_within: skip them only if a validated checkpoint is at most this many batches
+                older than the newest; otherwise restore the newest, as by default. Each start may
+                lose up to this many batches. The number must therefore be less than the batches
+                that the job trains between two failures; otherwise training may never advance.
 
         Returns:
-            What was restored; None when there was nothing, or `fresh`.
+            A report of what was restored; None if the run had no checkpoint, or with `fresh`.
 
         Raises:
-            IncompatibleModel: the checkpoint does not fit, each difference named. Nothing here has
-                changed, unless a newer, damaged one was tried first: tables may hold its rows.
-            NothingToRestore: `step` is not there; none counts, since a start that was to begin
-                anew ended before its first; or all are damaged, and tables may hold their rows:
-                build the model anew before you start `fresh`.
-            StagingError, StoreError: area or store cannot be used; or another process trains here.
-            SettingsError: called twice, in a forked child, or under `torch.inference_mode()`; or
-                options exclude each other.
-            BaseException: what a signal's handler has raised. Either nothing has begun, and the
-                call can be repeated; or all has, and training can go on from there.
+            IncompatibleModel: the checkpoint does not fit the model; the message names each
+                difference. Nothing has changed here, unless a newer, damaged checkpoint was tried
+                first: tables may then hold its rows.
+            NothingToRestore: the run has no checkpoint of `step`; or no checkpoint counts, because
+                the newest start began a new line and ended before its first checkpoint; or all
+                checkpoints are damaged, and tables may hold their rows: build the model anew before
+                a start with `fresh`.
+            StagingError, StoreError: the staging area or the store cannot be used, or another
+                process trains here.
+            SettingsError: this is a second call, a call in a forked child, or a call under
+                `torch.inference_mode()`; or two arguments exclude each other.
+            BaseException: a signal handler raised it. Either nothing has started, and you can
+                repeat the call; or the restore is complete, and training can go on.
         """
         self._refuse_child("restore()")
         if self._pipeline is not None or self._closed or self._is_busy:
@@ -261,7 +266,7 @@ class Checkpointer:
             )
             wanted = Wanted(selection, fresh, partial, seed)
             wanted.check()
-            self._state.refuse_inference()  # states may have come to be since then
+            self._state.refuse_inference()  # states may have been created since __init__
             self._state.warn_of_schedulers()
             report = self._whole(lambda hold: self._restore(wanted, hold))
         if self._settings.options.handle_sigterm:
@@ -269,15 +274,16 @@ class Checkpointer:
         return report
 
     def _whole(self, call: Callable[[Hold], T]) -> T:
-        """Do all of something, whatever handlers of signals raise meanwhile: that is raised last.
+        """Run `call` to its end; what a signal handler raises meanwhile is raised afterwards.
 
-        What a handler or a `state_dict` asks of this object meanwhile is refused or done after it.
+        If a handler or a `state_dict` calls this object meanwhile, the call is refused or done
+        afterwards.
         """
         try:
             with held() as hold:
                 self._is_busy = True
                 try:
-                    if self._closed:  # by a handler of a signal, a moment ago
+                    if self._closed:  # a signal handler closed it a moment ago
                         raise _misuse("a call", "a Checkpointer that is closed", "an open one")
                     return call(hold)
                 finally:
@@ -290,14 +296,14 @@ class Checkpointer:
         generators, gradients = rng.capture(), torch.is_grad_enabled()
         try:
             staged = take_area(self._area, self._ranks)
-            # As long as this takes, it may be interrupted: training has not begun, and a repeated
-            # call writes over what is there.
+            # This may take long, so a signal may interrupt it: training has not begun, and a
+            # repeated call overwrites what this one wrote.
             run, start = hold.let_through(lambda: self._taken_over(wanted, staged))
             if not start.resumed:
-                rng.restore(generators)  # as in rng_state.untouched
+                rng.restore(generators)  # as in rng.untouched
             self._area.take_over(start.generation)
         except BaseException:
-            torch.set_grad_enabled(gradients)  # a `no_grad` may have been left where it began
+            torch.set_grad_enabled(gradients)  # an interrupted `no_grad` may not have ended
             self._area.close()
             raise
         self._begin(run, start)
@@ -328,7 +334,7 @@ class Checkpointer:
         self._area.clear_other_ranks(share.ranks, start.generation)
         _log.info(
             "generation %d of %s: %d batches done; staged checkpoints take at most %d bytes of %s"
-            "; those of all %d rank(s) of this host %d bytes",
+            "; those of all %d rank(s) of this host at most %d bytes",
             start.generation,
             run.url,
             start.batches_done,
@@ -357,26 +363,26 @@ class Checkpointer:
             announce_start(run.url, start.report, resumed=start.resumed, left=start.left)
 
     def take_sigterm(self) -> None:
-        """Take SIGTERM from now on, as `restore` does unless `Options.handle_sigterm` is False.
+        """Handle SIGTERM from now on, as `restore` does unless `Options.handle_sigterm` is False.
 
-        For frameworks that put a handler of their own in place later: it is the one that the signal
-        is handed on to after the last checkpoint.
+        Call it after a framework has installed a handler of its own: after the last checkpoint,
+        the signal is passed on to the framework's handler.
         """
         self._end.watch()
 
     @property
     def memory_bound_bytes(self) -> int:
-        """See `Attributes`."""
+        """The most bytes that this process's slots take in the staging area."""
         return self._memory.own_bytes
 
     @property
     def host_memory_bound_bytes(self) -> int:
-        """See `Attributes`."""
+        """The most bytes of all ranks whose staging areas share a file system."""
         return self._memory.host.bound_bytes
 
     @property
     def epochs_done(self) -> int:
-        """See `Attributes`."""
+        """Complete passes over the reader in `batches`."""
         passes = self._state.passes
         return 0 if passes is None else passes.done
 
@@ -397,25 +403,26 @@ class Checkpointer:
         epochs: int | None = None,
         total: int | None = None,
     ) -> Iterator[Any]:
-        """The batches that are left to train, with `step` after each; call it after `restore`.
+        """Yield the batches that are left to train, calling `step` after each one.
 
-        Both bounds count from the beginning of the run, whichever process trained: a training that
-        was killed trains what is left, and one that is finished trains nothing. A batch counts when
-        the next one is asked for, and when the loop is left by `break`. The reader is iterated once
-        for each epoch. Before an epoch begins, `set_epoch` is called with its number, from 0 on, of
-        the reader, its samplers and its dataset, where they have it.
+        Call it after `restore`. Both bounds count from the beginning of the run, across restarts: a
+        job that was killed trains the batches that are left, and a finished job trains none. A
+        batch counts as done when the loop asks for the next batch, or leaves by `break`. The reader
+        is iterated once for each epoch. Before each epoch, `set_epoch` is called with the epoch's
+        number, from 0 on, on the reader, its samplers and its dataset if they have that method.
 
         Args:
-            reader: where batches come from; None: the reader that the Checkpointer was given. For
-                one that is wrapped, in a progress bar for instance, or that is no reader itself.
-            epochs: passes over the reader; this or `total`.
-            total: batches, from as many passes as that takes.
+            reader: the source of batches; None: the Checkpointer's reader. Pass it if the reader is
+                wrapped, for instance in a progress bar, or if the source of batches is not the
+                reader itself.
+            epochs: number of passes over the reader; give this or `total`.
+            total: number of batches, over as many passes as they take.
 
         Raises:
-            SettingsError: not exactly one bound; no reader; `restore` was not called; with
-                `epochs`, checkpoints that do not say where in which epoch training is; or, from the
-                loop, a reader that gives no more batches before the bound is met.
-            RecpointError, BaseException: from the loop, as by `step`.
+            SettingsError: not exactly one bound was given; there is no reader; `restore` was not
+                called; with `epochs`: checkpoints do not hold the position within the epoch; or,
+                from the loop: the reader ends before the bound is reached.
+            RecpointError, BaseException: from the loop, for the reasons that `step` gives.
         """
         self._running("batches()")
         bound = Bound(epochs=epochs, total=total)
@@ -425,29 +432,28 @@ class Checkpointer:
                 "batches(reader)",
                 found="no reader" if source is None else f"a {type(source).__name__}",
                 expected="an iterable of batches",
-                next_step="Checkpointer(reader=...), or batches(reader, ...)",
+                next_step="pass it as Checkpointer(reader=...) or as batches(reader, ...)",
             )
         self._loop.check(bound, has_position=self._has_position)
         return self._loop.run(source, bound)
 
     def step(self) -> None:
-        """One more batch is done; take a checkpoint when one is due. Call after the optimizers.
+        """Count one more batch, and take a checkpoint if one is due.
 
-        A loop over `batches` calls it.
+        Call it after the optimizers have stepped. A loop over `batches` calls it itself.
 
         Raises:
-            SettingsError: `restore` was not called; or this is a forked child of the process that
-                built this; or a loop over `batches` calls it already.
-            RecpointError: with `Options.on_error="raise"`: what went wrong with a checkpoint.
-            BaseException: what a signal's handler has raised, once a checkpoint that is due has
-                been cut.
+            SettingsError: `restore` was not called; this is a forked child of the process that
+                built the Checkpointer; or a loop over `batches` already calls it.
+            RecpointError: with `Options.on_error="raise"`: the error of a failed checkpoint.
+            BaseException: a signal handler raised it; a checkpoint that was due has been cut.
         """
         if self._loop.is_waiting:
             raise SettingsError(
                 "step()",
-                found="a call in a loop over batches(), which calls it after each batch",
-                expected="no other call",
-                next_step="take step() out of the loop",
+                found="a call in a loop over batches(), which calls step() after each batch itself",
+                expected="no call of step() in that loop",
+                next_step="remove step() from the loop",
             )
         self._step()
 
@@ -477,16 +483,16 @@ class Checkpointer:
         pipeline.outcomes.raise_noted()
 
     def checkpoint(self) -> bool:
-        """Take a checkpoint now, whatever the interval says.
+        """Take a checkpoint now, whether or not one is due.
 
         Returns:
-            Whether it was cut: not while earlier ones wait (see `Staging.when_busy`), after an
-            error, twice at one batch, or from within another: from a `state_dict`, a signal's
-            handler.
+            Whether the checkpoint was cut. It is not cut while earlier checkpoints wait (see
+            `Staging.when_busy`), after an error, a second time at the same batch, or during another
+            call of this object (from a `state_dict` or a signal handler).
         """
         if self._is_busy:
-            # It would be cut into the slot that is being written, as of the same batch.
-            _log.info("no checkpoint at batch %d: one is being cut", self.batches_done)
+            # It would be written into the slot that another checkpoint is being written to.
+            _log.info("no checkpoint at batch %d: another call is in progress", self.batches_done)
             return False
         pipeline, pace = self._running("checkpoint()")
         return self._whole(lambda _: self._take(pipeline, pace))
@@ -498,18 +504,19 @@ class Checkpointer:
         return cut
 
     def mark(self, table: str, ids: Tensor) -> None:
-        """Rows of `table` changed in another way than by training; call it after the change.
+        """Mark rows of `table` that you changed in another way than by training.
 
-        Name all that did since the last step of their optimizer, or of their row states: with this,
-        what was changed in place until now counts as told.
+        Call it after the change. Name all rows that you changed, or whose row states you changed,
+        since the last step of the table's optimizer: this call counts every in-place change until
+        now as reported.
 
         Args:
             table: name of the embedding module.
-            ids: int32 or int64, any shape; positions in the whole table, of which this process
-                marks those that it holds.
+            ids: int32 or int64, any shape: positions in the whole table. This process marks the
+                rows that it holds.
 
         Raises:
-            SettingsError: no such table.
+            SettingsError: the model has no such table.
             IndexError: an id is out of range.
             ValueError: ids are not int32 or int64.
         """
@@ -517,39 +524,41 @@ class Checkpointer:
             tracker.mark(ids if one.rows == one.table_rows else held_ids(one, ids))
 
     def mark_all(self, table: str) -> None:
-        """All rows of `table`, or of its row states, changed or may have: reset, or decayed.
+        """Mark all rows of `table`, for instance after you reset or decayed its rows or row states.
 
         Args:
             table: name of the embedding module.
 
         Raises:
-            SettingsError: no such table.
+            SettingsError: the model has no such table.
         """
         for _, tracker in self._named(table):
             tracker.mark_all()
 
     def delete_rows(self, table: str, ids: Tensor) -> None:
-        """Rows that are not in use any more: they and their row states become zeros, here and in
-        checkpoints, until they are trained again. Call it after a step.
+        """Set rows that are no longer used, and their row states, to zero.
+
+        They are zero here and in checkpoints until they are trained again. Call it after a step.
 
         Args:
             table: name of the embedding module.
             ids: as for `mark`.
 
         Raises:
-            SettingsError, IndexError, ValueError: as from `mark`.
+            SettingsError, IndexError, ValueError: for the reasons that `mark` gives.
         """
         for one, tracker in self._named(table):
             here = held_ids(one, ids)
             states = list(self._state.optimizers.row_states(one).tensors.values())
             with held():
-                tracker.notice_changes(states)  # the mark below would count for other changes, too
+                # First, because the mark below counts all earlier in-place changes as reported.
+                tracker.notice_changes(states)
                 zero_rows(one, states, here)
                 tracker.mark(here)
 
     @property
     def stats(self) -> Stats:
-        """What happened to the checkpoints so far."""
+        """Counts and timings of this process's checkpoints so far."""
         if self._pipeline is None:
             return Statistics().read(self.batches_done)
         if self._pipeline.outcomes.has_news() and not (self._is_over() or self._is_busy):
@@ -558,19 +567,20 @@ class Checkpointer:
         return self._pipeline.statistics.read(self.batches_done)
 
     def close(self, *, final: bool = True) -> None:
-        """End: a last checkpoint when there are new batches, and wait for the agent.
+        """End checkpointing: take a last checkpoint if batches are new, and wait for the agent.
+
+        If a signal handler or a `state_dict` calls it during another call of this object, it
+        returns at once, and the work is done when that call ends.
 
         Args:
-            final: take that checkpoint and wait at most `Timeouts.close_seconds` for outcomes.
-                False: only make sure that what was cut is staged.
-
-        From a handler of a signal or a `state_dict`, in the middle of another call, it returns at
-        once, and all this happens when that call ends.
+            final: take the last checkpoint and wait at most `Timeouts.close_seconds` for the
+                outcomes of checkpoints. False: only make sure that checkpoints that were cut are
+                staged.
 
         Raises:
-            RecpointError: with `Options.on_error="raise"`: what went wrong with a checkpoint.
-            BaseException: what a signal's handler raised. It ends the wait for outcomes. It does
-                not end the last checkpoint, unless a second one interrupts a `state_dict` of yours;
+            RecpointError: with `Options.on_error="raise"`: the error of a failed checkpoint.
+            BaseException: a signal handler raised it. It ends the wait for outcomes. It does not
+                end the last checkpoint, unless a second one interrupts a `state_dict` of yours;
                 with several ranks the first that interrupts a `state_dict` does.
         """
         if self._is_busy:
@@ -581,15 +591,15 @@ class Checkpointer:
             self._pipeline.outcomes.raise_noted()
 
     def _is_over(self) -> bool:
-        """Whether there is nothing to end any more, or nothing of this process.
+        """Whether this is closed, or belongs to another process.
 
-        A forked child may leave the `with` block too: slots, threads and ranks are its parent's,
-        and memory that a checkpoint is staged in both would write to.
+        A forked child may also leave the `with` block. The slots, threads and ranks belong to its
+        parent, and both processes would write to the memory in which checkpoints are staged.
         """
         return self._closed or os.getpid() != self._process
 
     def _stop(self, *, final: bool, told: bool = False) -> None:
-        """End, as `close` says; `told`: leave word that training has ended though not `final`."""
+        """End as `close` does; with `told`, record the end of training even if not `final`."""
         if self._is_over():
             return
         try:
@@ -628,7 +638,8 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After an error half the optimizers may have stepped, and it is the error to be raised.
+        # After an error, some optimizers may have stepped and others not: take no checkpoint. The
+        # error must reach the caller, not an error of the checkpointing.
         if error is None:
             self.close()
         else:
@@ -636,13 +647,13 @@ class Checkpointer:
 
     def _running(self, call: str) -> tuple[Pipeline, Pace]:
         if self._is_busy:
-            raise _misuse(call, "a call from within another one", "calls between two batches")
+            raise _misuse(call, "a call during another call", "calls between two batches")
         if self._pipeline is None or self._pace is None or self._closed:
             raise SettingsError(
                 call,
                 found=f"a Checkpointer that is {'closed' if self._closed else 'not started'}",
                 expected="one that restore() has started",
-                next_step="call restore() once before training; it is fine when there is nothing",
+                next_step="call restore() once before training, also if there is no checkpoint yet",
             )
         self._refuse_child(call)
         return self._pipeline, self._pace
@@ -651,16 +662,16 @@ class Checkpointer:
         if os.getpid() != self._process:
             raise SettingsError(
                 call,
-                found=f"a forked child (process {os.getpid()}) of the one that built this "
+                found=f"a forked child (process {os.getpid()}) of the process that built this "
                 f"Checkpointer (process {self._process})",
-                expected="the process that built it: a child would stage its own state as that "
-                "one's, in its slots",
+                expected="the process that built it, because a child would write its own state "
+                "into the parent's slots",
                 next_step="train and checkpoint in one process, and build the Checkpointer after "
-                "it was forked",
+                "that process was forked",
             )
 
     def _named(self, table: str) -> list[tuple[Table, Tracker]]:
-        """The pieces of a table that this process holds."""
+        """Return the pieces of a table that this process holds, each with its tracker."""
         found = [
             (shard.table, self._trackers[shard.key])
             for shard in self._shards
@@ -669,7 +680,7 @@ class Checkpointer:
         if not any(shard.name == table for shard in self._shards):
             raise SettingsError(
                 f"table {table!r}",
-                found="no such table",
+                found="no such table in the model",
                 expected=f"one of {sorted({shard.name for shard in self._shards})!r:.400}",
                 next_step="use the name of the embedding module, as in model.named_modules()",
             )
@@ -683,43 +694,45 @@ def _misuse(call: str, found: str, expected: str) -> SettingsError:
 
 
 def _refuse_inference_mode(call: str) -> None:
-    """What is made there cannot be changed elsewhere: bitmaps here, and optimizer state."""
+    """Refuse inference mode: bitmaps and optimizer state made there cannot be changed elsewhere."""
     if torch.is_inference_mode_enabled():
         raise SettingsError(
             call,
             found="a call under torch.inference_mode()",
-            expected="a call outside it, since training could not change what is made under it",
+            expected="a call outside it, because training cannot change tensors made under it",
             next_step=f"call {call} outside torch.inference_mode()",
         )
 
 
-# What a monitoring thread may see of a Checkpointer, without training noticing that it looks.
+# What a monitoring thread may read of a Checkpointer without disturbing training.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """A trainer's checkpoints at one moment.
+    """Describes the state of a trainer's checkpoints at one moment.
 
-    What became of a checkpoint is learned in `step()`: while training pauses, for an evaluation
-    for instance, `pending` and the counters stand still, and the lag grows.
+    `step()` learns the outcomes of checkpoints. While training pauses, for instance for an
+    evaluation, `pending` and the counters therefore stand still, and the lag grows.
 
     Attributes:
         run: the run URL.
-        running: between `restore()` and `close()`.
-        batches: trained by this process.
+        running: True between `restore()` and `close()`.
+        batches: number of batches that this process has trained.
         lag_batches, lag_seconds: as in `Stats`; None: not running.
-        interval_seconds: how long the last interval between due checkpoints took; None: not known.
-        committed, skipped, cancelled, failed: checkpoints, by what became of them.
+        interval_seconds: length of the last interval between two due checkpoints, in seconds;
+            None: unknown.
+        committed, skipped, cancelled, failed: number of checkpoints with this outcome.
         unmarked_rows: as in `Stats`.
-        pending: cut, and no outcome known yet.
-        failures: of the failed, how many by cause (`recpoint.catalog.overview.overview`).
-        stalls: how long training waited for each, in seconds.
-        stored_bytes: bytes of chunks of the committed, by kind.
-        restores: checkpoints that this process has restored and gone on from.
-        last_commit_ms: when the newest was committed, in milliseconds since the epoch; None: none.
+        pending: number of checkpoints that were cut and whose outcome is not known yet.
+        failures: number of failed checkpoints by cause (`recpoint.catalog.overview.overview`).
+        stalls: how long training waited for each checkpoint, in seconds.
+        stored_bytes: bytes of chunks of the committed checkpoints, by kind.
+        restores: number of checkpoints that this process restored and went on from.
+        last_commit_ms: when the newest checkpoint was committed, in milliseconds since the epoch;
+            None: no checkpoint was committed.
         agent_running: whether an agent serves the staging area.
-        staging_free_bytes: space that snapshots may take; None: unknown.
-        staging_bound_bytes: the most that they take.
+        staging_free_bytes: bytes that snapshots may take in the staging area; None: unknown.
+        staging_bound_bytes: the most bytes that snapshots take.
     """
 
     run: str
@@ -745,17 +758,18 @@ class Observation:
 
 
 def observe(checkpointer: Checkpointer) -> Observation:
-    """Look at a Checkpointer from any thread, at any time; changes nothing and takes no lock.
+    """Read the state of a Checkpointer from any thread, at any time.
 
-    Single numbers are read one after another while training goes on: they may be of moments that
-    are microseconds apart. Asks the file system three things, and neither the store nor the device.
+    It changes nothing and takes no lock. It reads the numbers one after another while training goes
+    on, so they may be microseconds apart. It makes three requests to the file system and none to
+    the store or the device.
     """
-    # Private to this package, and read only: a property of the public class would be an invitation
-    # to call from other threads what may be called from the training thread alone.
+    # A function on private attributes, read only: a property of the public class would suggest that
+    # its other members may be called from other threads too; only the training thread may.
     pipeline, area = checkpointer._pipeline, checkpointer._area
     running = pipeline is not None and not checkpointer._closed
     statistics = Statistics() if pipeline is None else pipeline.statistics
-    safe = statistics.safe_batches  # first: batches_done only grows, so that no lag is negative
+    safe = statistics.safe_batches  # read before batches_done, which grows: no lag is negative
     done = checkpointer.batches_done
     return Observation(
         run=area.run_url,

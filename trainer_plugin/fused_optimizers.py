@@ -1,10 +1,11 @@
-"""Tables go on with what trains them here: a fused optimizer, or one of torch on any rank.
+"""Rewrites a state tree for tables that another kind of optimizer trains here: fused or torch's.
 
-A sharding plan decides which. TorchRec's data-parallel tables, those of its compute kernel `dense`,
-and those of a model without TorchRec are trained by an optimizer of torch, in the groups of the
-ranks that hold them; all others by the fused ones of FBGEMM. Three of these update the rows that
-were looked up in the same way as one of torch does. So before a tree is restored, it is rewritten
-to that of a run whose tables were held and trained as those here; row states have one name in all.
+The sharding plan decides which kind trains a table. A torch optimizer trains TorchRec's
+data-parallel tables, tables of its compute kernel `dense`, and tables of a model without TorchRec;
+the table is then in the parameter groups of the ranks that hold it. FBGEMM's fused optimizers train
+all other tables. Three of the fused optimizers update looked-up rows in the same way as a torch
+optimizer. Therefore a tree is rewritten before it is restored, as if its tables had been held and
+trained as they are here. Row states have the same names in both kinds.
 
     fused, under the table       "sources": {"torchrec": [{table: {"optimizer", "lr", "eps", …}}]}
     torch, under the parameter   "optimizers": [{"class", "groups": [{"params", "lr", "eps", …}],
@@ -24,44 +25,46 @@ from recpoint.catalog.restore.restore import weight_name
 __all__ = ["Trainers", "adopt", "lacks", "same_rate"]
 
 
-#: Whose fused optimizers are known here.
+#: The source whose fused optimizers are known here.
 _SOURCE: Final = "torchrec"
 
 
 class _Twin(NamedTuple):
-    """An optimizer of torch that does what a fused one does.
+    """A torch optimizer that does the same as a fused one.
 
-    `keys`: what it has of a parameter, in its order.
+    Attributes:
+        name: full name of its class.
+        keys: names of its state of a parameter, in its order.
     """
 
     name: str
     keys: tuple[str, ...] = ("step", "sum")
 
 
-#: FBGEMM's names. Its Adam is none of them: the one of torch moves every row at each step.
+#: FBGEMM's name of a fused optimizer -> its twin. Adam has none: torch's moves every row.
 _TWINS = {
     "exact_sgd": _Twin("torch.optim.sgd.SGD", ()),
     "exact_adagrad": _Twin("torch.optim.adagrad.Adagrad"),
     "exact_row_wise_adagrad": _Twin("torchrec.optim.rowwise_adagrad.RowWiseAdagrad"),
 }
-#: In a fused optimizer they do not exist, or pull on the rows that were looked up alone.
+#: Hyperparameters of torch that a fused optimizer lacks, or applies only to rows looked up.
 _TORCH_ONLY = ("momentum", "weight_decay", "lr_decay", "maximize")
-#: In one of torch they do not exist, or pull on all rows.
+#: Hyperparameters of fused optimizers that torch lacks, or applies to all rows.
 _FUSED_ONLY = ("weight_decay", "max_gradient", "max_norm")
-#: Both have them, under these names.
+#: Hyperparameters that both have, under these names.
 _SHARED = ("lr", "eps")
 
 _Tree = dict[str, Any]
 
 
 class Trainers(NamedTuple):
-    """What trains the tables of this process.
+    """The optimizers that train the tables of this process.
 
     Attributes:
-        optimizers: those of torch, as `OptimizerState.capture` has them.
+        optimizers: the torch optimizers, as `OptimizerState.capture` returns them.
         fused: name of each source of tables -> its `state_dict`.
         tables: names of all tables that this process holds.
-        elsewhere: names of those that other ranks hold, and this one does not.
+        elsewhere: names of tables that only other ranks hold.
     """
 
     optimizers: Sequence[Mapping[str, Any]]
@@ -71,7 +74,7 @@ class Trainers(NamedTuple):
 
 
 class _Trained(NamedTuple):
-    """A parameter of an optimizer of torch: of which, in which group, with which state."""
+    """The torch optimizer that trains a parameter, and the parameter's group in it."""
 
     optimizer: Mapping[str, Any]
     group: Mapping[str, Any]
@@ -84,14 +87,14 @@ class _Trained(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """A parameter that comes to an optimizer of torch: its hyperparameters, and its state."""
+    """A parameter that is new to a torch optimizer: its hyperparameters and its state."""
 
     settings: Mapping[str, Any]
     entry: Mapping[str, Any]
 
 
 class _There:
-    """What trained the tables of the checkpoint, on all ranks whose trees are known."""
+    """The optimizers that trained the checkpoint's tables, on all ranks whose trees are known."""
 
     def __init__(self, saved: _Tree) -> None:
         self.fused: dict[str, Mapping[str, Any]] = {}
@@ -102,13 +105,13 @@ class _There:
         self.own = _trained(saved["optimizers"])
         self.all: dict[str, _Trained] = {}
         for optimizers in saved["other_optimizers"]:
-            # The state of what all ranks have is in the tree of the lowest.
+            # The tree of the lowest rank holds the state that all ranks share, so it has priority.
             self.all = _trained(optimizers) | self.all
         self.all |= self.own
 
 
 def lacks(saved: _Tree, here: Trainers) -> bool:
-    """Whether it may be told by ranks whose trees are not in `saved` what trained a table."""
+    """Whether trees of more ranks than `saved` holds may say what trained a table."""
     there = _There(saved)
     trained = _trained(here.optimizers).keys() | {
         weight_name(table) for table in here.fused.get(_SOURCE, ())
@@ -118,17 +121,18 @@ def lacks(saved: _Tree, here: Trainers) -> bool:
 
 
 def adopt(saved: _Tree, here: Trainers) -> tuple[_Tree, list[str]]:
-    """The tree as if its tables had been trained by what trains them here; why that is not so.
+    """Rewrite a tree as if the optimizers here had trained its tables.
 
-    Tables that are trained in one way on both sides stay as they are, and so does all else.
+    Tables that the same kind of optimizer trains on both sides do not change, and neither does the
+    rest of the tree.
 
     Args:
         saved: as `model.tree_for` returned it; not changed.
-        here: what trains the tables here.
+        here: the optimizers that train the tables here.
 
     Returns:
         The tree, which shares tensors with `saved`, and one sentence for each table whose optimizer
-        is another here. With such a sentence the tree is not to be restored.
+        here does something else. If there is such a sentence, the tree must not be restored.
     """
     there = _There(saved)
     own, fused_here = _trained(here.optimizers), dict(here.fused.get(_SOURCE, {}))
@@ -150,7 +154,7 @@ def adopt(saved: _Tree, here: Trainers) -> tuple[_Tree, list[str]]:
             if fused is not None:
                 found.append(
                     f"table {table!r} is trained by the fused {fused['optimizer']} in the "
-                    "checkpoint, and by no optimizer here"
+                    "checkpoint and by no optimizer here"
                 )
         elif fused is not None:
             found += _differences(table, fused, now, fused="in the checkpoint", torch="here")
@@ -178,18 +182,18 @@ def _sources(
     states: Mapping[str, Any],
     arrivals: Mapping[str, _Arrival],
 ) -> dict[str, list[Any]]:
-    """The states of all sources, with those of tables that torch trained there."""
+    """Return the states of all sources, adding `states` of tables that torch trained there."""
     found = dict(stored)
     if _SOURCE in here.fused:
         if states or (_SOURCE not in found and not here.fused[_SOURCE]):
             found[_SOURCE] = [*found.get(_SOURCE, ()), dict(states)]
     elif all(weight_name(table) in arrivals for one in found.get(_SOURCE, ()) for table in one):
-        found.pop(_SOURCE, None)  # the model here is a plain one, and none of its tables is left
+        found.pop(_SOURCE, None)  # the model here is plain, and torch trains all its tables
     return found
 
 
 def same_rate(one: float, other: float) -> bool:
-    """Whether two hyperparameters are the same in float32, as FBGEMM keeps some."""
+    """Whether two hyperparameters are equal in float32, the dtype in which FBGEMM keeps some."""
     rates = torch.tensor([one, other], dtype=torch.float32, device="cpu")
     return bool(rates[0] == rates[1])
 
@@ -224,7 +228,7 @@ def _acts(hyperparameter: Any) -> bool:
 
 
 def _fused_state(here: Mapping[str, Any], trained: _Trained, parameter: str) -> _Tree:
-    """As `fbgemm.Kernel.state` has it; what torch does not know is as it is here."""
+    """Return a fused state like `fbgemm.Kernel.state`; what torch does not store is kept."""
     rate = float(trained.group["lr"])
     steps = trained.entry(parameter)["values"].get("step")
     return {
@@ -237,18 +241,19 @@ def _fused_state(here: Mapping[str, Any], trained: _Trained, parameter: str) -> 
 
 
 def _torch_settings(state: Mapping[str, Any]) -> dict[str, float]:
-    # FBGEMM keeps the rate in float32: where it is the one that was given, that one.
+    # FBGEMM keeps the rate in float32. If it is the given rate, use that one, which is exact.
     given = same_rate(state["lr"], state["group_lr"])
     return {"lr": state["group_lr"] if given else state["lr"], "eps": state["eps"]}
 
 
 def _torch_entry(state: Mapping[str, Any], steps: int) -> _Tree:
-    """As `OptimizerState.capture` has it; the sums come with the rows.
+    """Return a state entry like `OptimizerState.capture`, without sums, which come with the rows.
 
-    FBGEMM counts batches for Adam only; without a decay of the rate torch counts them in vain.
+    FBGEMM counts steps only for Adam. `steps` replaces the count; torch uses it only if the
+    learning rate decays.
     """
     keys = _TWINS[state["optimizer"]].keys if state["optimizer"] in _TWINS else ()
-    # In the dtype that torch's optimizers count in.
+    # The dtype in which torch's optimizers count steps.
     dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
     step = torch.tensor(float(steps), dtype=dtype, device="cpu")
     values = {"step": step} if "step" in keys else {}
@@ -261,10 +266,13 @@ def _merged(
     gone: Collection[str],
     arrivals: Mapping[str, _Arrival],
 ) -> Iterator[_Tree]:
-    """The optimizers there without the parameters of `gone`, and with those of `arrivals` where
-    they are here. Where the others are in the same places on both sides, places stay: ranks that
-    build theirs alike have empty ones. Else those that train no other are taken out, and put in as
-    they are here."""
+    """Yield the checkpoint's optimizers without `gone`, and with `arrivals` in their places here.
+
+    If all other parameters are in the same groups on both sides, groups stay in their places: ranks
+    that build their optimizers alike may have empty groups. Otherwise, groups and optimizers that
+    train only parameters of `gone` are taken out, and those that train only `arrivals` are put in
+    as they are here.
+    """
     if _same_places(there, here, gone, arrivals):
         for same, one in zip(there, here, strict=True):
             pairs = zip(same["groups"], one["groups"], strict=True)
@@ -288,7 +296,7 @@ def _merged(
             continue
         base = next(stored, None)
         if base is None:
-            return  # their numbers differ, which is told elsewhere
+            return  # the numbers of optimizers differ, which `OptimizerState` reports
         groups = list(_merged_groups(base["groups"], one["groups"], arrivals))
         yield {**base, "groups": groups, "state": base["state"] | entries}
     yield from stored
@@ -300,7 +308,7 @@ def _same_places(
     gone: Collection[str],
     arrivals: Collection[str],
 ) -> bool:
-    """Whether every group trains the same, but for parameters that are gone or arrive."""
+    """Whether every group trains the same parameters, apart from those in `gone` or `arrivals`."""
 
     def places(optimizers: Sequence[Mapping[str, Any]], but: Collection[str]) -> object:
         return [
@@ -326,7 +334,7 @@ def _state_without(optimizer: Mapping[str, Any], gone: Collection[str]) -> dict[
 
 
 def _only(groups: Sequence[Mapping[str, Any]], names: Collection[str]) -> bool:
-    """Whether they train nothing but these."""
+    """Whether the groups train some of these parameters and no others."""
     parameters = [name for group in groups for name in group["params"]]
     return bool(parameters) and all(name in names for name in parameters)
 
@@ -359,7 +367,7 @@ def _merged_groups(
 
 
 def _as_arrived(group: Mapping[str, Any], arrivals: Mapping[str, _Arrival]) -> _Tree:
-    """A group of such tables alone, with the hyperparameters that they had."""
+    """Return a group that trains only arrivals, with the hyperparameters that they had."""
     found = dict(group)
     for name, value in arrivals[group["params"][0]].settings.items():
         if name in group:
@@ -372,7 +380,7 @@ def _as_arrived(group: Mapping[str, Any], arrivals: Mapping[str, _Arrival]) -> _
 def _other_settings(
     optimizers: Sequence[Mapping[str, Any]], arrivals: Mapping[str, _Arrival]
 ) -> list[str]:
-    """Tables that share a group with what has other hyperparameters."""
+    """Return a sentence for each arrival whose group here has another hyperparameter."""
     return [
         f"{parameter!r} was trained with {name}={value} in the checkpoint, and its group has "
         f"{trained.group[name]}: give it a group of its own"

@@ -1,9 +1,9 @@
-"""Checkpoints of what Lightning's Trainer fits.
+"""Takes and restores checkpoints of a training that Lightning's Trainer runs.
 
-A checkpoint is cut where Lightning asks for the next batch: then the optimizers, the schedulers, a
-validation that was due and every other hook of the batch before are done. Lightning's own place for
-checkpoints, the end of a batch, is before some of these, and of a dataloader without a length it
-has read one batch more by then.
+A checkpoint is cut when Lightning asks for the next batch. At that point the optimizers, the
+schedulers, a validation that was due and all other hooks of the batch before are done. Lightning's
+own checkpoints are taken at the end of a batch, before some of these are done; and if the
+dataloader has no length, Lightning has already read one more batch by then.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _log = logging.getLogger("recpoint")
 
 _EXTRA = "lightning"
 
-#: Parameters of `Checkpointer` that Lightning has the values of.
+#: Parameters of `Checkpointer` whose values come from Lightning.
 _OF_LIGHTNING = ("model", "optimizers", "reader", "schedulers")
 
 
 class CheckpointerArguments(TypedDict, total=False):
-    """Keywords of `Checkpointer` that a callback takes, with the defaults that they have there."""
+    """Keyword arguments of `Checkpointer` that the callback takes, with the same defaults."""
 
     run: Required[str]
     extras: Mapping[str, Stateful] | None
@@ -76,42 +76,45 @@ class CheckpointerArguments(TypedDict, total=False):
 
 
 class LightningCallback(Callback):
-    """Restores before the first batch, and takes checkpoints of the whole of `Trainer.fit`.
+    """Restores before the first batch, and takes checkpoints during `Trainer.fit`.
 
         loader = recpoint.ResumableLoader(DataLoader(...))
         callback = recpoint.LightningCallback(run=URL, interval_batches=1000)
         Trainer(callbacks=[callback], max_epochs=3).fit(module, loader)
 
-    The same script, started again, goes on from the newest checkpoint, bit for bit: the module, its
-    optimizers and schedulers, Lightning's counters of epochs, batches and steps, the states of the
-    other callbacks, of the data module and of a gradient scaler, the random generators, and the
-    position in the dataloader. Left out, as by Lightning itself: metrics that are being
-    accumulated, and what `LightningModule.on_save_checkpoint` adds; use `extras`.
+    If you start the same script again, it goes on from the newest checkpoint, bit for bit. A
+    checkpoint holds the module, its optimizers and schedulers, Lightning's counters of epochs,
+    batches and steps, the states of the other callbacks, of the data module and of a gradient
+    scaler, the random generators, and the position in the dataloader. As in Lightning's own
+    checkpoints, metrics that are being accumulated are left out. What
+    `LightningModule.on_save_checkpoint` adds is left out, too; use `extras` for it.
 
-    A batch of the checkpointer is one in which an optimizer stepped: with accumulated gradients,
-    several of Lightning's. Between two of those nothing is cut. In manual optimization this is for
-    modules that leave no gradient accumulated when a batch ends in which one of their optimizers
+    The Checkpointer counts a batch when an optimizer has stepped. With accumulated gradients, that
+    takes several of Lightning's batches; no checkpoint is cut between those. If you use manual
+    optimization, no accumulated gradient may be left at the end of a batch in which an optimizer
     stepped.
 
-    When training ends, or with SIGTERM at the next batch, there is a final checkpoint; with an
-    error only if it came while the next batch was read: else half a step may have been made, or
-    what the module holds may be the error.
+    A final checkpoint is taken when training ends, or before the next batch after a SIGTERM. After
+    an error it is taken only if reading the next batch failed: any other error may have left half a
+    step, or may come from what the module holds.
 
     Args:
         restore: arguments of `Checkpointer.restore`, such as `{"fresh": True}`.
-        arguments: those of `Checkpointer`, which says more of each, but for `model`, `optimizers`,
-            `reader` and `schedulers`, which are Lightning's: `run`, the run URL; `extras`, by name
-            what else has a state; `interval_batches` or `interval_seconds` between checkpoints;
-            `bits` of stored rows; `policy`, what a checkpoint holds; `failures` to expect;
-            `staging` area; `timeouts`; `options`. With `Options.handle_sigterm` the final
-            checkpoint on SIGTERM is taken before the next batch.
+        arguments: arguments of `Checkpointer`, which describes them. `model`, `optimizers`,
+            `reader` and `schedulers` come from Lightning and are not allowed. The others are:
+            `run`, the run URL; `extras`, other objects with a state, by name; `interval_batches` or
+            `interval_seconds` between checkpoints; `bits` of stored rows; `policy`, what a
+            checkpoint holds; `failures` to expect; `staging` area; `timeouts`; `options`. With
+            `Options.handle_sigterm`, the final checkpoint on SIGTERM is taken before the next
+            batch.
 
     Attributes:
-        checkpointer: while a fit runs, and after it; None: no fit has begun.
+        checkpointer: the Checkpointer of the last fit, during it and after it; None: no fit has
+            begun.
 
     Raises:
-        SettingsError: an argument that comes from Lightning here, as optimizers do.
-        TypeError: an argument that `Checkpointer` has not, or none for `run`.
+        SettingsError: an argument is not allowed because its value comes from Lightning.
+        TypeError: `Checkpointer` has no such argument, or `run` is missing.
     """
 
     __signature__ = inspect.Signature(
@@ -137,8 +140,8 @@ class LightningCallback(Callback):
                 raise SettingsError(
                     f"recpoint.LightningCallback({name}=...)",
                     found="a value",
-                    expected="none: it is what Lightning has",
-                    next_step=f"leave {name} out",
+                    expected="no value, because it comes from Lightning",
+                    next_step=f"remove {name}=",
                 )
         given = self.__signature__.bind(restore=restore, **arguments)
         given.apply_defaults()
@@ -153,7 +156,7 @@ class LightningCallback(Callback):
         self._stepped = self._partial = self._between = False
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Build the Checkpointer, and restore: model and optimizers are on their devices."""
+        """Build the Checkpointer and restore; model and optimizers are on their devices now."""
         self._stepped = self._partial = self._between = False
         self.checkpointer = self._loops = None
         if trainer.fast_dev_run:
@@ -161,8 +164,8 @@ class LightningCallback(Callback):
             return
         if type(pl_module).on_save_checkpoint is not LightningModule.on_save_checkpoint:
             _log.warning(
-                "%s.on_save_checkpoint is not called for recpoint's checkpoints. Next: give what "
-                "it saves as extras={name: thing}, or by get_extra_state() of a module",
+                "%s.on_save_checkpoint is not called for recpoint's checkpoints. Next: pass what "
+                "it saves as extras={name: thing}, or return it from get_extra_state() of a module",
                 type(pl_module).__name__,
             )
         self._position = _Position()
@@ -175,7 +178,7 @@ class LightningCallback(Callback):
             **self._arguments
             | {
                 "extras": {**self._extras, _EXTRA: state},
-                # Lightning's handler is not there yet; see on_train_start.
+                # Lightning has not installed its handler yet; see on_train_start.
                 "options": replace(self._options, handle_sigterm=False),
             },
         )
@@ -187,18 +190,19 @@ class LightningCallback(Callback):
             trainer.fit_loop.load_state_dict({**self._loops, "state_dict": own})
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Follow the dataloader, and take SIGTERM from Lightning."""
+        """Follow the dataloader, and handle SIGTERM before Lightning does."""
         if self.checkpointer is None:
             return
         loader = _loader_of(trainer)
         saved = self._position.saved
         if saved is not None and loader.resumed_from is not saved:
-            # Lightning begins another epoch then, and does without the state of the one that ended.
+            # Lightning begins another epoch, and does not load the state of the one that ended.
             if loader.begun and loader.decides_next_epoch(saved):
                 raise SettingsError(
                     "the training dataloader",
-                    found="one without a length, of which a batch was read before its state is set",
-                    expected="one that goes on from where the last epoch of the checkpoint ended",
+                    found="a dataloader without a length, from which Lightning has read a batch "
+                    "before its state was set",
+                    expected="one that goes on where the last epoch of the checkpoint ended",
                     next_step="give it a __len__, or train with max_steps instead of max_epochs",
                 )
             loader.leave_behind(saved)
@@ -207,17 +211,17 @@ class LightningCallback(Callback):
         self._position.loader = loader
         self._steps = trainer.global_step
         if self._options.handle_sigterm:
-            # Only now is it Lightning's handler that the signal is handed on to.
+            # Called now, so that the signal is passed on to Lightning's handler, which exists now.
             self.checkpointer.take_sigterm()
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """The batch is there, and training goes on."""
+        """Note that a batch begins; before the first one, set Lightning's counters again."""
         self._between = False
         if self._loops is not None:
-            # Lightning has counted the last batch before the restart again, where a validation was
-            # due after it.
+            # If a validation was due after the last batch before the restart, Lightning has counted
+            # that batch twice.
             loop = trainer.fit_loop.epoch_loop
             loop.on_load_checkpoint(self._loops["epoch_loop.state_dict"])
             self._loops = None
@@ -230,7 +234,7 @@ class LightningCallback(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Count; the rest of the batch's hooks come after this one."""
+        """Count the batch; a checkpoint waits, because other hooks of the batch come later."""
         if self.checkpointer is None:
             return
         assert self._position.loader is not None
@@ -240,17 +244,17 @@ class LightningCallback(Callback):
         self._steps = trainer.global_step
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """A final checkpoint."""
+        """Take a final checkpoint."""
         self._end()
 
     def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Training that had ended before was restored, and no batch was trained."""
+        """End checkpointing if no batch was trained, because training had ended before."""
         self._end()
 
     def on_exception(
         self, trainer: Any, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """A final checkpoint if nothing but reading the next batch has failed."""
+        """Take a final checkpoint if only reading the next batch has failed."""
         checkpointer = self.checkpointer
         if checkpointer is None:
             return
@@ -261,7 +265,7 @@ class LightningCallback(Callback):
         checkpointer.__exit__(type(exception), exception, exception.__traceback__)
 
     def _between_batches(self) -> None:
-        """The next batch is asked for, and all of the one before is done."""
+        """Count a batch when the next one is asked for and all hooks of the batch are done."""
         checkpointer = self.checkpointer
         if checkpointer is not None and self._stepped and not self._partial:
             self._stepped = False
@@ -284,7 +288,7 @@ class LightningCallback(Callback):
 
 
 class _Position:
-    """The reader of the Checkpointer: the training dataloader, once Lightning has it."""
+    """Serves as the Checkpointer's reader: the training dataloader, once Lightning has it."""
 
     def __init__(self) -> None:
         self.loader: ResumableLoader | None = None
@@ -298,7 +302,7 @@ class _Position:
 
 
 class _FitState:
-    """What Lightning keeps itself, by the names that its own checkpoints give it."""
+    """Captures and restores Lightning's own state, under the names in its own checkpoints."""
 
     def __init__(self, trainer: Any, callback: LightningCallback) -> None:
         self._trainer = trainer
@@ -308,7 +312,7 @@ class _FitState:
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         loops = trainer.fit_loop.state_dict()
-        # Each rank has its own position, in the reader's place.
+        # Each rank has its own position, which the reader stores.
         loops["state_dict"].pop("combined_loader", None)
         others = [other for other in trainer.callbacks if other is not self._callback]
         return {
@@ -330,7 +334,7 @@ class _FitState:
 
 
 def _loader_of(trainer: Any) -> ResumableLoader:
-    """The dataloader that is trained from.
+    """Return the training dataloader.
 
     Raises:
         SettingsError: it cannot be resumed, or all ranks would train on the same samples.
@@ -341,8 +345,8 @@ def _loader_of(trainer: Any) -> ResumableLoader:
             "the training dataloader",
             found=f"a {type(loader).__name__}",
             expected="one recpoint.ResumableLoader, which knows its position to the batch",
-            next_step="fit(module, recpoint.ResumableLoader(loader)), or return it from "
-            "train_dataloader()",
+            next_step="call fit(module, recpoint.ResumableLoader(loader)), or return a "
+            "ResumableLoader from train_dataloader()",
         )
     inner = loader.loader
     if trainer.world_size > 1 and isinstance(inner, DataLoader):
@@ -351,7 +355,7 @@ def _loader_of(trainer: Any) -> ResumableLoader:
             raise SettingsError(
                 "the training dataloader",
                 found=f"{trainer.world_size} ranks and a {type(inner.sampler).__name__}",
-                expected="a DistributedSampler: Lightning gives one to bare DataLoaders only",
+                expected="a DistributedSampler, which Lightning adds only to bare DataLoaders",
                 next_step="build the DataLoader with sampler=DistributedSampler(dataset, ...)",
             )
     return loader

@@ -1,4 +1,4 @@
-"""Yields the batches of a training that ends, and calls what has to be called between them."""
+"""Yields the batches of a training up to its bound, and calls `step` after each batch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _END: Any = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """Where a training ends. Both numbers count from the beginning of the run.
+    """The point at which a training ends. Both numbers count from the beginning of the run.
 
     Attributes:
-        epochs: passes over the reader; None: `total` is the bound.
-        total: batches; None: `epochs` is the bound.
+        epochs: number of passes over the reader; None: `total` is the bound.
+        total: number of batches; None: `epochs` is the bound.
 
     Raises:
-        SettingsError: both are given, or neither; or one is no number that can be.
+        SettingsError: both are given, or neither; or the number is out of range.
     """
 
     epochs: int | None
@@ -40,14 +40,19 @@ class Bound:
                 "batches(epochs=..., total=...)",
                 found="neither" if self.epochs is None else "both",
                 expected="exactly one of them, which says when training ends",
-                next_step="batches(epochs=3), or batches(total=100_000)",
+                next_step="call batches(epochs=3) or batches(total=100_000), for instance",
             )
         for name, value in (("epochs", self.epochs), ("total", self.total)):
             if value is not None:
                 object.__setattr__(self, name, checked_whole(f"batches({name})", value, 1, _MOST))
 
     def is_met(self, passes: Passes, batches_done: int) -> bool:
-        """Whether training has had what it was to have."""
+        """Whether training has reached the bound.
+
+        Args:
+            passes: passes over the reader so far.
+            batches_done: batches trained so far.
+        """
         if self.epochs is not None:
             return passes.done >= self.epochs
         assert self.total is not None
@@ -55,18 +60,19 @@ class Bound:
 
 
 class Loop:
-    """Goes through the reader as often as a training asks for; one for each Checkpointer.
+    """Iterates the reader until the bound of a training; each Checkpointer has one.
 
-    A loop that ends in the middle of an epoch leaves it open, and the next one goes on there.
+    A loop that ends in the middle of an epoch leaves the epoch open, and the next loop continues
+    there.
 
     Args:
-        state: holds the count of passes, beside the reader's position.
+        state: the training state; it holds the count of passes and the reader's position.
         batches_done: returns how many batches training has done.
-        step: what is called after each batch.
-        count: counts a batch, and does nothing else.
+        step: called after each batch.
+        count: counts a batch and does nothing else.
 
     Attributes:
-        is_waiting: whether training has a batch that it asked for, and has not asked for the next.
+        is_waiting: whether training is working on a batch that the loop yielded.
     """
 
     def __init__(
@@ -87,20 +93,20 @@ class Loop:
         self.is_waiting = False
 
     def check(self, bound: Bound, *, has_position: bool) -> None:
-        """Refuse what cannot end where it should after a restart.
+        """Refuse a loop that would not end at its bound after a restart.
 
         Args:
             bound: where training ends.
             has_position: whether checkpoints hold a position in the batches.
 
         Raises:
-            SettingsError: checkpoints do not say which epoch training is in; or a batch of another
-                loop is not done.
+            SettingsError: checkpoints do not say which epoch training is in; or another loop has
+                not finished its batch.
         """
         if self.is_waiting:
             raise SettingsError(
                 "batches()",
-                found="a call while another loop over batches() has a batch",
+                found="a call inside another loop over batches()",
                 expected="one loop at a time",
                 next_step="leave the other loop first",
             )
@@ -111,27 +117,27 @@ class Loop:
                 "batches(epochs=...)",
                 found="a Checkpointer without a reader: a restart would begin the epoch again",
                 expected="one whose checkpoints hold the position in the batches",
-                next_step="Checkpointer(reader=...), which recpoint.ResumableLoader(loader) is for "
-                "any DataLoader; or batches(reader, total=...)",
+                next_step="pass Checkpointer(reader=...), where recpoint.ResumableLoader(loader) "
+                "serves for any DataLoader; or call batches(reader, total=...)",
             )
         if self._state.passes is None and self._batches_done() > 0:
             raise SettingsError(
                 "batches(epochs=...)",
                 found=f"{self._batches_done()} batches that were trained without batches(), so "
-                "that nobody knows in how many epochs",
+                "their number of epochs is not known",
                 expected="a run that was trained with batches() from its beginning",
-                next_step="batches(total=...), or restore(fresh=True)",
+                next_step="call batches(total=...), or start a new line with restore(fresh=True)",
             )
 
     def run(self, source: Iterable[B], bound: Bound) -> Iterator[B]:
-        """The batches of `source` up to the bound; each is counted when the next is asked for.
+        """Yield the batches of `source` up to the bound; a batch counts when the next is asked for.
 
         Raises:
-            SettingsError: the source gives no batch, and the bound is not met.
+            SettingsError: the source gives no batch, and the bound is not reached.
         """
         if self._state.passes is None:
             self._state.passes = Passes()
-        # The position that was restored may be the end of an epoch.
+        # The restored position may be the end of an epoch, so that no batch is left in it.
         self._may_be_empty |= self._pass is None and self._batches_done() > 0
         while not bound.is_met(self._passes, self._batches_done()):
             batch = self._next(source)
@@ -145,7 +151,7 @@ class Loop:
                 self.is_waiting = True
                 yield batch
             except GeneratorExit:
-                # The loop was left. The reader's position is after this batch, and so is the count.
+                # The loop was left. The reader's position is after this batch, so count the batch.
                 self._count()
                 raise
             finally:
@@ -153,7 +159,7 @@ class Loop:
             self._step()
 
     def end(self) -> None:
-        """Let go of the epoch that is open."""
+        """Release the source and iterator of the open epoch."""
         self._source = self._pass = None
 
     @property
@@ -169,7 +175,7 @@ class Loop:
         try:
             return next(self._pass, _END)
         except BaseException:
-            self._pass = None  # where it stands is not known
+            self._pass = None  # its position is unknown after an error
             raise
 
     def _end_pass(self, bound: Bound) -> None:
@@ -185,5 +191,5 @@ class Loop:
                 found=f"no batch in epoch {self._passes.done + 1}, after {self._batches_done()} "
                 "batches",
                 expected="a reader that begins anew each time it is iterated",
-                next_step="give such a reader, or a bound that this one reaches",
+                next_step="pass such a reader, or a bound that this reader reaches",
             )

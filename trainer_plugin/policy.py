@@ -1,4 +1,4 @@
-"""Decides what the next checkpoint is: a full, or an increment on which other one. Pure."""
+"""Decides whether the next checkpoint is a full or an increment, and what it is based on."""
 
 from __future__ import annotations
 
@@ -34,40 +34,47 @@ __all__ = [
 ]
 
 
-# The checkpoints on one base, and their sizes as stored: what a policy decides by. Pure.
+# The checkpoints on one base and their stored sizes, from which a policy decides.
 
 
 class Sizes(NamedTuple):
-    """Bytes as stored of the increments on a base whose outcome is known."""
+    """Stored sizes of the increments on a base whose outcome is known.
+
+    Attributes:
+        number: number of increments.
+        total_bytes: stored bytes of all of them.
+        newest_bytes: stored bytes of the increment that was cut last.
+    """
 
     number: int = 0
     total_bytes: int = 0
-    newest_bytes: int = 0  # of the one that was cut last
+    newest_bytes: int = 0
 
     @classmethod
     def of(cls, sizes: Iterable[int]) -> Self:
-        """Of increments in the order of their cuts."""
+        """Add up the sizes of increments, in bytes, given in the order of their cuts."""
         found = cls()
         for size in sizes:
             found = found.then(size)
         return found
 
     def then(self, size_bytes: int) -> Self:
-        """With one more, cut later than these."""
+        """Return these sizes with one more increment, cut later than the others."""
         return type(self)(self.number + 1, self.total_bytes + size_bytes, size_bytes)
 
 
 class BaseHistory:
-    """A base and the increments cut on it, in that order.
+    """Records a base and the increments cut on it, in the order of their cuts.
 
-    Outcomes arrive later than cuts, and in any order. What came to nothing leaves no trace. Memory
-    follows the increments that wait for an outcome, not those on the base: with `one_shot` there is
-    no end of these.
+    Outcomes arrive later than cuts, and in any order. A checkpoint that failed leaves no trace
+    here. Memory grows with the increments that wait for an outcome, not with all increments on the
+    base: with `one_shot`, their number has no limit.
 
     Args:
-        base: what the increments stand on.
-        stored_bytes: bytes of its chunks, or of the full that stands for it; None: not known yet.
-        links_to_read: manifests that a restore of the base reads.
+        base: the checkpoint that the increments are based on.
+        stored_bytes: bytes of the base's chunks, or of the consolidated full that replaces it;
+            None: not known yet.
+        links_to_read: number of manifests that a restore of the base reads.
     """
 
     def __init__(
@@ -75,32 +82,32 @@ class BaseHistory:
     ) -> None:
         self.base = base
         self.base_bytes = stored_bytes
-        # Of all that were cut before the first that waits; their outcomes do not change any more.
+        # Increments cut before the first one that waits; their outcomes no longer change.
         self._settled = Sizes()
         self._settled_links = links_to_read
-        # In the order of the cuts; size and links once they are known.
+        # The other increments, in the order of their cuts -> size and links, once known.
         self._others: dict[CheckpointRef, tuple[int, int] | None] = {}
 
     def __len__(self) -> int:
-        """Checkpoints on this base, itself counted, but for those that came to nothing."""
+        """Number of checkpoints on this base, including the base, without those that failed."""
         return 1 + self._settled.number + len(self._others)
 
     @property
     def waiting(self) -> int:
-        """Increments that are remembered one by one."""
+        """Number of increments that are remembered one by one."""
         return len(self._others)
 
     def cut(self, ref: CheckpointRef) -> None:
-        """An increment was cut; its size is not known yet."""
+        """Record that an increment was cut; its size is not known yet."""
         self._others[ref] = None
 
     def stored(self, ref: CheckpointRef, stored_bytes: int, *, links_to_read: int) -> None:
-        """The base, or an increment that was cut, is committed.
+        """Record that the base, or an increment that was cut, is committed.
 
         Args:
-            ref: one of this history that waits for its outcome; others change nothing.
+            ref: a checkpoint of this history that waits for its outcome; other refs change nothing.
             stored_bytes: bytes of its chunks.
-            links_to_read: manifests that a restore of it read when it was committed.
+            links_to_read: number of manifests that a restore of it read at the commit.
         """
         if ref == self.base:
             self.base_bytes = stored_bytes
@@ -111,13 +118,13 @@ class BaseHistory:
             self._fold_outcomes()
 
     def lost(self, ref: CheckpointRef) -> None:
-        """An increment that waited for its outcome came to nothing."""
+        """Record that an increment that waited for its outcome failed or was dropped."""
         self._others.pop(ref, None)
         self._fold_outcomes()
 
     @property
     def known(self) -> Sizes:
-        """Of the increments whose outcome is known."""
+        """Sizes of the increments whose outcome is known."""
         found = self._settled
         for outcome in self._others.values():
             if outcome is not None:
@@ -126,9 +133,10 @@ class BaseHistory:
 
     @property
     def links_to_read(self) -> int:
-        """Manifests that a restore of the newest increment of a chain reads, as far as is known.
+        """Number of manifests that a restore of the chain's newest increment reads.
 
-        Those that its newest committed one needs, and one for each that was cut after it.
+        It is an estimate: the manifests that a restore of the newest committed increment reads, and
+        one for each increment cut after that.
         """
         after = 0
         for outcome in reversed(self._others.values()):
@@ -146,7 +154,7 @@ class BaseHistory:
             self._settled_links = outcome[1]
 
 
-# What the next checkpoint is: a full, or an increment on which other one. Pure decisions.
+# The policies: whether the next checkpoint is a full or an increment, and what it is based on.
 #
 # | policy | an increment holds the rows changed since | a full is written |
 # |---|---|---|
@@ -155,8 +163,8 @@ class BaseHistory:
 # | `Consecutive` | the checkpoint before | first; then as `full_every` says |
 # | `Continuous` | the checkpoint before | first; then only when consolidation does not keep up |
 #
-# The first three are those of Check-N-Run, section 4.1. A cumulative increment (the first two)
-# needs its full alone to be restored, so that those between the two can be deleted.
+# The first three come from Check-N-Run, section 4.1. The first two write cumulative increments. A
+# restore of a cumulative increment needs only its full, so the increments between can be deleted.
 
 
 PolicyName = Literal["one_shot", "consecutive", "intermittent", "continuous"]
@@ -164,14 +172,14 @@ PolicyName = Literal["one_shot", "consecutive", "intermittent", "continuous"]
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """When fulls are written, and what increments hold: what all policies have in common.
+    """Decides when a full is written and what an increment holds; base class of all policies.
 
     Attributes:
-        name: of the policy, as manifests have it.
-        cumulative: whether an increment holds what changed since the full, not since the checkpoint
-            before.
-        full_every: a full takes the place of an increment that would be one too many; each policy
-            says what it counts. 1: fulls only. None: no bound.
+        name: name of the policy, as written in manifests.
+        cumulative: whether an increment holds the rows changed since the last full (True) or since
+            the checkpoint before (False).
+        full_every: a full is written instead of an increment once the policy's count has reached
+            this number; each policy says what it counts. 1: fulls only. None: no bound.
     """
 
     name: ClassVar[PolicyName]
@@ -185,20 +193,27 @@ class Policy(ABC):
             keep(self, full_every=checked_whole(setting, self.full_every, 1, MAX_CHAIN_LENGTH))
 
     def full_is_due(self, tip: Tip, history: BaseHistory) -> bool:
-        """Whether the next checkpoint is to be a full, with `tip` and all of `history` there."""
+        """Whether the next checkpoint must be a full.
+
+        Args:
+            tip: the checkpoint that an increment would be taken after.
+            history: the checkpoints on the tip's base.
+        """
         return self.full_every is not None and self._there(tip, history) >= self.full_every
 
     @abstractmethod
     def _there(self, tip: Tip, history: BaseHistory) -> int:
-        """What `full_every` counts, as far as it is there."""
+        """Return the current value of what `full_every` bounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Consecutive(Policy):
-    """Increments hold the rows changed since the checkpoint before; a restore reads all of them.
+    """Writes increments with the rows changed since the checkpoint before.
+
+    A restore reads all increments since the last full.
 
     Attributes:
-        full_every: checkpoints from one full to the next: each n-th is a full. 1: fulls only.
+        full_every: every n-th checkpoint is a full. 1: fulls only.
     """
 
     name = "consecutive"
@@ -212,12 +227,13 @@ class Consecutive(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Continuous(Policy):
-    """As `Consecutive`, for chains that are consolidated in the background: a full is written only
-    where that does not keep up.
+    """Writes increments like `Consecutive`, for chains that are consolidated in the background.
+
+    It writes a full only if consolidation does not keep up.
 
     Attributes:
-        full_every: most manifests that a restore reads, consolidated ones counted as what they are.
-            1: fulls only.
+        full_every: the most manifests that a restore may read; consolidated increments count as one
+            manifest. 1: fulls only.
     """
 
     name = "continuous"
@@ -231,11 +247,11 @@ class Continuous(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class OneShot(Policy):
-    """Increments hold the rows changed since the last full; a restore reads two checkpoints.
+    """Writes increments with the rows changed since the last full; a restore reads two checkpoints.
 
     Attributes:
-        full_every: most checkpoints that stand on one full, itself counted. 1: fulls only. None: no
-            bound.
+        full_every: the most checkpoints based on one full, including the full. 1: fulls only. None:
+            no bound.
     """
 
     name = "one_shot"
@@ -247,18 +263,26 @@ class OneShot(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Intermittent(Policy):
-    """As `OneShot`, and a full whenever one costs less than going on without: see `full_pays`.
+    """Writes increments like `OneShot`, and a full as soon as it costs no more than to do without.
+
+    The costs are compared as in Check-N-Run: a full is due once the last increment is as large as
+    the average checkpoint on the present full.
 
     Attributes:
-        full_every: most checkpoints that stand on one full, itself counted. 1: fulls only. None: no
-            bound but what pays.
+        full_every: the most checkpoints based on one full, including the full. 1: fulls only. None:
+            only the cost decides.
     """
 
     name = "intermittent"
     cumulative = True
 
     def full_is_due(self, tip: Tip, history: BaseHistory) -> bool:
-        """Whether the next checkpoint is to be a full, with `tip` and all of `history` there."""
+        """Whether the next checkpoint must be a full.
+
+        Args:
+            tip: the checkpoint that an increment would be taken after.
+            history: the checkpoints on the tip's base.
+        """
         return super().full_is_due(tip, history) or full_pays(history.base_bytes, history.known)
 
     def _there(self, tip: Tip, history: BaseHistory) -> int:
@@ -271,10 +295,10 @@ POLICIES: dict[PolicyName, type[Policy]] = {
 
 
 def as_policy(policy: Policy | PolicyName) -> Policy:
-    """The policy itself; of a name, the policy with its own defaults.
+    """Return the policy itself, or for a name, the policy of that name with its defaults.
 
     Raises:
-        SettingsError: it is neither.
+        SettingsError: `policy` is neither a policy nor the name of one.
     """
     if isinstance(policy, Policy):
         return policy
@@ -283,16 +307,17 @@ def as_policy(policy: Policy | PolicyName) -> Policy:
 
 
 def full_pays(base_bytes: int | None, increments: Sizes) -> bool:
-    """The predictor of Check-N-Run: whether a full now costs no more than going on without it.
+    """Whether a full now costs no more than to go on without it (the predictor of Check-N-Run).
 
-    After increments S_1 … S_i, in units of the full, it is due iff 1 + S_1 + … + S_i <=
-    (i + 1)·S_i: the last increment was as large as a checkpoint of this full was on average. In
-    bytes as stored, so that all that a checkpoint costs is counted, and exactly.
+    After increments of sizes S_1 … S_i, in units of the full, a full is due if and only if
+    1 + S_1 + … + S_i <= (i + 1)·S_i, that is, if the last increment was at least as large as the
+    average checkpoint on this full. The sizes are stored bytes, so they count everything that a
+    checkpoint costs, and count it exactly.
 
     Args:
-        base_bytes: the full's; None: not known yet, then nothing is due.
-        increments: those whose size is known. A newest one that is not known yet may be
-            left out: taken to be as large as the one before, it changes neither side's order.
+        base_bytes: stored bytes of the full; None: not known yet, so that no full is due.
+        increments: the increments whose size is known. A newest increment of unknown size may be
+            left out: if it is as large as the one before, it does not change the result.
     """
     if base_bytes is None or not increments.number:
         return False
@@ -302,7 +327,14 @@ def full_pays(base_bytes: int | None, increments: Sizes) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Tip:
-    """The checkpoint that the next increment would be taken after."""
+    """The checkpoint that the next increment would be taken after.
+
+    Attributes:
+        ref: the checkpoint.
+        base: the full of its chain.
+        chain_length: number of checkpoints in its chain, from the full to `ref`.
+        tables: specs of the tables that it holds.
+    """
 
     ref: CheckpointRef
     base: CheckpointRef
@@ -312,7 +344,14 @@ class Tip:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Where a checkpoint stands in its chain."""
+    """The place of a checkpoint in its chain.
+
+    Attributes:
+        kind: full or increment.
+        base: the full of the chain; None: this is the full.
+        parent: the checkpoint that it was taken after; None: this is a full.
+        chain_length: number of checkpoints from the full to this one.
+    """
 
     kind: Kind
     base: CheckpointRef | None
@@ -322,13 +361,14 @@ class Link:
     def tip(
         self, ref: CheckpointRef, tables: Sequence[TableSpec], *, before: Tip | None, policy: Policy
     ) -> Tip:
-        """The tip of the chain once a checkpoint `ref` stands at this link.
+        """Return the tip of the chain after a checkpoint at this link.
 
         Args:
             ref: the checkpoint.
-            tables: what it holds.
+            tables: specs of the tables that it holds.
             before: the tip that it was cut after.
-            policy: of the next ones: cumulative increments are all taken after one and the same.
+            policy: the policy of the next checkpoints. Cumulative increments are all taken after
+                the same checkpoint.
         """
         if self.kind == "increment" and policy.cumulative and before is not None:
             return before
@@ -351,19 +391,21 @@ def next_link(
     tables: Sequence[TableSpec],
     policy: Policy,
 ) -> Link:
-    """The link of a checkpoint at `step` with these tables.
+    """Return the link of a checkpoint at `step` with these tables.
 
     Args:
-        tip: None when there is nothing to build on: nothing was restored, or the chain broke.
-        history: of what stands on the tip's base; None only without a tip.
+        tip: the tip of the chain; None: there is no chain to extend, because nothing was restored
+            or the chain broke.
+        history: the checkpoints on the tip's base; None only without a tip.
         step: batches done.
-        tables: what would be stored; other tables or row states than the tip's need a full.
-        policy: what decides between full and increment where both are possible.
+        tables: specs of the tables to store; if tables or row states differ from the tip's, a full
+            is needed.
+        policy: decides between full and increment if both are possible.
     """
     if tip is None or history is None or tip.tables != tuple(tables):
         return FULL
     if tip.ref.step >= step or tip.chain_length >= MAX_CHAIN_LENGTH:
-        # A restored step can be checkpointed again only as a chain of its own: steps ascend.
+        # Steps ascend in a chain, so a step that was restored needs a new chain to be stored again.
         return FULL
     if policy.full_is_due(tip, history):
         return FULL
@@ -376,16 +418,20 @@ def _error_class(error_type: str) -> type | None:
 
 
 def breaks_chain(error_type: str) -> bool:
-    """Whether a rejection of this class means that later increments cannot join up either.
+    """Whether after a rejection with this error, later increments of the chain fail too.
 
-    A FormatError may be about the parent's manifest, which then stays damaged: increments after it
-    would be rejected for ever. If it is about the slot, the full costs no more than its bytes.
+    A FormatError may concern the parent's manifest. That manifest stays damaged, so all increments
+    after it would be rejected. If the error concerns the slot instead, the only cost is the bytes
+    of the full that is written.
+
+    Args:
+        error_type: name of an error class in `recpoint.errors`.
     """
     found = _error_class(error_type)
     return found is not None and issubclass(found, ChainError | CommitError | FormatError)
 
 
 def superseded(error_type: str) -> bool:
-    """Whether a rejection of this class means that another trainer owns the run now."""
+    """Whether a rejection with this error means that another trainer owns the run now."""
     found = _error_class(error_type)
     return found is not None and issubclass(found, StaleWriter)

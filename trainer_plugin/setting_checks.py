@@ -1,6 +1,7 @@
-"""Checks the value of one setting: returns it as Python's own, or refuses it by name. Pure.
+"""Checks the value of one setting: returns it as a Python value, or refuses it by name.
 
 A setting is named as users write it: `interval_batches`, or `Staging.jobs` for a field of a class.
+No function here has side effects, except `keep`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _Value = TypeVar("_Value")
 
 
 def refused_setting(setting: str, found: Any, expected: str) -> SettingsError:
-    """The error that names the setting, what was found, and what was expected."""
+    """Return the error that names the setting, what was found, and what was expected."""
     owner = setting.partition(".")[0]
     described_at = owner if owner[0].isupper() else "Checkpointer"
     return SettingsError(
@@ -41,13 +42,13 @@ def refused_setting(setting: str, found: Any, expected: str) -> SettingsError:
 
 
 def keep(settings: object, **checked: Any) -> None:
-    """Put checked values in place of those that a frozen dataclass was given."""
+    """Replace fields of a frozen dataclass by checked values."""
     for name, value in checked.items():
         object.__setattr__(settings, name, value)
 
 
 def as_float(value: object) -> float | None:
-    """A real number, numpy's too, as a float; None: it is none, or none that a float can be."""
+    """Return a real number (also numpy's) as a float; None for other values or if too large."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return None
     try:
@@ -57,9 +58,13 @@ def as_float(value: object) -> float | None:
 
 
 def checked_number(setting: str, value: Any, *, highest: float, zero: bool) -> float:
-    """A number up to `highest`; 0 only where `zero`."""
+    """Return a number from 0 to `highest` as a float; 0 is allowed only if `zero`.
+
+    Raises:
+        SettingsError: the value is not such a number.
+    """
     number = as_float(value)
-    # Not a number is in no range.
+    # The comparison is written so that NaN fails it.
     if number is None or not 0 <= number <= highest or (number == 0 and not zero):
         lowest = "0" if zero else "more than 0"
         raise refused_setting(setting, value, f"a number, {lowest} to {highest}")
@@ -67,20 +72,27 @@ def checked_number(setting: str, value: Any, *, highest: float, zero: bool) -> f
 
 
 def checked_whole(setting: str, value: Any, lowest: int, highest: int) -> int:
-    """A whole number in a range."""
+    """Return a whole number from `lowest` to `highest` as an int.
+
+    Raises:
+        SettingsError: the value is not such a number.
+    """
     if not _is_whole(value) or not lowest <= int(value) <= highest:
         raise refused_setting(setting, value, f"a whole number, {lowest} to {highest}")
     return int(value)
 
 
 def checked_seconds(setting: str, value: Any, *, zero: bool = True, otherwise: str = "") -> float:
-    """A finite number of seconds; 0 only where `zero`.
+    """Return a finite number of seconds as a float.
 
     Args:
-        setting: its name.
-        value: what was given.
-        zero: whether 0 is one.
-        otherwise: what else could have been given, for the message.
+        setting: name of the setting.
+        value: the value that the user gave.
+        zero: whether 0 is allowed.
+        otherwise: what else is allowed, for the end of the message.
+
+    Raises:
+        SettingsError: the value is not such a number.
     """
     seconds = as_float(value)
     if seconds is None or not math.isfinite(seconds) or seconds < 0:
@@ -93,15 +105,18 @@ def checked_seconds(setting: str, value: Any, *, zero: bool = True, otherwise: s
 def checked_choice(
     setting: str, value: Any, choices: Iterable[_Value], *, otherwise: str = ""
 ) -> _Value:
-    """One of the choices.
+    """Return the choice that the value equals.
 
     Args:
-        setting: its name.
-        value: what was given.
-        choices: what can be given.
-        otherwise: what else could have been given, for the message.
+        setting: name of the setting.
+        value: the value that the user gave.
+        choices: the allowed values.
+        otherwise: what else is allowed, for the end of the message.
+
+    Raises:
+        SettingsError: the value is none of the choices.
     """
-    # True == 1 and 2.0 == 2: only whole numbers, numpy's too, are choices that are whole numbers.
+    # Python has True == 1 and 2.0 == 2, so types are compared too; numpy's integers count as int.
     kind = int if _is_whole(value) else type(value)
     choices = tuple(choices)
     for choice in choices:
@@ -112,21 +127,33 @@ def checked_choice(
 
 
 def checked_flag(setting: str, value: Any) -> bool:
-    """True or False."""
+    """Return the value if it is True or False.
+
+    Raises:
+        SettingsError: it is neither.
+    """
     if not isinstance(value, bool):
         raise refused_setting(setting, value, "True or False")
     return value
 
 
 def instance_of(setting: str, value: Any, kind: type[_Value]) -> _Value:
-    """An object of one of recpoint's own classes."""
+    """Return the value if it is an instance of `kind`, a class that recpoint exports.
+
+    Raises:
+        SettingsError: it is not.
+    """
     if not isinstance(value, kind):
         raise refused_setting(setting, value, f"a recpoint.{kind.__name__}")
     return value
 
 
 def several(setting: str, values: Iterable[_Value]) -> list[_Value]:
-    """The values of a setting that takes a sequence."""
+    """Return the values of a setting that takes a sequence, as a list.
+
+    Raises:
+        SettingsError: the value is not iterable.
+    """
     if not isinstance(values, Iterable):
         raise refused_setting(setting, values, "a list or tuple")
     return list(values)

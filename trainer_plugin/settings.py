@@ -1,4 +1,4 @@
-"""Checks every setting of a Checkpointer once, when it is built."""
+"""Defines a Checkpointer's settings and checks each one once, when it is built."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ __all__ = [
 ]
 
 
-# How often a job fails and how long it goes on: what was said, or what its past suggests. Pure.
+# How often a job fails and how long it will train: as the user says, or estimated from its past.
 #
-# Time is that of the trainers' monotonic clocks, carried from checkpoint to checkpoint: clocks of
-# hosts that disagree make no difference.
+# Times come from the trainers' monotonic clocks and are carried from checkpoint to checkpoint, so
+# hosts whose clocks disagree make no difference.
 
 
-#: A job of unknown length is taken to go on for as long as it has lasted, and at least this long.
+#: A job of unknown length is assumed to train again as long as it has trained, but at least this.
 LEAST_HOURS_LEFT = 7 * 24.0
 
 MS_PER_HOUR = 3_600_000
@@ -61,17 +61,17 @@ _MOST = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedFailures:
-    """What is known of a job's failures beforehand; what is not given follows from its past.
+    """Says how often you expect a job to fail; what you leave out is estimated from its past.
 
-    Numbers may be numpy's, and are kept as Python's.
+    Numbers may be numpy's; they are kept as Python's.
 
     Attributes:
-        per_node_hour: failures, and other restarts, of one node in an hour of training.
-        nodes: nodes of the job; any one that fails restarts the job.
-        job_hours: how long the whole job trains.
+        per_node_hour: failures and other restarts of one node in an hour of training.
+        nodes: number of nodes of the job; the job restarts if any one of them fails.
+        job_hours: how long the whole job trains, in hours.
 
     Raises:
-        SettingsError: a value that cannot be, or that means nothing without another.
+        SettingsError: a value is out of range, or means nothing without another one.
     """
 
     per_node_hour: float | None = None
@@ -87,25 +87,25 @@ class ExpectedFailures:
                 keep(self, **{name: checked_number(setting, value, highest=_MOST, zero=zero)})
         if self.per_node_hour is None:
             if self.nodes != 1:
-                expected = "per_node_hour with it: restarts of the past are of all nodes together"
+                expected = "per_node_hour too: past restarts are counted for all nodes together"
                 raise refused_setting("ExpectedFailures.nodes", self.nodes, expected)
             if self.job_hours is None:
                 raise refused_setting(
-                    "ExpectedFailures", "neither of the two", "per_node_hour or job_hours"
+                    "ExpectedFailures", "neither is given", "per_node_hour or job_hours"
                 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """What came before a trainer's start, on the line of checkpoints that it goes on with.
+    """Describes what happened before a trainer's start, on the line of checkpoints it continues.
 
     Attributes:
-        trained_ms: training that the restored checkpoint holds.
-        restarts: starts of trainers on the line after its first, this one included.
-        lossy_restores: restores from quantized rows that the state has been through, this one's
-            included.
-        precision: what the rule had chosen for the restored checkpoint; or since, for what is left
-            behind, where the job had fallen back by then.
+        trained_ms: training time that the restored checkpoint holds, in milliseconds.
+        restarts: starts of trainers on the line after the first start, including this one.
+        lossy_restores: restores from quantized rows that the state has been through, including this
+            one.
+        precision: the precision that the rule chose for the restored checkpoint. If checkpoints are
+            left behind and the job had fallen back by then, it is the precision chosen for those.
     """
 
     trained_ms: int = 0
@@ -116,7 +116,12 @@ class Past:
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """Failures of the job in an hour, infinite when nothing is known; and where that is from."""
+    """Holds the failure rate of a job, and where the number comes from.
+
+    Attributes:
+        per_hour: failures in an hour of training; infinite if nothing is known.
+        source: where the number comes from, for the log.
+    """
 
     per_hour: float
     source: str
@@ -125,47 +130,54 @@ class Rate:
 def failure_rate(
     expected: ExpectedFailures | None, past: Past, *, trained_ms: int, assumed_hours: float = 0.0
 ) -> Rate:
-    """As was said; else the restarts so far and one more, in the time trained so far.
+    """Return the rate that the user gave, or else (restarts so far + 1) / (time trained so far).
 
-    One more, since the next may come at once: few restarts in little time say little.
+    The added restart stands for the next failure, which may come at once: few restarts in a short
+    time say little.
 
     Args:
-        expected: what was said.
-        past: what came before this trainer.
-        trained_ms: training so far, this trainer's included.
-        assumed_hours: without failures, added to the time trained: a rate to begin with.
+        expected: the user's setting.
+        past: what happened before this trainer's start.
+        trained_ms: training time so far, including this trainer's, in milliseconds.
+        assumed_hours: hours assumed to have passed without a failure, added to the time trained, so
+            that there is a finite rate from the start.
     """
     if expected is not None and expected.per_node_hour is not None:
         return Rate(per_hour=expected.per_node_hour * expected.nodes, source="settings")
     hours = trained_ms / MS_PER_HOUR + assumed_hours
     source = f"{past.restarts} restarts so far and one to come in {hours:.3g} h"
     if assumed_hours:
-        source += f", {assumed_hours:g} h of them assumed"
+        source += f", of which {assumed_hours:g} h are assumed"
     return Rate(per_hour=(past.restarts + 1) / hours if hours > 0 else math.inf, source=source)
 
 
 def hours_left(expected: ExpectedFailures | None, *, trained_ms: int) -> float | None:
-    """Hours of training to come; None when the job goes on for longer than was said."""
+    """Return the hours of training that are left; None if the job already exceeds `job_hours`.
+
+    Args:
+        expected: the user's setting.
+        trained_ms: training time so far, in milliseconds.
+    """
     trained = trained_ms / MS_PER_HOUR
     if expected is None or expected.job_hours is None:
         return max(LEAST_HOURS_LEFT, trained)
     return expected.job_hours - trained if trained < expected.job_hours else None
 
 
-# The settings of a checkpointer, grouped by what they are about, each checked when it is built.
+# The settings of a Checkpointer, grouped by subject; each is checked when it is built.
 #
-# Numbers may be numpy's, and are kept as Python's. A default stands here, or in the signature of
-# `Checkpointer`, and nowhere else.
+# Numbers may be numpy's; they are kept as Python's. Defaults are written only here and in the
+# signature of `Checkpointer`.
 
 
-#: What a row can be stored in; "lossless" keeps the bytes.
+#: Bits of a stored row's values; "lossless" keeps the bytes.
 FixedBits = Literal["lossless", 2, 3, 4, 8]
 
-#: The same as a setting: "auto" follows the restores that the job has to expect.
+#: The same as a setting; "auto" follows the number of restores that the job has to expect.
 Bits = FixedBits | Literal["auto"]
 BIT_WIDTHS: tuple[Bits, ...] = ("lossless", "auto", 2, 3, 4, 8)
 
-#: What a value of element-wise optimizer state can be stored in.
+#: Bits of a stored value of element-wise optimizer state.
 StateBits = Literal["lossless", 16]
 STATE_BITS: tuple[StateBits, ...] = ("lossless", 16)
 
@@ -185,37 +197,39 @@ _MOST_ROWS = (1 << 63) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """In how many bits rows and their optimizer state are stored, and how they are rounded.
+    """Sets how many bits store a table's rows and their optimizer state, and how to round them.
 
-    Dense layers are exact in any case.
+    Dense layers are always stored exactly.
 
     Attributes:
-        bits: of all tables that `tables` does not name: "lossless", or 8, 4, 3 or 2 bits a value;
-            "auto": as few as the restores that the job has to expect allow, see
-            `recpoint.ExpectedFailures`.
-        tables: table name -> bits of its rows, as `bits`.
-        small_table_values: a table of at most so many values that `tables` does not name is stored
-            exactly, whatever `bits` says: 16,384 take 64 KiB as float32, so that fewer bits save
-            next to nothing, and such rows are often those that most samples share. 0: none.
-        quantizer: how the scale and offset of a row stored in fewer bits are found: "asymmetric"
-            (from its least to its greatest value), "symmetric", "greedy" (Check-N-Run's search),
-            "refit" (a grid and least squares); "auto": "asymmetric" for 8 bits, for fewer "refit"
-            unless "asymmetric" is as good. The agent chooses a search's parameters for each table,
-            on a sample of the rows it stores.
-        place: where rows are quantized: "host": by the agent. "device": by the trainer, where their
-            table lives, in the cut: less to copy, and a longer stall for tables on the CPU; "auto":
-            like "device" for tables on a GPU, like "host" for others. The chunks are the same.
-            Values are staged nevertheless where codes would take more room or the GPU has none to
-            spare, of float64 tables, and, for a quantizer with parameters to choose, where the
-            agent is to choose them: in fulls, until it has told what it chose for this chain, and
-            once the job has come twice as far as then.
-        state: bits of optimizer state that has several float32 values a row (Adagrad's sum, Adam's
-            moments). "lossless" keeps the bytes. 16: it is rounded to bfloat16: non-negative stays
-            non-negative, zero stays zero, each value within 2^-8 of itself. One value a row is
-            exact in any case.
+        bits: bits of each value, for all tables that `tables` does not name: "lossless", 8, 4, 3 or
+            2; "auto": as few as the expected number of restores allows (see
+            `recpoint.ExpectedFailures`).
+        tables: table name -> bits of its rows, as in `bits`.
+        small_table_values: a table with at most this many values is stored exactly, whatever `bits`
+            says, unless `tables` names it. The default of 16,384 values takes 64 KiB as float32:
+            fewer bits would save next to nothing, and most samples often share these rows. 0: no
+            table is exempt.
+        quantizer: how the scale and offset of a row are found if it is stored in fewer bits:
+            "asymmetric" (from its least to its greatest value), "symmetric", "greedy"
+            (Check-N-Run's search) or "refit" (a grid and least squares). "auto": "asymmetric" for 8
+            bits; for fewer bits "refit", unless "asymmetric" is as good. For a search, the agent
+            chooses the parameters of each table, on a sample of the rows it stores.
+        place: where rows are quantized. "host": by the agent. "device": by the trainer during the
+            cut, on the table's device; this copies fewer bytes, but lengthens the stall for tables
+            on the CPU. "auto": like "device" for tables on a GPU, like "host" for others. The
+            stored chunks are the same. With "device", unquantized values are still staged for
+            float64 tables, if codes would take more room, or if the GPU has no memory to spare. If
+            the quantizer has parameters to choose, values are also staged until the agent has
+            reported its choice: in fulls, at the start of a chain, and again once the job has
+            trained twice as far as at the last choice.
+        state: bits of each value of optimizer state with several float32 values for each row
+            (Adagrad's sum, Adam's moments). "lossless" keeps the bytes. 16: values are rounded to
+            bfloat16; non-negative values stay non-negative, zero stays zero, and the relative error
+            is at most 2^-8. State with one value for each row is always stored exactly.
 
     Raises:
-        SettingsError: a value that cannot be; the field is named.
+        SettingsError: a value is not allowed; the message names the field.
     """
 
     bits: Bits = "lossless"
@@ -233,7 +247,7 @@ class Precision:
         keep(
             self,
             bits=checked_choice("Precision.bits", self.bits, BIT_WIDTHS),
-            tables={  # what was checked is what is used
+            tables={  # a copy, so that a later change by the caller cannot bypass the check
                 table: checked_choice(f"Precision.tables[{table!r}]", bits, BIT_WIDTHS)
                 for table, bits in self.tables.items()
             },
@@ -247,10 +261,10 @@ class Precision:
 
 
 def as_precision(bits: Precision | Bits) -> Precision:
-    """The precision itself; of a width, the precision that has it, with the other defaults.
+    """Return the precision itself, or a precision of the given width with all other defaults.
 
     Raises:
-        SettingsError: it is neither.
+        SettingsError: `bits` is neither a precision nor a width.
     """
     if isinstance(bits, Precision):
         return bits
@@ -260,23 +274,25 @@ def as_precision(bits: Precision | Bits) -> Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Staging:
-    """Where checkpoints are staged for the agent, how many, and what happens when all wait.
+    """Sets where checkpoints wait for the agent, how many may wait, and what happens when all do.
 
     Attributes:
-        directory: the staging area, on this host; None: $RECPOINT_STAGING, else `recpoint-UID` in
-            /dev/shm, else in the temporary directory: where the agent looks, too.
-        jobs: checkpoints that may wait for the agent; each takes the bytes of a full in the staging
-            area.
-        when_busy: what a checkpoint does that is due while `jobs` earlier ones are on their way.
-            "skip": it is left out, and its rows are in the next one. "wait": training waits for the
-            agent, at most `busy_wait_seconds`; then it is left out. "cancel": the agent is asked to
-            drop the earlier one, and the due one is taken, rows of both, at the first batch after
-            that, if that is within `busy_wait_seconds`; training does not wait. A checkpoint taken
-            so is not dropped itself. For `jobs=1` and trainers of one rank only.
-        busy_wait_seconds: see `when_busy`.
+        directory: the staging area, on this host. None: $RECPOINT_STAGING if it is set, else
+            `recpoint-UID` in /dev/shm, else `recpoint-UID` in the temporary directory; the agent
+            looks there too.
+        jobs: how many checkpoints may wait for the agent; each takes the bytes of a full checkpoint
+            in the staging area.
+        when_busy: what happens if a checkpoint is due while `jobs` earlier ones are not finished.
+            "skip": it is skipped, and its rows are in the next checkpoint. "wait": training waits
+            for the agent at most `busy_wait_seconds`, then skips the checkpoint. "cancel": the
+            agent is asked to drop the earlier checkpoint. Training does not wait; at the first
+            batch after the drop, if that is within `busy_wait_seconds`, it takes one checkpoint
+            with the rows of both. A checkpoint taken in this way cannot be dropped in turn.
+            "cancel" works only with `jobs=1` and one rank.
+        busy_wait_seconds: how long "wait" and "cancel" wait, in seconds; see `when_busy`.
 
     Raises:
-        SettingsError: a value that cannot be; the field is named.
+        SettingsError: a value is not allowed; the message names the field.
     """
 
     directory: str | Path | None = None
@@ -293,15 +309,15 @@ class Staging:
             busy_wait_seconds=checked_seconds("Staging.busy_wait_seconds", self.busy_wait_seconds),
         )
         if self.when_busy == "cancel" and self.jobs != 1:
-            # Of several, the one at work is what the others stand on.
+            # With several jobs, the later increments depend on the one that would be dropped.
             raise refused_setting("Staging.jobs", self.jobs, '1 with when_busy="cancel"')
 
 
 def as_staging(staging: Staging | str | Path | None) -> Staging:
-    """The staging itself; of a path, or of None, the staging that is there.
+    """Return the staging itself, or a staging whose directory is the given path (or None).
 
     Raises:
-        SettingsError: it is neither.
+        SettingsError: `staging` is none of these.
     """
     if isinstance(staging, Staging):
         return staging
@@ -316,18 +332,18 @@ def _path(setting: str, value: Any) -> str | Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long a trainer waits for others, in seconds; 0: not at all.
+    """Sets how long a trainer waits for the agent and other ranks, in seconds; 0: not at all.
 
     Attributes:
         close_seconds: how long the end of training waits for the agent, also after SIGTERM.
-        drain_seconds: how long a start waits for the agent to finish what was staged before.
-        ranks_seconds: where several ranks train one model: how long a rank may be behind the others
-            when they agree about a checkpoint or restore one; then training ends with `RankLost`.
-            As long they look, after SIGTERM, for a batch to stop after together. More than 0, and
-            longer than any wait for the agent.
+        drain_seconds: how long a start waits for the agent to finish checkpoints staged earlier.
+        ranks_seconds: how long a rank may be behind the others if several ranks train one model and
+            agree about a checkpoint or restore one; after that, training ends with `RankLost`.
+            After SIGTERM, the ranks look for a common last batch for at most this long. It must be
+            more than 0, and longer than any wait for the agent.
 
     Raises:
-        SettingsError: a value that cannot be; the field is named.
+        SettingsError: a value is not allowed; the message names the field.
     """
 
     close_seconds: float = 60.0
@@ -345,24 +361,25 @@ class Timeouts:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a checkpointer does besides checkpoints, and what it may rely on.
+    """Sets what a Checkpointer does besides taking checkpoints, and what it may assume.
 
     Attributes:
-        on_error: what an error of the checkpoint path does to training: "continue": nothing.
-            "raise": the next `step` raises it.
-        handle_sigterm: take a final checkpoint on SIGTERM, and hand the signal on.
-        row_local_optimizers: optimizer classes that change no row but those looked up.
-        verify_unmarked_rows: of each table, how many rows drawn at random each cut compares with
-            what they, and their row states, were at the cut before: those that nothing has marked
-            must be the same. Where one is not, something wrote to the table unnoticed, through
-            numpy for instance: it is named in the log and counted in `stats`, and all of the table
-            is stored. The stall takes the time to copy and digest so many rows; tables on a GPU
-            are waited for. 0: no row is compared.
-        announce: print one line to stderr when a run begins, is restored or goes back; of several
-            ranks rank 0 does. The log (logger "recpoint") says more.
+        on_error: what training does after an error in a checkpoint. "continue": it goes on.
+            "raise": the next `step` raises the error.
+        handle_sigterm: take a final checkpoint on SIGTERM, then pass the signal on.
+        row_local_optimizers: optimizer classes that change only the rows looked up.
+        verify_unmarked_rows: how many rows of each table to check at each cut, drawn at random. A
+            row that nothing has marked must be the same as at the cut before, and so must its row
+            states. If it is not, something changed the table unnoticed, for instance through numpy:
+            the log names the row, `stats` counts it, and the whole table is stored. The stall grows
+            by the time to copy and digest these rows; for tables on a GPU it waits for the GPU. 0:
+            no row is checked.
+        announce: print one line to stderr if a run begins, is restored or goes back to an earlier
+            checkpoint. With several ranks, only rank 0 prints it. The log (logger "recpoint") has
+            more detail.
 
     Raises:
-        SettingsError: a value that cannot be; the field is named.
+        SettingsError: a value is not allowed; the message names the field.
     """
 
     on_error: OnError = "continue"
@@ -391,10 +408,10 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All that one checkpointer was set to, for its parts; `Checkpointer` says what each is.
+    """Holds all settings of one Checkpointer, for its parts; `Checkpointer` describes each.
 
     Raises:
-        SettingsError: a value that cannot be; the parameter of `Checkpointer` is named.
+        SettingsError: a value is not allowed; the message names the parameter of `Checkpointer`.
     """
 
     interval_batches: int | None
@@ -415,7 +432,7 @@ class Settings:
 
     @property
     def common(self) -> dict[str, Any]:
-        """Those that all ranks of a job need to be given alike."""
+        """The settings that must be equal on all ranks of a job, by name."""
         return {
             "interval_batches": self.interval_batches,
             "interval_seconds": self.interval_seconds,
@@ -427,10 +444,10 @@ class Settings:
         }
 
     def check_ranks(self, count: int) -> None:
-        """Whether they suit a job of so many ranks.
+        """Check that the settings suit a job of `count` ranks.
 
         Raises:
-            SettingsError: they do not.
+            SettingsError: one of them does not.
         """
         staging, timeouts = self.staging, self.timeouts
         if count > 1 and staging.when_busy == "cancel":
@@ -440,7 +457,7 @@ class Settings:
         if staging.when_busy == "wait":
             longest = max(longest, staging.busy_wait_seconds)
         if count > 1 and timeouts.ranks_seconds <= longest:
-            # Else a rank that waits for its agent would be taken for one that is gone.
+            # Otherwise the others would take a rank that waits for its agent as lost.
             raise refused_setting(
                 "Timeouts.ranks_seconds",
                 timeouts.ranks_seconds,

@@ -38,28 +38,29 @@ __all__ = [
 ]
 
 
-# Dense tensors of which this rank holds a piece (`fully_shard`): stored as pieces, format §3.4.
+# Dense tensors of which this rank holds a piece (`fully_shard`); stored as pieces, format §3.4.
 #
-# A piece that several ranks hold, where a mesh both shards and replicates, is stored by the first;
-# of several meshes, `ranks.sharding` says which stores a tensor.
+# If a mesh both shards and replicates, several ranks hold a piece, and the first of them stores it.
+# If a tensor lies on several meshes, `ranks.sharding` says which mesh stores it.
 
 
-#: A dense tensor as a checkpoint has it: whole, or the pieces of all ranks.
+#: A dense tensor as a checkpoint holds it: whole, or as the pieces of all ranks.
 Stored = Tensor | Sequence[DenseShard]
 
 
 def is_piece(tensor: object) -> TypeGuard[DTensor]:
-    """Whether only a piece of it is here."""
-    # Who has one has imported it, which takes a while.
+    """Whether the tensor is a `DTensor`, of which this rank holds only a piece."""
+    # Code that made a DTensor has imported this module. Importing it here would take long.
     there = sys.modules.get("torch.distributed.tensor")
     return there is not None and isinstance(tensor, there.DTensor)
 
 
 def hold_pieces(model: nn.Module) -> None:
-    """Have what `fully_shard` has cut be in pieces: not collective, and nothing where it is.
+    """Put modules that `fully_shard` has cut back into pieces, if they are whole. Not collective.
 
-    After a forward pass without a backward one, as in an evaluation, its outermost modules keep
-    their parameters whole, and these are not what the optimizer has. The next pass gathers anew.
+    After a forward pass without a backward pass, as in an evaluation, the outermost modules keep
+    whole parameters, which are not the tensors that the optimizer has. The next forward pass
+    gathers the pieces again.
     """
     module_type = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if module_type is not None:
@@ -69,12 +70,12 @@ def hold_pieces(model: nn.Module) -> None:
 
 
 def are_pieces(value: object) -> TypeGuard[Sequence[DenseShard]]:
-    """Whether it is a tensor that was stored in pieces, and no list of the user's."""
+    """Whether the value is a tensor stored in pieces, and not a list that the user stored."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], DenseShard)
 
 
 def piece_of(tensor: DTensor) -> dict[str, Any] | None:
-    """The piece that is here, for the state tree; None: another rank of its mesh stores it."""
+    """Return this rank's piece for the state tree; None if another rank of its mesh stores it."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None or any(
@@ -90,12 +91,12 @@ def piece_of(tensor: DTensor) -> dict[str, Any] | None:
 
 
 def lacks_some(here: Tensor, stored: Stored, *, name: str) -> bool:
-    """Whether pieces that `write_into`, or `restored_like`, would need are not among these.
+    """Whether `stored` lacks pieces that `write_into` or `restored_like` would need.
 
     Args:
         here: a parameter or buffer.
-        stored: it, or a part of its optimizer's state; pieces of all ranks, or of some.
-        name: for errors.
+        stored: its stored form, or a part of its optimizer state; pieces of all or some ranks.
+        name: name of the tensor, for errors.
     """
     if isinstance(stored, Tensor):
         return False
@@ -103,7 +104,7 @@ def lacks_some(here: Tensor, stored: Stored, *, name: str) -> bool:
     if shape == tuple(here.shape):
         local, at = _local(here)
         sizes = local.shape
-    else:  # state of another shape, which is needed whole
+    else:  # optimizer state of another shape, all of which is needed
         at, sizes = (0,) * len(shape), torch.Size(shape)
     if not sizes.numel():
         return False
@@ -113,13 +114,19 @@ def lacks_some(here: Tensor, stored: Stored, *, name: str) -> bool:
 
 
 def write_into(here: Tensor, stored: Stored, *, name: str) -> None:
-    """Write a tensor, or what is here of it, in place; shapes and dtypes have been checked."""
+    """Write a stored tensor into `here`, in place, or the part of it that this rank holds.
+
+    Args:
+        here: a parameter or buffer; the caller has checked its shape and dtype.
+        stored: its stored form.
+        name: name of the tensor, for errors.
+    """
     with torch.no_grad():
         local, at = _local(here)
         if not local.numel():
             return
         if isinstance(stored, Tensor) and stored.is_sparse:
-            local.copy_(stored)  # never a piece, and nothing can be cut out of it
+            local.copy_(stored)  # a sparse tensor is always whole and cannot be sliced
         elif isinstance(stored, Tensor):
             box = tuple(slice(a, a + n) for a, n in zip(at, local.shape, strict=True))
             local.copy_(stored[box])
@@ -128,9 +135,14 @@ def write_into(here: Tensor, stored: Stored, *, name: str) -> None:
 
 
 def restored_like(parameter: Tensor, stored: Stored, *, name: str) -> Tensor:
-    """Optimizer state of a parameter: cut as the parameter is, where it has its shape.
+    """Return stored optimizer state of a parameter, cut as the parameter is.
 
-    Else the whole of it, where the checkpoint had it.
+    If the state has another shape than the parameter, it is returned whole.
+
+    Args:
+        parameter: the parameter; may be a piece.
+        stored: the state as the checkpoint holds it.
+        name: name of the state, for errors.
     """
     shape, _ = form_of(stored)
     if not is_piece(parameter) or shape != tuple(parameter.shape):
@@ -152,14 +164,14 @@ def restored_like(parameter: Tensor, stored: Stored, *, name: str) -> Tensor:
 
 
 def form_of(stored: Stored) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape of the whole, and dtype."""
+    """Return the shape of the whole tensor, and its dtype."""
     if isinstance(stored, Tensor):
         return tuple(stored.shape), stored.dtype
     return stored[0].shape, stored[0].tensor.dtype
 
 
 def layout_text(stored: Stored) -> str:
-    """How a sparse tensor lies in memory, as the end of a sentence on its shape; else empty."""
+    """Return the sparse layout as the end of a sentence about the shape; empty if not sparse."""
     if not isinstance(stored, Tensor) or not stored.is_sparse:
         return ""
     return f", sparse in {stored.sparse_dim()} of its dimensions"
@@ -177,20 +189,20 @@ def _offset(tensor: DTensor) -> tuple[int, ...]:
     _, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    # Of an empty piece it may lie behind the end.
+    # The offset of an empty piece may lie behind the end of the tensor.
     return tuple(min(at, size) for at, size in zip(offset, tensor.shape, strict=True))
 
 
-# Finds a model's tables and their optimizers, and refuses what cannot be stored.
+# Finding a model's tables and their optimizers, and refusing models that cannot be stored.
 
 
 class Found(NamedTuple):
-    """What a model and its optimizers are made of.
+    """The result of `find_tables`.
 
     Attributes:
-        tables: plain modules in the order of the model, then those of sources.
-        optimizers: without those that train tables of sources alone.
-        sources: what supplies tables of another kind.
+        tables: tables of plain modules in the order of the model, then tables of sources.
+        optimizers: the optimizers, without those that train only tables of sources.
+        sources: the libraries that supply tables in their own form.
     """
 
     tables: tuple[Table, ...]
@@ -199,12 +211,12 @@ class Found(NamedTuple):
 
 
 def find_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Found:
-    """All tables of `model`.
+    """Find all tables of `model`.
 
     Raises:
-        SettingsError: two names for one table, a table that is trained by no optimizer, a
-            parameter in two optimizers or outside the model, a weight that cannot be stored, or
-            state of which ranks hold different parts without saying which.
+        SettingsError: a table has two names, or no optimizer trains it; a parameter is in two
+            optimizers or outside the model; a weight cannot be stored; or a wrapper gives ranks
+            different parts of a tensor without saying which.
     """
     if not isinstance(model, nn.Module):
         raise _refused("model", f"{model!r:.200}", "a torch.nn.Module", "pass the model itself")
@@ -227,11 +239,11 @@ def find_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Found:
 
 
 def _refuse_unnamed_shards(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse what gives each rank other values in a tensor that looks whole.
+    """Refuse wrappers that give each rank other values in a tensor that looks whole.
 
-    Its values would be stored as those that all ranks have, and restored to ranks that had others.
+    One rank's values would be stored for all ranks, and restored to ranks that had other values.
     """
-    # Who has one has imported it, which takes a while.
+    # Code that made such a module has imported this one. Importing it here would take long.
     flat: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     for name, module in model.named_modules():
         if isinstance(module, flat):
@@ -246,24 +258,24 @@ def _refuse_unnamed_shards(model: nn.Module, optimizers: Sequence[Optimizer]) ->
         if isinstance(optimizer, zero):
             raise _refused(
                 f"optimizers[{number}]",
-                "ZeroRedundancyOptimizer, of which each rank has the state of other parameters",
-                "an optimizer whose state each rank has for what it holds",
+                "ZeroRedundancyOptimizer, which keeps the state of other parameters on each rank",
+                "an optimizer that keeps the state of each parameter on the rank that holds it",
                 "use fully_shard on the dense layers, which divides their optimizer's state too",
             )
 
 
 def optimizer_list(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """One optimizer or several as a list.
+    """Return one or several optimizers as a list.
 
     Raises:
-        SettingsError: it is neither.
+        SettingsError: `optimizers` is neither an optimizer nor a sequence.
     """
     given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     return several("optimizers", given)
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """id of each parameter -> its canonical name in the model; a tied one has its first name."""
+    """Map `id()` of each parameter to its canonical name; a tied parameter gets its first name."""
     return {
         id(parameter): canonical_name(model, name) for name, parameter in model.named_parameters()
     }
@@ -272,16 +284,16 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 def group_names(
     names: Mapping[int, str], group: Mapping[str, Any], optimizer: int, position: int
 ) -> list[str]:
-    """Names of the parameters of one group, in its order.
+    """Return the names of the parameters of one group, in its order.
 
     Args:
-        names: as `parameter_names` returns them, of the model as it is now.
-        group: of an optimizer.
-        optimizer: its number.
-        position: of the group in it.
+        names: as `parameter_names` returns them, for the model as it is now.
+        group: a parameter group of an optimizer.
+        optimizer: number of the optimizer, for the message.
+        position: position of the group in the optimizer, for the message.
 
     Raises:
-        SettingsError: one is not in the model, or not any more.
+        SettingsError: a parameter is not in the model, or no longer in it.
     """
     found = []
     for index, parameter in enumerate(group["params"]):
@@ -290,9 +302,9 @@ def group_names(
             raise _refused(
                 _place(optimizer, position, index),
                 f"a parameter of shape {tuple(parameter.shape)} outside the model",
-                "parameters of the model only: the others would not be saved",
-                "pass a model that contains it, or an optimizer without it; build both anew where "
-                "a module or a weight was replaced",
+                "only parameters of the model, because others would not be saved",
+                "pass a model that contains it, or an optimizer without it; if a module or a "
+                "weight was replaced, build optimizer and Checkpointer anew",
             )
         found.append(name)
     return found
@@ -307,8 +319,8 @@ def _refuse_piece(table: Table) -> None:
         raise _refused(
             f"table {table.name!r}",
             "a weight that fully_shard has cut",
-            "a table that is whole on each rank, or one that a library of sharded embeddings cuts",
-            "apply fully_shard to the dense layers and leave embeddings out of it",
+            "a table that is whole on each rank, or that a library of sharded embeddings has cut",
+            "apply fully_shard only to the dense layers, not to embeddings",
         )
 
 
@@ -356,9 +368,10 @@ def _refuse_unknown_parameters(optimizers: Sequence[Optimizer], names: dict[int,
                 if seen.setdefault(id(parameter), number) != number:
                     raise _refused(
                         _place(number, position, index),
-                        f"{names[id(parameter)]!r}, which optimizer {seen[id(parameter)]} has too",
+                        f"{names[id(parameter)]!r}, which is also in optimizer "
+                        f"{seen[id(parameter)]}",
                         "each parameter in one optimizer",
-                        "take it out of one of the two",
+                        "remove it from one of the two optimizers",
                     )
 
 

@@ -1,8 +1,8 @@
 """Connects libraries that shard tables, each of which is an optional extra.
 
-A model goes in, and out come the `TableSource`s of libraries that have sharded its tables:
-`torchrec.py` looks whether there are any in a version that is supported, `torchrec_source.py` is
-their source, and `fbgemm.py` marks the rows of the kernels that hold them.
+The input is a model; the output is the `TableSource` of each library that has sharded tables of the
+model. `torchrec.py` finds out whether there are such tables, in a supported version of TorchRec.
+`torchrec_source.py` is their source. `fbgemm.py` marks rows of the kernels that hold them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from recpoint.embeddings.tables import TableSource
 
 __all__ = ["find_sources"]
 
-#: module that has to be loaded already -> module with `find(model) -> TableSource | None`.
+#: module that must be loaded already -> module with `find(model) -> TableSource | None`.
 _SOURCES: dict[str, str] = {
     "torchrec.distributed.embedding_types": "recpoint.trainer_plugin.integrations.torchrec",
 }
 
 
 def find_sources(model: nn.Module) -> list[TableSource]:
-    """What supplies tables of this model; libraries that are not loaded cannot have made any."""
+    """Return the sources of a model's tables; only loaded libraries can have sharded any."""
     found = []
     for package, module in _SOURCES.items():
         if package in sys.modules:

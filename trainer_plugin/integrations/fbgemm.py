@@ -1,8 +1,8 @@
-"""One FBGEMM module of TorchRec: several tables in one buffer, looked up and trained together.
+"""Reads and marks the tables of one FBGEMM module of TorchRec, which share one buffer.
 
-TorchRec groups the shards of a process into table-batched embeddings (TBE). A fused one updates the
-rows that were looked up in its backward pass, and keeps their optimizer state in buffers beside
-them. A dense one leaves that to an optimizer of torch.
+TorchRec groups the shards of a process into table-batched embeddings (TBE). A fused TBE updates the
+rows that were looked up in its backward pass, and keeps their optimizer state in separate buffers.
+A dense TBE leaves both to an optimizer of torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = logging.getLogger("recpoint")
 
 _FUSED = (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)
 _DENSE = (BatchedDenseEmbedding, BatchedDenseEmbeddingBag)
-#: Their updates leave the rows that were not looked up as they are.
+#: Fused optimizers that change only rows that were looked up.
 _OPTIMIZERS = (
     EmbOptimType.EXACT_SGD,
     EmbOptimType.EXACT_ADAGRAD,
@@ -49,27 +49,27 @@ _OPTIMIZERS = (
 _BUFFERS = ("weights", "momentum1", "momentum2")
 _PLACES = ("dev", "host", "uvm")
 _HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay")
-#: One number a module, although FBGEMM lists it for each table.
+#: State with one number for the module, although FBGEMM lists it for each table.
 _SCALARS = ("iter",)
 
 
 class Kernel:
-    """A TBE and what TorchRec knows of its tables.
+    """Reads and marks the tables of one TBE.
 
     Args:
         owner: full name of the sharded module, for messages.
         module: TorchRec's wrapper of the TBE.
 
     Attributes:
-        tables: TorchRec's configuration of each shard in it, in order.
+        tables: TorchRec's configuration of each shard in the TBE, in order.
         fused: whether rows are updated in backward.
 
     Raises:
-        SettingsError: a kind of module, an optimizer or a place of rows that is not supported.
+        SettingsError: the kind of module, the optimizer or the place of the rows is not supported.
     """
 
     def __init__(self, owner: str, module: Any) -> None:
-        # Their subclasses keep rows elsewhere: in other processes, in files, in host memory.
+        # Subclasses are refused: they keep rows in other processes, in files or in host memory.
         if type(module) not in (*_FUSED, *_DENSE):
             raise _refused(
                 owner,
@@ -93,7 +93,7 @@ class Kernel:
             )
         if self.fused:
             self._check_fused()
-        #: Position among `tables` of what each feature looks up.
+        #: For each feature, the position in `tables` of the table that it looks up.
         self.table_of: Sequence[int] = tuple(self._module._feature_table_map)
         self._views: tuple[Any, list[Tensor], list[dict[str, Tensor]]] = (None, [], [])
 
@@ -104,7 +104,7 @@ class Kernel:
                 self._owner,
                 f"the fused optimizer {optimizer.name}",
                 ", ".join(known.name for known in _OPTIMIZERS),
-                "choose another in apply_optimizer_in_backward",
+                "choose another optimizer in apply_optimizer_in_backward",
             )
         places = {int(place) for place in self._tbe.weights_physical_placements}
         if not places <= {EmbeddingLocation.DEVICE.value, EmbeddingLocation.HOST.value}:
@@ -121,20 +121,20 @@ class Kernel:
             raise _refused(
                 self._owner,
                 "weight decay that counts steps for each row",
-                "a weight decay without, or none",
-                "leave counter_based_regularization and global weight decay out",
+                "weight decay without such counts, or no weight decay",
+                "do not use counter_based_regularization or global weight decay",
             )
 
     def weights(self) -> list[Tensor]:
-        """The rows of each table, [rows, dim]; the same objects until they lie elsewhere."""
+        """Return the rows of each table, [rows, dim]; the same objects until the rows move."""
         return self._split()[1]
 
     def row_states(self) -> list[dict[str, Tensor]]:
-        """For each table: what the fused optimizer keeps for its rows, [rows] or [rows, dim]."""
+        """Return each table's row states of the fused optimizer: name -> [rows] or [rows, dim]."""
         return self._split()[2]
 
     def _split(self) -> tuple[Any, list[Tensor], list[dict[str, Tensor]]]:
-        # Splitting makes new views, and a tracker takes another object for another weight.
+        # Splitting makes new views, and a tracker would take a new view for another weight.
         places = tuple(tensor.data_ptr() for tensor in self._buffers())
         if self._views[0] != places:
             states: list[dict[str, Tensor]] = [{} for _ in self.tables]
@@ -150,22 +150,22 @@ class Kernel:
         return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
     def state(self) -> dict[str, Any]:
-        """What the fused optimizer keeps beside rows: steps and hyperparameters."""
+        """Return the fused optimizer's state that belongs to no row: steps and hyperparameters."""
         args = self._tbe.optimizer_args
         return {
             "optimizer": self._tbe.optimizer.value,
-            # Of Adam, which corrects its bias by it: counted in every forward pass, also of an
-            # evaluation. Others do not count.
+            # Adam corrects its bias by this count of forward passes, which includes evaluations.
+            # Other optimizers do not count.
             "iter": int(self._tbe.iter_cpu) if hasattr(self._tbe, "iter_cpu") else None,
             "lr": float(self._tbe.get_learning_rate()),
-            # What the next zero_grad() or step() of the fused optimizer sets as the learning rate.
+            # The learning rate that the fused optimizer's next zero_grad() or step() sets.
             "group_lr": float(self._module.fused_optimizer.param_groups[0]["lr"]),
             **{name: float(getattr(args, name)) for name in _HYPERPARAMETERS},
             **self._limits(),
         }
 
     def _limits(self) -> dict[str, float]:
-        """Of gradients and of rows, as the module was built with them; 0: none."""
+        """Return the limits of gradients and rows that the module was built with; 0: no limit."""
         args = self._tbe.optimizer_args
         return {
             "max_gradient": float(args.max_gradient) if args.gradient_clipping else 0.0,
@@ -173,17 +173,17 @@ class Kernel:
         }
 
     def differences(self, table: str, state: Mapping[str, Any]) -> list[str]:
-        """What `load_state` cannot take over from the state of a table in another module."""
+        """Return what `load_state` cannot take over from a table's state, one sentence each."""
         here = {"optimizer": self._tbe.optimizer.value, **self._limits()}
         return [
             f"table {table!r} was trained with {name} {state[name]}, and its module here has "
-            f"{value}: build it with the same"
+            f"{value}: build it with the same value"
             for name, value in here.items()
             if name in state and state[name] != value
         ]
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state` returned, of this or another module with the same optimizer."""
+        """Load what `state` returned, of this or another module with the same optimizer."""
         if state["iter"] is not None and hasattr(self._tbe, "iter_cpu"):
             self._tbe.iter_cpu.fill_(state["iter"])
             self._tbe.iter.fill_(state["iter"])
@@ -193,7 +193,14 @@ class Kernel:
             group["lr"] = state["group_lr"]
 
     def track(self, markers: Sequence[Marker]) -> RemovableHandle:
-        """Mark the rows that backward passes change from now on; `markers` are of `tables`."""
+        """Mark the rows that backward passes change from now on.
+
+        Args:
+            markers: one marker for each of `tables`.
+
+        Returns:
+            A handle that ends the marking.
+        """
         handle: Any = self._tbe.register_forward_hook(
             _ForwardHook(markers, self.table_of), with_kwargs=True
         )
@@ -201,11 +208,11 @@ class Kernel:
 
 
 class _ForwardHook:
-    """What a fused TBE calls after a lookup. In copies and pickles of the model it does nothing.
+    """Has rows marked after each lookup of a fused TBE; does nothing in copies of the model.
 
-    Rows change in the backward pass of a lookup, so they are marked there: by a hook of what the
-    lookup returned, which autograd calls before the pass. An evaluation has none, and a lookup
-    whose backward pass comes after a cut is marked after it.
+    Rows change in the backward pass of a lookup, so they are marked there, by a hook on the output
+    of the lookup, which autograd calls before the pass. An evaluation has no backward pass. If the
+    backward pass comes after a cut, the rows are marked after the cut.
     """
 
     __slots__ = ("_markers", "_table_of")
@@ -228,8 +235,12 @@ class _ForwardHook:
             try:
                 self._mark(ids, offsets, sizes)
             except Exception as error:
-                # It must not stop training, and not knowing the rows has a safe form.
-                _log.warning("all rows of a table are stored next: %s", error)
+                # The error must not stop training, and it is safe to mark all rows instead.
+                _log.warning(
+                    "the next checkpoint stores all rows of a module's tables, because the rows of "
+                    "a lookup could not be marked: %s",
+                    error,
+                )
                 for marker in self._markers:
                     marker.mark_all()
                 if came_from_handler(error):
@@ -252,21 +263,21 @@ def _mark_one(marker: Marker, ids: Tensor) -> None:
         marker.looked_up(ids)
     except IndexError:
         try:
-            marker.looked_up(ids[ids != -1])  # the id of a pruned row, which FBGEMM passes over
+            marker.looked_up(ids[ids != -1])  # -1 stands for a pruned row, which FBGEMM skips
         except IndexError:
-            marker.mark_all()  # in place of other ids that are no row's it trains row 0
+            marker.mark_all()  # FBGEMM trains row 0 in place of any other id out of range
     marker.applied()
 
 
 def feature_bounds(
     offsets: Tensor, features: int, sizes: Sequence[Sequence[int]] | None
 ) -> list[int]:
-    """Where the ids of each feature begin, and the end of the last: [features + 1].
+    """Return where the ids of each feature begin, and where the last ones end: [features + 1].
 
     Args:
-        offsets: where the ids of each bag begin, feature by feature: [bags + 1].
-        features: how many there are.
-        sizes: bags of each feature and rank; None: each feature has as many.
+        offsets: [bags + 1], where the ids of each bag begin, feature by feature.
+        features: number of features.
+        sizes: for each feature, its bags on each rank; None: all features have equally many bags.
     """
     if sizes is None:
         bags = (offsets.numel() - 1) // features

@@ -1,6 +1,6 @@
-"""Whether a model has tables that TorchRec has sharded, in a version that is supported.
+"""Finds out whether a model has tables that a supported version of TorchRec has sharded.
 
-Imports nothing of TorchRec that another version may not have.
+This module imports only names that every version of TorchRec has.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _SUPPORTED = "1.8"
 
 
 def find(model: nn.Module) -> TableSource | None:
-    """The sharded tables of a model; None where there are none.
+    """Return the source of a model's sharded tables; None if it has no such tables.
 
     Raises:
-        SettingsError: a version of TorchRec, a module, a compute kernel or a fused optimizer that
-            is not supported; it is named.
+        SettingsError: the version of TorchRec, a module, a compute kernel or a fused optimizer is
+            not supported; the message names it.
     """
     sharded: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
@@ -31,7 +31,7 @@ def find(model: nn.Module) -> TableSource | None:
         elif _is_a(module, "DMPCollection"):
             raise SettingsError(
                 f"module {name!r}",
-                found="a DMPCollection: replicas of a table differ until they are synchronized",
+                found="a DMPCollection, in which replicas of a table differ until synchronized",
                 expected="a DistributedModelParallel",
                 next_step="shard each table once over all ranks",
             )
@@ -42,7 +42,7 @@ def find(model: nn.Module) -> TableSource | None:
         raise SettingsError(
             "torchrec",
             found=f"version {version}",
-            expected=f"version {_SUPPORTED}, the one whose tables are understood",
+            expected=f"version {_SUPPORTED}, the only one that recpoint supports",
             next_step=f"pip install --no-deps 'torchrec=={_SUPPORTED}.*'",
         )
     from recpoint.trainer_plugin.integrations.torchrec_source import TorchRecSource
@@ -51,7 +51,7 @@ def find(model: nn.Module) -> TableSource | None:
 
 
 def _is_a(module: nn.Module, kind: str) -> bool:
-    """By name: where a class is defined differs between versions."""
+    """Whether a class of this name is among the bases; versions define it in other modules."""
     return any(
         base.__name__ == kind and base.__module__.startswith("torchrec.")
         for base in type(module).__mro__

@@ -1,7 +1,7 @@
-"""TorchRec: the shards of a `DistributedModelParallel` as tables, with their fused optimizers.
+"""Presents the shards of TorchRec's `DistributedModelParallel` as tables, with fused optimizers.
 
-Names are those of the model before it was sharded: table t1 of a collection at `ebc` is
-`ebc.embedding_bags.t1`, whatever the plan.
+Tables are named as in the model before it was sharded: table t1 of a collection at `ebc` is
+`ebc.embedding_bags.t1`, whatever the sharding plan.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from recpoint.trainer_plugin.integrations.fbgemm import Kernel
 
 __all__ = ["ShardTable", "TorchRecSource"]
 
-#: Of a fused optimizer's state: what is no hyperparameter, or follows from one.
+#: Entries of a fused optimizer's state that are not hyperparameters, or follow from one.
 _FOLLOWS = frozenset(("iter", "lr"))
-#: Sharded module -> the attribute of the plain one under which its tables are.
+#: Class of a sharded module -> attribute of the plain module that holds its tables.
 _COLLECTIONS = {
     ShardedEmbeddingBagCollection: "embedding_bags",
     ShardedEmbeddingCollection: "embeddings",
@@ -42,9 +42,9 @@ class ShardTable(Table):
     """The rows and columns of one table that one TBE of this process holds.
 
     Attributes:
-        kernel: the TBE.
-        position: of the shard in it.
-        slice: of a table that a torch optimizer trains: the parameter that it was given.
+        kernel: the TBE (table-batched embeddings).
+        position: position of the shard in the TBE.
+        slice: the parameter that a torch optimizer trains; None: the table is fused.
     """
 
     kernel: Kernel
@@ -53,30 +53,30 @@ class ShardTable(Table):
 
     @property
     def weight(self) -> Tensor:
-        """The rows in the TBE's buffer, or the parameter that is the same rows."""
+        """The rows in the TBE's buffer, or the parameter that holds the same rows."""
         if self.slice is not None:
             return self.slice
         return self.kernel.weights()[self.position]
 
     @property
     def first_row(self) -> int:
-        """From TorchRec's plan."""
+        """First row, from TorchRec's plan."""
         return self._offsets[0]
 
     @property
     def table_rows(self) -> int:
-        """From the table's configuration."""
+        """Number of rows of the whole table, from its configuration."""
         return int(self._config.num_embeddings)
 
     @property
     def columns(self) -> Columns | None:
-        """From TorchRec's plan."""
+        """Columns of the shard, from TorchRec's plan; None: all."""
         whole = int(self._config.embedding_dim)
         return None if self.dim == whole else Columns(first=self._offsets[1], of=whole)
 
     @property
     def trained(self) -> bool:
-        """A fused TBE trains whatever is looked up in training mode."""
+        """Whether training changes rows; a fused TBE trains all rows looked up in training mode."""
         return self.fused or self.weight.requires_grad
 
     @property
@@ -86,12 +86,12 @@ class ShardTable(Table):
 
     @property
     def counts_changes(self) -> bool:
-        """All tables of a TBE are one tensor, whose changes are counted together."""
+        """False: all tables of a TBE are one tensor, whose changes torch counts together."""
         return False
 
     @property
     def row_states(self) -> Mapping[str, Tensor] | None:
-        """What the fused optimizer keeps."""
+        """Row states of the fused optimizer; None: a torch optimizer trains the table."""
         return self.kernel.row_states()[self.position] if self.fused else None
 
     @property
@@ -100,17 +100,17 @@ class ShardTable(Table):
 
     @property
     def _offsets(self) -> tuple[int, int]:
-        # A replicated table has none.
+        # A replicated table has no shard metadata.
         place = self._config.local_metadata
         return (0, 0) if place is None else (place.shard_offsets[0], place.shard_offsets[1])
 
 
 class TorchRecSource:
-    """The sharded modules of one model; see `tables.TableSource`.
+    """Supplies the tables of one model's sharded modules; see `tables.TableSource`.
 
     Args:
-        model: whose.
-        sharded: full names and modules, none part of another.
+        model: the model.
+        sharded: full names and sharded modules; no module is part of another.
     """
 
     name = "torchrec"
@@ -132,7 +132,7 @@ class TorchRecSource:
                 f"module {name!r}",
                 f"a {type(module).__name__}",
                 " or ".join(kind.__name__ for kind in _COLLECTIONS),
-                "leave it out of the sharding plan, or use EmbeddingBagCollection",
+                "remove it from the sharding plan, or use EmbeddingBagCollection",
             )
         prefix = f"{name}.{attribute}" if name else attribute
         found = []
@@ -153,15 +153,18 @@ class TorchRecSource:
         return found
 
     def optimizers(self, given: Sequence[Optimizer]) -> Sequence[Optimizer]:
-        """See `tables.TableSource.optimizers`.
+        """Return the torch optimizers among `given`; see `tables.TableSource.optimizers`.
 
         Raises:
-            SettingsError: one of TorchRec's that is neither fused, nor a plain one with names.
+            SettingsError: an optimizer of TorchRec is neither fused nor a plain one with names.
         """
         return [optimizer for one in given for optimizer in _taken_apart(one)]
 
     def track(self, markers: Mapping[str, Marker]) -> None:
-        """See `tables.TableSource.track`; of other tables the gradients tell."""
+        """Report changes of fused tables; gradients show changes of the others.
+
+        See `tables.TableSource.track`.
+        """
         self.untrack()
         for kernel in self._kernels:
             if kernel.fused:
@@ -169,23 +172,29 @@ class TorchRecSource:
                 self._handles.append(kernel.track([_marker(table, markers) for table in own]))
 
     def untrack(self) -> None:
-        """See `tables.TableSource.untrack`."""
+        """Take the hooks out of the model; see `tables.TableSource.untrack`."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps and hyperparameters of the fused optimizers, by table."""
+        """Return step counts and hyperparameters of the fused optimizers, by table name."""
         states = {id(kernel): kernel.state() for kernel in self._kernels if kernel.fused}
         return {table.name: states[id(table.kernel)] for table in self._tables if table.fused}
 
     def lacks_states(self, states: Sequence[Mapping[str, Any]]) -> bool:
-        """See `tables.TableSource.lacks_states`: of a table that none of these ranks held."""
+        """Whether there is a fused table of which none of these ranks held a shard.
+
+        See `tables.TableSource.lacks_states`.
+        """
         fused = {table.name for table in self._tables if table.fused}
         return not fused <= {name for state in states for name in state}
 
     def differences(self, states: Sequence[Mapping[str, Any]]) -> list[str]:
-        """See `tables.TableSource.differences`: one TBE has one of each hyperparameter."""
+        """Return why the states cannot be loaded: a TBE has one value of each hyperparameter.
+
+        See `tables.TableSource.differences`.
+        """
         stored = _joined(states)
         found = []
         for kernel in self._kernels if stored else ():
@@ -198,8 +207,8 @@ class TorchRecSource:
                 found += [
                     f"tables {first!r} and {name!r} were trained with "
                     f"{what.removeprefix('group_')} {before[what]} and {state[what]}, and are in "
-                    "one module here, which has one: give them optimizers that differ in it, so "
-                    "that TorchRec keeps them apart"
+                    "one module here, which has only one value: give them optimizers that differ "
+                    "in it, so that TorchRec puts them into separate modules"
                     for what in sorted(before.keys() & state.keys() - _FOLLOWS)
                     if not _same(before[what], state[what])
                 ]
@@ -207,14 +216,14 @@ class TorchRecSource:
         return found
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """See `tables.TableSource.load_state_dicts`."""
+        """Load step counts and hyperparameters; see `tables.TableSource.load_state_dicts`."""
         stored = _joined(states)
         for kernel in self._kernels:
             names = [table.name for table in self._tables if table.kernel is kernel]
             known = [stored[name] for name in names if name in stored]
             if kernel.fused and known:
-                # One TBE has one count. Those of tables that were in several differ only where a
-                # TBE was left out of batches: the largest then, as FBGEMM would have counted.
+                # A TBE has one count of steps. If its tables come from several TBEs, counts differ
+                # only if a TBE took no part in some batches; take the largest, as FBGEMM would.
                 kernel.load_state(max(known, key=lambda state: state["iter"] or 0))
 
 
@@ -231,7 +240,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class _NoRows:
-    """In place of a marker, for a shard without rows: nothing of it can be looked up."""
+    """Replaces a marker for a shard without rows, of which nothing can be looked up."""
 
     def looked_up(self, ids: Tensor) -> None:
         pass
@@ -261,7 +270,7 @@ def _kernels(name: str, module: nn.Module) -> Iterator[Kernel]:
             if not kernel.fused and len(set(names)) < len(names):
                 raise _refused(
                     f"tables of {name!r}",
-                    "several columns of one table in one module of the compute kernel 'dense'",
+                    "several column shards of one table in one module of compute kernel 'dense'",
                     "one shard of each table",
                     "choose the compute kernel 'fused' for tables that are sharded by columns",
                 )
@@ -275,13 +284,13 @@ def _taken_apart(optimizer: Optimizer) -> Iterator[Optimizer]:
     elif isinstance(optimizer, KeyedOptimizerWrapper):
         yield optimizer._optimizer
     elif isinstance(optimizer, FusedOptimizer):
-        pass  # its rows and counts come with the tables
+        pass  # its row states and step counts are stored with the tables
     elif isinstance(optimizer, KeyedOptimizer):
         raise _refused(
             "optimizers",
             f"a {type(optimizer).__name__}, whose own state cannot be saved",
             "optimizers of torch, KeyedOptimizerWrapper, CombinedOptimizer, or fused ones",
-            "pass the optimizer in it, and use a learning-rate scheduler of torch",
+            "pass the optimizer inside it, and use a learning-rate scheduler of torch",
         )
     else:
         yield optimizer

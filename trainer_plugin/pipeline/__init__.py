@@ -1,6 +1,6 @@
-"""Takes a due checkpoint to its hand-over, and learns what became of it.
+"""Takes a due checkpoint up to its hand-over to the agent, and learns its outcome.
 
-Walk: `pipeline` (is there room, cut, hand over), `handoff` (digests, fsync and the job file,
-in the background), `outcomes` (the agent's answers), `reader_pace` (how far the
-reader may read until then).
+Read the modules in this order: `pipeline` (checks for room, cuts, hands over), `handoff` (digests,
+fsync and the job file, in the background), `outcomes` (the agent's answers) and `reader_pace` (how
+far the reader may read until the next checkpoint).
 """

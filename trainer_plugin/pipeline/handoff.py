@@ -1,8 +1,8 @@
-"""The background thread between a snapshot and its outcome (format §7).
+"""Hands snapshots over to the agent, in a background thread, and reports the answers (format §7).
 
-It makes a snapshot durable, writes its job file, and waits for the agent's answer: rules 3, 4 and
-8 of the staging order. What it learns comes back as events, which the training thread fetches; it
-changes nothing that training uses.
+The thread makes a snapshot durable, writes its job file, and waits for the agent's answer (rules 3,
+4 and 8 of the staging order). It reports events, which the training thread fetches, and changes
+nothing that training uses.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """The job file exists: the checkpoint survives this process."""
+    """Reports that the job file exists: the checkpoint survives this process."""
 
     ref: CheckpointRef
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """The agent is done with it, and the slot is free."""
+    """Reports that the agent is done with a checkpoint, and its slot is free."""
 
     ref: CheckpointRef
     outcome: Outcome
@@ -55,7 +55,7 @@ class Answered:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """It will never become a checkpoint, and no job names its slot."""
+    """Reports that a snapshot will never become a checkpoint; no job names its slot."""
 
     ref: CheckpointRef
     error: BaseException
@@ -68,13 +68,13 @@ class Handoff:
     """Hands snapshots over one after another.
 
     Args:
-        area: where they are staged.
+        area: the staging area.
         run: id of the run, for the job files.
-        run_url: its URL as the store spells it.
-        ranks: how many ranks take part.
+        run_url: URL of the run as the store spells it.
+        ranks: number of ranks of the job.
 
     Attributes:
-        broken: why there is no thread, if it could not be started when that was last tried.
+        broken: why the thread could not be started at the last attempt; None: it could.
     """
 
     def __init__(self, area: StagingArea, *, run: str, run_url: str, ranks: int = 1) -> None:
@@ -86,8 +86,8 @@ class Handoff:
         self._queue: deque[Snapshot] = deque()
         self._current: Snapshot | None = None
         self._awaited: dict[CheckpointRef, Snapshot] = {}
-        self._unwanted: set[CheckpointRef] = set()  # the agent is to be asked to drop them
-        self._marked: set[CheckpointRef] = set()  # it has been
+        self._unwanted: set[CheckpointRef] = set()  # the agent must still be asked to drop these
+        self._marked: set[CheckpointRef] = set()  # the agent has been asked to drop these
         self._events: deque[Event] = deque()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -96,31 +96,34 @@ class Handoff:
         atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
-        # Python ends a daemon thread in the middle of a call into torch, and the process aborts:
-        # training that never closed its Checkpointer would count as failed. A forked child, where
-        # locks may be held by threads that are not there, has nothing to end.
+        # At exit, Python ends a daemon thread even in the middle of a call into torch, which aborts
+        # the process: a training that never closed its Checkpointer would count as failed. A forked
+        # child has no thread to end, and its locks may be held by threads that do not exist there.
         if os.getpid() == self._process:
             self.close()
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Take charge of a snapshot."""
+        """Queue a snapshot to be staged."""
         with self._changed:
             self._queue.append(snapshot)
             self._changed.notify_all()
         self.ensure_alive()
 
     def cancel(self, ref: CheckpointRef) -> None:
-        """Ask the agent to drop a checkpoint; what it answers is an event, as always."""
+        """Ask the agent to drop a checkpoint; its answer is reported as an event, as always."""
         with self._changed:
             self._unwanted.add(ref)
             self._changed.notify_all()
         self.ensure_alive()
 
     def ensure_alive(self) -> bool:
-        """Start the thread when it is not there; True when it had died.
+        """Start the thread if it does not run. Never raises, because training waits here.
 
-        What it held when it died is reported as failed; where it cannot be started, so is all that
-        was submitted, and `broken` says why. Never raises: training waits here.
+        The snapshot that a dead thread was staging is reported as failed. If the thread cannot be
+        started, all submitted snapshots are reported as failed, and `broken` says why.
+
+        Returns:
+            Whether the thread had died.
         """
         thread = self._thread
         if thread is not None and thread.is_alive():
@@ -132,29 +135,29 @@ class Handoff:
         if lost is not None:
             error = StagingError(
                 f"checkpoint of {lost.ref}",
-                found="the background thread died while it staged it",
+                found="the background thread died while it was staging the checkpoint",
                 expected="a thread that lives as long as training",
-                next_step="see the log; the next checkpoint holds these rows too",
+                next_step="see the log; the next checkpoint also holds these rows",
             )
             self._note_staged(lost, error)
         self._thread = None
         thread = threading.Thread(target=self._run_thread, name="recpoint", daemon=True)
         try:
             thread.start()
-        except (RuntimeError, MemoryError) as error:  # python's: can't start new thread
+        except (RuntimeError, MemoryError) as error:  # from Python: "can't start new thread"
             self._give_up(error)
             return died
         self._thread, self.broken = thread, None
         return died
 
     def _give_up(self, error: Exception) -> None:
-        """Nobody is there to stage what was submitted: its rows are to come back."""
+        """Report all submitted snapshots as failed, so that their rows become dirty again."""
         self.broken = StagingError(
             "recpoint's background thread",
             found=str(error) or type(error).__name__,
             expected="one more thread in this process",
-            next_step="see how many this user or container may have (ulimit -u, pids.max); each "
-            "checkpoint tries again, and holds these rows too",
+            next_step="see how many threads this user or container may have (ulimit -u, pids.max); "
+            "each checkpoint tries again, and also holds these rows",
         )
         with self._changed:
             left = list(self._queue)
@@ -163,18 +166,18 @@ class Handoff:
             self._note_staged(snapshot, self.broken)
 
     def has_events(self) -> bool:
-        """Whether `events` would return something; costs no lock."""
+        """Whether `events` would return something; takes no lock."""
         return bool(self._events)
 
     def events(self) -> list[Event]:
-        """What has happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         found = []
         while self._events:
             found.append(self._events.popleft())
         return found
 
     def is_staging(self) -> bool:
-        """Whether something that was submitted is not staged yet."""
+        """Whether a submitted snapshot is not staged yet."""
         with self._changed:
             return bool(self._queue) or self._current is not None
 
@@ -184,7 +187,7 @@ class Handoff:
             self._changed.wait_for(lambda: bool(self._events), timeout=seconds)
 
     def close(self) -> None:
-        """End the thread once what was submitted is staged; staged jobs stay for the agent."""
+        """End the thread after it has staged all snapshots; staged jobs stay for the agent."""
         atexit.unregister(self._at_exit)
         with self._changed:
             self._closing = True
@@ -213,15 +216,15 @@ class Handoff:
         try:
             self._stage(snapshot)
         except Exception as error:
-            # This thread must outlive whatever the disk, the driver or a library raises; the error
-            # is not lost: it is counted and logged by the training thread, its rows come back.
+            # This thread must survive any error of the disk, the driver or a library. The error is
+            # not lost: the training thread counts and logs it, and makes the rows dirty again.
             failure = error
         self._note_staged(snapshot, failure)
 
     def _note_staged(self, snapshot: Snapshot, failure: Exception | None) -> None:
         ref = snapshot.ref
-        # A failure after the rename, of the last fsync for instance: the agent may have the job
-        # already, so its slot must not be written again before the agent has answered.
+        # A failure after the rename, for instance of the last fsync, may leave the agent with the
+        # job, so the slot must not be written again before the agent has answered.
         there = _may_exist(self._job_path(ref)) or _may_exist(self._outcome_path(ref))
         with self._changed:
             if failure is None or there:
@@ -236,13 +239,14 @@ class Handoff:
     def _stage(self, snapshot: Snapshot) -> None:
         ref, rank = snapshot.ref, self._area.rank
         job = seal(snapshot, run=self._run, run_url=self._run_url, rank=rank, ranks=self._ranks)
-        self._area.create()  # here, and not in the stall: somebody may have cleared it
-        # An answer to an earlier attempt at this step would be taken for the answer to this one.
+        # Somebody may have cleared the area. It is created again here and not in the stall.
+        self._area.create()
+        # Otherwise, an answer to an earlier attempt at this step would count for this attempt.
         self._area.forget_outcome(self._outcome_path(ref))
         self._area.write_job(self._job_path(ref), pack_record(job))
 
     def _to_mark(self) -> set[CheckpointRef]:
-        """Those that the agent is to be told of: staged ones, for only a job can be cancelled."""
+        """Return the unwanted checkpoints that are staged; the agent can only drop staged jobs."""
         return self._unwanted & self._awaited.keys()
 
     def _mark_unwanted(self) -> None:
@@ -254,14 +258,16 @@ class Handoff:
             try:
                 write_mark(self._area.run_directory, ref, self._area.rank)
             except (OSError, StagingError) as error:
-                _log.warning("checkpoint of %s cannot be cancelled, and goes on: %s", ref, error)
+                _log.warning(
+                    "checkpoint of %s cannot be cancelled, so it will be stored: %s", ref, error
+                )
 
     def _forget_mark(self, ref: CheckpointRef) -> None:
         with self._changed:
             self._unwanted.discard(ref)
         if ref in self._marked:
             self._marked.discard(ref)
-            # The answer is there; a mark that stays means nothing for any other job.
+            # A mark that stays does no harm: the job is answered, and it concerns no other job.
             with contextlib.suppress(OSError, StagingError):
                 remove_mark(self._area.run_directory, ref, self._area.rank)
 
@@ -277,7 +283,7 @@ class Handoff:
 
     def _answer(self, ref: CheckpointRef) -> Event | None:
         try:
-            # The job first: once it is gone, its outcome has been there before.
+            # Look for the job first: it is removed only after its outcome was written.
             if _may_exist(self._job_path(ref)):
                 return None
             path = self._outcome_path(ref)
@@ -288,7 +294,7 @@ class Handoff:
                 str(self._job_path(ref)),
                 found="neither the job nor an outcome",
                 expected="a staging area that nobody clears while training runs",
-                next_step="see who removed it; the next checkpoint holds these rows too",
+                next_step="find out who removed it; the next checkpoint also holds these rows",
             )
             return Failed(ref=ref, error=error)
         except (FormatError, StagingError, OSError) as broken:
@@ -296,19 +302,22 @@ class Handoff:
         if outcome.attempt != ref.attempt:
             found = f"an outcome for attempt {outcome.attempt}"
             error = StagingError(
-                str(path), found=found, expected=str(ref), next_step="nothing: it is staged again"
+                str(path),
+                found=found,
+                expected=str(ref),
+                next_step="nothing to do; the next checkpoint also holds these rows",
             )
             return Failed(ref=ref, error=error)
         try:
-            # What is kept of them is found by these numbers.
+            # The cutter finds its tables by the numbers in the quantizers.
             check_quantizers(outcome.quantizers, len(self._awaited[ref].tables), self._ranks)
         except ValueError as broken:
             error = MalformedObject(
                 str(path),
                 found=f"quantizers of other tables than the job's ({broken})",
-                expected=f"those of {ref}",
-                next_step="see that agent and trainer are of one release; the next checkpoint "
-                "holds these rows too",
+                expected=f"quantizers of the tables of {ref}",
+                next_step="make sure that agent and trainer are of the same release; the next "
+                "checkpoint also holds these rows",
             )
             return Failed(ref=ref, error=error)
         return Answered(ref=ref, outcome=outcome)
@@ -321,9 +330,9 @@ class Handoff:
 
 
 def _may_exist(path: Path) -> bool:
-    """Whether the file is there, or the disk will not say: then it counts as there.
+    """Whether the file exists; True also if the disk gives no answer.
 
-    While a job may be there, an agent may be reading its slot, which must not be written again.
+    If a job may exist, an agent may be reading its slot, which must not be written again.
     """
     try:
         os.stat(path)

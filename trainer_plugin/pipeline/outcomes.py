@@ -1,4 +1,4 @@
-"""Collects what became of checkpoints that were handed over, and logs those that wait."""
+"""Collects the outcomes of checkpoints that were handed over, and logs checkpoints that wait."""
 
 from __future__ import annotations
 
@@ -23,40 +23,42 @@ from recpoint.trainer_plugin.snapshot.staging import StagingArea
 __all__ = ["Outcomes", "WaitingLog"]
 
 
-# What the log says of checkpoints that wait for the agent: why, and what to do about it.
+# The log about checkpoints that wait for the agent: why they wait, and what to do about it.
 
 
 _log = logging.getLogger("recpoint")
 
-#: So many due checkpoints without one in between are no longer a matter of a short interval.
+#: If this many due checkpoints in a row are skipped, a short interval is not the reason.
 _MANY_SKIPPED = 8
 
 
 class WaitingLog:
-    """Tells of due checkpoints that were not cut, and of what is staged in the end.
+    """Logs due checkpoints that were not cut, and checkpoints still staged at the end.
 
-    Whoever watches a training sees its log, and not the agent's on each host: what keeps the agent
-    from storing is repeated here, once for each cause until something is stored.
+    People who watch a training see its log, but not the agent's log on each host. So an error that
+    keeps the agent from storing is repeated here, once for each cause until something is stored.
 
     Args:
-        area: where they wait.
-        statistics: of the trainer; its `agent_error` is set.
+        area: the staging area in which checkpoints wait.
+        statistics: statistics of the trainer; `agent_error` is set here.
     """
 
     def __init__(self, area: StagingArea, statistics: Statistics) -> None:
         self._area = area
         self._statistics = statistics
-        self._told: tuple[tuple[str, str], int] | None = None  # a cause, and commits before it
+        # The last cause that was logged, and the number of commits before it.
+        self._told: tuple[tuple[str, str], int] | None = None
 
     def skipped(self, batches_done: int, in_row: int) -> None:
-        """Say that a due checkpoint was not cut; loudly when it looks as if none will be.
+        """Log that a due checkpoint was not cut, as a warning if no later one may be cut either.
 
-        One or two in a row are a short interval. More, or no agent, is a store or a host that
-        needs somebody, who may see warnings only: told at growing distances, not at each.
+        One or two skipped in a row mean a short interval. If there are more, or no agent runs,
+        somebody must look at the store or the host, and may see only warnings. The warning is
+        repeated at growing distances.
 
         Args:
-            batches_done: so far.
-            in_row: how many were not cut since the last that was.
+            batches_done: batches so far.
+            in_row: number of due checkpoints skipped since the last one that was cut.
         """
         agent = self._area.agent_is_running()
         trouble = self._trouble(agent=agent)
@@ -67,7 +69,7 @@ class WaitingLog:
         why, next_step = self._why(trouble, agent=agent)
         _log.warning(
             "no checkpoint at batch %d, %d in a row not taken: earlier ones wait in %s, and %s. "
-            "%d batches would be lost now. Next: %s",
+            "A failure now would lose %d batches. Next: %s",
             batches_done,
             in_row,
             self._area.run_directory,
@@ -77,7 +79,7 @@ class WaitingLog:
         )
 
     def ends(self, staged: int) -> None:
-        """Say that training ends with so many checkpoints that are not stored."""
+        """Log that training ends while `staged` checkpoints are not stored."""
         agent = self._area.agent_is_running()
         trouble = self._trouble(agent=agent)
         why, next_step = self._why(trouble, agent=agent)
@@ -88,7 +90,7 @@ class WaitingLog:
             staged,
             self._area.run_directory,
             "" if agent and trouble is None else f", and {why}",
-            "" if trouble is None else ". They stay there for it",
+            "" if trouble is None else ". They stay there for the agent",
             next_step,
         )
 
@@ -115,33 +117,33 @@ class WaitingLog:
         return f"the agent cannot store them ({tries}): {trouble.error}", trouble.next_step or there
 
 
-# What becomes of checkpoints that were handed over: learned, counted, waited for.
+# The outcomes of checkpoints that were handed over: learned, counted, waited for.
 #
-# A checkpoint that comes to nothing raises nothing here: it is noted, and raised by `raise_noted`
-# only when the settings ask for that.
+# A failed checkpoint raises nothing here. The failure is noted, and `raise_noted` raises it only if
+# the settings ask for that.
 
 
-#: How long the end of training waits for an agent to appear when none is there.
+#: How long the end of training waits for an agent to appear if none runs.
 _AGENT_GRACE_SECONDS = 2.0
 _WAIT_SLICE_SECONDS = 0.2
 
 
 class Outcomes:
-    """The outcomes of one trainer's checkpoints. Used by the training thread only.
+    """Learns the outcomes of one trainer's checkpoints. Used by the training thread only.
 
     Args:
-        handoff: where they were handed over.
-        ledger: those on their way.
-        area: where they are staged.
-        cutter: learns what stored tables were quantized with.
-        settings: of the checkpointer.
-        statistics: what happened is counted there.
-        ends: whether the process is to end.
-        batches_done: when training began.
+        handoff: the thread to which checkpoints were handed over.
+        ledger: the checkpoints that wait for an outcome.
+        area: the staging area.
+        cutter: learns the quantizers of stored tables.
+        settings: settings of the Checkpointer.
+        statistics: counts the outcomes.
+        ends: returns whether the process is about to end.
+        batches_done: batches done when training began.
 
     Attributes:
         last_safe: batches of the newest checkpoint that is stored.
-        superseded: another trainer owns the run: nothing more of this one is stored.
+        superseded: another trainer owns the run, so nothing more of this trainer is stored.
     """
 
     def __init__(
@@ -164,22 +166,26 @@ class Outcomes:
         self._statistics = statistics
         self._ends = ends
         self._unraised: BaseException | None = None
-        self._answered_seconds = -math.inf  # monotonic, when the newest answer was learned
+        self._answered_seconds = -math.inf  # monotonic time at which the newest answer was learned
         self.last_safe = batches_done
         self.superseded = False
 
     def has_news(self) -> bool:
-        """Whether `fetch` has something to act on, or `raise_noted` to raise; costs no lock."""
+        """Whether `fetch` has an event or `raise_noted` has an error; takes no lock."""
         return self._unraised is not None or self._handoff.has_events()
 
     def fetch(self) -> None:
-        """Act on what has happened since the last call; costs nothing when nothing has."""
+        """Act on the events since the last call; costs nothing if there are none."""
         if self._handoff.has_events():
             for event in self._handoff.events():
                 self._apply(event)
 
     def has_thread(self) -> bool:
-        """Start the background thread where there is none; False: it cannot be, which is noted."""
+        """Start the background thread if none runs.
+
+        Returns:
+            Whether the thread runs. If it cannot be started, the failure is noted.
+        """
         self._handoff.ensure_alive()
         self.fetch()
         if self._handoff.broken is not None:
@@ -191,13 +197,14 @@ class Outcomes:
     ) -> None:
         """Wait until fewer than `until_below` checkpoints are on their way.
 
-        A signal's handler that raises, as Ctrl-C does, ends the wait.
+        If a signal handler raises, as for Ctrl-C, the wait ends.
 
         Args:
-            deadline: no longer than until this monotonic time.
-            until_below: see above.
-            for_agent_seconds: nor longer than this without an agent; given: during training, so
-                nor once the process is to end. None: as long as a moment.
+            deadline: monotonic time at which the wait ends.
+            until_below: number of checkpoints; see above.
+            for_agent_seconds: the longest wait without an agent, in seconds. A number means that
+                training is going on, so the wait also ends once the process is about to end. None:
+                training is over; the wait without an agent is short (2 s).
         """
         training = for_agent_seconds is not None
         patience = _AGENT_GRACE_SECONDS if for_agent_seconds is None else for_agent_seconds
@@ -218,16 +225,16 @@ class Outcomes:
             self._handoff.wait_for_event(min(_WAIT_SLICE_SECONDS, deadline - now))
 
     def wait_until_staged(self) -> None:
-        """Wait until all that was cut is in the staging area, or was given up; which is noted."""
+        """Wait until each checkpoint that was cut is staged, or has failed, which is noted."""
         while self._handoff.is_staging():
             if not self._handoff.ensure_alive():
                 self._handoff.wait_for_event(_WAIT_SLICE_SECONDS)
             self.fetch()
-        # What came of the last one is there with the end of its staging, and maybe not fetched yet.
+        # The event of the last checkpoint comes with the end of its staging; fetch it, too.
         self.fetch()
 
     def note_failure(self, error: BaseException) -> None:
-        """Count and log what went wrong; with `on_error="raise"` keep it for `raise_noted`."""
+        """Count and log a failure; with `on_error="raise"`, keep it for `raise_noted`."""
         name_run_in(error, self._area.run_url)
         self._statistics.lost(error)
         _log.error("a checkpoint failed: %s", self._statistics.last_error)
@@ -235,7 +242,7 @@ class Outcomes:
             self._unraised = error
 
     def raise_noted(self) -> None:
-        """Raise what `note_failure` kept, once."""
+        """Raise the error that `note_failure` kept, once."""
         if self._unraised is not None:
             error, self._unraised = self._unraised, None
             raise error
@@ -268,7 +275,8 @@ class Outcomes:
             kind=pending.link.kind,
             stored_bytes=outcome.stored_bytes,
             committed_ms=outcome.finished_ms,
-            # Of several that wait, each would count the same outage, and the work on the others.
+            # Counted from the last answer: otherwise, of several checkpoints that wait, each would
+            # count the same outage and the work on the others.
             turn_seconds=max(pending.cut_seconds, self._answered_seconds),
         )
 
@@ -283,7 +291,7 @@ class Outcomes:
 
 
 def _rejection(ref: CheckpointRef, error_type: str, text: str) -> RecpointError:
-    """The agent's error as one of ours, of the class that it had there if there is such a one."""
+    """Return the agent's error as a `RecpointError`, of the same class if it exists here."""
     found = getattr(recpoint.errors, error_type, None)
     if not (isinstance(found, type) and issubclass(found, RecpointError)):
         found = RecpointError
@@ -291,5 +299,5 @@ def _rejection(ref: CheckpointRef, error_type: str, text: str) -> RecpointError:
         f"checkpoint of {ref}",
         found=f"rejected by the agent: {text}",
         expected="a commit",
-        next_step="see the message; the next checkpoint holds these rows too",
+        next_step="see the message; the next checkpoint also holds these rows",
     )

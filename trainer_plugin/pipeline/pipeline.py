@@ -1,4 +1,4 @@
-"""Takes a due checkpoint from the question of room to its hand-over."""
+"""Takes a due checkpoint from the check for room, through the cut, to its hand-over."""
 
 from __future__ import annotations
 
@@ -48,29 +48,33 @@ from recpoint.trainer_plugin.state import rng
 __all__ = ["Pipeline"]
 
 
-# From a due checkpoint to its hand-over: whether there is room for it, cutting, the last one.
-#
-# Nothing here raises for what goes wrong with a checkpoint: it is noted, see `outcomes`.
+# A failed checkpoint raises nothing here: the failure is noted, see `outcomes`.
 
 
 _log = logging.getLogger("recpoint")
 
 
 class Plan(NamedTuple):
-    """What a checkpoint is to be, found in the stall that cuts it."""
+    """The plan of a checkpoint, made in the stall that cuts it.
+
+    Attributes:
+        link: its place in the chain.
+        tables: the tables that it holds.
+        sketch: sketch of the state that must be equal on all ranks.
+    """
 
     link: Link
     tables: tuple[LiveTable, ...]
-    sketch: Sketch  # of what all ranks have alike
+    sketch: Sketch
 
 
 class _Agreed(NamedTuple):
-    """What all ranks do.
+    """What all ranks have agreed to do.
 
     Attributes:
-        plan: of this rank; None: one of them cannot cut, so that none does.
-        again: one of them has a checkpoint of this batch.
-        unlike: what one of them stores is not what all have; that is noted.
+        plan: plan of this rank; None: a rank cannot cut, so no rank cuts.
+        again: a rank already has a checkpoint of this batch.
+        unlike: state that is stored once differs between ranks; the failure has been noted.
     """
 
     plan: Plan | None
@@ -79,12 +83,24 @@ class _Agreed(NamedTuple):
 
 
 class Pipeline:
-    """The checkpoints of one trainer, from its start on. Used by the training thread only.
+    """Takes the checkpoints of one trainer, from its start on. Used by the training thread only.
+
+    Args:
+        run: the run.
+        start: result of the trainer's start.
+        area: the staging area.
+        cutter: cuts snapshots.
+        memory: the most memory that snapshots take.
+        trackers: trackers of the tables that this rank stores, by `Table.key`.
+        settings: settings of the Checkpointer.
+        ends: returns whether the process is about to end.
+        ranks: the ranks of the job.
+        replicas: checks the state that is equal on all ranks.
 
     Attributes:
-        outcomes: what became of those that were cut.
-        statistics: what happened to them.
-        schedule: when they are due.
+        outcomes: learns the outcomes of checkpoints that were cut.
+        statistics: counts and timings of the checkpoints.
+        schedule: says when a checkpoint is due.
     """
 
     def __init__(
@@ -116,8 +132,10 @@ class Pipeline:
         self._last_cut = start.batches_done
         self._cuts = 0
         self._ends = ends
-        self._due_until: float | None = None  # monotonic; a checkpoint is due and waits for room
-        self._cancelled_at: int | None = None  # the newest stored batch when one was cancelled
+        # A due checkpoint waits for the agent to drop an earlier one until this monotonic time.
+        self._due_until: float | None = None
+        # `outcomes.last_safe` at the last cancel.
+        self._cancelled_at: int | None = None
         self._skipped_in_row = 0
         self.statistics = Statistics()
         self.statistics.start(start.batches_done, restored=start.report is not None)
@@ -150,7 +168,7 @@ class Pipeline:
         return AgreedSchedule(own, self._ranks) if self._ranks.several else own
 
     def prepare(self) -> None:
-        """What no stall is to pay for: pages of the tables, a reserved slot, the thread."""
+        """Do work that must not lengthen a stall: move tables, reserve a slot, start the thread."""
         self._cutter.prepare_tables()
         try:
             self._area.free_slot(set()).reserve(self._cutter.size_bytes())
@@ -159,11 +177,14 @@ class Pipeline:
         self.outcomes.has_thread()
 
     def take(self, batches_done: int, *, late: bool = False) -> bool:
-        """Cut a checkpoint and hand it over; False when that was not possible.
+        """Cut a checkpoint and hand it over.
 
         Args:
-            batches_done: so far.
-            late: it has been skipped already: take it if there is room now, and do nothing else.
+            batches_done: batches so far.
+            late: the checkpoint was skipped before: take it if there is room now, else do nothing.
+
+        Returns:
+            Whether the checkpoint was cut and handed over.
         """
         able = self.outcomes.has_thread()
         again = self._ledger.newest_step == batches_done
@@ -177,18 +198,18 @@ class Pipeline:
             heard = self._agreed(plan, batches_done, again=again)
             plan, again = heard.plan, heard.again
             if heard.unlike:
-                return False  # noted
+                return False  # the failure has been noted
         elif plan is None and (room or not able):
-            self._due_until = None  # nor tried at every batch
-            return False  # noted
+            self._due_until = None  # so that it is not tried again at every batch
+            return False  # the failure has been noted
         if again:
-            # A second attempt could only be refused as a conflict with the first, and its rows
-            # would cost a full. What was marked by hand since then is in the next one.
+            # A second attempt would be refused as a conflict with the first, and the next
+            # checkpoint would have to be a full. That one also holds rows marked by hand meanwhile.
             _log.info("no checkpoint at batch %d: there is one already", batches_done)
             return False
         if plan is None:
             if not self.is_due and not late:
-                # With the earlier ones unfinished, these rows stay dirty and are in the next one.
+                # Earlier checkpoints are not finished. The rows stay dirty and are in the next one.
                 self.statistics.skipped += 1
                 self._skipped_in_row += 1
                 if self.outcomes.superseded:
@@ -201,7 +222,7 @@ class Pipeline:
         return self._cut(batches_done, plan, started_ns)
 
     def _plan(self, batches_done: int) -> Plan | None:
-        """What a checkpoint at this batch would be; None: that cannot be told, and is noted."""
+        """Plan a checkpoint at this batch; None: that failed, and the failure is noted."""
         try:
             for tracker in self._trackers.values():
                 tracker.report_surprise()
@@ -212,13 +233,13 @@ class Pipeline:
             self.statistics.unmarked_rows = self._cutter.unmarked.found
             sketch = self._replicas.sketch() if self._ranks.several else NOTHING
         except Exception as error:
-            # As in _cut.
+            # An error here must not stop training, as in _cut.
             self.outcomes.note_failure(error)
             return None
         return Plan(link, tables, sketch)
 
     def _agreed(self, plan: Plan | None, batches_done: int, *, again: bool) -> _Agreed:
-        """The same with what all ranks need."""
+        """Agree with the other ranks on whether all cut, and on full or increment."""
         heard = agree_on_cut(
             self._ranks,
             batches_done,
@@ -233,14 +254,18 @@ class Pipeline:
         if plan is None or not heard.cut:
             return _Agreed(None, heard.again)
         if heard.unlike:
-            # What is stored once would be restored to all: a checkpoint that is none for some.
+            # State that is stored once would be restored to all ranks, which is wrong for some.
             self.outcomes.note_failure(self._replicas.differences(heard.sketches))
             return _Agreed(None, heard.again, unlike=True)
         self._cuts = heard.number
         return _Agreed(plan if heard.increment else plan._replace(link=FULL), heard.again)
 
     def _drop(self, lost: Lost) -> bool:
-        """Have the agent drop this rank's parts of them; whether there are any."""
+        """Have the agent drop this rank's parts of lost checkpoints.
+
+        Returns:
+            Whether this rank has such parts.
+        """
         dropped = [ref for ref in self._ledger.pending if ref in lost]
         for ref in dropped:
             self._handoff.cancel(ref)
@@ -248,22 +273,22 @@ class Pipeline:
 
     @property
     def is_due(self) -> bool:
-        """Whether a checkpoint is to be taken as soon as the agent has dropped the earlier one."""
+        """Whether a checkpoint must be taken as soon as the agent has dropped the earlier one."""
         return self._due_until is not None
 
     @property
     def is_overdue(self) -> bool:
         """Whether the last due checkpoint was skipped, and may be taken late."""
-        # Ranks learn at different times that they are superseded, and have to grant the same.
+        # Ranks learn at different times that they are superseded, but must grant the same batches.
         return self._skipped_in_row > 0 and (self._ranks.several or not self.outcomes.superseded)
 
     @property
     def pending(self) -> int:
-        """Checkpoints that were cut and are not stored yet; any thread may ask."""
+        """Number of checkpoints that were cut and have no outcome yet; any thread may read it."""
         return len(self._ledger)
 
     def _has_room(self) -> bool:
-        """Whether a checkpoint can be cut now; what `when_busy` says is done about it."""
+        """Whether a checkpoint can be cut now, after doing what `when_busy` says if it cannot."""
         if self._is_free():
             return True
         staging = self._settings.staging
@@ -283,20 +308,25 @@ class Pipeline:
         return not self.outcomes.superseded and len(self._ledger) < self._settings.staging.jobs
 
     def _cancel(self) -> None:
-        """Ask the agent to drop the checkpoint that is on its way; once until one is stored.
+        """Ask the agent to drop the checkpoint that is on its way; only once until one is stored.
 
-        Else, with a store slower than the interval, each would be dropped for the next.
+        Otherwise, if the store is slower than the interval, each checkpoint would be dropped for
+        the next.
         """
         if not self._area.agent_is_running():
             return
         for ref in self._ledger.pending:
-            _log.info("checkpoint of %s is to be dropped for a newer one", ref)
+            _log.info("the agent is asked to drop the checkpoint of %s for a newer one", ref)
             self._handoff.cancel(ref)
         self._cancelled_at = self.outcomes.last_safe
         self._due_until = time.monotonic() + self._settings.staging.busy_wait_seconds
 
     def _cut(self, batches_done: int, plan: Plan, started_ns: int) -> bool:
-        """Copy everything into a slot and hand it over; False when that failed."""
+        """Copy everything into a slot and hand it over.
+
+        Returns:
+            Whether it succeeded on all ranks; a failure is noted.
+        """
         self._skipped_in_row = 0
         cut: Cut | None = None
         failure: Exception | None = None
@@ -317,7 +347,8 @@ class Pipeline:
             )
             cut = self._cutter.cut(slot, request, started_ns=started_ns)
         except Exception as error:
-            # Disk, driver, a user's state_dict: none of it may stop training. Noted, not lost.
+            # An error of the disk, a driver or a user's state_dict must not stop training. It is
+            # noted below.
             failure = error
         try:
             if cut is not None:
@@ -335,7 +366,7 @@ class Pipeline:
             self._take_back(cut)
             raise
         if cut is None or failure is not None:
-            self._take_back(cut)  # a part of a checkpoint that another rank has no part of
+            self._take_back(cut)  # another rank failed, so this rank's part is useless
             assert failure is not None
             self.outcomes.note_failure(failure)
             return False
@@ -344,34 +375,34 @@ class Pipeline:
         self.statistics.stalled((time.perf_counter_ns() - started_ns) / 1e6)
         try:
             self._handoff.submit(cut.snapshot)
-        except BaseException as error:  # else it would be waited for, and nothing cut after it
+        except BaseException as error:  # otherwise its outcome would be awaited for ever
             self._ledger.lost(cut.pending.ref, type(error).__name__)
             raise
         return True
 
     def _take_back(self, cut: Cut | None) -> None:
-        """What was cut is not handed over: its rows are dirty again."""
+        """Make the rows of a cut that is not handed over dirty again."""
         if cut is not None:
             for name, rows in cut.pending.dirty.items():
                 self._trackers[name].merge_back(rows)
 
     def _attempt(self, step: int) -> str:
-        """All ranks find the same without asking; alone, a name that nobody has had before."""
+        """Return the attempt's name: equal on all ranks without exchange; random for one rank."""
         if not self._ranks.several:
             return new_attempt()
         return shared_attempt(self._token, step, cut=self._cuts)
 
     def finish(self, batches_done: int) -> None:
-        """A last checkpoint when there are new batches, and wait for every outcome.
+        """Take a last checkpoint if there are new batches, and wait for every outcome.
 
-        Waits for outcomes at most `Timeouts.close_seconds`, and no longer than a moment when there
-        is no agent. That what was cut is staged is always waited for: the process may end after
+        Waits for outcomes at most `Timeouts.close_seconds`, and only shortly if no agent runs.
+        Always waits until each checkpoint that was cut is staged, because the process may end after
         this.
         """
         deadline = time.monotonic() + self._settings.timeouts.close_seconds
-        self._due_until = None  # the last one is waited for
+        self._due_until = None  # the last checkpoint waits for room instead
         if self._ranks.several:
-            # A part that others wait for in vain, of this very batch perhaps, goes first.
+            # Checkpoints that can never be complete are dropped first; one may be of this batch.
             self.outcomes.wait_until_staged()
             lost = self._ledger.take_lost(LOST_AT_ONCE)
             if self._drop(agree_on_lost(self._ranks, lost, step=batches_done)):
@@ -406,10 +437,11 @@ class Pipeline:
             self.take(batches_done)
 
     def say_ended(self, batches_done: int | None = None) -> None:
-        """Leave word, on this host and in the store, that training has ended and was not killed.
+        """Note, on this host and in the store, that training has ended and was not killed.
 
         Args:
-            batches_done: that are worth keeping; None: only those of the newest checkpoint.
+            batches_done: number of batches that training has completed; None: only those of the
+                newest checkpoint count.
         """
         self._area.say_ended()
         if self.outcomes.superseded or self._ranks.rank:
@@ -420,11 +452,11 @@ class Pipeline:
             with rng.untouched():
                 tell_ended(self._run, self._generation, step=step, reason=reason)
         except Exception as error:
-            # Of a generator of the user's or of a device. Nothing but what people are told depends
-            # on this word.
-            _log.warning("no word in the store that training has ended: %s", error)
+            # Also errors of a user's or a device's random generator. Only what people are told
+            # depends on this note.
+            _log.warning("no note in the store that training has ended was written: %s", error)
 
     def close(self) -> None:
-        """End the thread; everything that was cut is staged by then."""
+        """End the thread; each checkpoint that was cut has been staged then."""
         self._handoff.close()
         self.outcomes.fetch()

@@ -1,4 +1,4 @@
-"""Tells the reader how far it may read, and what happens where it stops."""
+"""Grants batches to the reader, and takes a checkpoint at the end of a grant if one is due."""
 
 from __future__ import annotations
 
@@ -12,42 +12,50 @@ __all__ = ["Pace"]
 
 
 class Pace:
-    """Grants batches to the reader; a checkpoint is due only where a grant ends.
+    """Grants batches to the reader; a checkpoint is taken only where a grant ends.
 
-    Where no reader counts on a grant, it ends as soon as the clock says that one is due.
+    If the reader does not take grants, a grant ends as soon as a checkpoint is due by the clock.
 
-    After a checkpoint was skipped the interval is granted in parts: where one ends, the checkpoint
-    is taken late if the earlier one is stored by now, so that what a fault would cost is little
-    again long before the next one is due, and the reader can still read ahead.
+    After a checkpoint was skipped, the next interval is granted in parts. At the end of each part,
+    the checkpoint is taken late if the earlier one is stored by then. A fault then costs little
+    long before the next checkpoint is due, and the reader can still read ahead.
+
+    Args:
+        reader: the Checkpointer's reader, or None.
+        pipeline: takes the checkpoints.
     """
 
     def __init__(self, reader: object, pipeline: Pipeline) -> None:
         self._reader = reader
         self._pipeline = pipeline
         self._granted_from = self._granted_until = 0  # batches done
-        self._ends_by = math.inf  # monotonic; the grant is over then, whatever is left of it
+        self._ends_by = math.inf  # monotonic seconds; the grant ends then even if batches are left
 
     def restart(self, batches_done: int) -> None:
-        """An interval begins: training does, or a checkpoint was taken."""
+        """Begin an interval, at the start of training or after a checkpoint was taken."""
         now = time.monotonic()
         self._pipeline.statistics.interval_begins(now)
         in_parts = self._pipeline.is_overdue
         self._grant(self._pipeline.schedule.restart(now, in_parts=in_parts), batches_done)
 
     def is_over(self, batches_done: int) -> bool:
-        """Whether the grant has ended, so that `step` has something to do."""
+        """Whether the grant has ended, so that `step` must act."""
         return batches_done >= self._granted_until or time.monotonic() >= self._ends_by
 
     def step(self, batches_done: int) -> None:
-        """Where the grant has ended, take a checkpoint if one is due."""
+        """If the grant has ended, take a checkpoint if one is due, and grant more batches."""
         if self.is_over(batches_done):
             self._decide(batches_done)
 
     def take(self, batches_done: int) -> bool:
-        """Take a checkpoint, whether one is due or not, and grant more; whether it was cut."""
+        """Take a checkpoint now, due or not, and grant more batches.
+
+        Returns:
+            Whether the checkpoint was cut.
+        """
         cut = self._pipeline.take(batches_done)
         if self._pipeline.is_due:
-            # It is taken where a grant ends, so grants are short until there is room for it.
+            # It can only be taken at the end of a grant, so grants are short until there is room.
             self._grant(1, batches_done)
         else:
             self.restart(batches_done)
@@ -71,7 +79,7 @@ class Pace:
         try:
             told = announce(self._reader, batches)
         except Exception as error:
-            # The reader is the user's code, called for the checkpoint's sake: its failure here is
-            # one of the checkpoint path and must not end training.
+            # The reader is the user's code, called here only for checkpoints: its failure counts as
+            # a failed checkpoint and must not end training.
             self._pipeline.outcomes.note_failure(error)
         self._ends_by = math.inf if told else self._pipeline.schedule.due_seconds

@@ -1,4 +1,4 @@
-"""Exchanges what ranks agree on around a cut; checks that state stored once is equal on all."""
+"""Lets ranks agree before and after a cut; checks that state stored once is equal on all ranks."""
 
 from __future__ import annotations
 
@@ -38,63 +38,64 @@ __all__ = [
 ]
 
 
-# What ranks have alike, and is stored once for that: whether they do have it alike.
+# Checks that state which is stored once is equal on all ranks.
 #
-# Dense parameters that are no pieces, tables that every rank holds whole, and pieces that ranks of
-# several meshes have. That all of them have the same ones is found when training starts (and so is
-# who stores which pieces, `sharding`), that the values are the same at each cut, by sums over a
-# sample: comparing every byte would be a stall. What ranks need not have alike (buffers, extra
-# states, hyperparameters, schedulers) each of them stores.
+# This state is: dense parameters that are whole on each rank, tables that every rank holds whole,
+# and pieces that ranks of several meshes hold. The start of training checks that all ranks have the
+# same tensors, and decides which rank stores which pieces (`sharding`). Each cut checks that the
+# values are equal, by sums over a sample, because comparing every byte would take too long. State
+# that may differ between ranks (buffers, extra states, hyperparameters, schedulers) is stored by
+# each rank.
 
 
 _log = logging.getLogger("recpoint")
 
-#: So many values of each tensor are summed, evenly drawn.
+#: Number of values of each tensor that are summed, evenly spaced.
 _SAMPLE: Final = 1024
 
-#: Replicas that get the same updates differ by how processors round, which is far less than this;
-#: tensors of other random values by about one over the root of the sample's size.
+#: Replicas that get the same updates differ only by how processors round, which is far less than
+#: this. Tensors of other random values differ by about 1/sqrt(sample size).
 _DRIFT: Final = 1e-4
 
 _NEXT: Final = (
-    "train what all ranks have with DDP, or in pieces with fully_shard or TorchRec; what each rank "
-    "has of its own goes into extras, or into a run of its own"
+    "train state that all ranks share with DDP, or in pieces with fully_shard or TorchRec; put "
+    "state that each rank has for itself into extras, or train it in a separate run"
 )
 
 
-_OTHER_PIECES: Final = "other values in pieces of one place, on ranks of several meshes"
+_OTHER_PIECES: Final = "other values in pieces of the same place, on ranks of several meshes"
 
 
 class Sketch(NamedTuple):
-    """Of one tensor or several.
+    """A short summary of one or several tensors, for comparing their values between ranks.
 
     Attributes:
-        total: of each tensor the weighted sum of its sample over that of its absolute values, and
-            the logarithm of their mean, added.
-        balance: the same of pieces, each counted as `sharding.balance` says.
+        total: sum over all tensors of (weighted sum of the tensor's sample / sum of its absolute
+            values) + log(mean of its absolute values).
+        balance: the same sum over pieces, each multiplied by its count from `sharding.balance`.
     """
 
     total: float
     balance: float = 0.0
 
     def is_like(self, other: Sketch) -> bool:
-        """Whether both may be of the same values."""
+        """Whether both may summarize the same values."""
         return abs(self.total - other.total) <= _DRIFT
 
     @property
     def integers(self) -> tuple[int, int]:
-        """Its bits, as `Ranks.exchange` takes them."""
+        """The bits of both numbers as integers, for `Ranks.exchange`."""
         total, balance = struct.unpack("<qq", struct.pack("<dd", *self))
         return int(total), int(balance)
 
     @classmethod
     def of_integers(cls, total: int, balance: int) -> Sketch:
-        """See `integers`."""
+        """Return the sketch that has these bits; see `integers`."""
         return cls(*struct.unpack("<dd", struct.pack("<qq", total, balance)))
 
 
 def are_alike(sketches: Sequence[Sketch]) -> bool:
-    """Whether those of all ranks may be of the same values, wherever they have the same tensors."""
+    """Whether the sketches of all ranks may summarize the same values in all shared tensors."""
     return all(one.is_like(sketches[0]) for one in sketches) and _is_zero(
         one.balance for one in sketches
     )
@@ -104,26 +105,28 @@ def _is_zero(balances: Iterable[float]) -> bool:
     return abs(sum(balances)) <= _DRIFT
 
 
-#: Of no tensor.
+#: The sketch of no tensor.
 NOTHING: Final = Sketch(0.0)
 
 
 class Replicas:
-    """The tensors that every rank has whole. Collective.
+    """Checks that tensors which are stored once are equal on all ranks. Collective.
 
     Args:
-        ranks: of the job.
-        tensors: says which there are here, by name.
-        forms: what else every rank has to have, though not with the same values: what -> which.
-        pieces: what this rank has of tensors that are in pieces, by name.
-        local_pieces: says what they are now, by name; others may be among them.
+        ranks: the ranks of the job.
+        tensors: returns the tensors that every rank must hold whole, by name.
+        forms: other state that every rank must have in the same form, but not with the same values:
+            what it is -> its form.
+        pieces: for each tensor that is split over ranks, by name, the piece of this rank.
+        local_pieces: returns the present values of these pieces, by name; may return others too.
 
     Attributes:
-        stored_elsewhere: the tensors in pieces of which other ranks store all that this one has.
+        stored_elsewhere: names of split tensors of which other ranks store everything that this
+            rank holds.
 
     Raises:
-        SettingsError: another rank has others, or of another shape or dtype; or the pieces of a
-            tensor do not make it up.
+        SettingsError: another rank has other tensors, or another shape or dtype; or the pieces of a
+            tensor do not make up the whole.
         RankLost: a rank did not answer.
     """
 
@@ -154,7 +157,7 @@ class Replicas:
         self._counts = balance(held, ranks.rank)
 
     def sketch(self) -> Sketch:
-        """Of all of them together, as they are now; on a GPU this waits for it."""
+        """Return the sketch of all tensors as they are now; waits for a GPU if they are on one."""
         return Sketch(_total(self._tensors().values()), sum(self._balances().values()))
 
     def _balances(self) -> dict[str, float]:
@@ -164,10 +167,12 @@ class Replicas:
         return {name: count * _total([pieces[name]]) for name, count in self._counts.items()}
 
     def differences(self, sketches: Sequence[Sketch]) -> SettingsError:
-        """Which of them are not the same on all ranks, after the sketches were not. Collective.
+        """Return an error that names a tensor which differs between ranks. Collective.
+
+        Called after the sketches differed.
 
         Args:
-            sketches: of all ranks.
+            sketches: the sketches of all ranks, in rank order.
         """
         answers = self._ranks.gather(self._of_each())
         told = [of_rank for of_rank in answers if of_rank is not None]
@@ -188,16 +193,16 @@ class Replicas:
         return _unlike_somewhere(sketches)
 
     def _of_each(self) -> tuple[dict[str, float], dict[str, float]] | None:
-        """Of each tensor and of the pieces; None: that cannot be told here, and is logged.
+        """Return the sketch of each tensor and the balances of the pieces; None after an error.
 
-        The other ranks wait for an answer, whatever goes wrong here.
+        An error is logged and not raised, because the other ranks wait for an answer.
         """
         try:
             own = {name: _total([tensor]) for name, tensor in self._tensors().items()}
             return own, self._balances()
         except Exception as error:
-            # Memory, a driver: none of it may stop training.
-            _log.warning("which tensors are not alike cannot be told: %s", error)
+            # An error, for instance of memory or a driver, must not stop training.
+            _log.warning("the tensors that differ between ranks cannot be named: %s", error)
             return None
 
 
@@ -205,7 +210,7 @@ def _total(tensors: Iterable[Tensor]) -> float:
     samples: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.layout is torch.sparse_coo:
-            tensor = tensor.detach()._values()  # public for coalesced ones only
+            tensor = tensor.detach()._values()  # values() exists only for coalesced tensors
         if tensor.is_floating_point() and tensor.numel():
             flat = tensor.detach().flatten()
             sample = flat[:: -(-flat.numel() // _SAMPLE)].to(torch.float64)
@@ -213,13 +218,13 @@ def _total(tensors: Iterable[Tensor]) -> float:
     total = 0.0
     for device, parts in samples.items():
         values = pad_sequence(parts, batch_first=True)
-        # Weighed, so that rows which have changed places are not the same; each tensor by its own
-        # size, so that a small one counts as much as a large one, and the size's logarithm beside.
+        # The weights make exchanged rows visible. Dividing by the absolute sum makes a tensor of
+        # small values count as much as one of large values; the logarithm adds the magnitude.
         weights = torch.linspace(1, 2, values.shape[1], dtype=torch.float64, device=device)
         size = values.abs().sum(dim=1)
         counts = torch.tensor([len(part) for part in parts], dtype=torch.float64, device=device)
         of_each = (values @ weights) / size + (size / counts).log()
-        # 0: all zeros, or not finite any more.
+        # A tensor of zeros, or with values that are not finite, counts as 0.
         total += float(of_each.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).sum())
     return total
 
@@ -240,20 +245,20 @@ def _unlike_somewhere(sketches: Sequence[Sketch]) -> SettingsError:
 
 
 def _unlike(
-    subject: str, found: str, expected: str = "the same on all ranks, of which one stores it"
+    subject: str, found: str, expected: str = "the same on all ranks, because one rank stores it"
 ) -> SettingsError:
     return SettingsError(subject, found=found, expected=expected, next_step=_NEXT)
 
 
-# What ranks say to each other before and after a cut: a few integers of a fixed number each.
+# What ranks exchange before and after a cut: a fixed number of integers each time.
 
 
-#: Most checkpoints that a rank reports as lost at once; others are reported the next time.
+#: The most lost checkpoints that a rank reports at once; it reports others the next time.
 LOST_AT_ONCE: Final = 4
 
 
 class Lost:
-    """Checkpoints that some rank has no part of, so that they can never be whole."""
+    """A set of checkpoints of which some rank has no part, so that they can never be complete."""
 
     def __init__(self, heard: Iterable[int]) -> None:
         self._attempts = frozenset(heard) - {-1}
@@ -264,15 +269,17 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True)
 class CutAgreement:
-    """What all ranks do.
+    """What all ranks have agreed to do.
 
     Attributes:
-        cut: all of them can cut.
-        increment: all want an increment, after the same checkpoint; else a full is cut.
-        again: one of them has a checkpoint of this step already.
-        number: of the cut, if there is one: another each time, also when a step is cut again.
-        lost: those that some rank has lost since the last agreement.
-        sketches: of what all have alike, of each rank; where all can cut.
+        cut: all ranks can cut.
+        increment: all want an increment after the same checkpoint; otherwise a full is cut.
+        again: a rank already has a checkpoint of this step.
+        number: number of the cut, if there is one; a new number each time, also if the same step is
+            cut again.
+        lost: checkpoints that some rank has lost since the last agreement.
+        sketches: for each rank, the sketch of the state that is stored once; empty if some rank
+            cannot cut.
     """
 
     cut: bool
@@ -284,7 +291,7 @@ class CutAgreement:
 
     @property
     def unlike(self) -> bool:
-        """Whether what is stored once is not the same on all ranks: no rank cuts then."""
+        """Whether state that is stored once differs between ranks; if it does, no rank cuts."""
         return not are_alike(self.sketches)
 
 
@@ -299,21 +306,21 @@ def agree_on_cut(
     lost: Sequence[CheckpointRef],
     sketch: Sketch,
 ) -> CutAgreement:
-    """Before a cut. Collective.
+    """Agree on whether and what all ranks cut. Collective.
 
     Args:
-        ranks: of the job.
+        ranks: the ranks of the job.
         step: batches done.
-        link: what this rank would cut; None: it cannot.
-        tip: that it would cut after.
-        again: it has a checkpoint of this step already.
-        cuts: that it has begun since the start.
-        lost: those that it has lost and not told of yet, at most `LOST_AT_ONCE`.
-        sketch: of what it has as all ranks have it.
+        link: link of the checkpoint that this rank would cut; None: it cannot cut.
+        tip: the checkpoint after which it would cut.
+        again: this rank already has a checkpoint of this step.
+        cuts: number of cuts that this rank has begun since the start.
+        lost: checkpoints that it has lost and not reported yet, at most `LOST_AT_ONCE`.
+        sketch: its sketch of the state that is stored once.
 
     Raises:
         SettingsError: ranks have done different numbers of batches.
-        RankLost: one did not answer.
+        RankLost: a rank did not answer.
     """
     increment = link is not None and link.kind == "increment"
     name = -1 if tip is None else _attempt(tip.ref)
@@ -334,7 +341,7 @@ def agree_on_cut(
 
 
 def agree_on_lost(ranks: Ranks, lost: Sequence[CheckpointRef], *, step: int) -> Lost:
-    """Before the last cut, as `agree_on_cut` does before each. Collective."""
+    """Exchange lost checkpoints before the last cut, as `agree_on_cut` does. Collective."""
     heard = ranks.exchange("lost checkpoints", _padded_attempts(lost), batches_done=step)
     return Lost(one for said in heard for one in said)
 
@@ -344,20 +351,20 @@ def _padded_attempts(lost: Sequence[CheckpointRef]) -> list[int]:
 
 
 def _attempt(ref: CheckpointRef) -> int:
-    """60 bits of the attempt: checkpoints are the same where they are."""
+    """Return 60 bits of the attempt's name, which identify a checkpoint between ranks."""
     return int(ref.attempt[:15], 16)
 
 
 def agree_on_settings(ranks: Ranks, settings: Mapping[str, Any]) -> None:
-    """Whether all ranks were given the same. Collective.
+    """Check that all ranks have the same settings. Collective.
 
     Args:
-        ranks: of the job.
-        settings: name -> value, plain ones, of those that may not differ.
+        ranks: the ranks of the job.
+        settings: name -> plain value, for settings that must not differ.
 
     Raises:
-        SettingsError: they differ; on every rank.
-        RankLost: one did not answer.
+        SettingsError: a setting differs; raised on every rank.
+        RankLost: a rank did not answer.
     """
     if not ranks.several:
         return
@@ -374,13 +381,14 @@ def agree_on_settings(ranks: Ranks, settings: Mapping[str, Any]) -> None:
 
 
 class AgreedSchedule:
-    """A schedule that measures time, as rank 0 sees it: clocks differ, and batches must not.
+    """Follows the time-based schedule of rank 0, because clocks differ but batches must not.
 
-    One exchange for each grant: about nine in an interval, see `schedule.SecondsInterval`.
+    Each grant takes one exchange; there are about nine in an interval, see
+    `schedule.SecondsInterval`.
 
     Args:
-        own: of this rank.
-        ranks: of the job.
+        own: schedule of this rank.
+        ranks: the ranks of the job.
     """
 
     def __init__(self, own: Schedule, ranks: Ranks) -> None:
@@ -389,15 +397,15 @@ class AgreedSchedule:
 
     @property
     def due_seconds(self) -> float:
-        """Never: a rank that decided by its own clock would be alone."""
+        """Infinity: no rank may decide by its own clock, because it would be alone."""
         return math.inf
 
     def restart(self, now_seconds: float, *, in_parts: bool = False) -> int:
-        """See `schedule.Schedule`. Collective."""
+        """Begin an interval; see `schedule.Schedule`. Collective."""
         return self._first(self._own.restart(now_seconds, in_parts=in_parts))
 
     def extend(self, now_seconds: float, *, batches: int) -> int:
-        """See `schedule.Schedule`. Collective."""
+        """Grant more batches if time is left; see `schedule.Schedule`. Collective."""
         return self._first(self._own.extend(now_seconds, batches=batches))
 
     def _first(self, batches: int) -> int:
@@ -407,7 +415,7 @@ class AgreedSchedule:
 def after_cut(
     ranks: Ranks, *, failed: bool, bound_bytes: int, step: int
 ) -> tuple[list[int], list[int]]:
-    """After a cut: the ranks on which it failed, and the `bound_bytes` of each. Collective."""
+    """Return the ranks on which a cut failed, and each rank's `bound_bytes`. Collective."""
     said = ranks.exchange("a cut", [failed, bound_bytes], batches_done=step)
     return [rank for rank, (bad, _) in enumerate(said) if bad], [bound for _, bound in said]
 
@@ -415,10 +423,10 @@ def after_cut(
 def incomplete_parts(
     by_rank: Sequence[Mapping[tuple[int, int], Mapping[int, int]]],
 ) -> set[tuple[int, int]]:
-    """Generation and step of staged checkpoints that lack the part of some rank.
+    """Return (generation, step) of staged checkpoints that lack the part of some rank.
 
     Args:
-        by_rank: what the host of each rank has, see `StagingArea.parts_here`.
+        by_rank: for each rank, the parts on its host; see `StagingArea.parts_here`.
     """
     there: dict[tuple[int, int], dict[int, int]] = {}
     for host in by_rank:
@@ -430,10 +438,10 @@ def incomplete_parts(
 
 
 def incomplete(step: int, failed: Sequence[int], count: int) -> StagingError:
-    """What is wrong with a checkpoint that other ranks could not cut."""
+    """Return the error of a checkpoint that other ranks could not cut."""
     return StagingError(
         f"checkpoint of step {step}",
         found=f"no part of rank {', '.join(map(str, failed))}",
         expected=f"a part of each of {count} ranks",
-        next_step="see the log of that rank; the next checkpoint holds these rows too",
+        next_step="see the log of that rank; the next checkpoint also holds these rows",
     )

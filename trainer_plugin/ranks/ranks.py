@@ -1,4 +1,4 @@
-"""Connects the processes that train one model: how they agree, and how they end at one batch."""
+"""Connects the processes that train one model, so that they agree and end at the same batch."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ __all__ = ["AgreedEnd", "Occasion", "Ranks"]
 
 # The processes that train one model together, and how they agree about its checkpoints.
 #
-# They agree when training starts, where a checkpoint is due, and at the end: by exchanges of a few
-# integers over a group of their own, on the CPU, whatever training itself communicates with.
-# Between two checkpoints nothing is exchanged. Every exchange has a time-out, after which an error
-# says which ranks did not answer: one that is gone must not hold up the others for ever.
+# They agree at the start of training, when a checkpoint is due, and at the end. They exchange a few
+# integers over a separate process group on the CPU, whatever training itself uses. Between two
+# checkpoints nothing is exchanged. Every exchange has a time-out; after it, an error names the
+# ranks that did not answer, so that a lost rank cannot hold up the others for ever.
 
 
 _log = logging.getLogger("recpoint")
 
 _POLL_SECONDS: Final = 0.5
-#: How long a failed exchange waits for the ranks that are alive to say so.
+#: How long a failed exchange waits for the other ranks to report that they are alive.
 _ROLL_CALL_SECONDS: Final = 5.0
 
-#: What ranks exchange integers about.
+#: Subjects of exchanges.
 Occasion = Literal[
     "what each rank has",
     "whether all can go on",
@@ -52,29 +52,30 @@ Occasion = Literal[
     "the end of training",
 ]
 _OCCASIONS: Final[tuple[str, ...]] = get_args(Occasion)
-_HEADER: Final = 3  # occasion, batches done or -1, how many integers follow
+_HEADER: Final = 3  # occasion, batches done or -1, number of integers that follow
 
-#: Most integers that a rank says at once. All exchanges are of one length, so that ranks which do
-#: not do the same find out: gloo ends a process whose neighbours send another length.
+#: The most integers in one exchange. All exchanges have the same length, so that ranks can detect
+#: that they are at different exchanges: gloo ends a process whose neighbours send another length.
 _MOST: Final = 12
-#: In place of a group that is gone: this is not a single process.
+#: Stands for a group that was closed after an error. None would mean a single process.
 _DISCONNECTED: Final = object()
 
 
 class Ranks:
-    """The ranks of this job; of a single process none of this does anything.
+    """The ranks of this job, and their exchanges. In a single process, no method communicates.
 
-    Every method but `announce` and `announced` is collective: all ranks call it, in one order.
+    Every method is collective (all ranks call it, in the same order), except `announce`,
+    `announced`, `watch`, `meet` and `close`.
 
     Args:
-        wait_seconds: longest that a rank may be behind the others where they agree.
+        wait_seconds: the longest time that a rank may be behind the others in an exchange.
 
     Attributes:
-        rank: of this process.
-        count: how many there are.
+        rank: rank of this process.
+        count: number of ranks.
 
     Raises:
-        RankLost: one did not answer.
+        RankLost: a rank did not answer.
     """
 
     def __init__(self, *, wait_seconds: float = 600.0) -> None:
@@ -94,40 +95,40 @@ class Ranks:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         default = dist.distributed_c10d._get_default_store()
         self._store = dist.distributed_c10d.PrefixStore("recpoint", default)
-        # Of its own, so that no exchange meets a collective of training, and on the CPU, so that
-        # none waits for a GPU.
+        # A separate group, so that no exchange meets a collective of training; on the CPU, so that
+        # no exchange waits for a GPU.
         timeout = timedelta(seconds=self._wait_seconds)
-        with self._answered():  # ranks connect
+        with self._answered():  # because the ranks connect here
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-        # The store can be older than this process: torchrun keeps one over restarts. What a life
-        # before this one has left there must not be taken for what is said in this one.
+        # The store can be older than this process, because torchrun keeps it over restarts. Keys
+        # that an earlier start left there must not count now, so each start has its own prefix.
         life = self.exchange("what each rank has", [secrets.randbits(62)])[0][0]
         self._store = dist.distributed_c10d.PrefixStore(f"recpoint/{life:x}", default)
 
     @property
     def several(self) -> bool:
-        """Whether there is anybody to agree with."""
+        """Whether the job has more than one rank."""
         return self.count > 1
 
     def exchange(
         self, about: Occasion, values: Sequence[int], *, batches_done: int = -1
     ) -> list[list[int]]:
-        """What each rank says, in the order of ranks.
+        """Return the values of each rank, in rank order.
 
         Args:
-            about: the same on all ranks.
-            values: at most 12 integers of 64 bits; as many on each rank.
-            batches_done: the same on all ranks; -1: it does not matter.
+            about: subject of the exchange, the same on all ranks.
+            values: at most 12 integers of 64 bits; equally many on each rank.
+            batches_done: batches done, the same on all ranks; -1: not checked.
 
         Raises:
-            SettingsError: ranks came here for different things, or after different batches.
-            RankLost: one did not answer.
+            SettingsError: ranks are at different exchanges, or have done different batches.
+            RankLost: a rank did not answer.
         """
         if self._group is None:
             return [list(values)]
         assert len(values) <= _MOST
         header = [_OCCASIONS.index(about), batches_done, len(values)]
-        # Whatever the default device is: the group is of the CPU.
+        # The CPU is named, because a script may have set another default device.
         here = torch.zeros(_HEADER + _MOST, dtype=torch.int64, device="cpu")
         here[: _HEADER + len(values)] = torch.tensor(
             [*header, *map(int, values)], dtype=torch.int64, device="cpu"
@@ -141,32 +142,36 @@ class Ranks:
         return [one[_HEADER : _HEADER + len(values)] for one in said]
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of each rank, in the order of ranks; plain objects, at the start only."""
+        """Return `value` of each rank, in rank order; for plain objects, outside stalls only."""
         if self._group is None:
             return [value]
         data = pickle.dumps(value)
         sizes = [size for (size,) in self.exchange("what each rank has", [len(data)])]
         padded = bytearray(data.ljust(max(sizes), b"\0"))
-        here = torch.from_numpy(np.frombuffer(padded, dtype=np.uint8))  # on the CPU in any case
+        here = torch.from_numpy(np.frombuffer(padded, dtype=np.uint8))  # always on the CPU
         there = [torch.empty_like(here) for _ in range(self.count)]
         with self._answered():
             dist.all_gather(there, here, group=self._group)
-        # From the processes of this very job, which run the same code.
+        # Safe to unpickle: the data come from processes of this job, which run the same code.
         return [
             pickle.loads(one.numpy().tobytes()[:size])
             for one, size in zip(there, sizes, strict=True)
         ]
 
     def first(self, value: Any = None) -> Any:
-        """What rank 0 says."""
+        """Return the value of rank 0; the values of other ranks are ignored."""
         return self.gather(value if self.rank == 0 else None)[0]
 
     def agree(self, error: BaseException | None, *, doing: str) -> None:
-        """Go on only when no rank has an error.
+        """Go on only if no rank has an error.
+
+        Args:
+            error: error of this rank; None: it has none.
+            doing: what the ranks were doing, for the message.
 
         Raises:
-            BaseException: `error` itself, where there is one; elsewhere RankLost names the ranks
-                that had one.
+            BaseException: `error` itself, on a rank that has one.
+            RankLost: another rank has an error; the message names the ranks that do.
         """
         if self._group is not None:
             said = self.exchange("whether all can go on", [error is not None])
@@ -180,13 +185,16 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """What each rank does by itself, and goes on from only when all have.
+        """Run a block on each rank, and go on only if it succeeded on all ranks.
 
-        For what lies between two exchanges: a rank that failed there would come to the next one no
-        more, and the others would wait for it. Any error counts, as each of them ends this rank.
+        For work between two exchanges: if a rank failed there, the others would wait for it in the
+        next exchange. Any error counts, because any error ends this rank's work.
+
+        Args:
+            doing: what the block does, for the message.
 
         Raises:
-            BaseException, RankLost: as `agree`, on all ranks at once.
+            BaseException, RankLost: as `agree` raises them, on all ranks.
         """
         failure: BaseException | None = None
         try:
@@ -209,31 +217,31 @@ class Ranks:
             raise self._broken from error
 
     def _disconnect(self, error: BaseException) -> None:
-        """Have those notice who wait for this rank, and not for the one that is gone.
+        """Close the connections, so that ranks which wait for this rank notice the failure.
 
-        Only then can they say that they are alive: of four ranks in a ring, one always waits so.
+        Only then can those ranks report that they are alive. Of four ranks in a ring, one always
+        waits for a rank that is alive, and not for the lost one.
         """
         group, self._group = self._group, _DISCONNECTED
         if group is not None:
             with contextlib.suppress(ValueError):  # as in close
                 dist.destroy_process_group(group)
         del group
-        # Connections are closed with the last reference to the group; the calls that failed hold
-        # some.
+        # Connections close with the last reference to the group; frames of failed calls hold some.
         traceback.clear_frames(error.__traceback__)
 
     def _missing(self) -> list[int]:
-        """Who does not say that it is alive; nobody, if that cannot be told."""
+        """Return the ranks that do not report that they are alive; empty if that is unknown."""
         found: list[list[int]] = []
-        # In a thread: whoever keeps the store may be the one that hangs, and a call to it then
-        # returns after minutes.
+        # In a thread: the rank that keeps the store may be the one that hangs, and a call to the
+        # store then takes minutes to return.
         call = threading.Thread(target=self._call_roll, args=(found,), daemon=True)
-        with contextlib.suppress(RuntimeError, MemoryError):  # python's: can't start new thread
+        with contextlib.suppress(RuntimeError, MemoryError):  # Python's "can't start new thread"
             call.start()
             call.join(2 * _ROLL_CALL_SECONDS)
         if found:
             return found[0]
-        # It does not answer, or is gone, or no thread can ask it. Of two it can only be the other.
+        # The store hangs or is gone, or no thread could ask it. Of two ranks, the other is lost.
         return [1 - self.rank] if self.count == 2 else []
 
     def _call_roll(self, found: list[list[int]]) -> None:
@@ -247,12 +255,12 @@ class Ranks:
             found.append(missing)
 
     def _is_alive(self, rank: int) -> bool:
-        # An exchange can end well on some ranks only, which notice in the next one.
+        # An exchange can succeed on some ranks only; these notice the failure in the next exchange.
         near = range(self._number - 1, self._number + 2)
         return any(self._store.check([f"alive/{number}/{rank}"]) for number in near)
 
     def _lost(self, ranks: list[int], found: str) -> RankLost:
-        who = ", ".join(map(str, ranks)) if ranks else "one or more (which cannot be told)"
+        who = ", ".join(map(str, ranks)) if ranks else "one or more (unknown which)"
         return RankLost(
             f"rank {who} of {self.count}",
             found=found,
@@ -264,7 +272,7 @@ class Ranks:
     # --- the end -------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """From now on know when any rank has announced that it is to end."""
+        """Notice from now on if any rank announces that it must end; not collective."""
         if self._group is None or self._watch is not None:
             return
         watch = threading.Thread(target=self._watch_for_end, name="recpoint-ranks", daemon=True)
@@ -274,7 +282,7 @@ class Ranks:
         atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
-        # As of `Handoff`: a daemon thread that Python ends within torch takes the process with it.
+        # As in `Handoff`: if Python ends a daemon thread inside torch, the process aborts.
         if os.getpid() == self._process:
             self._end_watch()
 
@@ -282,7 +290,7 @@ class Ranks:
         atexit.unregister(self._at_exit)
         self._ended.set()
         if self._watch is not None:
-            self._watch.join(_ROLL_CALL_SECONDS)  # it may wait for a store that hangs
+            self._watch.join(_ROLL_CALL_SECONDS)  # limited, because the store may hang
             self._watch = None
 
     def _watch_for_end(self) -> None:
@@ -292,12 +300,12 @@ class Ranks:
                     self._announced = "end"
                     return
             except RuntimeError as error:
-                # Exchanges will tell, where ranks are gone with it.
-                _log.info("ranks do not hear of a SIGTERM to another one any more: %s", error)
+                # If ranks are lost together with the store, the next exchange reports it.
+                _log.info("this rank no longer hears of a SIGTERM to another rank: %s", error)
                 return
 
     def announce(self) -> None:
-        """This rank is to end: all of them are, then."""
+        """Announce that this rank must end, and thereby all ranks; not collective."""
         if self._group is not None and self._announced is None:
             self._announced = "end"
             with contextlib.suppress(RuntimeError):
@@ -305,18 +313,19 @@ class Ranks:
 
     @property
     def announced(self) -> bool:
-        """Whether some rank has said that it is to end; not collective, and costs nothing."""
+        """Whether a rank has announced that it must end; not collective, and costs nothing."""
         return self._announced is not None
 
     def meet(self, batches_done: int) -> int | None:
-        """Where all ranks can stop together, once all know that they are to; waits for nobody.
+        """Return the batch after which all ranks stop together; waits for no rank.
 
-        Called after each batch, from the one on after which a rank knows. No rank begins a batch
-        before every other one has begun the one before, since they train together: so the batch
-        after the last at which one of them learned of it is one that each can still stop after.
+        Each rank calls it after each batch, as soon as it knows that it must end. Ranks train
+        together, so no rank begins a batch before all others have begun the batch before. Therefore
+        every rank can still stop after the batch that follows the latest one at which a rank
+        learned of the end.
 
         Returns:
-            The batch to stop after; None: not all have said yet.
+            The batch to stop after; None: some ranks do not know of the end yet.
         """
         if self._group is None:
             return batches_done
@@ -330,17 +339,17 @@ class Ranks:
         return None
 
     def close(self) -> None:
-        """Leave; not collective."""
+        """Leave the group; not collective."""
         self._end_watch()
         group, self._group = self._group, None
         if group not in (None, _DISCONNECTED) and dist.is_initialized():
-            # ValueError: the job has destroyed all groups already, and begun anew.
+            # ValueError: the job has already destroyed all groups and made new ones.
             with contextlib.suppress(ValueError):
                 dist.destroy_process_group(group)
 
 
 def _out_of_step(said: Sequence[Sequence[int]]) -> SettingsError:
-    """What is wrong when ranks came to one exchange with different headers."""
+    """Return the error for ranks that came to one exchange with different headers."""
     found = []
     for rank, (about, batches_done, *_) in enumerate(said):
         after = f" after batch {batches_done}" if batches_done >= 0 else ""
@@ -354,14 +363,14 @@ def _out_of_step(said: Sequence[Sequence[int]]) -> SettingsError:
     )
 
 
-# The end that SIGTERM asks for: at one batch for all ranks, with a last checkpoint before it.
+# The end after a SIGTERM: at the same batch on all ranks, after a last checkpoint.
 
 
 class AgreedEnd:
-    """Whether this process is to end, and when.
+    """Decides whether this process must end, and after which batch.
 
     Args:
-        ranks: all of them; those that were not told learn it from those that were.
+        ranks: the ranks of the job; a rank that got SIGTERM tells the others.
         wait_seconds: how long the ranks may take to find a batch that none has passed.
     """
 
@@ -369,57 +378,59 @@ class AgreedEnd:
         self._ranks = ranks
         self._wait_seconds = wait_seconds
         self._notice = TerminationNotice()
-        self._ends_by: float | None = None  # monotonic
+        self._ends_by: float | None = None  # monotonic seconds
         self._over = False
 
     def watch(self) -> None:
-        """Take SIGTERM from now on, and hear of other ranks that got one."""
+        """Handle SIGTERM from now on, and notice a SIGTERM to other ranks."""
         self._notice.install()
         self._ranks.watch()
 
     @property
     def is_due(self) -> bool:
-        """Whether this process is to end; `end_if_last` says at which batch."""
-        # Once: a handler of the user's may let training go on.
+        """Whether this process must end; `end_if_last` decides after which batch."""
+        # Only once: a handler of the user may let training go on.
         return not self._over and (self._notice.requested or self._ranks.announced)
 
     @property
     def is_done(self) -> bool:
-        """Whether `end_if_last` has done everything, and nobody has handed the signal on yet."""
+        """Whether `end_if_last` has finished and the signal has not been passed on yet."""
         return self._over and not self._notice.redelivered
 
     def end_if_last(self, batches_done: int, finish: Callable[[int], None]) -> None:
-        """The process is to end: do it after this batch, if it is the one that all ranks stop at.
+        """Take the last checkpoint if all ranks stop after this batch.
+
+        Called after each batch once the process must end.
 
         Args:
-            batches_done: so far.
-            finish: takes the last checkpoint; given the batches.
+            batches_done: batches so far.
+            finish: takes the last checkpoint; called with `batches_done`.
         """
         self._ranks.announce()
         last = self._ranks.meet(batches_done)
         now = time.monotonic()
         if self._ends_by is None:
             self._ends_by = now + self._wait_seconds
-        late = now > self._ends_by  # never at the first time, when others cannot have said yet
+        late = now > self._ends_by  # never at the first call, when others cannot have answered yet
         if not late and (last is None or batches_done < last):
-            return  # other ranks have not noticed yet, and go on with this one for a batch or two
+            return  # other ranks have not noticed yet, and train one or two more batches
         if batches_done == last:
             _log.warning("SIGTERM at batch %d: taking a final checkpoint", batches_done)
             finish(batches_done)
         else:
             _log.error(
-                "SIGTERM at batch %d: no final checkpoint, since the ranks found no batch to stop "
-                "at together. Next: nothing; training goes on from the newest checkpoint",
+                "SIGTERM at batch %d: no final checkpoint, because the ranks found no common batch "
+                "to stop at. Next: nothing; a restart goes on from the newest checkpoint",
                 batches_done,
             )
         self._over = True
 
     def hand_on(self) -> None:
-        """Give the signal to the handler that was there before; by default the process ends."""
+        """Pass the signal on to the earlier handler; the default handler ends the process."""
         self._notice.redeliver()
 
     def close(self) -> None:
-        """Training is over: give the signal back, and hand on one that nobody has acted on."""
+        """Put the earlier handler back, and pass on a signal that nobody has acted on."""
         if self._notice.requested or self.is_done:
             self.hand_on()
         self._notice.remove()

@@ -1,4 +1,4 @@
-"""Lays out which rank stores which rows of tables and which pieces of dense tensors."""
+"""Decides which rank stores which rows of tables and which pieces of dense tensors."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = [
 ]
 
 
-# Which rank stores which rows: every table of a job, as this rank sees it.
+# Which rank stores which rows of the tables.
 
 
 class _Held(NamedTuple):
-    """What a rank says of one of its tables."""
+    """A rank's description of one of its tables, for the other ranks."""
 
     key: str
     name: str
@@ -52,46 +52,48 @@ class _Held(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shard:
-    """A table of the job, or a piece of its columns, and which of its rows this rank stores.
+    """A table of the job, or some of its columns, and the rows of it that this rank stores.
 
     Attributes:
-        table: has the rows that this rank stores; None: it stores none, because it holds none, or
-            because a lower rank holds the same ones.
-        copy: what is here of a table that every rank holds whole, and one of them stores.
+        seen: description by the lowest rank that lists the table.
+        table: the table with the rows that this rank stores; None: it stores none, because it holds
+            none, or because a lower rank holds the same rows.
+        copy: this rank's copy of a table that every rank holds whole; None: the table is sharded,
+            or the job has one rank.
     """
 
-    seen: _Held  # of some rank that holds rows of it
+    seen: _Held
     table: Table | None
     copy: Table | None
 
     @property
     def key(self) -> str:
-        """As `Table.key`."""
+        """Key of the table, as in `Table.key`."""
         return self.seen.key
 
     @property
     def name(self) -> str:
-        """As `Table.name`."""
+        """Name of the whole table, as in `Table.name`."""
         return self.seen.name
 
     @property
     def rows(self) -> int:
-        """Rows of the whole table, over all ranks; as it is now, like the rest."""
+        """Number of rows of the whole table, over all ranks, at present."""
         return self.seen.table_rows if self.table is None else self.table.table_rows
 
     @property
     def dim(self) -> int:
-        """Values of a row."""
+        """Number of values in a row."""
         return self.seen.dim if self.table is None else self.table.dim
 
     @property
     def dtype(self) -> TableDtype:
-        """Of the values, by its stored name."""
+        """Dtype of the values, by its stored name."""
         return self.seen.dtype if self.table is None else self.table.dtype
 
     @property
     def columns(self) -> Columns | None:
-        """As `Table.columns`."""
+        """Columns of the whole table, as in `Table.columns`; None: all."""
         if self.seen.columns is None:
             return None
         first, of = self.seen.columns
@@ -99,12 +101,12 @@ class Shard:
 
     @property
     def held_rows(self) -> int:
-        """Rows that this rank stores."""
+        """Number of rows that this rank stores."""
         return 0 if self.table is None else self.table.rows
 
     @property
     def first_row(self) -> int:
-        """Position in the whole table of the first of them; 0 without any."""
+        """Position in the whole table of the first row that this rank stores; 0 if it has none."""
         return 0 if self.table is None else self.table.first_row
 
     @property
@@ -114,25 +116,26 @@ class Shard:
 
     @property
     def weight(self) -> Tensor:
-        """[held_rows, dim]: the live values."""
+        """The live values: [held_rows, dim]."""
         if self.table is not None:
             return self.table.weight
         return torch.empty((0, self.dim), dtype=torch_dtype(self.dtype), device="cpu")
 
 
 def lay_out(ranks: Ranks, tables: Sequence[Table]) -> tuple[Shard, ...]:
-    """All tables of the job, in the same order on each rank. Collective.
+    """Lay out all tables of the job, in the same order on each rank. Collective.
 
     Args:
-        ranks: of the job.
-        tables: what this rank holds.
+        ranks: the ranks of the job.
+        tables: the tables that this rank holds.
 
     Raises:
-        SettingsError: ranks differ in a table's form, or its rows are not each in one shard.
+        SettingsError: a table's form differs between ranks; or its shards leave out rows, or
+            overlap without being equal.
         RankLost: a rank did not answer.
     """
     here = {table.key: table for table in tables}
-    # Asked for a single process too: its tables have to be whole as well.
+    # Checked for a single process, too, because its tables must also be whole.
     held = [dict(one) for one in ranks.gather([(key, _held(t)) for key, t in here.items()])]
     found: list[Shard] = []
     for key in dict.fromkeys(key for one in held for key in one):
@@ -150,7 +153,7 @@ def lay_out(ranks: Ranks, tables: Sequence[Table]) -> tuple[Shard, ...]:
 
 
 def copies_of(shards: Sequence[Shard]) -> dict[str, Tensor]:
-    """The live values of the tables that every rank holds whole, by key."""
+    """Return the live values of the tables that every rank holds whole, by key."""
     return {shard.key: shard.copy.weight for shard in shards if shard.copy is not None}
 
 
@@ -169,9 +172,9 @@ def _held(table: Table) -> _Held:
 
 
 def _owners(key: str, by_rank: dict[int, _Held]) -> set[int]:
-    """The ranks that store a table: of those that hold the same rows the lowest.
+    """Return the ranks that store a table: for each range of rows, the lowest rank that holds it.
 
-    One that lists it without rows stores nothing of it, wherever its shard would begin.
+    A rank that lists the table without rows stores nothing, wherever its shard would begin.
     """
     forms = {held.form for held in by_rank.values()}
     if len(forms) > 1:
@@ -185,12 +188,12 @@ def _owners(key: str, by_rank: dict[int, _Held]) -> set[int]:
         if first != end:
             raise _refused(
                 key,
-                f"rows from {first} on rank {rank}, after those up to {end}",
-                "each row on one rank, or the same rows on several",
+                f"rows from {first} on rank {rank}, after rows up to {end}",
+                "each row on one rank, or the same rows on several ranks",
             )
         end = first + count
     if end != rows:
-        raise _refused(key, f"the first {end} rows of {rows}, on all ranks", "every row")
+        raise _refused(key, f"only the first {end} rows of {rows}", "every row")
     return set(by_rows.values())
 
 
@@ -203,26 +206,27 @@ def _refused(key: str, found: str, expected: str) -> SettingsError:
         f"table {key!r}",
         found=found,
         expected=f"{expected}, over all ranks of the job",
-        next_step="give each rank the model that it trains; replicas have to be whole",
+        next_step="give each rank the model that it trains; replicas must be whole",
     )
 
 
 # Which rank stores which pieces of dense tensors that lie on several meshes.
 #
-# The ranks of a mesh make up a tensor that lies on it. Another mesh may make up the same one again:
-# under data and tensor parallelism the meshes `mesh["tp"]` of all replicas, and the meshes
-# `mesh["dp"]` of a layer that is in no tensor-parallel plan. The mesh with the lowest rank stores
-# it, with what the optimizers have of it; a mesh that replicates does so itself
-# (`tables.piece_of`). It is settled when training starts, so that a cut asks nobody.
+# The ranks of a mesh together hold a tensor that lies on it. Another mesh may hold the same tensor
+# again. With data and tensor parallelism, these are the meshes `mesh["tp"]` of all replicas, and
+# the meshes `mesh["dp"]` of a layer that is in no tensor-parallel plan. The mesh that contains the
+# lowest rank stores the tensor and its optimizer state. Inside a mesh that replicates,
+# `tables.piece_of` chooses the rank. All this is decided when training starts, so that a cut needs
+# no exchange.
 
 
 class HeldPiece(NamedTuple):
-    """What a rank says of a tensor that it has a piece of.
+    """A rank's description of a tensor of which it holds a piece.
 
     Attributes:
-        form: shape of the whole, and dtype.
-        mesh: the lowest rank of the mesh that it lies on.
-        box: where the piece begins, and its shape; None: another rank of the mesh stores it.
+        form: shape of the whole tensor, and its dtype.
+        mesh: the lowest rank of the mesh on which the tensor lies.
+        box: start and shape of the piece; None: another rank of the mesh stores it.
     """
 
     form: tuple[tuple[int, ...], str]
@@ -231,7 +235,7 @@ class HeldPiece(NamedTuple):
 
 
 def held_pieces(tensors: Mapping[str, Tensor]) -> dict[str, HeldPiece]:
-    """Of those of a rank's dense tensors that are in pieces, by name."""
+    """Describe the pieces that this rank holds of split dense tensors, by name."""
     found: dict[str, HeldPiece] = {}
     for name, tensor in tensors.items():
         if is_piece(tensor):
@@ -245,22 +249,22 @@ def held_pieces(tensors: Mapping[str, Tensor]) -> dict[str, HeldPiece]:
 
 
 def local_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What is here of those that are in pieces, by name."""
+    """Return the live values of the pieces that this rank holds, by name."""
     return {name: one.to_local().detach() for name, one in tensors.items() if is_piece(one)}
 
 
 def stored_elsewhere(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> frozenset[str]:
-    """The tensors of which other ranks store all that this one has.
+    """Return the names of tensors of which other ranks store everything that this rank holds.
 
     Args:
-        held: what each rank has, in the order of ranks.
-        rank: this one.
+        held: the pieces of each rank, in rank order.
+        rank: this rank.
 
     Raises:
-        SettingsError: a rank has no piece of one, or another shape; or what is stored would not
-            make one up.
+        SettingsError: a rank has no piece of a tensor, or another shape; or the stored pieces would
+            not make up the tensor.
     """
-    settled: set[object] = set()  # layers of one shape are cut alike
+    settled: set[object] = set()  # layouts already checked: layers of one shape are cut alike
     for name in sorted(set().union(*held)):
         by_rank = [of_rank.get(name) for of_rank in held]
         layout = tuple(by_rank)
@@ -270,7 +274,7 @@ def stored_elsewhere(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> froz
                 raise SettingsError(
                     f"the dense tensor {name!r}, of which ranks have pieces",
                     found=fault,
-                    expected="pieces that make it up, over the ranks of each mesh that it lies on",
+                    expected="pieces that make up the whole tensor on each mesh on which it lies",
                     next_step="give each rank the model that it trains, and divide each layer in "
                     "the same way on all ranks",
                 )
@@ -283,15 +287,16 @@ def stored_elsewhere(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> froz
 
 
 def balance(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> dict[str, int]:
-    """How often a number of each piece that is here counts, so that over all ranks they add to 0.
+    """Return a factor for each piece held here, so that equal pieces cancel out over all ranks.
 
-    If the numbers are the same where the pieces are: a piece that is not stored counts once, and
-    against it each time the one that is stored in its place. Tensors of one mesh are left out, and
-    pieces of a mesh that cuts otherwise: their values are not compared.
+    Each rank multiplies a number that it computes from a piece by the factor. If pieces of the same
+    place are equal, the products add up to 0 over all ranks: a copy that is not stored has factor
+    1, and the stored piece has minus the number of its copies. Tensors on one mesh, and pieces of a
+    mesh that is cut differently, have no factor; their values are not compared.
 
     Args:
-        held: what each rank has, in the order of ranks; `stored_elsewhere` has found no fault.
-        rank: this one.
+        held: the pieces of each rank, in rank order; `stored_elsewhere` has found no fault in them.
+        rank: this rank.
     """
     found: dict[str, int] = {}
     for name, own in held[rank].items():
@@ -323,9 +328,9 @@ def _fault(by_rank: Sequence[HeldPiece | None]) -> str | None:
 
 
 def without_pieces(tree: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """A rank's state tree without the pieces of these tensors, and of what optimizers have of them.
+    """Return a rank's state tree without the pieces of these tensors and of their optimizer state.
 
-    What is no piece stays, as a count of steps that each rank has.
+    State that is not a piece stays, such as a count of steps that each rank has.
     """
     tensors = {
         name: value

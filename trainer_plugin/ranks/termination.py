@@ -1,4 +1,4 @@
-"""SIGTERM: noticed by a flag, acted on between two batches, then handed on."""
+"""Notes SIGTERM in a flag that training reads between two batches, then passes the signal on."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ _log = logging.getLogger("recpoint")
 
 
 class TerminationNotice:
-    """Stands in for the process's SIGTERM handler while training runs.
+    """Replaces the process's SIGTERM handler while training runs.
 
-    The first SIGTERM sets `requested`. A second one goes straight to the handler that was there
-    before: whoever asks twice does not want to wait for a checkpoint.
+    The first SIGTERM sets `requested`. A second one goes straight to the earlier handler: whoever
+    sends it twice does not want to wait for a checkpoint.
+
+    Attributes:
+        requested: a SIGTERM has arrived and has not been passed on.
+        redelivered: a SIGTERM has been passed on.
     """
 
     def __init__(self) -> None:
@@ -31,7 +35,7 @@ class TerminationNotice:
         self._process = 0
 
     def install(self) -> None:
-        """Take the signal; in another thread than the main one python does not allow that."""
+        """Install the handler, if this is the main thread; Python allows it only there."""
         if threading.current_thread() is not threading.main_thread():
             _log.warning(
                 "SIGTERM takes no final checkpoint: the Checkpointer was started outside the main "
@@ -40,22 +44,22 @@ class TerminationNotice:
             return
         before = handler_of(signal.SIGTERM)
         set_handler(signal.SIGTERM, self._received)
-        if before != self._received:  # it is there already
+        if before != self._received:  # otherwise ours was installed already
             self._previous = before
         self._installed = True
         self._process = os.getpid()
 
     def remove(self) -> None:
-        """Give the signal back to the handler that was there before."""
+        """Put the earlier handler back."""
         if not self._installed or threading.current_thread() is not threading.main_thread():
             return
         self._installed = False
-        # Somebody may have replaced ours meanwhile: theirs stays.
+        # If somebody has replaced our handler meanwhile, leave theirs.
         if handler_of(signal.SIGTERM) == self._received:
             set_handler(signal.SIGTERM, self._handler_before())
 
     def redeliver(self) -> None:
-        """Send the signal again, to the handler before ours; by default that ends the process."""
+        """Send the signal again, to the earlier handler; the default handler ends the process."""
         self.requested, self.redelivered = False, True
         self.remove()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -63,24 +67,25 @@ class TerminationNotice:
     def _received(self, _number: int, _frame: FrameType | None) -> None:
         if not self._installed:
             self._received_afterwards()
-        # A forked child, of a reader for instance, has this handler too and nothing to checkpoint:
-        # it must end when it is told to.
+        # A forked child, for instance a reader's worker, also has this handler but takes no
+        # checkpoint: it must end at once.
         elif self.requested or os.getpid() != self._process:
             self.redeliver()
         else:
             self.requested = True
 
     def _received_afterwards(self) -> None:
-        """Training is over, and somebody has put this handler back, or calls it beside his own.
+        """Pass on a signal that arrives after training is over.
 
-        Two Checkpointers do that where the first of them is closed first.
+        Somebody has put this handler back, or calls it from another handler. Two Checkpointers do
+        this if the one that was started first is closed first.
         """
         if handler_of(signal.SIGTERM) != self._received:
-            return  # whoever called it answers the signal
+            return  # called by another handler, which handles the signal
         set_handler(signal.SIGTERM, self._handler_before())
-        self._previous = None  # once: it may lead back to here
+        self._previous = None  # only once: the earlier handler may lead back to this one
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _handler_before(self) -> Any:
-        # None: the handler before was not python's, and cannot be put back by python.
+        # None: the earlier handler was not installed from Python, so Python cannot put it back.
         return signal.SIG_DFL if self._previous is None else self._previous

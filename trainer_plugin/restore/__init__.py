@@ -1,5 +1,6 @@
 """Starts a trainer on a run: restores a checkpoint into live tensors.
 
-A run and a request come in, a restored model and a generation go out. Walk: `start` (all ranks,
-taking the run over), `target` (where restored rows and states go).
+The input is a run and a request; the output is a restored model and a generation. Read the modules
+in this order: `start` (restores all ranks and takes over the run) and `target` (where restored rows
+and states go).
 """

@@ -1,4 +1,4 @@
-"""Starts a trainer on a run: validates the request, restores all ranks, takes the run over."""
+"""Starts a trainer on a run: validates the request, restores all ranks, takes over the run."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ __all__ = [
 ]
 
 
-# Tells people of a start: what was restored, without what, and what is left behind.
+# Messages about a start: what was restored, what was passed over, and what is left behind.
 
 
 _log = logging.getLogger("recpoint")
 
 
 def tell_restored(run: Run, report: RestoreReport) -> None:
-    """Log what was restored, and what without: newer checkpoints, damaged forms of this one."""
+    """Log what was restored, newer checkpoints that were skipped, and damaged forms of this one."""
     known = report.validation
     state = known.in_words if known else "not validated"
     _log.info("%s is restored: %s", report.restored, state)
@@ -82,13 +82,13 @@ def tell_restored(run: Run, report: RestoreReport) -> None:
 
 
 def announce_start(run_url: str, report: RestoreReport | None, *, resumed: bool, left: int) -> None:
-    """Print one line to stderr, which people see without any logging set up.
+    """Print one line about the start to stderr, which people see without any logging set up.
 
     Args:
-        run_url: of the run.
-        report: of what was restored; None: nothing was.
+        run_url: URL of the run.
+        report: report of the restore; None: nothing was restored.
         resumed: whether training goes on where that checkpoint was cut.
-        left: how many checkpoints are left behind, where training goes back.
+        left: number of checkpoints that are left behind because training goes back.
     """
     if report is None:
         line = f"{run_url} begins: nothing is restored"
@@ -103,24 +103,27 @@ def announce_start(run_url: str, report: RestoreReport | None, *, resumed: bool,
     try:
         print(f"recpoint: {line}", file=sys.stderr, flush=True)
     except Exception as error:
-        # It is closed, or nobody reads it, or it is the user's own: training can begin.
+        # stderr may be closed, have no reader, or be a user's object; training can begin all the
+        # same.
         _log.warning("a line could not be printed to stderr: %s", error)
 
 
 def tell_left(run: Run, record: GenerationRecord) -> int:
-    """Log what going back leaves behind: in a script that always does, each restart does it.
+    """Log the checkpoints that going back leaves behind.
+
+    If the script names a step in each start, each restart goes back there.
 
     Returns:
-        How many checkpoints are left behind.
+        Number of checkpoints that are left behind.
     """
     try:
         left = left_by_going_back(run, record)
-    except RecpointError:  # from a line that is damaged, a person has named a way on
+    except RecpointError:  # the line is damaged, and the user has chosen a step for that reason
         return 0
     if left:
         _log.warning(
-            "%d checkpoint(s) that counted, up to %s, are left behind for %s. Next: take the step "
-            "out of restore() before the next start, which would go back there once more",
+            "%d checkpoint(s) that counted, up to %s, are left behind for %s. Next: remove the "
+            "step from restore() before the next start, which would otherwise go back there again",
             len(left),
             left[0],
             record.restored,
@@ -128,11 +131,18 @@ def tell_left(run: Run, record: GenerationRecord) -> int:
     return len(left)
 
 
-# Validates what a trainer asks `Checkpointer.restore` for.
+# The arguments of `Checkpointer.restore`.
 
 
 class Wanted(NamedTuple):
-    """What a trainer asks for, see `Checkpointer.restore`."""
+    """The arguments of `Checkpointer.restore`.
+
+    Attributes:
+        selection: which checkpoint to restore.
+        fresh: start a new line from nothing.
+        partial: the parts to load; None: everything.
+        seed: the parts of another run to start from, if the run has no checkpoint.
+    """
 
     selection: Selection
     fresh: bool
@@ -140,10 +150,10 @@ class Wanted(NamedTuple):
     seed: Seed | None
 
     def check(self) -> None:
-        """Check that all of it can be had at once.
+        """Validate the arguments.
 
         Raises:
-            SettingsError: options that exclude each other, or that cannot be meant.
+            SettingsError: two arguments exclude each other, or one is malformed.
         """
         given = {
             "step": self.selection.step,
@@ -161,7 +171,7 @@ class Wanted(NamedTuple):
                 if given[other] is not None:
                     raise SettingsError(
                         f"restore({one}=...)",
-                        found=f"{other} with it",
+                        found=f"{other} in the same call",
                         expected=f"{one} without {' or '.join(others)}",
                         next_step="see the docstring of Checkpointer.restore",
                     )
@@ -172,14 +182,14 @@ class Wanted(NamedTuple):
                 "restore(seed=...)",
                 found=f"a {type(self.seed).__name__}",
                 expected="a recpoint.Seed",
-                next_step="seed=recpoint.Seed(URL, tables=..., dense=...)",
+                next_step="pass seed=recpoint.Seed(URL, tables=..., dense=...)",
             )
 
 
-# Restoring one and the same checkpoint on all ranks: rank 0 chooses, and claims the run.
+# Restoring the same checkpoint on all ranks: rank 0 chooses it, and claims the run.
 #
-# Rank 0 tells the others what to do, one order after another; they do it and say how it went. Each
-# candidate is named, so that none of them looks at the store by itself and finds a newer one.
+# Rank 0 sends orders, one after another; the other ranks carry them out and report the result. Each
+# order names a checkpoint, so that no rank reads the store by itself and finds a newer one.
 
 
 _GOOD: Final = 0
@@ -191,11 +201,26 @@ class RestoreOne(Protocol):
     """Restores one checkpoint into this rank."""
 
     def __call__(self, before: int | None, name: ManifestName) -> CheckpointRef | None:
-        """Raises what `catalog.restore.restore.restore` does of a checkpoint that is named."""
+        """Restore the named checkpoint, and return which it was.
+
+        Args:
+            before: leave out this generation and later ones; None: leave out none.
+            name: the checkpoint.
+
+        Raises:
+            RecpointError: as `catalog.restore.restore.restore` raises for a named checkpoint.
+        """
 
 
 class _Order(NamedTuple):
-    """What rank 0 wants done: a checkpoint restored, or nothing more."""
+    """An order of rank 0: restore a checkpoint, or stop.
+
+    Attributes:
+        kind: "restore": restore `name`. "claimed": the run is claimed. "failed": rank 0 failed.
+        name: the checkpoint to restore.
+        record: record of the claimed generation.
+        error: error of rank 0.
+    """
 
     kind: Literal["restore", "claimed", "failed"]
     name: ManifestName | None = None
@@ -204,7 +229,7 @@ class _Order(NamedTuple):
 
 
 class _KnownToAll(Exception):
-    """A failure of which the other ranks have been told: none of them waits for another order."""
+    """Wraps a failure that the other ranks know, so that none of them waits for another order."""
 
     def __init__(self, failure: BaseException) -> None:
         super().__init__(failure)
@@ -212,10 +237,10 @@ class _KnownToAll(Exception):
 
 
 def claim_together(ranks: Ranks, claim: Callable[[], GenerationRecord]) -> GenerationRecord:
-    """The generation record that rank 0 creates, on all ranks.
+    """Have rank 0 claim the run, and return its generation record on all ranks. Collective.
 
     Raises:
-        RankLost: it could not; on rank 0 what `claim` raised.
+        RankLost: rank 0 could not claim it. Rank 0 itself raises the error of `claim`.
     """
     if not ranks.several:
         return claim()
@@ -232,22 +257,22 @@ def restore_together(
     *,
     above: int = 0,
 ) -> GenerationRecord:
-    """Restore on all ranks what rank 0 finds to be the newest that is good on all, and claim.
+    """Restore the newest checkpoint that is good on all ranks, and claim the run. Collective.
 
     Args:
-        ranks: of the job, several.
+        ranks: the ranks of the job; more than one.
         run: the run.
         restore_one: restores a checkpoint into this rank.
         selection: see `catalog.restore.restore.restore`.
         above: see `Run.claim`.
 
     Returns:
-        The record of the new generation; with `restored` None nothing was restored.
+        The record of the new generation; `restored` is None if nothing was restored.
 
     Raises:
-        NothingToRestore, FormatError, ChainError: on rank 0, as
+        NothingToRestore, FormatError, ChainError: on rank 0, for the reasons of
             `catalog.restore.restore.restore`.
-        RankLost: on the others when another rank could not go on.
+        RankLost: on other ranks, if a rank could not go on.
     """
     if ranks.rank != 0:
         return _follow(ranks, restore_one)
@@ -281,7 +306,7 @@ def _leading(ranks: Ranks, claim: Callable[[], GenerationRecord]) -> GenerationR
     try:
         record = claim()
     except RankLost:
-        raise  # nobody listens
+        raise  # a rank is lost, so no order can be sent
     except _KnownToAll as known:
         raise known.failure from None
     except BaseException as error:
@@ -308,16 +333,19 @@ def _follow(ranks: Ranks, restore_one: RestoreOne | None) -> GenerationRecord:
                 f"rank 0 of {ranks.count}",
                 found=order.error,
                 expected="a checkpoint to restore, and the run claimed",
-                next_step="see its log",
+                next_step="see the log of rank 0",
             )
 
 
 def _restore(ranks: Ranks, restore_one: RestoreOne, name: ManifestName) -> CheckpointRef | str:
-    """Restore a checkpoint on all ranks: which it was, or why not everywhere.
+    """Restore a checkpoint on all ranks.
+
+    Returns:
+        The checkpoint; or the damage that a rank found, as text.
 
     Raises:
-        _KnownToAll: what has nothing to do with damage.
-        RankLost: another rank had that.
+        _KnownToAll: this rank has an error other than damage.
+        RankLost: another rank has such an error.
     """
     restored: CheckpointRef | None = None
     damage = ""
@@ -349,29 +377,31 @@ def _restore(ranks: Ranks, restore_one: RestoreOne, name: ManifestName) -> Check
     return restored
 
 
-# A trainer's start on a run: what it restores, and taking the run over (format §6.1, write
-# order, rule 1).
+# A trainer's start on a run: it restores, and takes over the run (format §6.1, write order, rule
+# 1).
 
 
-#: A start tries again when the store refuses a call. Later calls through this store do so too.
+#: Calls are repeated for this long if the store refuses them, also later calls through this store.
 _TIMEOUTS: Final = S3Timeouts(refused_seconds=30.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where training starts.
+    """The state in which training starts.
 
     Attributes:
-        generation: of this trainer; every earlier one is fenced off.
-        batches_done: whose updates the model holds.
-        tip: the chain that checkpoints may go on with; None: the first is a full.
-        base_history: of what stands on the base of the tip.
-        changed: `Table.key` -> rows that differ from the tip, a dirty bitmap; not given: none.
-        report: of the restore, when there was one.
-        resumed: whether training goes on where it was, random generators included.
-        left: how many checkpoints are left behind, where training goes back; rank 0 knows.
-        past: what the state has been through.
-        token: of the generation's record.
+        generation: generation of this trainer; every earlier one is fenced off.
+        token: token in the generation's record.
+        batches_done: batches whose updates the model holds.
+        tip: tip of the chain that checkpoints may extend; None: the first checkpoint is a full.
+        base_history: the checkpoints on the tip's base.
+        changed: `Table.key` -> dirty bitmap of the rows that differ from the tip; a table that is
+            missing has none.
+        report: report of the restore, if there was one.
+        resumed: whether training goes on exactly where it was, including random generators.
+        left: number of checkpoints that are left behind because training goes back; only rank 0
+            knows it.
+        past: what happened on this line before the start.
     """
 
     generation: int
@@ -388,14 +418,15 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """The model that is restored into, and who trains it.
+    """The model that is restored, and the ranks that train it.
 
     Attributes:
-        ranks: all of them.
-        tables: what this rank holds.
-        names: of all tables, over all ranks.
-        state: everything else.
-        staged: the highest generation that anything staged on their hosts is of; 0: there is none.
+        ranks: the ranks of the job.
+        tables: the tables that this rank holds.
+        names: names of all tables, over all ranks.
+        state: the training state outside tables.
+        staged: the highest generation of a checkpoint staged on the ranks' hosts; 0: none is
+            staged.
     """
 
     ranks: Ranks
@@ -405,7 +436,11 @@ class Job:
     staged: int = 0
 
     def target(self, *, since_full: bool) -> ModelTarget:
-        """What a checkpoint is restored into here."""
+        """Return the target into which this rank restores a checkpoint.
+
+        Args:
+            since_full: whether to find the rows that differ from the full of the chain.
+        """
         return ModelTarget(
             self.tables,
             self.state,
@@ -417,7 +452,7 @@ class Job:
 
 
 def store_of(url: str) -> Store:
-    """The store of a run that a trainer starts on, or starts with parts of; nothing is read yet.
+    """Return the store of a run on which, or with parts of which, a trainer starts; reads nothing.
 
     Raises:
         SettingsError: see `open_store`.
@@ -425,23 +460,23 @@ def store_of(url: str) -> Store:
     return open_store(url, timeouts=_TIMEOUTS)
 
 
-#: Of each rank: generation and step -> rank -> how many ranks take part (`StagingArea.parts_here`).
+#: For each rank: (generation, step) -> rank -> number of ranks (`StagingArea.parts_here`).
 StagedParts = list[dict[tuple[int, int], dict[int, int]]]
 
 
 def take_area(area: StagingArea, ranks: Ranks) -> StagedParts:
-    """Take the staging area; on all ranks or on none.
+    """Take the staging area, on all ranks or on none. Collective.
 
     Args:
-        area: this rank's.
-        ranks: all of them.
+        area: staging area of this rank.
+        ranks: the ranks of the job.
 
     Returns:
-        What earlier trainers have left there.
+        The parts of checkpoints that earlier trainers have left there.
 
     Raises:
-        StagingError: it cannot be used, or another process trains here.
-        RankLost: another rank cannot.
+        StagingError: the area cannot be used, or another process trains here.
+        RankLost: another rank cannot take its area.
     """
     failure: BaseException | None = None
     try:
@@ -458,18 +493,18 @@ def take_area(area: StagingArea, ranks: Ranks) -> StagedParts:
 def open_run(
     store: Store, area: StagingArea, ranks: Ranks, staged_parts: StagedParts, drain_seconds: float
 ) -> Run:
-    """The run, once an agent has finished what it can; on all ranks or on none.
+    """Open or create the run, after the agent has finished what it can. Collective.
 
     Args:
-        store: where the run is, or is to be.
-        area: this rank's.
-        ranks: all of them.
+        store: store of the run, which may not exist yet.
+        area: staging area of this rank.
+        ranks: the ranks of the job.
         staged_parts: as `take_area` returned them.
-        drain_seconds: how long an agent may take for what an earlier trainer has staged.
+        drain_seconds: how long to wait for the agent to store what an earlier trainer staged.
 
     Raises:
         StagingError, StoreError: area or store cannot be used.
-        RankLost: another rank cannot.
+        RankLost: another rank cannot use its area or the store.
     """
     run: Run | None = None
     failure: BaseException | None = None
@@ -477,8 +512,8 @@ def open_run(
         waiting = area.wait_until_drained(drain_seconds, incomplete_parts(staged_parts))
         if waiting:
             _log.warning(
-                "%d staged checkpoint(s) of an earlier trainer are left behind: %s. Next: keep an "
-                "agent running: %s",
+                "%d staged checkpoint(s) of an earlier trainer are left behind, because they were "
+                "not stored in time: %s. Next: keep an agent running: %s",
                 waiting,
                 ", ".join(path.stem for path in area.jobs()),
                 area.agent_command(),
@@ -497,13 +532,20 @@ def start_training(
     policy: Policy,
     wanted: Wanted,
 ) -> Start:
-    """Restore what is wanted, and take the run over; on all ranks together.
+    """Restore what is wanted, and take over the run. Collective.
+
+    Args:
+        run: the run.
+        job: the model and its ranks.
+        policy: policy of the checkpoints to come.
+        wanted: arguments of `Checkpointer.restore`.
 
     Raises:
-        NothingToRestore: the step is not there, every checkpoint is damaged, or none counts.
-        IncompatibleModel: it does not fit; the model is untouched.
+        NothingToRestore: the run has no checkpoint of the step, every checkpoint is damaged, or
+            none counts.
+        IncompatibleModel: the checkpoint does not fit; the model is unchanged.
         StoreError: a store cannot be read or written.
-        SettingsError: several ranks are to start with parts of a checkpoint.
+        SettingsError: parts of a checkpoint were asked for with several ranks.
         RankLost: a rank did not answer, or failed.
     """
     tables, state, selection = job.tables, job.state, wanted.selection
@@ -515,7 +557,7 @@ def start_training(
             next_step="load the parts in one process, take a checkpoint there, and restore it here",
         )
     if wanted.fresh:
-        # Also when the run has checkpoints: they are superseded.
+        # If the run has checkpoints, they are superseded.
         return begun(claim_together(job.ranks, lambda: run.claim(None, above=job.staged)))
     if wanted.partial is not None:
         if not selection.named:
@@ -532,19 +574,20 @@ def start_training(
 
 
 def _start_restored(run: Run, job: Job, policy: Policy, selection: Selection) -> Start:
-    """Restore the checkpoint that is selected, and go on from it.
+    """Restore the selected checkpoint, and go on from it.
 
-    With nothing to restore, training starts from nothing. With checkpoints that are all damaged,
-    all superseded, or none of them validated with `validated_only`, it does not: nobody should
-    train for days before noticing.
+    If the run has no checkpoint, training starts from nothing. If all checkpoints are damaged or
+    superseded, or with `validated_only` none is validated, this raises an error: otherwise somebody
+    might train for days before noticing.
 
     Raises:
-        NothingToRestore: the step is not there, every checkpoint is damaged, or none counts.
-        IncompatibleModel: it does not fit; the model is untouched.
+        NothingToRestore: the run has no checkpoint of the step, every checkpoint is damaged, or
+            none counts.
+        IncompatibleModel: the checkpoint does not fit; the model is unchanged.
         StoreError: the store cannot be read or written.
     """
-    # At least until the claim: from then on what was restored is the newest of the live line, and
-    # stays.
+    # The lease protects the checkpoint from deletion until the claim. After the claim, it is the
+    # newest checkpoint of the live line, which is kept.
     with reading(run, purpose="restore") if job.ranks.rank == 0 else nullcontext() as lease:
         model = _ModelRestore(run, job, policy, selection, leased=lease is not None)
         if job.ranks.several:
@@ -559,18 +602,18 @@ def _start_restored(run: Run, job: Job, policy: Policy, selection: Selection) ->
         assert target.manifest is not None  # restore has finished it
         tip: Tip | None = None
         base_history: BaseHistory | None = None
-        if target.manifest.ranks == job.ranks.count:  # else no increment may stand on it
+        if target.manifest.ranks == job.ranks.count:  # otherwise no increment may be based on it
             tip, base_history = _chain_to_go_on(
                 run, target.manifest, report, policy, record.generation
             )
     tell_restored(run, report)
     left = tell_left(run, record) if selection.named and job.ranks.rank == 0 else 0
     restarts = run.restarts(record.generation)
-    # Ranks store one checkpoint in one width: what one of them can read of the store counts.
+    # All ranks must store a checkpoint in the same width, so what rank 0 reads counts for all.
     decided = job.ranks.first(left_behind(run, record) if job.ranks.rank == 0 else None)
     past = past_of(target.manifest.history, report, restarts=restarts)
-    # The client of an object store draws from python's generator; claiming, and removing the lease,
-    # came after restoring.
+    # The client of an object store draws from Python's generator, and after the restore it was used
+    # to claim the run and to remove the lease.
     rng.restore(generators)
     return Start(
         generation=record.generation,
@@ -587,11 +630,11 @@ def _start_restored(run: Run, job: Job, policy: Policy, selection: Selection) ->
 
 
 class _ModelRestore:
-    """Restores checkpoints into the model, as whoever claims the run asks for them.
+    """Restores checkpoints into the model while the run is claimed.
 
     Attributes:
-        holds: what the model was restored from last, with the generators as they were then; None:
-            it is as it was.
+        holds: target and report of the last restore, and the random generators after it; None: the
+            model is unchanged.
     """
 
     def __init__(
@@ -602,11 +645,11 @@ class _ModelRestore:
         self.holds: tuple[ModelTarget, RestoreReport, dict[str, Any]] | None = None
 
     def restore(self, before: int | None, name: ManifestName | None = None) -> CheckpointRef | None:
-        """Restore one checkpoint; None: there is none to go on from.
+        """Restore one checkpoint, and return which it was; None: there is none to go on from.
 
         Args:
-            before: leave out this generation and later ones; None: none.
-            name: of the one to restore; None: the one that is selected.
+            before: leave out this generation and later ones; None: leave out none.
+            name: the checkpoint to restore; None: the selected checkpoint.
         """
         run, selection = self._run, self._selection
         if name is None and not selection.named and not line_to_go_on(run, before=before):
@@ -621,18 +664,18 @@ class _ModelRestore:
 
 
 def begun(record: GenerationRecord) -> Start:
-    """Training starts from nothing."""
+    """Return the start of a training from nothing."""
     return Start(generation=record.generation, token=record.token)
 
 
 def _chain_to_go_on(
     run: Run, restored: Manifest, report: RestoreReport, policy: Policy, generation: int
 ) -> tuple[Tip | None, BaseHistory | None]:
-    """What the first increment is taken after, and what stands on its base already.
+    """Return the checkpoint after which the first increment is taken, and the history of its base.
 
-    A cumulative increment is taken after the full, as if training had never been interrupted: that
-    keeps restores at two manifests, and the policy's figures comparable. What increments of the
-    chain held is dirty again for that.
+    A cumulative increment is taken after the full, as if training had never been interrupted. A
+    restore then still reads two manifests, and the policy's numbers stay comparable. For this, the
+    rows that increments of the chain held become dirty again.
     """
     if not policy.cumulative:
         tip = tip_of(restored)
@@ -642,10 +685,11 @@ def _chain_to_go_on(
         try:
             full = run.manifest(report.full.step, report.full.generation)
         except (FormatError, ObjectNotFound):
-            return None, None  # read in another representation: the first checkpoint is a full
+            # The restore read another representation of the full: begin with a new full.
+            return None, None
     tip = tip_of(full)
     history = BaseHistory(tip.base, stored_bytes=report.full_stored_bytes)
-    # Oldest first, of the line that this start goes on with: it may have been superseded before.
+    # Oldest first, on the line of this start, which may have been superseded before.
     line = reversed(run.live_line(before=generation + 1))
     since = [name for name in line if tip.ref.step < name.step <= restored.step]
 
@@ -653,9 +697,9 @@ def _chain_to_go_on(
         try:
             return run.manifest(*name)
         except (FormatError, ObjectNotFound):
-            return None  # it is missed in the figures, and nowhere else
+            return None  # only the policy's numbers lack it
 
-    # Several at a time: with one_shot there may be thousands, and training waits.
+    # In parallel: with one_shot there may be thousands, and training waits.
     with ReadScheduler.of_records() as reads:
         for manifest in reads.results(since, read):
             if manifest is not None and manifest.links.base == tip.base:
@@ -667,10 +711,10 @@ def _chain_to_go_on(
 def _start_seeded(
     tables: Sequence[Table], state: TrainingState, seed: Seed, generation: int
 ) -> Start:
-    """Begin a run that has no checkpoint with parts of another's."""
+    """Begin a run that has no checkpoint with parts of another run's checkpoint."""
     target = PartialTarget(tables, state, seed.parts)
     store = store_of(seed.url)
-    with naming_errors(store.url):  # the source, not the run that begins
+    with naming_errors(store.url):  # errors name the source, not the run that begins
         source = Run.open(store)
     with reading(source, purpose="restore") as lease:
         report = restore(source, target, seed.selection, leased=lease is not None)
@@ -679,7 +723,7 @@ def _start_seeded(
 
 
 def _begun_with(target: PartialTarget, report: RestoreReport, generation: int) -> Start:
-    """Another job begins here: what the rows have lost stays with them, and nothing else does."""
+    """Return the start of another job, whose past is only the accuracy that its rows have lost."""
     assert target.manifest is not None  # restore has finished it
     lossy = past_of(target.manifest.history, report, restarts=0).lossy_restores
     return Start(generation=generation, report=report, past=Past(lossy_restores=lossy))

@@ -1,4 +1,4 @@
-"""Restores into the training process: everything, checked first, or parts named by the user."""
+"""Restores into the training process: all state, checked first, or parts that the user names."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ __all__ = [
 ]
 
 
-# Parts of a checkpoint that are asked for by name: of this run, or of another to start from.
+# Parts of a checkpoint that are named: of this run, or of another run to start from.
 
 
-#: Whether the optimizers' state of what is loaded comes along.
+#: Whether the optimizer state of loaded parameters is loaded, too.
 OptimizerStates = Literal["drop", "carry"]
 
 _NEXT_OF_PARTS = "name what to load: recpoint seed URL lists what a checkpoint holds"
@@ -49,12 +49,13 @@ _NEXT_OF_PARTS = "name what to load: recpoint seed URL lists what a checkpoint h
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What to load.
+    """The parts of a checkpoint to load.
 
     Attributes:
         tables: name in the model -> name in the checkpoint.
-        dense: of dense parameters and buffers the same; or names and patterns of both.
-        optimizer_states: with "carry" also the optimizers' state of them.
+        dense: dense parameters and buffers: name in the model -> name in the checkpoint; or names
+            and patterns that hold for both.
+        optimizer_states: "carry": also load their optimizer state.
     """
 
     tables: Mapping[str, str] = field(default_factory=dict)
@@ -64,26 +65,28 @@ class Parts:
 
 @dataclass(frozen=True)
 class Seed:
-    """Another run, part of whose checkpoint a new run starts from.
+    """Names the parts of another run's checkpoint from which a new run starts.
 
         ckpt.restore(seed=Seed("s3://b/ranker", tables={"ads": "items"}, dense=["bottom.*"]))
 
     Args:
-        url: the other run.
-        tables: names of tables; or name in the model here -> name in the checkpoint there. Several
-            tables here may come from one there.
-        dense: names of dense parameters and buffers, or patterns of them (`*`, `?`, `[…]`), which
-            must stand for the same names here and there; or name here -> name there.
-        optimizer_states: "drop": the optimizers here begin anew. "carry": the state of every
-            parameter that is loaded comes along; it has to be of an optimizer of the same class.
-            Learning rates and other settings are always those of here.
-        step: of the checkpoint; the newest good one if None.
-        generation: with `step`: also one that is not on the live line.
-        validated_only: pass over newer checkpoints that nobody has validated.
-        validated_within: pass over them if one that was validated is at most so many batches older.
+        url: URL of the other run.
+        tables: names of tables; or name in this model -> name in the other checkpoint. Several
+            tables here may come from the same table there.
+        dense: names or patterns (`*`, `?`, `[…]`) of dense parameters and buffers, which must have
+            the same names here and there; or name here -> name there.
+        optimizer_states: "drop": the optimizers here begin anew. "carry": the optimizer state of
+            every loaded parameter is loaded, too; the optimizers must be of the same class.
+            Learning rates and other settings of the optimizers here never change.
+        step: step of the checkpoint; None: the newest good checkpoint.
+        generation: with `step`: the generation of the checkpoint, which need not be on the live
+            line.
+        validated_only: skip newer checkpoints that nobody has validated.
+        validated_within: skip them only if a validated checkpoint is at most this many batches
+            older.
 
     Raises:
-        SettingsError: nothing is named, or it is named in another way; or see `Selection`.
+        SettingsError: nothing is named, or names have another form; or see `Selection`.
     """
 
     url: str
@@ -96,7 +99,7 @@ class Seed:
     validated_within: int | None = None
 
     def __post_init__(self) -> None:
-        _ = self.selection  # which refuses what cannot be
+        _ = self.selection  # raises if the selection is not valid
         if self.optimizer_states not in ("drop", "carry"):
             raise SettingsError(
                 "Seed(optimizer_states=...)",
@@ -108,13 +111,13 @@ class Seed:
             raise SettingsError(
                 "Seed(tables=..., dense=...)",
                 found=f"{self.tables!r:.200}, {self.dense!r:.200}",
-                expected='names, or {"name here": "name there"}, in one of the two or both',
+                expected='names, or {"name here": "name there"}, in at least one of the two',
                 next_step=_NEXT_OF_PARTS,
             )
 
     @property
     def selection(self) -> Selection:
-        """Which checkpoint of the other run."""
+        """The selection of a checkpoint of the other run."""
         return Selection(
             step=self.step,
             generation=self.generation,
@@ -124,17 +127,17 @@ class Seed:
 
     @property
     def parts(self) -> Parts:
-        """What to load."""
+        """The parts to load."""
         return Parts(
             tables=_by_name(self.tables), dense=self.dense, optimizer_states=self.optimizer_states
         )
 
 
 def parts_of(wanted: object) -> Parts:
-    """What `restore(partial=...)` may be: names of tables, of dense tensors, or of both.
+    """Return the parts that `restore(partial=...)` names: tables, dense tensors, or both.
 
     Raises:
-        SettingsError: something else.
+        SettingsError: the argument has another form.
     """
     fits = (
         isinstance(wanted, Mapping)
@@ -146,7 +149,7 @@ def parts_of(wanted: object) -> Parts:
         raise SettingsError(
             "partial",
             found=f"{wanted!r:.200}",
-            expected='{"tables": [names], "dense": [names]}, one of the two or both',
+            expected='{"tables": [names], "dense": [names]}, with at least one of the two',
             next_step=_NEXT_OF_PARTS,
         )
     assert isinstance(wanted, Mapping)
@@ -156,10 +159,16 @@ def parts_of(wanted: object) -> Parts:
 def resolve_dense(
     wanted: Mapping[str, str] | Sequence[str], here: Collection[str], there: Collection[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """The dense tensors that names and patterns stand for: name here -> name there.
+    """Find the dense tensors that names and patterns stand for.
+
+    Args:
+        wanted: names and patterns, or name here -> name in the checkpoint.
+        here: names of the model's dense tensors.
+        there: names of the checkpoint's dense tensors.
 
     Returns:
-        Those that are on both sides, and a sentence for each name or pattern that is not.
+        Name here -> name there, for tensors that exist on both sides; and a sentence for each name
+        or pattern that does not.
     """
     if isinstance(wanted, Mapping):
         asked = dict(wanted)
@@ -175,7 +184,7 @@ def resolve_dense(
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """What to say after a name that is not there: those that look like it."""
+    """Return names similar to one that does not exist, as the end of a sentence; may be empty."""
     alike = get_close_matches(name, list(names), n=3)
     return f" (near it: {', '.join(map(repr, alike))})" if alike else ""
 
@@ -196,7 +205,7 @@ def _expanded(
         ]
         if not matches:
             some = ", ".join(map(repr, sorted(there)))
-            found.append(f"no dense tensor is called like {one!r}; the checkpoint has {some:.400}")
+            found.append(f"no dense tensor matches {one!r}; the checkpoint has {some:.400}")
         asked.update((name, name) for name in matches)
     return asked, found
 
@@ -211,39 +220,40 @@ def _by_name(names: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
     return dict(names) if isinstance(names, Mapping) else {name: name for name in names}
 
 
-# Restoring into the training process: everything, checked first; or what was asked for by name.
+# Restoring into the training process: all state, checked first; or the parts that are named.
 
 
 _NEXT = (
-    "build model and optimizers as they were when it was taken, with what training had added to "
-    "them (add_param_group before restore()), or load parts of the checkpoint by name: "
-    'restore(partial={"tables": [...], "dense": [...]})'
+    "build model and optimizers as they were when the checkpoint was taken, including what "
+    "training had added to them (add_param_group before restore()), or load parts of the "
+    'checkpoint by name: restore(partial={"tables": [...], "dense": [...]})'
 )
 _NEXT_OF_RANKS = (
-    "build model and optimizers as they were when it was taken, with what training had added to "
-    "them (add_param_group before restore()); parts of the checkpoint are loaded by name in a "
-    "process without other ranks: restore(partial=...)"
+    "build model and optimizers as they were when the checkpoint was taken, including what "
+    "training had added to them (add_param_group before restore()); or load parts of the "
+    "checkpoint by name, in a process without other ranks: restore(partial=...)"
 )
 _NEXT_PARTS = (
-    "name other parts, or build the model to fit; recpoint seed URL lists what is there, and "
-    "recpoint.restore_parts reads rows of a table that has got another size into tensors"
+    "name other parts, or build the model to fit; recpoint seed URL lists what a checkpoint holds, "
+    "and recpoint.restore_parts reads rows of a table that now has another size into tensors"
 )
 
 
 class ModelTarget:
-    """Model, optimizers, schedulers, reader, extras and generators of this process.
+    """Restores into model, optimizers, schedulers, reader, extras and generators of this process.
 
     Args:
-        tables: of the model.
-        state: everything else.
-        since_full: whether to find out which rows differ from the full of the chain.
-        rank, count: of this process, and how many ranks there are.
-        elsewhere: names of tables that other ranks hold; those that are not here are passed over.
+        tables: tables of the model.
+        state: the training state outside tables.
+        since_full: whether to find the rows that differ from the full of the chain.
+        rank: rank of this process.
+        count: number of ranks.
+        elsewhere: names of tables that other ranks hold; tables that are not here are skipped.
 
     Attributes:
-        manifest: what was restored; None before.
-        batches_done: of the restored checkpoint.
-        changed: with `since_full`: table name -> the rows that increments held, a dirty bitmap.
+        manifest: manifest of the restored checkpoint; None: nothing was restored yet.
+        batches_done: batches of the restored checkpoint.
+        changed: with `since_full`: `Table.key` -> dirty bitmap of the rows that increments held.
     """
 
     def __init__(
@@ -267,7 +277,7 @@ class ModelTarget:
         self.batches_done = 0
 
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
-        """See `catalog.restore.target.RestoreTarget.begin`."""
+        """Check tables and row states, and return where rows go; see `RestoreTarget.begin`."""
         there = logical_tables(manifest.tables)
         found = table_differences(self._tables, there, elsewhere=self._elsewhere)
         found += _row_state_differences(self._tables, there)
@@ -278,11 +288,11 @@ class ModelTarget:
         return map_parts(manifest, parts)
 
     def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
-        """See `catalog.restore.target.StateChoosingTarget.state_wanted`.
+        """Say which ranks' trees are needed; see `StateChoosingTarget.state_wanted`.
 
-        What all ranks have alike is in the tree of rank 0. Of other ranks this one needs readers'
-        states where they are to be divided anew, what trained tables that only they held, and the
-        trees that have pieces which it lacks.
+        The tree of rank 0 holds the state that is equal on all ranks. From other ranks, this rank
+        needs the readers' states if they must be divided anew, the optimizers of tables that only
+        those ranks held, and the trees with pieces that it lacks.
         """
         own = {0, self._rank} & set(range(manifest.ranks))
         saved = self._tree(manifest, known) if own <= known.keys() else None
@@ -301,14 +311,14 @@ class ModelTarget:
         return StateWanted(whole=own, briefly=briefly, keys=keys)
 
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `catalog.restore.target.StateCheckingTarget.check_state`."""
+        """Check that the state fits; see `StateCheckingTarget.check_state`."""
         saved, found = self._adopted(manifest, state)
         self._refuse(manifest, found + self._state.differences(saved))
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `catalog.restore.target.RestoreTarget.finish`."""
+        """Restore the state, after all rows were written; see `RestoreTarget.finish`."""
         saved, _ = self._adopted(manifest, state)
-        assert saved is not None  # check_state has looked at it
+        assert saved is not None  # check_state has checked it
         self.batches_done = self._state.restore(
             saved, self._rows, ranks=self._count, attempt=manifest.attempt
         )
@@ -331,7 +341,7 @@ class ModelTarget:
         rows = self._rows[table.parameter_name] = {}
         into: dict[str, Tensor] = {}
         for state in stored.row_states:
-            # Optimizers create state at the first step, so a fresh one has none yet.
+            # Optimizers create state in their first step, so a new optimizer has none yet.
             shape, dtype = (table.rows, *_entry_shape(state, table)), torch_dtype(state.dtype)
             tensor = current.get(state.name)
             if tensor is None or not _holds(tensor, shape, dtype):
@@ -351,29 +361,30 @@ class ModelTarget:
 
 
 class PartialTarget:
-    """Tables and dense tensors that were asked for by name, and nothing else.
+    """Restores only the tables and dense tensors that were named.
 
     Args:
-        tables: of the model.
-        state: everything else here.
-        parts: what to load.
+        tables: tables of the model.
+        state: the training state outside tables.
+        parts: the parts to load.
 
     Attributes:
-        manifest: of the checkpoint they come from; None before.
+        manifest: manifest of the checkpoint; None: nothing was restored yet.
     """
 
     def __init__(self, tables: Sequence[Table], state: TrainingState, parts: Parts) -> None:
-        self._tables: dict[str, list[Table]] = {}  # the pieces of each that are here
+        self._tables: dict[str, list[Table]] = {}  # table name -> its pieces on this rank
         for table in tables:
             self._tables.setdefault(table.name, []).append(table)
         self._state = state
         self._parts = parts
-        self._rows: dict[str, dict[str, Tensor]] = {}  # of a table of the checkpoint
+        # Name of the table in the checkpoint -> its row states.
+        self._rows: dict[str, dict[str, Tensor]] = {}
         self._dense: dict[str, str] = {}
         self.manifest: Manifest | None = None
 
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
-        """See `catalog.restore.target.RestoreTarget.begin`."""
+        """Check tables and row states, and return where rows go; see `RestoreTarget.begin`."""
         there = logical_tables(manifest.tables)
         found = []
         for new, old in self._parts.tables.items():
@@ -391,7 +402,7 @@ class PartialTarget:
         return map_parts(manifest, parts)
 
     def _sharded_differences(self, new: str, old: str) -> list[str]:
-        """What is possible for a table that is here as a whole only."""
+        """Return why a sharded or fused table cannot be loaded, one sentence for each reason."""
         pieces = self._tables[new]
         whole = pieces[0].rows == pieces[0].table_rows and pieces[0].columns is None
         if whole and not pieces[0].fused:
@@ -401,7 +412,7 @@ class PartialTarget:
             found.append(f"table {new!r} is sharded or fused: its state cannot be carried")
         if list(self._parts.tables.values()).count(old) > 1:
             found.append(
-                f"table {new!r} is sharded or fused, and {old!r} goes to another table too"
+                f"table {new!r} is sharded or fused, but {old!r} is also loaded into another table"
             )
         return found
 
@@ -424,7 +435,7 @@ class PartialTarget:
         )
 
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `catalog.restore.target.StateCheckingTarget.check_state`."""
+        """Check that the state fits; see `StateCheckingTarget.check_state`."""
         here, there = self._state.model.tensors(), _dense(state)
         self._dense, found = resolve_dense(self._parts.dense, here, there)
         for new, old in self._dense.items():
@@ -440,15 +451,16 @@ class PartialTarget:
         _refuse(manifest, found, next_step=_NEXT_PARTS)
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `catalog.restore.target.RestoreTarget.finish`."""
+        """Restore the state, after all rows were written; see `RestoreTarget.finish`."""
         there = _dense(state)
         self._state.model.restore_some({new: there[old] for new, old in self._dense.items()})
         first: dict[str, Table] = {}
         rows: dict[str, dict[str, Tensor]] = {}
         for new, old in self._parts.tables.items():
-            table = self._tables[new][0]  # the only one, where more than values are wanted
+            # If row states are wanted, or a table is copied, the table has only one piece.
+            table = self._tables[new][0]
             rows[table.parameter_name] = self._rows.get(old, {})
-            if old in first:  # a second table from it, with tensors of its own
+            if old in first:  # a second table from the same one gets its own copies
                 with torch.no_grad():
                     table.weight.copy_(first[old].weight)
                 carried = self._rows.get(old, {})
@@ -459,7 +471,7 @@ class PartialTarget:
         self.manifest = manifest
 
     def _parameters(self) -> dict[str, str]:
-        """Everything that is loaded: name of the parameter here -> there."""
+        """Return all parameters that are loaded: name here -> name in the checkpoint."""
         tables = {
             self._tables[new][0].parameter_name: weight_name(old)
             for new, old in self._parts.tables.items()
@@ -468,7 +480,7 @@ class PartialTarget:
 
 
 def tip_of(manifest: Manifest) -> Tip:
-    """The tip of a chain whose next increment is taken after `manifest`."""
+    """Return the tip of a chain whose next increment is taken after `manifest`."""
     return Tip(
         ref=manifest.ref,
         base=manifest.links.base or manifest.ref,
@@ -483,7 +495,13 @@ def table_differences(
     *,
     elsewhere: Collection[str] = (),
 ) -> list[str]:
-    """How the tables of a model and of a checkpoint differ, one sentence each."""
+    """Return how the tables of a model and of a checkpoint differ, one sentence each.
+
+    Args:
+        tables: tables of the model on this rank.
+        there: tables of the checkpoint, by name.
+        elsewhere: names of tables that other ranks hold.
+    """
     names = {table.name for table in tables}
     found = [f"table {name!r} is not in the checkpoint" for name in names if name not in there]
     found += [
@@ -514,7 +532,7 @@ def _shape_differences(table: Table, stored: LogicalTable) -> list[str]:
 def _row_state_differences(
     tables: Sequence[Table], stored: Mapping[str, LogicalTable]
 ) -> list[str]:
-    """Of tables that bring their own, which are written in place."""
+    """Return differences in row states of tables whose source owns them, written in place."""
     found = []
     for table in tables:
         own = table.row_states
@@ -533,12 +551,12 @@ def _row_state_differences(
 
 
 def _entry_shape(state: LogicalState, table: Table) -> tuple[int, ...]:
-    """Of a row's entry here: a value for each column is cut as the columns are."""
+    """Return the shape of a row's entry here; values by column are cut as the columns are."""
     return (table.dim,) if state.by_column else state.shape
 
 
 def _holds(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether a state has these entries; one value a row is [rows] in some, [rows, 1] in others."""
+    """Whether a state has these entries; one value a row may be [rows] or [rows, 1]."""
     return _values(tuple(tensor.shape)) == _values(shape) and tensor.dtype == dtype
 
 
@@ -574,7 +592,7 @@ def _refuse(manifest: Manifest, differences: Sequence[str], *, next_step: str) -
         raise IncompatibleModel(
             f"checkpoint of {manifest.ref}",
             found="; ".join(differences),
-            # Not "and nothing was loaded": rows of a newer, damaged checkpoint may have been.
-            expected="the same here as was saved",
+            # It does not say that nothing was loaded: rows of a newer, damaged checkpoint may be.
+            expected="a model that fits the checkpoint",
             next_step=next_step,
         )

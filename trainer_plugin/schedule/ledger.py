@@ -1,4 +1,4 @@
-"""Keeps the checkpoints that are on their way, and counts what became of all of them."""
+"""Keeps the checkpoints that wait for an outcome, and counts the outcomes of all checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recpoint.trainer_plugin.schedule.schedule import Interval
 __all__ = ["Ledger", "Pending", "Statistics", "Stats"]
 
 
-# Checkpoints on their way: what each holds, and what its outcome means for the next.
+# Checkpoints that wait for an outcome: what each holds, and what its outcome means for the next.
 #
 # All methods are called from the training thread.
 
@@ -29,13 +29,15 @@ class Pending:
     """A checkpoint that was cut and has no outcome yet.
 
     Attributes:
-        dirty: `Table.key` -> the rows it holds; they are dirty again if it comes to nothing.
-        tip_before: the chain's tip when it was cut.
-        tip_after: what the next increment is taken after, if this one is stored; the same for an
-            increment that no later one stands on.
-        slot: name of the slot it lies in.
+        ref: the checkpoint.
+        link: its place in the chain.
+        dirty: `Table.key` -> the rows that it holds; they become dirty again if it fails.
+        tip_before: tip of the chain when it was cut.
+        tip_after: the checkpoint after which the next increment is taken, if this one is stored.
+            Equal to `tip_before` for an increment on which no later increment is based.
+        slot: name of the slot that holds it.
         cut_seconds: monotonic time of the cut.
-        bits: of a value of each table.
+        bits: for each table, bits of each value.
     """
 
     ref: CheckpointRef
@@ -49,16 +51,22 @@ class Pending:
 
     @property
     def base(self) -> CheckpointRef:
-        """The full that its chain starts from."""
+        """The full at the start of its chain."""
         return self.link.base or self.ref
 
 
 class Ledger:
-    """The chain of this trainer and the checkpoints that wait for their outcomes.
+    """Keeps the chain of this trainer and the checkpoints that wait for their outcomes.
+
+    Args:
+        trackers: `Table.key` -> tracker of the table.
+        tip: tip of the chain at the start; None: there is no chain to extend.
+        base_history: the checkpoints on the tip's base.
 
     Attributes:
-        tip: what the next increment is taken after; None: the next is a full.
-        newest_step: of the checkpoint cut last, unless that came to nothing; None: there is none.
+        tip: the checkpoint after which the next increment is taken; None: the next is a full.
+        newest_step: step of the checkpoint that was cut last, unless it failed; None: there is
+            none.
     """
 
     def __init__(
@@ -67,7 +75,7 @@ class Ledger:
         self._trackers = trackers
         self._pending: dict[CheckpointRef, Pending] = {}
         self._lost: set[CheckpointRef] = set()
-        self._untold: list[CheckpointRef] = []  # lost ones
+        self._untold: list[CheckpointRef] = []  # lost checkpoints not reported to other ranks yet
         self._histories = {} if base_history is None else {base_history.base: base_history}
         self.tip = tip
         self.newest_step: int | None = None
@@ -77,7 +85,7 @@ class Ledger:
 
     @property
     def pending(self) -> tuple[CheckpointRef, ...]:
-        """Those without an outcome, oldest first."""
+        """The checkpoints without an outcome, oldest first."""
         return tuple(self._pending)
 
     @property
@@ -87,11 +95,11 @@ class Ledger:
 
     @property
     def base_history(self) -> BaseHistory | None:
-        """What stands on the base of the tip; None without a tip."""
+        """The checkpoints on the base of the tip; None without a tip."""
         return None if self.tip is None else self._histories.get(self.tip.base)
 
     def add(self, pending: Pending) -> None:
-        """A checkpoint was cut: later ones are taken after it, before its outcome is known."""
+        """Add a checkpoint that was cut; later ones are taken after it before its outcome."""
         self._pending[pending.ref] = pending
         if pending.link.kind == "full":
             self._histories[pending.ref] = BaseHistory(pending.ref)
@@ -103,12 +111,15 @@ class Ledger:
     def committed(
         self, ref: CheckpointRef, *, stored_bytes: int, links_to_read: int
     ) -> Pending | None:
-        """It is stored: its rows need no other checkpoint.
+        """Record that a checkpoint is stored, so that no other one needs to hold its rows.
 
         Args:
             ref: the checkpoint.
             stored_bytes: bytes of its chunks.
-            links_to_read: manifests that a restore of it reads.
+            links_to_read: number of manifests that a restore of it reads.
+
+        Returns:
+            The checkpoint as it was pending; None if it was not.
         """
         pending = self._pending.pop(ref, None)
         if pending is not None:
@@ -121,7 +132,15 @@ class Ledger:
         return pending
 
     def lost(self, ref: CheckpointRef, error_type: str) -> Pending | None:
-        """It will never be: its rows are dirty again, and nothing may be taken after it."""
+        """Record that a checkpoint failed: its rows become dirty, and none may be taken after it.
+
+        Args:
+            ref: the checkpoint.
+            error_type: name of the error's class.
+
+        Returns:
+            The checkpoint as it was pending; None if it was not.
+        """
         pending = self._pending.pop(ref, None)
         if pending is None:
             return None
@@ -136,17 +155,17 @@ class Ledger:
             history.lost(ref)
         if self.tip is not None and self.tip.base == pending.base:
             self.tip = self._tip_without(pending, self.tip, error_type)
-        # else training is on another chain already
+        # Otherwise training is already on another chain.
         self._forget_others()
         return pending
 
     def take_lost(self, most: int) -> tuple[CheckpointRef, ...]:
-        """The first that came to nothing and were not taken yet; other ranks drop theirs."""
+        """Return up to `most` failed checkpoints that no call has returned, for other ranks."""
         found, self._untold = tuple(self._untold[:most]), self._untold[most:]
         return found
 
     def _tip_without(self, pending: Pending, tip: Tip, error_type: str) -> Tip | None:
-        """What comes after `tip` of the same chain, now that `pending` came to nothing."""
+        """Return the tip of a chain that replaces `tip` after `pending` of the chain failed."""
         if breaks_chain(error_type):
             return None
         if tip.ref == pending.ref:
@@ -154,11 +173,11 @@ class Ledger:
             gone = back is None or back.ref in self._lost or back.base in self._lost
             return None if gone else back
         if pending.tip_after == pending.tip_before:
-            return tip  # nothing stands on it
-        return None  # what was cut after it cannot be committed, so there is nothing to go back to
+            return tip  # no later increment is based on it
+        return None  # increments cut after it cannot be committed, so no tip is left
 
     def _forget_others(self) -> None:
-        """Let go of what no tip can come back to."""
+        """Drop the histories to which no tip can return."""
         tips = [self.tip, *(pending.tip_before for pending in self._pending.values())]
         kept = {tip.base for tip in tips if tip is not None}
         kept.update(pending.base for pending in self._pending.values())
@@ -167,41 +186,42 @@ class Ledger:
             self._lost.clear()
 
 
-# What happened to this trainer's checkpoints, in numbers.
+# Counters and timings of this trainer's checkpoints.
 
 
 _KEPT_STALLS = 1_000
 
-#: What a checkpoint costs now follows from so many of the last.
+#: Number of the last checkpoints from which the present cost of a checkpoint is computed.
 _RECENT = 8
 
-#: One alone does not tell how long a commit takes: an agent is often started after its trainer.
+#: One commit does not show how long commits take: an agent is often started after its trainer.
 _LEAST_PERSISTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """A reading of the counters.
+    """Holds counts and timings of a trainer's checkpoints at one moment.
 
     Attributes:
-        staged: checkpoints that survive this process, whatever becomes of them.
-        committed: of those, how many are in the store.
+        staged: checkpoints that were staged, and so survive this process, whatever their outcome.
+        committed: staged checkpoints that are in the store.
         skipped: checkpoints that were due while earlier ones still waited; their rows are in the
-            next one.
-        waited: times that training waited for room for a checkpoint that was due.
-        cancelled: checkpoints that were dropped for a newer one; their rows are in that.
-        failed: checkpoints that came to nothing in another way, in the trainer or in the agent.
-        unmarked_rows: rows that a check found changed, and that nothing had marked; see
+            next checkpoint.
+        waited: how often training waited for room for a checkpoint that was due.
+        cancelled: checkpoints that were dropped for a newer one, which holds their rows.
+        failed: checkpoints that failed in another way, in the trainer or in the agent.
+        unmarked_rows: rows that a check found changed although nothing had marked them; see
             `Options.verify_unmarked_rows`.
-        stalls_ms: how long training waited for each, the last 1,000.
+        stalls_ms: how long training stood still for each of the last 1,000 checkpoints, in
+            milliseconds.
         lag_batches: batches that would be lost if the host died now.
-        lag_seconds: age of the newest committed checkpoint, or of training when there is none.
-        last_error: the newest error of those that failed, None when there was none.
-        agent_error: why the agent of this host cannot store what is staged, as it said when a due
-            checkpoint was last skipped, or training ended; it tries again, so nothing has failed.
-            None: it said nothing, or has stored one since.
-        precision: with `bits="auto"`: the width of the newest checkpoint, and why.
-        interval: with `interval_seconds="auto"`: the interval now, and why.
+        lag_seconds: age of the newest committed checkpoint, or of training if there is none.
+        last_error: error of the checkpoint that failed last; None: none has failed.
+        agent_error: why the agent of this host cannot store staged checkpoints, as read when a due
+            checkpoint was last skipped or when training ended. The agent tries again, so nothing
+            has failed. None: the agent reported no error, or has stored a checkpoint since.
+        precision: with `bits="auto"`: the width of the newest checkpoint, and why it was chosen.
+        interval: with `interval_seconds="auto"`: the present interval, and why it was chosen.
     """
 
     staged: int
@@ -221,17 +241,19 @@ class Stats:
 
 
 class Statistics:
-    """The counters; changed by the training thread only, read by any.
+    """Counts what happens to checkpoints. Only the training thread writes; any thread reads.
 
     Attributes:
-        restores: restores that training has gone on from.
+        restores: number of restores that training went on from.
         unmarked_rows: as in `Stats`.
-        failures: of those that failed, how many by cause; each cause is there from the start, so
-            that who reads never meets a dictionary that grows.
+        failures: failed checkpoints by cause. Each cause is a key from the start, so that a thread
+            that reads never sees the dictionary grow.
         stored_bytes: bytes of chunks of committed checkpoints, by kind.
-        stalls: seconds that training waited for each.
-        last_commit_ms: when the newest was committed, on this host's clock; None: none was.
-        interval_seconds: how long the last interval between checkpoints took; None: the first.
+        stalls: how long training stood still for each checkpoint, in seconds.
+        last_commit_ms: when the newest checkpoint was committed, in milliseconds since the epoch;
+            None: none was.
+        interval_seconds: length of the last interval between checkpoints; None: the first interval
+            has not ended.
         started_batches: batches done when training started.
     """
 
@@ -255,23 +277,23 @@ class Statistics:
         self._safe_seconds = time.monotonic()
 
     def start(self, batches_done: int, *, restored: bool = False) -> None:
-        """Training starts with these batches done, all of them safe."""
+        """Record that training starts with `batches_done` batches, all of them safe."""
         self._safe_batches, self._safe_seconds = batches_done, time.monotonic()
         self.started_batches, self.restores = batches_done, int(restored)
 
     def interval_begins(self, now_seconds: float) -> None:
-        """A checkpoint was due at this monotonic time, taken or skipped; or training begins."""
+        """Record that an interval begins at this monotonic time: a due checkpoint, or the start."""
         if self._interval_began is not None:
             self.interval_seconds = now_seconds - self._interval_began
         self._interval_began = now_seconds
 
     def stalled(self, milliseconds: float) -> None:
-        """Training waited for a snapshot."""
+        """Record how long training stood still for a snapshot."""
         self._stalls_ms.append(milliseconds)
         self.stalls.add(milliseconds / 1e3)
 
     def lost(self, error: BaseException) -> None:
-        """A checkpoint came to nothing."""
+        """Record that a checkpoint failed with this error."""
         self.failed += 1
         self.failures[cause_of(error)] += 1
         self.last_error = _error_text(error)
@@ -286,16 +308,17 @@ class Statistics:
         committed_ms: int,
         turn_seconds: float | None = None,
     ) -> None:
-        """A checkpoint cut at monotonic time `cut_seconds` is committed.
+        """Record that a checkpoint is committed.
 
         Args:
-            batches: done at its cut.
-            cut_seconds: see above.
-            kind: of the checkpoint.
+            batches: batches done at its cut.
+            cut_seconds: monotonic time of its cut.
+            kind: full or increment.
             stored_bytes: bytes of its chunks.
-            committed_ms: when, on the clock of the agent's host.
-            turn_seconds: the monotonic time from which the agent could work on it, where it had an
-                earlier one to finish after the cut; None: the cut.
+            committed_ms: time of the commit on the clock of the agent's host, in milliseconds since
+                the epoch.
+            turn_seconds: monotonic time from which the agent could work on it. It is later than the
+                cut if the agent first had to finish an earlier checkpoint. None: `cut_seconds`.
         """
         self.committed += 1
         self.agent_error = None
@@ -308,33 +331,33 @@ class Statistics:
 
     @property
     def stall_seconds(self) -> float | None:
-        """Mean of the last stalls; None before the first."""
+        """Mean of the last 8 stalls; None before the first."""
         recent = list(self._stalls_ms)[-_RECENT:]
         return sum(recent) / len(recent) / 1_000 if recent else None
 
     @property
     def persist_seconds(self) -> float | None:
-        """How long one of the last checkpoints took to be committed; None: too few were.
+        """Median time in which the last 8 checkpoints were committed; None: too few were.
 
-        The median, the lower of two: that one of them waited for an agent or a store that was away
-        does not change it. Nor does a full among increments: what is due before that is stored is
-        taken late, as `when_busy` says.
+        If the number is even, it is the lower median. One checkpoint that waited for an absent
+        agent or store does not change it. A full among increments does not change it either; a
+        checkpoint that is due before the full is stored is taken late, as `when_busy` says.
         """
         recent = list(self._persists_seconds)
         return median_low(recent) if len(recent) >= _LEAST_PERSISTS else None
 
     @property
     def safe_batches(self) -> int:
-        """Batches that the newest committed checkpoint holds; those of the start without one."""
+        """Batches of the newest committed checkpoint; without one, batches done at the start."""
         return self._safe_batches
 
     @property
     def lag_seconds(self) -> float:
-        """Age of the newest committed checkpoint, or of training when there is none."""
+        """Age of the newest committed checkpoint, or of training if there is none."""
         return time.monotonic() - self._safe_seconds
 
     def read(self, batches_done: int) -> Stats:
-        """The counters now."""
+        """Return the counters as they are now."""
         return Stats(
             staged=self.staged,
             committed=self.committed,
@@ -356,6 +379,6 @@ class Statistics:
 def _error_text(error: BaseException) -> str:
     try:
         text = " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
-    except Exception as broken:  # its class may be a user's, as that of a reader's error
-        text = f"its text cannot be made ({type(broken).__name__})"
+    except Exception as broken:  # the class may be a user's, for instance of a reader's error
+        text = f"its message cannot be read ({type(broken).__name__})"
     return f"{type(error).__name__}: {text}"

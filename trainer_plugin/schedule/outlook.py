@@ -1,4 +1,4 @@
-"""Estimates the restores that a job has to expect; widths and the interval follow from them."""
+"""Estimates how many restores a job has to expect, and from that widths and the interval."""
 
 from __future__ import annotations
 
@@ -42,14 +42,20 @@ __all__ = [
 ]
 
 
-# The past of a trainer, from what it goes on from and from what it leaves behind.
+# The past of a trainer: from the checkpoint that it restored, and from checkpoints left behind.
 
 
 _log = logging.getLogger("recpoint")
 
 
 def past_of(history: History, report: RestoreReport, *, restarts: int) -> Past:
-    """The past of a trainer that goes on from a checkpoint with this history."""
+    """Return the past of a trainer that restored a checkpoint with this history.
+
+    Args:
+        history: history in the checkpoint.
+        report: report of the restore.
+        restarts: starts of trainers on the line after the first start, including this one.
+    """
     return Past(
         trained_ms=history.trained_ms,
         restarts=restarts,
@@ -59,9 +65,9 @@ def past_of(history: History, report: RestoreReport, *, restarts: int) -> Past:
 
 
 def with_left_behind(past: Past, decision: ChosenPrecision | None) -> Past:
-    """The same job with what the trainers left behind had decided, if they had fallen back.
+    """Return the past with the decision of trainers left behind, if they had fallen back.
 
-    A fall-back is for the rest of the job: going back to an earlier state does not undo it.
+    A fall-back holds for the rest of the job: going back to an earlier state does not undo it.
     """
     if decision is None or not decision.fallen_back:
         return past
@@ -69,16 +75,20 @@ def with_left_behind(past: Past, decision: ChosenPrecision | None) -> Past:
 
 
 def left_behind(run: Run, record: GenerationRecord) -> ChosenPrecision | None:
-    """What was decided by the newest trainer between `record` and the one it goes on from.
+    """Return the precision that the newest trainer left behind had chosen.
 
-    None: there is none, it had no table under the rule, or what it stored cannot be read, which
-    fails nobody's start. One manifest tells: all of a generation say the same of a fall-back, and
-    each generation takes over what is told of those before it. Those that began from nothing in
-    between were another job's. What the restored checkpoint itself says needs no look.
+    Trainers left behind are those between this trainer and the one whose checkpoint it restored.
+    One manifest is enough: all manifests of a generation say the same about a fall-back, and each
+    generation takes over the fall-back of earlier ones. Generations that started from nothing
+    belong to another job and do not count.
 
     Args:
-        run: that was claimed.
-        record: of this trainer's generation.
+        run: the run that was claimed.
+        record: record of this trainer's generation.
+
+    Returns:
+        The precision; None: no trainer was left behind, it had no table under the rule, or its
+        manifests cannot be read, which must not stop a start.
     """
     restored = record.restored
     if restored is None or record.generation - restored.generation == 1:
@@ -98,14 +108,15 @@ def left_behind(run: Run, record: GenerationRecord) -> ChosenPrecision | None:
             except (FormatError, ObjectNotFound) as error:
                 _log.warning("%s is left behind, and cannot be read: %s", name, error)
     except RecpointError as error:
-        _log.warning("what is left behind of the run cannot be read: %s", error)
+        _log.warning("checkpoints left behind cannot be read: %s", error)
     return None
 
 
 def _begun_anew(run: Run, restored: int, numbers: Collection[int]) -> set[int]:
-    """Which generations of `numbers` are on a line that surely began later than that of `restored`.
+    """Return the generations of `numbers` that are surely on another line than `restored`.
 
-    Where a record cannot be read, nobody knows, and what was decided there counts.
+    Such a line began from nothing. If a record cannot be read, its generation is not returned, so
+    its decision counts.
     """
     known = {
         number: record
@@ -121,28 +132,28 @@ def _begun_anew(run: Run, restored: int, numbers: Collection[int]) -> set[int]:
     }
 
 
-# How many bits a stored value gets, from the restores that a job has to expect. Pure decisions.
+# How many bits a stored value gets, from the number of restores that a job has to expect.
 #
-# Each restore from quantized rows costs accuracy once, so the width follows from how many there
-# will be; the thresholds are those of Check-N-Run (NSDI 2022). Restores of the past count too: what
-# they have cost stays in the model.
+# Each restore from quantized rows costs accuracy once, so the width follows from the number of
+# restores; the thresholds come from Check-N-Run (NSDI 2022). Past restores count too, because their
+# loss of accuracy stays in the model.
 
 
-#: Restores that a width is good for.
+#: (the most restores, the width that suffices for them).
 _RULE: tuple[tuple[int, RuleBits], ...] = ((1, 2), (3, 3), (20, 4))
 _WIDEST: RuleBits = 8
 
-#: More than this from a past alone says no more than that there is hardly any past.
+#: If a past alone predicts more restores than this, it is too short to predict anything.
 _MOST_FROM_PAST = 1_000
 
 _MOST_EXPECTED = 10**9
 
-#: Bits of a stored value; None: as the rule says for each checkpoint.
+#: Bits of a stored value; None: the rule chooses them for each checkpoint.
 Width = int | None
 
 
 def bits_for(expected_milli: int | None) -> RuleBits:
-    """The width for so many thousandths of a restore; None: nobody knows how many."""
+    """Return the width for a number of expected restores, in thousandths; None: unknown."""
     if expected_milli is not None:
         for most, bits in _RULE:
             if expected_milli <= 1_000 * most:
@@ -151,17 +162,18 @@ def bits_for(expected_milli: int | None) -> RuleBits:
 
 
 def decide(expected: ExpectedFailures | None, past: Past, *, trained_ms: int) -> ChosenPrecision:
-    """The width of a checkpoint.
+    """Decide the width of a checkpoint.
 
-    Restores expected: those from quantized rows so far, and failure rate x hours left. Once there
-    were more of them than the whole job was expected to have, the rest of it has 8 bits: that
-    depends on settings and past alone, so that all checkpoints of one trainer say the same.
-    `expected_milli` of the decision is the most that was expected on this line so far.
+    The expected number of restores is: restores from quantized rows so far, plus failure rate x
+    hours left. Once there were more restores than the whole job was expected to have, the job falls
+    back to 8 bits for the rest of it. The fall-back depends only on settings and past, so all
+    checkpoints of one trainer agree on it. `expected_milli` of the result is the largest number
+    expected on this line so far.
 
     Args:
-        expected: what was said of the job's failures.
-        past: what came before this trainer.
-        trained_ms: training so far, this trainer's included.
+        expected: the user's setting.
+        past: what happened before this trainer's start.
+        trained_ms: training time so far, including this trainer's, in milliseconds.
     """
     before = past.precision
     if before is not None and before.fallen_back:
@@ -178,14 +190,14 @@ def decide(expected: ExpectedFailures | None, past: Past, *, trained_ms: int) ->
     most = None if before is None else before.expected_milli
     left = hours_left(expected, trained_ms=trained_ms)
     if left is None:
-        assert expected is not None and expected.job_hours is not None  # else there is time left
-        why = f"the job goes on for longer than the {expected.job_hours:g} h it was said"
+        assert expected is not None and expected.job_hours is not None  # otherwise `left` is set
+        why = f"the job has trained for longer than the {expected.job_hours:g} h that were given"
         return _unknown(why, most)
     rate = failure_rate(expected, past, trained_ms=trained_ms)
     to_come = rate.per_hour * left
     said = expected is not None and expected.per_node_hour is not None
     if not said and to_come > _MOST_FROM_PAST:
-        why = "no failure rate was given, and the job's past is too short to tell one"
+        why = "no failure rate was given, and the job's past is too short to estimate one"
         return _unknown(why, most)
     milli = _milli(min(past.lossy_restores + to_come, _MOST_EXPECTED))
     return ChosenPrecision(
@@ -198,34 +210,39 @@ def decide(expected: ExpectedFailures | None, past: Past, *, trained_ms: int) ->
 
 
 class _Whole(NamedTuple):
-    """Restores expected of a whole job, in thousandths; and of what they were, for people."""
+    """The restores that a whole job was expected to have.
+
+    Attributes:
+        milli: their number, in thousandths.
+        of: what the number refers to, for messages.
+    """
 
     milli: int
     of: str
 
 
 def _expected_of_the_whole(expected: ExpectedFailures | None, past: Past) -> _Whole | None:
-    """What the restores of a job are compared with; None when nobody has expected a number.
+    """Return the number with which a job's restores are compared; None if there is none.
 
-    With a rate that was given: rate x all hours, those of the past too. What is expected of the
-    hours left alone shrinks as they pass, and a job that has the restores it was said to have is
-    not beyond its estimate. Else the most that was recorded on the line.
+    If the user gave a rate, it is rate x all hours, including past hours. (The number for the hours
+    left shrinks as they pass, and a job that has exactly the expected restores must not exceed it.)
+    Otherwise, it is the largest number recorded on the line.
     """
     if expected is not None and expected.per_node_hour is not None:
         hours = expected.job_hours
         if hours is None:
             left = hours_left(expected, trained_ms=past.trained_ms)
-            assert left is not None  # there is no length to be beyond
+            assert left is not None  # None only if `job_hours` is given and exceeded
             hours = past.trained_ms / MS_PER_HOUR + left
         restores = expected.per_node_hour * expected.nodes * hours
-        return _Whole(_milli(min(restores, _MOST_EXPECTED)), f"of {hours:.3g} h")
+        return _Whole(_milli(min(restores, _MOST_EXPECTED)), f"in {hours:.3g} h")
     if past.precision is not None and past.precision.expected_milli is not None:
-        return _Whole(past.precision.expected_milli, "at most by what was recorded")
+        return _Whole(past.precision.expected_milli, "at most, as checkpoints record")
     return None
 
 
 def _milli(restores: float) -> int:
-    # What is a whole number but for rounding errors stays one.
+    # Rounded first, so that rounding errors do not raise a whole number to the next one.
     return math.ceil(round(1_000 * restores, 6))
 
 
@@ -236,7 +253,12 @@ def _unknown(reason: str, most_milli: int | None) -> ChosenPrecision:
 
 
 def in_bits(width: Width, precision: ChosenPrecision | None) -> int:
-    """The bits that a table of this width is stored in."""
+    """Return the bits in which a table of this width is stored.
+
+    Args:
+        width: width of the table; None: the rule decides.
+        precision: decision of the rule; None: there is none.
+    """
     if width is not None:
         return width
     return _WIDEST if precision is None else precision.bits
@@ -248,20 +270,20 @@ def table_widths(
     *,
     names: Collection[str] | None = None,
 ) -> dict[str, Width]:
-    """`Table.key` -> its width; the dtype's own: stored exactly.
+    """Return `Table.key` -> width; the width of the table's dtype means that it is stored exactly.
 
     Args:
-        tables: that this process stores.
-        precision: as it was set.
-        names: of the tables of the whole job; None: `tables` are all.
+        tables: the tables that this process stores.
+        precision: the user's setting.
+        names: names of the tables of the whole job; None: `tables` is complete.
 
     Raises:
-        SettingsError: `Precision.tables` names a table that there is not, or that is not trained.
+        SettingsError: `Precision.tables` names a table that does not exist or is not trained.
     """
     known = {table.name: table for table in tables}
     for name in precision.tables:
         if name not in known and names is not None and name in names:
-            continue  # another rank's
+            continue  # another rank stores it
         if name not in known:
             raise SettingsError(
                 f"Precision.tables[{name!r}]",
@@ -274,12 +296,12 @@ def table_widths(
                 f"Precision.tables[{name!r}]",
                 found="a table that is not trained (requires_grad=False)",
                 expected="a table whose rows change",
-                next_step="take it out of Precision.tables: it is stored once, in fulls",
+                next_step="remove it from Precision.tables: it is stored exactly, in fulls only",
             )
     widths = {}
     for table in tables:
         own = precision.tables.get(table.name)
-        # Of the whole table: its pieces, by rows or columns, have one width, however it is cut.
+        # Size of the whole table, so that all its pieces have one width, however it is cut.
         dim = table.dim if table.columns is None else table.columns.of
         if own is None:
             small = table.table_rows * dim <= precision.small_table_values
@@ -289,29 +311,29 @@ def table_widths(
 
 
 def _width(table: Table, wanted: Bits) -> Width:
-    # A frozen table is stored seldom and cannot recover from a rounding: keep its bytes.
+    # A frozen table is stored exactly: it is stored seldom, and training cannot correct a rounding.
     if wanted == "lossless" or not table.changes:
         return 8 * item_bytes(table.dtype)
     return None if wanted == "auto" else wanted
 
 
-# What a trainer expects of the rest of its job, and what follows: widths and the interval.
+# What a trainer expects of the rest of its job, and the widths and interval that follow.
 #
-# Kept by the training thread only. Each decision is logged when it changes, and shown in `stats`.
+# Used by the training thread only. Each decision is logged when it changes, and shown in `stats`.
 
 
-#: An interval that differs by less than this share from the one told last is not told again.
+#: An interval is logged only if it differs by more than this share from the one logged last.
 _TOLD_SHARE = 0.2
 
 
 class Outlook:
-    """The outlook of one trainer, from its start on.
+    """Decides widths and interval of one trainer, from its start on.
 
     Args:
-        expected: what was said of the job's failures.
-        past: what came before this trainer.
-        rule: whether any table is under the rule of expected restores.
-        statistics: measured costs come from it, and decisions are shown in it.
+        expected: the user's setting.
+        past: what happened before this trainer's start.
+        rule: whether the rule of expected restores decides the width of any table.
+        statistics: source of measured costs; decisions are recorded here.
     """
 
     def __init__(
@@ -331,9 +353,10 @@ class Outlook:
 
     @property
     def trained_ms(self) -> int:
-        """Training that the state holds; it only grows, whatever the clocks of hosts say."""
+        """Training time that the state holds, in milliseconds; it never shrinks."""
         here = int(1_000 * (time.monotonic() - self._started))
-        return min(self._past.trained_ms + here, MAX_COUNT)  # the store says what came before
+        # Limited to what the format allows, because the past is read from a store.
+        return min(self._past.trained_ms + here, MAX_COUNT)
 
     def history(
         self,
@@ -341,16 +364,16 @@ class Outlook:
         interval_seconds: float | Literal["auto"] | None = None,
         interval_batches: int | None = None,
     ) -> History:
-        """What a checkpoint that is cut now has been through, its width decided.
+        """Return the history of a checkpoint that is cut now, and decide its width.
 
         Args:
-            interval_seconds: as it was set; what it comes to is when people expect the next one.
-            interval_batches: the same where batches are counted.
+            interval_seconds: the setting; the history says when the next checkpoint is due.
+            interval_batches: the setting, if batches are counted.
         """
         trained_ms = self.trained_ms
         due_seconds = None if interval_seconds == "auto" else interval_seconds
         if interval_seconds == "auto" and self._statistics.stall_seconds is not None:
-            due_seconds = self.interval_seconds()  # else the first one measures it
+            due_seconds = self.interval_seconds()  # unknown before the first stall is measured
         return History(
             due_ms=None if due_seconds is None else min(round(1_000 * due_seconds), MAX_COUNT),
             due_batches=interval_batches,
@@ -369,7 +392,7 @@ class Outlook:
         return decision
 
     def interval_seconds(self) -> float:
-        """The interval that suits what has been measured so far."""
+        """Return the interval that suits the costs measured so far, in seconds."""
         rate = failure_rate(
             self._expected,
             self._past,

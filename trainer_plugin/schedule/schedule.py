@@ -1,4 +1,4 @@
-"""Schedules checkpoints: the interval, and the batch at which the next one is due."""
+"""Schedules checkpoints: chooses the interval, and the batch at which the next one is due."""
 
 from __future__ import annotations
 
@@ -23,41 +23,47 @@ __all__ = [
 ]
 
 
-# How long to wait from one checkpoint to the next, from what one costs and a failure costs. Pure.
+# How long to wait from one checkpoint to the next, from the costs of a checkpoint and of a failure.
 #
-# Young's first-order optimum (CACM 1974; Daly, FGCS 2006, adds terms that vanish where a checkpoint
-# takes far less than the time between failures, as a stall does).
+# This is Young's first-order optimum (CACM 1974). Daly (FGCS 2006) adds terms that vanish if a
+# checkpoint takes far less than the time between failures, as a stall does.
 
 
-#: Until a checkpoint has been measured: soon, so that one is.
+#: The interval until a checkpoint has been measured; short, so that one is measured soon.
 FIRST_SECONDS = 60.0
 
-#: Nobody gains from checkpoints closer than this, or should lose more than an hour to a failure.
+#: Closer checkpoints gain nothing, and a failure should not cost more than an hour.
 MIN_SECONDS = 10.0
 MAX_SECONDS = 3_600.0
 
-#: Before a job has a past, one failure in a day.
+#: Before a job has a past, one failure a day is assumed.
 ASSUMED_HOURS = 24.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """Seconds from one checkpoint to the next, and why."""
+    """The interval from one checkpoint to the next.
+
+    Attributes:
+        seconds: its length.
+        reason: why it was chosen, for logs and messages.
+    """
 
     seconds: float
     reason: str
 
 
 def choose(rate: Rate, *, stall_seconds: float | None, persist_seconds: float | None) -> Interval:
-    """sqrt(2 · stall / failure rate), or as long as a checkpoint takes to be committed, where that
-    is longer, since two do not overlap; within `MIN_SECONDS` and `MAX_SECONDS`.
+    """Choose the interval: sqrt(2 · stall / failure rate), from `MIN_SECONDS` to `MAX_SECONDS`.
 
-    A store that takes longer than `MAX_SECONDS` still gets a checkpoint as soon as it has stored
-    the one before: what is due meanwhile is taken late.
+    If a checkpoint takes longer than that to be committed, the interval is that time, at most
+    `MAX_SECONDS`, because two commits do not overlap. If a commit takes longer than `MAX_SECONDS`,
+    the next checkpoint is still taken as soon as the one before is stored: it is due meanwhile, and
+    taken late.
 
     Args:
-        rate: failures of the job.
-        stall_seconds: how long training waits for a checkpoint; None: not measured yet.
+        rate: failure rate of the job.
+        stall_seconds: how long training stands still for a checkpoint; None: not measured yet.
         persist_seconds: how long the agent takes to commit one; None: not measured yet.
     """
     why = f"{rate.per_hour:.3g} failures an hour ({rate.source})"
@@ -78,16 +84,17 @@ def choose(rate: Rate, *, stall_seconds: float | None, persist_seconds: float | 
     return Interval(seconds=seconds, reason=why)
 
 
-# When the next checkpoint is due, as a number of batches the reader can be told.
+# When the next checkpoint is due, as a number of batches that can be granted to the reader.
 #
-# Pure: the clock's readings are arguments.
+# Clock readings are arguments, so that schedules can be tested without a clock.
 
 
-#: Into so many parts an interval is divided where it is not granted at once.
+#: An interval is divided into this many parts if it is not granted at once.
 _PARTS = 8
 
 _FIRST_GRANT = 1
-#: A grant is at most so many times the batches that were measured: what is known of their time.
+#: A grant is at most this many times the batches measured so far, because too little is known of
+#: their time.
 _GROWTH = 2
 
 
@@ -96,83 +103,91 @@ class Schedule(Protocol):
 
     @property
     def due_seconds(self) -> float:
-        """When the interval is over, on the clock of the calls, for whoever can decide at any
-        batch; infinite where batches alone decide.
+        """End of the interval, on the clock of the calls, for callers that can decide at any batch.
+
+        Infinite if only batches are counted.
         """
 
     def restart(self, now_seconds: float, *, in_parts: bool = False) -> int:
-        """A checkpoint was taken (or training starts): batches until the next decision.
+        """Begin an interval after a checkpoint was taken, or at the start of training.
 
         Args:
-            now_seconds: of a clock that only grows.
-            in_parts: grant no more than an eighth of the interval at once.
+            now_seconds: reading of a clock that only grows.
+            in_parts: grant at most an eighth of the interval at once.
+
+        Returns:
+            Number of batches until the next decision.
         """
 
     def extend(self, now_seconds: float, *, batches: int) -> int:
-        """`batches` were trained since the last call: more batches, or 0: checkpoint now."""
+        """Grant more batches after `batches` were trained since the last call.
+
+        Returns:
+            Number of batches until the next decision; 0: take a checkpoint now.
+        """
 
 
 class BatchInterval:
-    """A checkpoint every `batches` batches, exactly."""
+    """Schedules a checkpoint every `batches` batches, exactly."""
 
     def __init__(self, batches: int) -> None:
         self._batches = self._left = self._part = batches
 
     @property
     def due_seconds(self) -> float:
-        """Never: batches are counted."""
+        """Infinity, because only batches are counted."""
         return math.inf
 
     def restart(self, now_seconds: float, *, in_parts: bool = False) -> int:
-        """All batches of the interval at once, or the first part of them."""
+        """Grant all batches of the interval at once, or the first part of them."""
         self._left = self._batches
         self._part = -(-self._batches // _PARTS) if in_parts else self._batches
         return self._part
 
     def extend(self, now_seconds: float, *, batches: int) -> int:
-        """The next part, until a checkpoint is due."""
+        """Grant the next part; 0 if a checkpoint is due."""
         self._left -= batches
         return max(0, min(self._part, self._left))
 
 
 class SecondsInterval:
-    """A checkpoint every `seconds` seconds, rounded to the nearest batch.
+    """Schedules a checkpoint every `seconds` seconds, rounded to the nearest batch.
 
-    How long a batch takes is measured, grant by grant, from the batches themselves. The first
-    grant of a process is one batch, since nothing is known; afterwards a grant is as many batches
-    as fit into what is left of the interval, but no more than
+    The time of a batch is measured with each grant. The first grant of a process is one batch,
+    because nothing is known yet. Each later grant is as many batches as fit into the rest of the
+    interval, but no more than
 
-    - an eighth of the interval, rounded up: when batches become slower, the checkpoint is late by
-      what they need for one grant;
-    - twice the batches measured so far in this process: the first ones, out of a reader's backlog,
-      say little.
+    - an eighth of the interval, rounded up. If batches become slower, the checkpoint is late by at
+      most the time of one grant;
+    - twice the batches measured so far in this process. The first batches come out of a reader's
+      backlog, so their time says little.
 
-    So an interval of steady batches has about nine decisions, and the first of a process some
-    more, since grants grow threefold; never more than one a batch.
+    An interval of steady batches therefore has about nine decisions. The first interval of a
+    process has some more, because grants grow threefold. There is never more than one for a batch.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._batch_seconds: float | None = None
-        self._measured = 0  # batches
+        self._measured = 0  # number of batches measured so far
         self._started = 0.0
         self._granted_at = 0.0
 
     @property
     def due_seconds(self) -> float:
-        """When the interval is over."""
+        """End of the interval."""
         return self._started + self._seconds
 
     def restart(self, now_seconds: float, *, in_parts: bool = False) -> int:
-        """The first grant of an interval that starts now; a part in any case."""
+        """Begin an interval now, and make its first grant, which is always a part of it."""
         self._started = self._granted_at = now_seconds
         return self._grant(now_seconds) or 1
 
     def extend(self, now_seconds: float, *, batches: int) -> int:
-        """Measure the grant that was used up; what still fits into the interval."""
+        """Measure the grant that was used up, and grant what still fits into the interval."""
         measured = max(0.0, now_seconds - self._granted_at) / batches
         known = self._batch_seconds
-        # Half of the old figure is kept: one slow grant must not shorten the next ones for long.
+        # Average with the old figure, so that one slow grant does not shorten the next for long.
         self._batch_seconds = measured if known is None else (measured + known) / 2
         self._measured += batches
         self._granted_at = now_seconds
@@ -192,22 +207,22 @@ class SecondsInterval:
 
 
 class AutoInterval(SecondsInterval):
-    """A checkpoint whenever `seconds()` have passed, asked again at each decision.
+    """Schedules a checkpoint every `seconds()` seconds; calls `seconds` again at each decision.
 
-    A longer interval takes effect within the current one; a shorter one at the end of the grant
-    that the reader already has.
+    A longer interval takes effect within the present interval. A shorter one takes effect at the
+    end of the grant that the reader already has.
     """
 
     def __init__(self, seconds: Callable[[], float]) -> None:
-        super().__init__(0.0)  # asked for before it counts
+        super().__init__(0.0)  # `restart` sets the interval before it is used
         self._ask = seconds
 
     def restart(self, now_seconds: float, *, in_parts: bool = False) -> int:
-        """The first grant of an interval that starts now."""
+        """Begin an interval now, and make its first grant."""
         self._seconds = self._ask()
         return super().restart(now_seconds, in_parts=in_parts)
 
     def extend(self, now_seconds: float, *, batches: int) -> int:
-        """What still fits into the interval as it is seen now."""
+        """Grant what still fits into the interval as it is now."""
         self._seconds = self._ask()
         return super().extend(now_seconds, batches=batches)

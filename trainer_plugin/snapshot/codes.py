@@ -1,4 +1,4 @@
-"""Quantizes tables where they live, in the cut, and drains rows of a GPU to the host after it."""
+"""Quantizes tables on their own device during a cut, and drains a GPU's rows to the host later."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from recpoint.trainer_plugin.settings import Precision
 __all__ = ["Codes", "DeviceDrain", "RowsToCode", "TableQuantizer"]
 
 
-# Getting rows off a GPU: gathered on the device in the stall, drained to the host after it.
+# Getting rows off a GPU: they are gathered on the device in the stall and drained afterwards.
 
 
-#: Size of a pinned bounce buffer, and of a piece when there is no spare device memory.
+#: Size of a pinned bounce buffer, and of a piece if there is no spare device memory.
 PIECE_BYTES = 32 << 20
 
-#: So much is tried without asking the device what it has.
+#: An allocation up to this size is tried without asking the device how much memory is free.
 SMALL_BYTES = 64 << 10
 
 
 class DeviceDrain:
-    """Rows of one snapshot that are still on their device.
+    """Brings the rows of one snapshot from their device to the host.
 
     `gather` and `release_training` run in the stall; `drain` runs in the background thread.
     """
@@ -47,11 +47,16 @@ class DeviceDrain:
         self._ready: dict[torch.device, torch.cuda.Event] = {}
 
     def gather(self, source: Tensor, ids: Tensor | None, out: Tensor) -> None:
-        """Have rows of `source` (all of them when `ids` is None) arrive in `out`, on the host.
+        """Have rows of `source` arrive in `out`, on the host.
 
-        With enough spare device memory they are copied on the device by `release_training`, those
-        of all sources in one launch. Without, the rows go to the host piece by piece, and are there
-        on return.
+        With enough spare device memory, `release_training` copies the rows on the device, for all
+        sources in one launch. Otherwise, the rows are copied to the host piece by piece before this
+        returns.
+
+        Args:
+            source: [rows, …] on a GPU.
+            ids: int64 [n] on the same GPU; None: all rows.
+            out: [n, …] of the same dtype, on the host.
         """
         if out.nbytes == 0:
             return
@@ -59,7 +64,7 @@ class DeviceDrain:
             try:
                 buffer = torch.empty(out.shape, dtype=out.dtype, device=source.device)
             except torch.OutOfMemoryError:
-                pass  # spare, but in pieces that are too small: go the other way
+                pass  # the spare memory is in pieces that are too small: copy piece by piece
             else:
                 if ids is None:
                     buffer.copy_(source)
@@ -78,12 +83,15 @@ class DeviceDrain:
                 part.copy_(piece)
 
     def take(self, buffer: Tensor, out: Tensor) -> None:
-        """Have `buffer`, contiguous and not written any more, arrive in `out`, on the host."""
+        """Have `buffer`, contiguous and no longer written to, arrive in `out`, on the host."""
         if out.nbytes:
             self._waiting.append((buffer, out))
 
     def release_training(self) -> None:
-        """Gather, and mark on each device's current stream the point when all has been copied."""
+        """Launch the gathers; record on each device's current stream when its copies are done.
+
+        Training may change the tables after this returns, in the same streams.
+        """
         for device in {buffer.device for _, _, buffer in self._gathers}:
             chosen = [gather for gather in self._gathers if gather[2].device == device]
             row_gather.gather_many(*zip(*chosen, strict=True))
@@ -95,7 +103,7 @@ class DeviceDrain:
                 self._ready[buffer.device] = event
 
     def drain(self) -> None:
-        """Bring everything to the host, on a stream of its own; buffers are given back."""
+        """Copy everything to the host, on a separate stream, and release the device buffers."""
         if not self._waiting:
             return
         pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
@@ -126,38 +134,46 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def spare_bytes(device: torch.device) -> int:
-    """Half of what the device has free, and what the allocator holds without using it."""
+    """Return half of the device's free bytes, plus the allocator's unused bytes."""
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free // 2 + cached
 
 
-# What tables are quantized with, and quantizing them where they live, in the cut (format §7).
+# The method by which each table is quantized, and quantizing on the table's device (format §7).
 #
-# The method is never chosen here: that takes longer than a stall may. A setting that leaves no
-# choice says it; else it is what the agent chose for an earlier checkpoint of the chain. The job
-# names it, so that the same is stored wherever rows are quantized.
+# This process never chooses the method, because choosing takes longer than a stall may. Either the
+# setting leaves no choice, or the method is the one that the agent chose for an earlier checkpoint
+# of the chain. The job names the method, so the stored bytes do not depend on where rows are
+# quantized.
 #
-# What reaches the slot as codes is smaller by the width, and of a table on a GPU so is what has to
-# come to the host.
+# Codes take less space in the slot than values, by the ratio of the widths. For a table on a GPU,
+# fewer bytes are copied to the host, too.
 
 
 _log = logging.getLogger("recpoint")
 
-#: Bytes of a row beside its codes: scale, offset, flag; on the way also a second flag and the id.
+#: Bytes of a row besides its codes: scale, offset and a flag; on the device also a second flag and
+#: the id.
 _ROW_BYTES = 9
 _ROW_BYTES_ON_DEVICE = 18
 
 CODE_ARRAYS: dict[str, Dtype] = {"codes": "U8", "scale": "F32", "offset": "F32", "wide": "BOOL"}
 
 
-#: Rows spread as they are trained: a method is used until the job has come this many times as far
-#: as it had when it was chosen, and is chosen anew then.
+#: A method is used until the job has trained this many times as many batches as when the method was
+#: chosen; then it is chosen anew, because training spreads the values of rows.
 _CHOSEN_UP_TO: Final = 2
 
 
 class _Learned(NamedTuple):
-    """A method, the batch it was chosen after, and the width that it was chosen for."""
+    """A quantization method that the agent chose for a table.
+
+    Attributes:
+        bits: bits of each value for which it was chosen.
+        step: step of the checkpoint for which it was chosen.
+        method: the method.
+    """
 
     bits: int
     step: int
@@ -165,13 +181,14 @@ class _Learned(NamedTuple):
 
 
 class RowsToCode(NamedTuple):
-    """Rows to be staged of a table.
+    """Rows of one table that are to be quantized.
 
     Attributes:
-        bits: of a value.
+        table: the table.
+        bits: bits of each value.
         method: as `TableQuantizer.method` returned it.
-        ids: which rows, int64 [row_count], ascending, on the table's device; None: all.
-        row_count: how many, 1 or more.
+        ids: int64 [row_count], ascending, on the table's device; None: all rows.
+        row_count: number of rows, at least 1.
     """
 
     table: Table
@@ -182,18 +199,23 @@ class RowsToCode(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """The live table."""
+        """The live values: [rows, dim]."""
         return self.table.weight.detach()
 
 
 class Codes(NamedTuple):
-    """Rows of one table, quantized, on the table's device."""
+    """Quantized rows of one table, on the table's device.
+
+    Attributes:
+        rows: the packed codes of all rows.
+        exact: the rows that must be kept exactly.
+    """
 
     rows: PackedRows
     exact: ExactRows
 
     def arrays(self) -> list[tuple[str, Dtype | None, Tensor]]:
-        """Name, stored dtype (None: the table's) and bytes of each array of the slot."""
+        """Return name, stored dtype (None: the table's) and content of each array of the slot."""
         named = zip(CODE_ARRAYS.items(), (*self.rows[:3], self.rows.wide), strict=True)
         found: list[tuple[str, Dtype | None, Tensor]] = [
             (name, dtype, array) for (name, dtype), array in named
@@ -202,16 +224,17 @@ class Codes(NamedTuple):
 
 
 class TableQuantizer:
-    """Knows with what each table's rows are quantized, and which to quantize in the cut.
+    """Knows the method of each table, and quantizes tables in the cut.
 
     All methods are called from the training thread.
 
     Args:
-        tables: what this rank stores, in the order in which the job's tables are stored.
-        precision: where rows are quantized, and by which quantizer.
+        tables: tables in the order in which the job's tables are stored; None: this rank stores no
+            row of it.
+        precision: says where rows are quantized, and by which quantizer.
 
     Attributes:
-        wanted: whether any table may be quantized here.
+        wanted: whether any table may be quantized by this process.
     """
 
     def __init__(self, tables: Sequence[Table | None], precision: Precision) -> None:
@@ -222,10 +245,10 @@ class TableQuantizer:
         self._learned: tuple[CheckpointRef | None, dict[str, _Learned]] = (None, {})
 
     def prepare(self, widths: Mapping[str, int | None]) -> None:
-        """Compile what is known to be needed: before training.
+        """Compile the kernels that are known to be needed. Called before training.
 
         Args:
-            widths: `Table.key` -> bits of a value; None: any.
+            widths: `Table.key` -> bits of each value; None: any width may be chosen.
         """
         for table in self._tables:
             if table is None:
@@ -237,22 +260,22 @@ class TableQuantizer:
                     _compile(table, bits, method)
 
     def remember(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
-        """Remember what a checkpoint was quantized with, for its chain.
+        """Remember the methods by which a checkpoint was quantized, for the rest of its chain.
 
         Args:
-            stored: it is committed.
-            quantizers: as its outcome has them, of this rank.
+            stored: a committed checkpoint.
+            quantizers: the quantizers in its outcome, for this rank.
         """
         known = dict(self._learned[1]) if self._learned[0] == stored.base else {}
         to_compile: list[tuple[Table, _Learned]] = []
         for quantizer in quantizers:
             table = self._tables[quantizer.table]
             if table is None or not _is_known(quantizer.chosen):
-                continue  # not here, or of a later release, whose agent goes on choosing it
+                continue  # not stored here, or a later release's method: the agent goes on choosing
             found = _Learned(stored.bits[quantizer.table], stored.ref.step, quantizer.chosen)
             before = known.get(table.key)
             if before is not None and before._replace(step=found.step) == found:
-                continue  # chosen earlier
+                continue  # the same choice, seen before
             known[table.key] = found
             if table.weight.is_cuda and self.may(table, found.bits):
                 to_compile.append((table, found))
@@ -261,7 +284,7 @@ class TableQuantizer:
             return
 
         def compile_first() -> None:
-            # A GPU kernel is compiled for its method: that takes seconds, and no stall may.
+            # Compiling a GPU kernel for the method takes seconds, too long for a stall.
             for table, found in to_compile:
                 _compile(table, found.bits, found.method)
             self._learned = stored.base, known
@@ -269,19 +292,19 @@ class TableQuantizer:
         thread = threading.Thread(target=compile_first, name="recpoint-compile", daemon=True)
         try:
             thread.start()
-        except (RuntimeError, MemoryError) as error:  # python's: can't start new thread
+        except (RuntimeError, MemoryError) as error:  # from Python: "can't start new thread"
             _log.warning("no rows are quantized on the GPU until the next commit: %s", error)
 
     def method(
         self, table: Table, bits: int, *, base: CheckpointRef | None, step: int
     ) -> ChosenMethod | None:
-        """What rows of a table are to be quantized with; None: the agent chooses, or not at all.
+        """Return the method for rows of a table; None: the agent chooses, or rows stay exact.
 
         Args:
-            table: whose.
-            bits: of a value.
-            base: of the chain; None: this is a full.
-            step: of the checkpoint.
+            table: the table.
+            bits: bits of each value.
+            base: full of the chain; None: the checkpoint is a full.
+            step: step of the checkpoint.
         """
         if not _is_narrower(table, bits):
             return None
@@ -295,10 +318,10 @@ class TableQuantizer:
         return found.method
 
     def codes(self, wanted: Sequence[RowsToCode]) -> list[Codes | None]:
-        """Quantize the rows of tables for which it `may`; None: the values are to be staged.
+        """Quantize rows of tables that `may` allows; None in place of a table: stage its values.
 
-        Waits once for each device of theirs, to know whether any rows have to be kept exactly, and
-        where there are some for each table.
+        Waits once for each device of the tables, to learn whether rows must be kept exactly. If
+        there are such rows, it waits once more for each table.
         """
         packed = [_packed(one) for one in wanted]
         done = [(one, rows) for one, rows in zip(wanted, packed, strict=True) if rows is not None]
@@ -309,7 +332,7 @@ class TableQuantizer:
                 [rows.exact for _, rows in done],
             )
         except torch.OutOfMemoryError:
-            return [None] * len(wanted)  # spare, but in pieces that are too small
+            return [None] * len(wanted)  # the spare memory is in pieces that are too small
         kept = iter(exact)
         return [
             None if rows is None else _if_smaller(one, Codes(rows, next(kept)))
@@ -317,14 +340,14 @@ class TableQuantizer:
         ]
 
     def may(self, table: Table, bits: int) -> bool:
-        """Whether setting, width and the table's form allow it."""
+        """Whether setting, width and the table's form allow quantizing in this process."""
         wanted = self._on == "device" or (self._on == "auto" and table.weight.is_cuda)
         possible = table.weight.is_cuda or table.weight.is_cpu
         return wanted and possible and _is_narrower(table, bits) and table.dtype != "F64"
 
 
 def _packed(wanted: RowsToCode) -> PackedRows | None:
-    """None where there is no room for the codes."""
+    """Quantize rows; None if the device has no room for the codes."""
     values = wanted.values
     code_bytes = packed_width(wanted.table.dim, wanted.bits)
     if values.is_cuda and wanted.row_count * (code_bytes + _ROW_BYTES_ON_DEVICE) > spare_bytes(
@@ -335,14 +358,13 @@ def _packed(wanted: RowsToCode) -> PackedRows | None:
     try:
         return quantize_rows(values, wanted.ids, wanted.bits, method, half_parameters=True)
     except torch.OutOfMemoryError:
-        return None  # spare, but in pieces that are too small
+        return None  # the spare memory is in pieces that are too small
 
 
 def _if_smaller(wanted: RowsToCode, codes: Codes) -> Codes | None:
-    """None where values take less room: a slot takes a full of values at most, whatever the rows.
+    """Return the codes; None if the values take less space.
 
-    Args:
-        codes: of these rows.
+    A slot therefore never takes more than a full of values, whatever the rows hold.
     """
     table = wanted.table
     value_bytes = table.dim * item_bytes(table.dtype)
@@ -372,7 +394,7 @@ def _compile(table: Table, bits: int, method: ChosenMethod) -> None:
 
 @cache
 def _fixed(quantizer: str, bits: int) -> ChosenMethod | None:
-    """The method of a setting that leaves the agent no choice."""
+    """Return the method if the setting leaves the agent no choice, else None."""
     if quantizer == "auto" and bits == 8:
         quantizer = "asymmetric"
     if quantizer not in ("asymmetric", "symmetric"):

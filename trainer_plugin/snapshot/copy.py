@@ -39,19 +39,20 @@ __all__ = [
 ]
 
 
-# What a checkpoint is compared with later: a few rows of each table, exactly as they are at a cut.
+# The sample: a few rows of each table, exactly as they are at a cut. The checkpoint is compared
+# with it later.
 #
-# Some are drawn from the whole table, whichever checkpoint stored them: they also show a change
-# that nobody marked. Those, some 64 a table, are all that a stall pays for. Some are drawn from the
-# rows that the snapshot stages, and these are digested too; the background thread does that (format
-# §3.6).
+# Some rows are drawn from the whole table, whichever checkpoint stored them, so they also show a
+# change that nobody marked. The stall copies only these, at most 64 for each table. Other rows are
+# drawn from those that the snapshot stages. The background thread draws them, and digests all
+# staged rows (format §3.6).
 
 
-#: Most rows of a table from each of the two sources, and most bytes they take: a sample is to be
-#: small against any increment.
+#: The most rows of a table from each of the two sources, and the most bytes that they take: a
+#: sample must be small compared with any increment.
 _ROWS: Final = 64
 _TABLE_BYTES: Final = 16 << 10
-#: Most bytes over all tables, where these are many.
+#: The most bytes over all tables, if there are many.
 _TOTAL_BYTES: Final = 16 << 20
 
 _Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -59,7 +60,7 @@ _Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagedRows:
-    """What a snapshot stages of one table: arrays in its slot.
+    """The rows of one table that a snapshot stages, as arrays in its slot.
 
     Attributes:
         ids: int64 [n], ascending; None: all rows.
@@ -75,12 +76,13 @@ class Sample:
     """The sampled rows of one snapshot.
 
     Attributes:
-        seed: from the attempt's name: the same rows whoever asks.
-        first_rows: of each table, the position in it of the first row that is held here; what is
-            stored are positions in the whole table, everything else here counts from that row.
-        ids: of each table, int64 [n], ascending: rows drawn from all that are held here.
-        arrays: of each table, their values and row states; filled by `copy`.
-        size_bytes: most that all of it takes in the slot.
+        seed: derived from the attempt's name, so that every process draws the same rows.
+        specs: for each table, its spec.
+        first_rows: for each table, the position in the whole table of the first row held here.
+            Stored positions count from the start of the whole table, all others from this row.
+        ids: for each table, int64 [n], ascending: rows drawn from all rows held here.
+        size_bytes: the most bytes that the sample takes in the slot.
+        arrays: for each table, values and row states of these rows; filled by `copy`.
     """
 
     seed: int
@@ -91,11 +93,11 @@ class Sample:
     arrays: list[tuple[Tensor, ...]] = field(default_factory=list)
 
     def copy(self, sources: Sequence[Sequence[Tensor]], device: DeviceDrain) -> None:
-        """Copy the rows; those on a device once `device` is drained.
+        """Copy the rows; rows of a GPU arrive when `device` is drained.
 
         Args:
-            sources: of each table, the live values and row states.
-            device: takes charge of rows that are on one.
+            sources: for each table, the live values and row states.
+            device: brings rows from a GPU to the host.
         """
         there: dict[torch.device, tuple[Tensor, ...]] = {}
         for index, (ids, arrays) in enumerate(zip(self.ids, sources, strict=True)):
@@ -105,7 +107,7 @@ class Sample:
                     found.append(source.index_select(0, ids))
                     continue
                 if source.device not in there:
-                    # One transfer for all tables.
+                    # One transfer of ids serves all tables.
                     moved = torch.cat(self.ids).to(source.device)
                     there[source.device] = moved.split([len(some) for some in self.ids])
                 out = torch.empty((len(ids), *source.shape[1:]), dtype=source.dtype, device="cpu")
@@ -114,24 +116,24 @@ class Sample:
             self.arrays.append(tuple(found))
 
     def parts(self, staged: Sequence[StagedRows | None]) -> Iterator[tuple[str, Tensor]]:
-        """Name and contents of each array of format §3.6. The device has been drained.
+        """Yield name and content of each array of format §3.6; the device must be drained.
 
         Args:
-            staged: of each table, what the snapshot stages; None: no row of it.
+            staged: for each table, the rows that the snapshot stages; None: no row.
         """
         for index, (spec, rows) in enumerate(zip(self.specs, staged, strict=True)):
             ids, arrays = self.ids[index], self.arrays[index]
             if rows is not None and rows.ids is not None:
                 strata = _strata(len(rows.ids), _rows_of(spec, spec.rows, len(self.specs)))
                 at = torch.from_numpy(_draw(*strata, self.seed + 1 + index))
-                # A row from both sources is the same row: the first is kept.
+                # A row drawn from both sources is the same in both, so the first copy is kept.
                 both, first = np.unique(torch.cat([ids, rows.ids[at]]).numpy(), return_index=True)
                 kept = torch.from_numpy(first)
                 ids = torch.from_numpy(both)
                 pairs = zip(arrays, rows.arrays, strict=True)
                 arrays = tuple(torch.cat([live, own[at]])[kept] for live, own in pairs)
             if not len(ids):
-                continue  # no row of it is held here
+                continue  # this rank holds no row of the table
             first_row = self.first_rows[index]
             named = zip(sample_arrays(spec, len(ids)), (ids + first_row, *arrays), strict=False)
             for name, array in named:
@@ -141,7 +143,7 @@ class Sample:
 
 
 class Sampler:
-    """Draws samples; what follows from the tables alone is worked out once."""
+    """Draws samples; computes what depends only on the tables once."""
 
     def __init__(self) -> None:
         self._specs: tuple[TableSpec, ...] | None = None
@@ -150,12 +152,12 @@ class Sampler:
         self._size_bytes = 0
 
     def draw(self, specs: Sequence[TableSpec], held: Sequence[range], attempt: str) -> Sample:
-        """Rows of each table for the snapshot `attempt`.
+        """Draw rows of each table for the snapshot `attempt`.
 
         Args:
-            specs: of all tables.
-            held: which rows of each are held here.
-            attempt: its name.
+            specs: specs of all tables.
+            held: for each table, the rows held here.
+            attempt: name of the attempt, hexadecimal.
         """
         self._follow(tuple(specs), held)
         seed = int(attempt, 16)
@@ -169,13 +171,13 @@ class Sampler:
         )
 
     def size_bytes(self, specs: Sequence[TableSpec], held: Sequence[range]) -> int:
-        """Most bytes that a sample of these tables takes in a slot; arguments as for `draw`."""
+        """Return the most bytes that a sample takes in a slot; arguments as for `draw`."""
         self._follow(tuple(specs), held)
         return self._size_bytes
 
     def _follow(self, specs: tuple[TableSpec, ...], held: Sequence[range]) -> None:
         known = self._specs
-        # By identity: a cutter keeps them, and comparing records field by field takes a while.
+        # Compared by identity: a cutter keeps its specs, and comparing field by field takes long.
         if known and len(known) == len(specs) and all(map(operator.is_, known, specs)):
             return
         tables = [(spec, len(rows)) for spec, rows in zip(specs, held, strict=True)]
@@ -188,7 +190,9 @@ class Sampler:
 
 
 def spread_rows(rows: int, count: int, seed: int) -> Tensor:
-    """`count` positions of `rows`, or all of fewer: one of each part of nearly the same size.
+    """Draw `count` of the positions 0 … `rows` - 1, or all of them if there are fewer.
+
+    The positions are divided into `count` parts of nearly the same size; one is drawn from each.
 
     Returns:
         int64 [n], ascending.
@@ -197,7 +201,7 @@ def spread_rows(rows: int, count: int, seed: int) -> Tensor:
 
 
 def live_rows(values: Tensor, row_states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The arrays of a table, as `Sample.copy` wants them."""
+    """Return the arrays of a table as `Sample.copy` takes them."""
     return values.detach(), *(state.detach() for state in row_states)
 
 
@@ -207,7 +211,7 @@ def _row_bytes(spec: TableSpec) -> int:
 
 
 def _rows_of(spec: TableSpec, rows: int, tables: int) -> int:
-    """How many of `rows` rows of a table are drawn from one source."""
+    """Return how many of `rows` rows of a table are drawn from one source."""
     budget = min(_TABLE_BYTES, _TOTAL_BYTES // tables)
     return min(rows, _ROWS, max(1, budget // _row_bytes(spec)))
 
@@ -218,9 +222,9 @@ def _size_bytes(spec: TableSpec, rows: int, tables: int) -> int:
 
 
 def _strata(rows: int, count: int) -> tuple[_Integers, _Integers]:
-    """Starts and widths of `count` parts of nearly the same size, or of as many as there are rows.
+    """Return starts and widths of `count` parts of nearly the same size; at most one for each row.
 
-    One row of each part: ascending, without duplicates, and spread over the whole.
+    One row drawn from each part gives rows that ascend, have no duplicates and spread over all.
     """
     count = min(rows, count)
     edges = np.arange(count + 1) * rows // max(count, 1)
@@ -228,10 +232,11 @@ def _strata(rows: int, count: int) -> tuple[_Integers, _Integers]:
 
 
 def _draw(starts: _Integers, widths: _Integers, seed: int) -> _Integers:
-    """One position of each part, by a hash of its number (SplitMix64, Steele et al., OOPSLA 2014).
+    """Draw a position of each part by a hash of its number.
 
-    Training waits for it, and a generator of numpy takes five times as long to be made. Widths are
-    below 2^48, so that the remainder favours no position by more than 2^-16 of its chance.
+    The hash is SplitMix64 (Steele et al., OOPSLA 2014). Training waits for this, and making a numpy
+    generator would take five times as long. Widths are below 2^48, so the remainder favours no
+    position by more than 2^-16 of its probability.
     """
     words = np.arange(1, len(starts) + 1, dtype=np.uint64)
     words *= np.uint64(0x9E3779B97F4A7C15)
@@ -250,24 +255,24 @@ def _digests(rows: StagedRows, first_row: int) -> Tensor:
     return torch.from_numpy(np.array(found, np.uint64).view(np.int64))
 
 
-# Copies a planned cut into its slot: rows, row states, and what comes behind the tables.
+# Copying a planned cut into its slot: rows, row states, and what comes behind the tables.
 
 
-#: Up to this size one thread copies.
+#: Up to this size, a single thread copies.
 _SMALL_BYTES = 4 << 20
 
 
 class BehindTables(NamedTuple):
-    """What a slot holds besides the tables, and what the job says of both.
+    """The content of a slot behind the tables, and what the job says about the tables.
 
     Attributes:
         tree: the state tree.
-        tensors: those that it numbers, the live ones.
-        placed: where both go.
-        end: of the state, behind which the sample comes.
-        sample: sampled rows, copied, but not into the slot.
+        tensors: the live tensors that the tree numbers.
+        placed: places of tree and tensors.
+        end: first byte behind the state, where the sample starts.
+        sample: sampled rows, copied to memory outside the slot.
         tables: the tables as the job describes them.
-        full_bytes: of a full, exact checkpoint.
+        full_bytes: bytes of this rank's part of a full, exact checkpoint.
     """
 
     tree: bytes
@@ -280,16 +285,16 @@ class BehindTables(NamedTuple):
 
     @property
     def slot_bytes(self) -> int:
-        """Where the sample, which is written later, will end."""
+        """First byte behind the sample, which is written later."""
         return self.end + self.sample.size_bytes
 
     @property
     def is_small(self) -> bool:
-        """Whether one thread is to write it."""
+        """Whether the state is so small that one thread writes it."""
         return sum(tensor.nbytes for tensor in self.tensors) <= _SMALL_BYTES
 
     def write(self, slot: Slot) -> None:
-        """Copy it to its places, but for the sample; raises as `Slot.grow` does."""
+        """Copy the state to its places and reserve room for the sample; raises like `Slot.grow`."""
         slot.grow(self.slot_bytes)
         copy_state(self.placed, slot.data, self.tree, self.tensors)
 
@@ -302,14 +307,15 @@ def behind_tables(
     sample: Sample,
     device: DeviceDrain,
 ) -> BehindTables:
-    """What comes behind tables that end at `end`; copies the sampled rows.
+    """Place what comes behind tables that end at byte `end`, and copy the sampled rows.
 
     Args:
-        parts: the tables.
-        end: in the slot, in bytes.
-        tree: as `state_tree.flatten` returned it, with its tensors.
-        sample: drawn, and not copied yet.
-        device: takes charge of sampled rows that are on one.
+        parts: the parts of the tables that the snapshot holds.
+        end: first byte behind the tables in the slot.
+        tree: the state tree that `state_tree.flatten` returned.
+        tensors: the tensors that it returned.
+        sample: the sample, drawn but not copied yet.
+        device: brings sampled rows from a GPU to the host.
     """
     placed, state_end = place_state(tree, tensors, end)
     with torch.no_grad():
@@ -326,11 +332,11 @@ def behind_tables(
 
 
 class CopiedCut(NamedTuple):
-    """A cut that lies in its slot, or is on its way there from a device.
+    """A cut that lies in its slot, or is on its way there from a GPU.
 
     Attributes:
-        behind: what lies behind the tables.
-        device: has to be drained before the slot can be read.
+        behind: the content of the slot behind the tables.
+        device: brings rows from a GPU; must be drained before the slot is read.
     """
 
     behind: BehindTables
@@ -348,12 +354,13 @@ def copy_tables(
 
     Args:
         placed: as `place_tables` returned it for the same parts.
-        data: the slot's bytes, reserved.
-        marked: the parts' dirty rows.
-        meanwhile: called once, while other threads copy where there are any.
+        data: the slot's reserved bytes, uint8 [n].
+        parts: the parts of the tables that the snapshot holds.
+        marked: the parts' marked rows.
+        meanwhile: called once, while other threads copy, if there are other threads.
 
     Returns:
-        What is still on a device and has to be drained.
+        Rows that are still on a GPU and must be drained.
     """
     by_name = {spot.name: spot for spot in placed}
     device = DeviceDrain()
@@ -395,10 +402,13 @@ def copy_tables(
 def copy_state(
     placed: Sequence[Placed], data: Tensor, tree: bytes, tensors: Sequence[Tensor]
 ) -> None:
-    """Copy the state to its places, which `place_state` has chosen for it.
+    """Copy the state to the places that `place_state` chose for it.
 
     Args:
-        data: the slot's bytes, reserved.
+        placed: places of the tree and of the tensors.
+        data: the slot's reserved bytes, uint8 [n].
+        tree: the state tree.
+        tensors: the tensors that the tree numbers.
     """
     spot, *others = placed
     ctypes.memmove(data.data_ptr() + spot.offset, tree, len(tree))
@@ -410,7 +420,7 @@ def copy_state(
 def _rows(
     ids: Tensor, ids_out: Tensor, arrays: Sequence[tuple[Tensor, Tensor]], device: DeviceDrain
 ) -> None:
-    """Rows of arrays that are on a device, or of which there are no values to copy."""
+    """Copy rows with known ids: arrays on a GPU, or beside codes that were placed already."""
     if ids.is_cuda:
         device.take(ids, ids_out)
     else:
@@ -423,9 +433,9 @@ def _rows(
 
 
 def _room_for(source: Tensor, spot: Placed, data: Tensor) -> dirty_rows.Room:
-    """What a kernel is told of `spot`: bytes alone, which would hide that the dtype is another."""
+    """Return `spot` as bytes for a kernel, after checking the dtype, which bytes do not show."""
     if source.dtype is not torch_dtype(spot.dtype):
-        raise ValueError(f"{spot.name}: dtype {source.dtype}, expected {spot.dtype}")
+        raise ValueError(f"{spot.name}: found dtype {source.dtype}, expected {spot.dtype}")
     return spot.room(data)
 
 
@@ -441,6 +451,6 @@ def _copy(source: Tensor, place: Placed, data: Tensor) -> None:
     if not plain or source.nbytes != place.size_bytes or place.size_bytes > _SMALL_BYTES:
         place.view(data).copy_(source)
     elif place.size_bytes:
-        # No thread is woken and no view made for what is usually one of many small tensors. Safe:
-        # `data` is the slot's memory, of which `place` is a part, and as long as the source's.
+        # This is usually one of many small tensors, so avoid waking threads and making views. Safe:
+        # `data` is the slot's memory, `place` lies inside it, and has the length of the source.
         ctypes.memmove(data.data_ptr() + place.offset, source.data_ptr(), place.size_bytes)

@@ -1,6 +1,7 @@
 """Cuts snapshots in three steps: plan what goes where, copy it into a slot, seal the slot.
 
-`Cutter.cut` takes them in one stall. A failure leaves no trace: what was dirty is dirty again.
+`Cutter.cut` takes the three steps in one stall. If a cut fails, all rows that were dirty are dirty
+again.
 """
 
 from __future__ import annotations
@@ -53,18 +54,23 @@ __all__ = ["Cut", "CutMoment", "Cutter"]
 
 
 class Cut(NamedTuple):
-    """A finished cut: the bytes, and what they are good for."""
+    """A finished cut.
+
+    Attributes:
+        snapshot: the copied bytes and their description.
+        pending: the checkpoint that waits for its outcome.
+    """
 
     snapshot: Snapshot
     pending: Pending
 
 
 class CutMoment(NamedTuple):
-    """When a cut was made.
+    """The time of a cut.
 
     Attributes:
-        snapshot_ms: wall-clock time.
-        cut_seconds: monotonic time.
+        snapshot_ms: wall-clock time, in milliseconds since the epoch.
+        cut_seconds: `time.monotonic`.
         started_ns: `time.perf_counter_ns` when the stall began.
     """
 
@@ -78,18 +84,19 @@ class Cutter:
 
     Args:
         shards: all tables of the job, in the order in which they are stored.
-        trackers: `Table.key` -> its dirty rows; of those that this rank stores.
-        watch: the optimizers' steps.
-        state: everything else.
-        settings: how rows and row states are to be stored, and how long a chain may be.
-        rank: of this process.
+        trackers: `Table.key` -> tracker of the table's dirty rows, for tables that this rank
+            stores.
+        watch: watches the optimizers' steps.
+        state: the training state outside the tables.
+        settings: how rows and row states are stored, and how long a chain may be.
+        rank: rank of this process.
 
     Attributes:
         rule: whether the width of any table is chosen anew for each cut.
         unmarked: compares rows that nothing has marked.
 
     Raises:
-        SettingsError: `Precision.tables` names a table that there is not, or that is not trained.
+        SettingsError: `Precision.tables` names a table that does not exist or is not trained.
     """
 
     def __init__(
@@ -120,12 +127,12 @@ class Cutter:
         self._quantizer = TableQuantizer([shard.table for shard in shards], settings.precision)
         self._live = LiveTables(shards, state.optimizers)
         self.unmarked = UnmarkedRows(settings.options.verify_unmarked_rows)
-        self._has_large_state = False  # besides tables; at the last cut
+        self._has_large_state = False  # whether the state outside tables was large at the last cut
 
     def prepare_tables(self) -> None:
-        """Move large tables, and the row states that are there, to large pages: before training.
+        """Move large tables and their existing row states to large pages. Called before training.
 
-        Lookups gain from it too. States that optimizers create later stay where they are.
+        This makes lookups faster, too. Row states that optimizers create later are not moved.
         """
         tables = self._live.tables(None)
         for live in tables:
@@ -136,20 +143,21 @@ class Cutter:
         self._quantizer.prepare(self._widths)
 
     def remember_quantizers(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
-        """A checkpoint is stored: this is what its tables were quantized with."""
+        """Remember the quantizers of the tables of a checkpoint that is stored."""
         own = [quantizer for quantizer in quantizers if quantizer.rank == self._rank]
         self._quantizer.remember(stored, own)
 
     def size_bytes(self) -> int:
-        """Bytes that a full of the state as it is now takes in a slot.
+        """Return the bytes that a full of the present state takes in a slot.
 
-        State that optimizers make at their first step is not in it before that, and a reader's
-        never is; see `memory_bound`.
+        Optimizer state is included only after the first step has created it; the reader's state is
+        never included. See `memory_bound`.
 
         Raises:
-            SettingsError: something in the state cannot be stored; its path is named.
+            SettingsError: part of the state cannot be stored; the message names its path.
         """
-        with rng.untouched():  # of an extra that draws: a life more would draw others
+        # An extra may draw random numbers here; a restarted training would then draw others.
+        with rng.untouched():
             tree, tensors = state_tree.flatten(self._state.capture_fixed())
         tables = self._live.tables(None)
         parts = [self._part(live, len(live.held)) for live in tables]
@@ -161,7 +169,13 @@ class Cutter:
     def link(
         self, *, step: int, tip: Tip | None, base_history: BaseHistory | None
     ) -> tuple[Link, tuple[LiveTable, ...]]:
-        """Where a checkpoint that is cut now stands in its chain, and the tables it holds."""
+        """Return the link of a checkpoint that is cut now, and the tables that it holds.
+
+        Args:
+            step: batches done.
+            tip: tip of the chain; None: there is no chain to extend.
+            base_history: the checkpoints on the tip's base.
+        """
         for tracker in self._trackers.values():
             tracker.follow_weight()
         self._watch.follow_groups()
@@ -175,18 +189,18 @@ class Cutter:
     def cut(self, slot: Slot, request: CutRequest, *, started_ns: int) -> Cut:
         """Copy one consistent state into `slot`.
 
-        Nothing is dirty afterwards, but after a cumulative increment, or when it fails: then
-        everything is as dirty as it was.
+        Afterwards no row is dirty. After a cumulative increment, or a cut that fails, the same rows
+        are dirty as before.
 
         Args:
-            slot: a free one.
-            request: what is to be cut; its tables were looked at in this same stall.
+            slot: a free slot.
+            request: the checkpoint to cut; its tables were read in this same stall.
             started_ns: `time.perf_counter_ns` when the stall began.
 
         Raises:
-            StagingFull: no room for it.
+            StagingFull: there is no room for it.
             StagingError: the slot cannot be used.
-            SettingsError: something in the state cannot be stored.
+            SettingsError: part of the state cannot be stored.
         """
         moment = CutMoment(now_ms(), time.monotonic(), started_ns)
         keep = self._keeps_marks(request.link)
@@ -204,20 +218,20 @@ class Cutter:
             raise
 
     def plan(self, request: CutRequest, dirty: Mapping[str, Dirty]) -> CutPlan:
-        """What goes where; writes nothing.
+        """Plan what goes where in the slot; writes nothing.
 
         Args:
-            request: what is to be cut.
-            dirty: the rows that an increment is to hold, by `LiveTable.key`; of a table that is
-                not named, all.
+            request: the checkpoint to cut.
+            dirty: the rows that an increment must hold, by `LiveTable.key`; a table that is not
+                named is stored whole.
 
         Raises:
-            SettingsError: something in the state cannot be stored.
+            SettingsError: part of the state cannot be stored.
         """
         tables, link = request.tables, request.link
-        # Now, where bitmaps stay in use: a `state_dict` that looks rows up marks them, which
-        # must not happen once they are counted. And where a `state_dict` may have much to
-        # clone: for that torch has all its threads here.
+        # The state is captured now in two cases. If bitmaps stay in use, a `state_dict` that looks
+        # rows up marks them, which must not happen after they are counted. If the state is large, a
+        # `state_dict` may clone much, and here torch can use all its threads.
         early = self._keeps_marks(link) or self._has_large_state
         state = self._captured(request.step) if early else None
         marked = _marked(tables, dirty if link.kind == "increment" else {})
@@ -237,21 +251,21 @@ class Cutter:
         )
 
     def copy(self, plan: CutPlan, request: CutRequest, slot: Slot) -> CopiedCut:
-        """Copy what is planned into the slot; what is on a device may still be on its way.
+        """Copy what is planned into the slot; rows of a GPU may still be on their way on return.
 
         Raises:
-            StagingFull: no room for it.
+            StagingFull: there is no room for it.
             StagingError: the slot cannot be used.
-            SettingsError: something in the state cannot be stored.
+            SettingsError: part of the state cannot be stored.
         """
-        # No more on a guess: what came behind them last time may be less by now, and room for
-        # it may be what there is none of.
+        # Reserve only the tables. To also guess the size of the rest from the last cut could fail
+        # for lack of room, although the rest may be smaller now.
         slot.reserve(plan.tables_end)
         found: list[BehindTables] = []
 
         def look_behind(device: DeviceDrain) -> None:
-            # Python that runs out of cold caches, most of a millisecond of it: meanwhile other
-            # threads copy the dirty rows. Neither changes what the other reads.
+            # This is Python with cold caches and takes most of a millisecond. Meanwhile other
+            # threads copy the dirty rows. Neither side changes what the other reads.
             tree, tensors = plan.state or self._captured(request.step)
             specs = tuple([part.spec for part in plan.parts])
             held = [part.held for part in plan.parts]
@@ -264,7 +278,7 @@ class Cutter:
         device = copy_tables(plan.placed, slot.data, plan.parts, plan.marked, look_behind)
         (behind,) = found
         if not behind.is_small:
-            behind.write(slot)  # by as many threads as torch likes
+            behind.write(slot)  # here torch may use as many threads as it likes
         self._has_large_state = not behind.is_small
         device.release_training()
         return CopiedCut(behind, device)
@@ -278,15 +292,15 @@ class Cutter:
         taken: Mapping[str, Dirty],
         moment: CutMoment,
     ) -> Cut:
-        """Describe what was copied; `seal.seal` goes on from there in the background.
+        """Describe what was copied; `seal.seal` then completes it in the background.
 
         Args:
-            plan: of what lies in the slot.
-            request: what was to be cut.
+            plan: plan of what lies in the slot.
+            request: the checkpoint to cut.
             copied: as `copy` returned it.
-            slot: where it lies.
-            taken: marks that come back if the checkpoint comes to nothing.
-            moment: of the cut.
+            slot: the slot that holds the copy.
+            taken: marks that become dirty again if the checkpoint fails.
+            moment: time of the cut.
         """
         ref, link, behind = request.ref, request.link, copied.behind
         specs = [part.spec for part in plan.parts]
@@ -322,11 +336,11 @@ class Cutter:
         return Cut(snapshot, pending)
 
     def _keeps_marks(self, link: Link) -> bool:
-        """Whether what a cut at this link holds stays dirty."""
+        """Whether the rows that a cut at this link holds stay dirty."""
         return link.kind == "increment" and self._policy.cumulative
 
     def _captured(self, step: int) -> tuple[bytes, list[Tensor]]:
-        """All state but the tables; its tensors are the live ones."""
+        """Return the state tree and the live tensors of everything outside the tables."""
         return state_tree.flatten(self._state.capture(step))
 
     def _follow_row_states(self, tables: Sequence[LiveTable]) -> None:
@@ -344,7 +358,7 @@ class Cutter:
         width: int = 8 * item_bytes(live.spec.dtype)
         if live.table is not None:
             chosen = in_bits(self._widths[live.key], precision)
-            # Exact is what the dtype has now: `model.half()` may have changed it.
+            # Exact means the width of the present dtype: `model.half()` may have changed it.
             width = chosen if chosen in CODE_BITS else width
         return TablePart(
             spec=live.spec,
@@ -359,7 +373,7 @@ class Cutter:
         )
 
     def _name_methods(self, parts: list[TablePart], link: Link, step: int) -> None:
-        """Say of each part with what it is quantized, where that is known."""
+        """Set the method of each part whose quantization method is known."""
         for index, (shard, part) in enumerate(zip(self._shards, parts, strict=True)):
             if shard.table is not None:
                 method = self._quantizer.method(shard.table, part.bits, base=link.base, step=step)
@@ -367,7 +381,7 @@ class Cutter:
                     parts[index] = replace(part, method=method)
 
     def _quantize(self, parts: list[TablePart]) -> None:
-        """Give parts codes in place of values, where they are to have them."""
+        """Give parts codes instead of values if their rows are quantized in this process."""
         wanted: dict[int, RowsToCode] = {}
         for index, (shard, part) in enumerate(zip(self._shards, parts, strict=True)):
             table = shard.table
@@ -385,7 +399,7 @@ class Cutter:
 
 
 def _marked(tables: Sequence[LiveTable], dirty: Mapping[str, Dirty]) -> MarkedRows:
-    """Counts the rows to store; all of a table that is not in `dirty`, or is dirty as a whole.
+    """Count the rows to store: the dirty rows, or all rows of a table not in `dirty`.
 
     Waits for the devices of the tables.
     """

@@ -1,5 +1,6 @@
-"""The tables of a job as they are in one stall: looked at once, since each look at a module or an
-optimizer costs, and models have hundreds of tables.
+"""Reads the tables of a job once in each stall, with their live values and row states.
+
+Each access to a module or an optimizer costs time, and models have hundreds of tables.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ __all__ = ["LiveTable", "LiveTables"]
 
 
 class LiveTable(NamedTuple):
-    """One table of the job.
+    """One table of the job as it is in a stall.
 
     Attributes:
         key: `Shard.key`.
-        table: has the rows that this rank stores; None: it stores none.
-        spec: as it is stored.
-        held: which rows of the table this rank stores.
-        weight: [len(held), dim], the live values.
-        row_states: live, in the order of `spec.row_states`.
+        table: the table with the rows that this rank stores; None: it stores no row.
+        spec: the table as it is stored.
+        held: the rows of the table that this rank stores.
+        weight: the live values, [len(held), dim].
+        row_states: the live row states, in the order of `spec.row_states`.
     """
 
     key: str
@@ -40,11 +41,11 @@ class LiveTable(NamedTuple):
 
 
 class LiveTables:
-    """Looks at them.
+    """Reads the tables of a job.
 
     Args:
         shards: all tables of the job, in the order in which they are stored.
-        optimizers: have their row states.
+        optimizers: the state of the optimizers, which hold the row states.
     """
 
     def __init__(self, shards: Sequence[Shard], optimizers: OptimizerState) -> None:
@@ -53,10 +54,10 @@ class LiveTables:
         self._specs: dict[str, tuple[object, TableSpec]] = {}
 
     def tables(self, tip: Tip | None) -> tuple[LiveTable, ...]:
-        """All of them, as they are now.
+        """Return all tables as they are now.
 
         Args:
-            tip: of the chain. What it says of tables of which no row is here stays as it is.
+            tip: tip of the chain. For a table without rows here, the spec in the tip is kept.
         """
         return tuple(
             self._elsewhere(shard, tip) if shard.table is None else self._here(shard, shard.table)
@@ -71,7 +72,7 @@ class LiveTables:
         key = (table.table_rows, dim, dtype, found.optimizer, form)
         known = self._specs.get(shard.key)
         if known is None or known[0] != key:
-            # Built anew only when something differs: checked models take long in a stall.
+            # Built anew only if something differs, because building a checked model takes long.
             states = tuple(
                 RowStateSpec(
                     name=name, dtype=dtype_name(dtype), shape=shape, optimizer=found.optimizer or 0
@@ -89,9 +90,10 @@ class LiveTables:
         )
 
     def _elsewhere(self, shard: Shard, tip: Tip | None) -> LiveTable:
-        """Which row states it has, others know.
+        """Describe a table of which this rank holds no row, and so does not know the row states.
 
-        Those of the tip count as unchanged here; a rank that holds rows says when they are not.
+        The row states in the tip are assumed unchanged; if they changed, a rank that holds rows
+        says so.
         """
         known = self._specs.get(shard.key)
         spec = _spec_of(shard, ()) if known is None else known[1]

@@ -1,4 +1,4 @@
-"""What slots take at most in the staging area: measured at the start, and followed from then on."""
+"""Measures the most memory that slots take in the staging area, and follows its growth."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ __all__ = ["MemoryBound"]
 
 _log = logging.getLogger("recpoint")
 
-#: Growth by less than one part in so many is no news: numbers in the state tree get more digits.
+#: Growth by less than 1/100 is not logged: it happens when numbers in the state tree get longer.
 _NEWS = 100
 
 
 class MemoryBound:
-    """The most that slots take, of this rank and of its host.
+    """Knows the most bytes that slots take, for this rank and for its host.
 
-    Most optimizers make their state when they first step, and nothing says in advance how much it
-    will be: the first bound of a run is without it. So what is there is counted after each step,
-    and when it has become more, the bound is measured again, outside any stall.
+    Most optimizers create their state in their first step, and nothing says in advance how large it
+    will be, so the first bound of a run does not include it. The entries of optimizer state are
+    therefore counted after each step. If there are more, the bound is measured again, outside any
+    stall.
 
     Args:
-        ranks: of the job.
-        area: where the slots are.
-        cutter: knows what a full takes.
-        optimizers: whose state grows.
-        jobs: most slots of this rank.
+        ranks: the ranks of the job.
+        area: the staging area that holds the slots.
+        cutter: knows the size of a full.
+        optimizers: the optimizers, whose state grows.
+        jobs: the most slots of this rank.
 
     Attributes:
-        own_bytes: most that the slots of this rank take.
-        host: the same of all ranks whose staging areas share a file system, as far as it is known:
-            what they have grown by since the start they say where a checkpoint is due.
+        own_bytes: the most bytes that the slots of this rank take.
+        host: the same for all ranks whose staging areas share a file system, as far as known: ranks
+            report their growth only when a checkpoint is due.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class MemoryBound:
         self._ranks = ranks
         self._area = area
         self._cutter = cutter
-        # Those that keep it as torch does; one that makes it up when asked would be slow to ask.
+        # Only optimizers with a plain `state` dict: others may compute it on each access, slowly.
         self._optimizers = tuple(one for one in optimizers if isinstance(_state(one), dict))
         self._jobs = jobs
         self._entries = 0
@@ -62,61 +63,65 @@ class MemoryBound:
         self.host = HostShare((ranks.rank,), 0)
 
     def measure(self) -> None:
-        """Of the state as it is now.
+        """Measure the bound of this rank for the present state.
 
         Raises:
-            SettingsError: something in the state cannot be stored; its path is named.
+            SettingsError: part of the state cannot be stored; the message names its path.
         """
         self.own_bytes = self._measured()
 
     def agree(self) -> HostShare:
-        """With the other ranks of this host. Collective."""
+        """Add up the bounds of the ranks of this host. Collective."""
         self.host = host_share(self._ranks, self._area.root, self.own_bytes)
         self._told_bytes = self.host.bound_bytes
         return self.host
 
     def has_grown(self) -> bool:
-        """After each step: whether optimizers have made state, so that `follow` is due."""
+        """Whether optimizers have created state, so that `follow` is due; asked after each step."""
         try:
             return self._count() != self._entries
         except Exception as error:
             if came_from_handler(error):
                 raise
-            return True  # a user's state that cannot be asked; `follow` says so
+            return True  # a user's state that cannot be read; `follow` logs the error
 
     def follow(self) -> None:
-        """Measure again if optimizers have made state. Never raises."""
+        """Measure again if optimizers have created state. Never raises."""
         try:
             if self._count() != self._entries:
                 self._grow(self._measured())
         except Exception as error:
-            # A user's state_dict, a driver: the cut meets it too, and it is counted there.
-            _log.warning("what staged checkpoints take at most is not known any more: %s", error)
+            # A user's state_dict or a driver failed. The cut meets the same error and counts it.
+            _log.warning(
+                "the most bytes that staged checkpoints take is no longer known, because the state "
+                "could not be measured: %s",
+                error,
+            )
 
     def cut(self, slot_bytes: int) -> None:
-        """A checkpoint has taken so much of its slot: with state that nobody announces."""
+        """Raise the bound if a checkpoint took more of its slot: some state grows unannounced."""
         self._grow(self._jobs * slot_bytes)
 
     def note_bounds(self, bounds: Sequence[int]) -> None:
-        """What the ranks of the job say that theirs is, in their order."""
+        """Take over the bounds that all ranks of the job reported, in bytes, in rank order."""
         if self._ranks.several:
             total = sum(bounds[rank] for rank in self.host.ranks)
             self.host = self.host._replace(bound_bytes=total)
             self._log_bound()
 
     def _measured(self) -> int:
-        # First: what cannot be measured is not tried again after each step.
+        # Counted first: if the measuring fails, it is not repeated after each step.
         self._entries = self._count()
         return self._jobs * self._cutter.size_bytes()
 
     def _count(self) -> int:
-        """Entries of all states: a few lengths, so that it can be asked after each step."""
+        """Return the number of state entries; cheap enough to be called after each step."""
         return sum([len(_state(one)) for one in self._optimizers])
 
     def _grow(self, measured: int) -> None:
         if measured > self.own_bytes:
             more = measured - self.own_bytes
-            self.own_bytes = measured  # never less: slots do not shrink
+            self.own_bytes = measured  # never lowered, because slots do not shrink
             self.host = self.host._replace(bound_bytes=self.host.bound_bytes + more)
             if not self._ranks.several:
                 self._log_bound()
@@ -126,8 +131,8 @@ class MemoryBound:
             return
         self._told_bytes = self.host.bound_bytes
         _log.info(
-            "staged checkpoints take at most %d bytes of %s with the state that is there now; those"
-            " of all %d rank(s) of this host %d bytes",
+            "staged checkpoints take at most %d bytes of %s with the present optimizer state; those"
+            " of all %d rank(s) of this host at most %d bytes",
             self.own_bytes,
             self._area.root,
             len(self.host.ranks),
@@ -135,7 +140,7 @@ class MemoryBound:
         )
         shortage = self._area.shortage(self.host)
         if shortage is not None:
-            _log.warning("%s", shortage)  # a warning that is an error would end training
+            _log.warning("%s", shortage)  # not warnings.warn: a filter may turn it into an error
 
 
 def _state(optimizer: Optimizer) -> dict[object, object]:

@@ -1,7 +1,7 @@
 """Plans a cut: which rows of each table it holds, and where everything goes in the slot.
 
-Reads marks and sizes, and writes nothing. `copy` copies what is planned, `seal` describes
-what lies in the slot then.
+The planning reads marks and sizes, and writes nothing. `copy` then copies what is planned, and
+`seal` describes what lies in the slot.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CutRequest:
-    """The checkpoint that a cut is to make.
+    """Describes the checkpoint that a cut must make.
 
     Attributes:
         step: batches done.
-        generation: of this trainer.
-        attempt: what it is called; with step and generation, what it becomes.
+        generation: generation of this trainer.
+        attempt: name of the attempt; step, generation and attempt identify the checkpoint.
         link: as `Cutter.link` returned it, or a full.
         tables: as `Cutter.link` returned them, in the same stall.
-        tip: of the chain, before it.
-        interval_batches: since the checkpoint before.
-        history: of the state.
+        tip: tip of the chain before this checkpoint.
+        interval_batches: batches since the checkpoint before.
+        history: history of the training state.
     """
 
     step: int
@@ -64,21 +64,21 @@ class CutRequest:
 
     @property
     def ref(self) -> CheckpointRef:
-        """What it becomes."""
+        """Reference to the checkpoint that the cut becomes."""
         return CheckpointRef(step=self.step, generation=self.generation, attempt=self.attempt)
 
 
 class MarkedRows:
-    """Which rows of each table are marked, and the way to copy those on the CPU together.
+    """Counts the marked rows of each table, and copies the rows of all tables on the CPU together.
 
     Args:
-        bitmaps: of each table, on any device; None: all its rows.
-        rows: rows of each table.
+        bitmaps: for each table, its bitmap, on any device; None: all its rows.
+        rows: for each table, its number of rows.
 
     Attributes:
-        counts: marked rows of each table.
-        ids: those of tables on a device, int64, ascending, there; others are found as they are
-            copied.
+        counts: for each table, its number of marked rows.
+        ids: index of each table on a GPU -> its marked rows, int64, ascending, on the GPU. For
+            tables on the CPU, the copy itself finds the rows.
     """
 
     def __init__(self, bitmaps: Sequence[Tensor | None], rows: Sequence[int]) -> None:
@@ -90,7 +90,7 @@ class MarkedRows:
         self.ids: dict[int, Tensor] = {}
         for device in {bitmap.device for bitmap in on_device.values()}:
             there = {i: bitmap for i, bitmap in on_device.items() if bitmap.device == device}
-            # One wait for each device, however many tables it has.
+            # This waits once for each device, however many tables it has.
             found = dirty_bitmap.collect_many([*there.values()], rows=[rows[i] for i in there])
             self.ids.update(zip(there, found, strict=True))
         for i, ids in self.ids.items():
@@ -101,37 +101,39 @@ class MarkedRows:
     def copy(
         self, destinations: Mapping[int, dirty_rows.Destination], meanwhile: Callable[[], None]
     ) -> None:
-        """Copy the rows of tables on the CPU; of those that have a destination.
+        """Copy the marked rows of the tables on the CPU that have a destination.
 
         Args:
-            meanwhile: called once, while other threads copy where there are any.
+            destinations: index of the table -> where its rows go.
+            meanwhile: called once, while other threads copy, if there are other threads.
         """
         wanted = [destinations.get(i) for i in self._on_cpu]
         sources = [source for to in destinations.values() for source, _ in to.arrays]
         before = [0 if source.is_inference() else source._version for source in sources]
         self._tally.copy(wanted, meanwhile=meanwhile)
         if before != [0 if source.is_inference() else source._version for source in sources]:
-            # A `state_dict` may lend a table other values: the state is what it left there.
+            # A `state_dict` in `meanwhile` may change a table for a while; copy what it left there.
             self._tally.copy(wanted)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TablePart:
-    """What one snapshot holds of one table.
+    """The part of one table that one snapshot holds.
 
     Attributes:
-        held: which rows of the table this rank stores; positions count from its start.
+        spec: the table as it is stored.
+        held: the rows of the table that this rank stores; positions count from its start.
         values: the live weight [len(held), dim].
         row_states: live row states, in the order of `spec.row_states`.
         bitmap: the rows to store, on the weight's device; None: all rows.
-        ids: the same, int64 [row_count], ascending, on the weight's device; None: all rows, or not
-            looked up before they are copied.
-        row_count: how many that are.
-        bits: how they are to be stored.
-        quantizer: how they are to be quantized, if they are.
-        state_bits: 16: element-wise row states are to be rounded.
-        method: with what; None: the agent chooses, if they are.
-        codes: the rows, quantized already; None: `values` are staged.
+        row_count: number of rows to store.
+        bits: bits of each stored value.
+        quantizer: the quantizer, if the rows are quantized.
+        state_bits: 16: element-wise row states are rounded to 16 bits; None: kept exactly.
+        ids: the rows to store, int64 [row_count], ascending, on the weight's device; None: all
+            rows, or the rows are found while they are copied.
+        method: method of the quantizer; None: the agent chooses it, if the rows are quantized.
+        codes: the rows as codes, if this process quantized them; None: `values` are staged.
     """
 
     spec: TableSpec
@@ -165,7 +167,15 @@ class TablePart:
 
 
 class Placed(NamedTuple):
-    """An array's place in the slot: a job's segment without its digest."""
+    """The place of an array in the slot: a job's segment without its digest.
+
+    Attributes:
+        name: name of the segment (format §7).
+        dtype: dtype of the array.
+        shape: shape of the array.
+        offset: first byte in the slot.
+        size_bytes: number of bytes.
+    """
 
     name: str
     dtype: Dtype
@@ -175,36 +185,38 @@ class Placed(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """The first byte behind the array."""
         return self.offset + self.size_bytes
 
     def view(self, data: Tensor) -> Tensor:
-        """The array in the slot's bytes; no copy."""
+        """Return the array as a view of the slot's bytes, uint8 [n]."""
         return array_view(data, self.offset, torch_dtype(self.dtype), self.shape)
 
     def room(self, data: Tensor) -> dirty_rows.Room:
-        """The same for a kernel.
+        """Return the array's bytes in the slot in the form that a kernel takes.
 
         Raises:
-            ValueError: the slot ends before.
+            ValueError: the slot ends before the array does.
         """
         if self.end > data.numel():
-            raise ValueError(f"{self.name}: room for {data.numel()} bytes, expected {self.end}")
+            raise ValueError(
+                f"{self.name}: found a slot of {data.numel()} bytes, expected {self.end}"
+            )
         return dirty_rows.Room(data.data_ptr() + self.offset, self.size_bytes, data)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CutPlan:
-    """What goes where in the slot.
+    """Says what goes where in the slot.
 
     Attributes:
-        parts: what the snapshot holds of each table.
-        marked: the rows of `parts`, and the way to copy them.
-        placed: where the arrays of the tables go.
-        tables_end: where these end. State and sample come behind them (`place_state`), once it is
-            known how long they are.
-        state: tree and live tensors of all that is not tables, where that had to be asked for
-            before the marks were counted; None: it is asked for while rows are copied.
+        parts: for each table, the part that the snapshot holds.
+        marked: the marked rows of `parts`; copies them.
+        placed: places of the tables' arrays.
+        tables_end: first byte behind these arrays. State and sample come behind the tables
+            (`place_state`) once their sizes are known.
+        state: state tree and live tensors of everything outside the tables, if they had to be
+            captured before the marks were counted; None: they are captured while rows are copied.
     """
 
     parts: tuple[TablePart, ...]
@@ -215,12 +227,15 @@ class CutPlan:
 
 
 def new_attempt() -> str:
-    """A checkpoint's identity; from the system, so that no generator of the training moves."""
+    """Return a new identity for a checkpoint.
+
+    It comes from the system, so that no random generator of the training advances.
+    """
     return os.urandom(16).hex()
 
 
 def full_bytes(parts: Sequence[TablePart], tree: bytes, tensors: Sequence[Tensor]) -> int:
-    """Bytes of a full, exact checkpoint; of this rank's part of it."""
+    """Return the bytes of this rank's part of a full, exact checkpoint."""
     total = len(tree) + sum(tensor.nbytes for tensor in tensors)
     for part in parts:
         spec = part.spec
@@ -231,7 +246,7 @@ def full_bytes(parts: Sequence[TablePart], tree: bytes, tensors: Sequence[Tensor
 
 
 def place_tables(parts: Sequence[TablePart]) -> tuple[tuple[Placed, ...], int]:
-    """Where the arrays of tables go, and how many bytes that takes (format §7, segments)."""
+    """Return the places of the tables' arrays, and the byte behind them (format §7, segments)."""
     placed: list[Placed] = []
     end = 0
 
@@ -257,7 +272,7 @@ def place_tables(parts: Sequence[TablePart]) -> tuple[tuple[Placed, ...], int]:
 
 
 def place_state(tree: bytes, tensors: Sequence[Tensor], end: int) -> tuple[tuple[Placed, ...], int]:
-    """Where the state goes, behind tables that end at `end`, and where it ends itself."""
+    """Return the places of the state behind tables that end at byte `end`, and its own end."""
     placed = [place_behind("tree", "U8", (len(tree),), end)]
     for number, tensor in enumerate(tensors):
         name, dtype = f"tensor.{number}", dtype_name(tensor.dtype)
@@ -266,7 +281,7 @@ def place_state(tree: bytes, tensors: Sequence[Tensor], end: int) -> tuple[tuple
 
 
 def place_behind(name: str, dtype: Dtype, shape: tuple[int, ...], end: int) -> Placed:
-    """The next place for an array behind `end`, in bytes."""
+    """Return the first aligned place for an array at or after byte `end`."""
     offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     size = array_bytes(dtype, shape)
     return Placed(name=name, dtype=dtype, shape=shape, offset=offset, size_bytes=size)

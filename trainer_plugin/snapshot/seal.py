@@ -1,7 +1,7 @@
-"""Seals a cut that lies in its slot: sample, digests, and the job that describes it (format §7).
+"""Seals a cut that lies in its slot: adds sample and digests, and makes the job (format §7).
 
-A `Snapshot` is made in the stall, and says what was copied. `seal` is for the background thread: it
-writes into the slot what training need not wait for, and returns what the job file is to say.
+The stall makes a `Snapshot`, which says what was copied. `seal` runs in the background thread: it
+writes into the slot what training need not wait for, and returns the content of the job file.
 """
 
 from __future__ import annotations
@@ -29,9 +29,24 @@ __all__ = ["Snapshot", "digest_segments", "place_sample", "seal"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Snapshot:
-    """What a cut has copied, as its job says it.
+    """Describes what a cut has copied.
 
-    `quantized_on`: types of the devices on which rows were quantized.
+    Attributes:
+        ref: the checkpoint.
+        link: its place in the chain.
+        policy: name of the policy.
+        tables: the tables as the job describes them.
+        slot: the slot that holds the copy.
+        placed: places of all arrays except the sample's.
+        slot_bytes: first byte behind these arrays.
+        device: brings rows from a GPU to the slot; must be drained before the slot is read.
+        sample: the sampled rows.
+        quantized_on: types of the devices on which rows were quantized.
+        snapshot_ms: wall-clock time of the cut, in milliseconds since the epoch.
+        stall_us: how long training stood still for the cut, in microseconds.
+        full_bytes: bytes of this rank's part of a full, exact checkpoint.
+        interval_batches: batches since the checkpoint before.
+        history: history of the training state.
     """
 
     ref: CheckpointRef
@@ -55,13 +70,14 @@ def seal(snapshot: Snapshot, *, run: str, run_url: str, rank: int, ranks: int) -
     """Make a snapshot complete and durable in its slot.
 
     Args:
-        run: its id.
-        run_url: as the store spells it.
-        rank: of this process.
-        ranks: how many take part.
+        snapshot: what the cut has copied.
+        run: id of the run.
+        run_url: the run URL as the store spells it.
+        rank: rank of this process.
+        ranks: number of ranks of the job.
 
     Returns:
-        What its job file is to say.
+        The content of its job file.
     """
     snapshot.device.drain()
     sampled, slot_bytes = place_sample(snapshot)
@@ -96,10 +112,13 @@ def seal(snapshot: Snapshot, *, run: str, run_url: str, rank: int, ranks: int) -
 
 
 def place_sample(snapshot: Snapshot) -> tuple[tuple[Placed, ...], int]:
-    """Write the sample into the slot, behind the snapshot; where it is, and the end of it all.
+    """Write the sample into the slot, behind the snapshot, after the devices have been drained.
 
-    Everything on a device has been drained. Booleans are settled first:
-    the sample, its digests and the chunk are of the same bytes.
+    Booleans are normalized first, so that the sample, its digests and the chunk hold the same
+    bytes.
+
+    Returns:
+        The places of the sample's arrays, and the first byte behind them.
     """
     data = snapshot.slot.data
     views = {spot.name: spot.view(data) for spot in snapshot.placed}
@@ -110,7 +129,7 @@ def place_sample(snapshot: Snapshot) -> tuple[tuple[Placed, ...], int]:
     for index, table in enumerate(snapshot.tables):
         names = [f"t{index}.values"]
         names += [f"t{index}.state.{number}" for number in range(len(table.spec.row_states))]
-        if table.row_count == 0 or table.codes:  # no values to draw from and to digest
+        if table.row_count == 0 or table.codes:  # the slot has no values to sample and digest
             staged.append(None)
             continue
         arrays = tuple(views[name] for name in names)
@@ -127,7 +146,7 @@ def place_sample(snapshot: Snapshot) -> tuple[tuple[Placed, ...], int]:
 
 
 def digest_segments(slot: Slot, placed: tuple[Placed, ...]) -> tuple[Segment, ...]:
-    """The arrays in a slot as its job names them, each with the digest of its bytes."""
+    """Return the arrays in a slot as its job lists them, each with the digest of its bytes."""
     data = slot.data.numpy()
     return tuple(
         Segment(

@@ -45,15 +45,15 @@ __all__ = [
 ]
 
 
-# What the ranks of one host take together of the staging area that they share.
+# The memory that the ranks of one host take together in the staging area that they share.
 
 
 class HostShare(NamedTuple):
-    """The slots of the ranks whose staging areas are on one file system of one host.
+    """The ranks whose staging areas lie on one file system of one host, and what they take.
 
     Attributes:
-        ranks: which they are, ascending.
-        bound_bytes: most that their slots take together.
+        ranks: these ranks, ascending.
+        bound_bytes: the most bytes that their slots take together.
     """
 
     ranks: tuple[int, ...]
@@ -61,22 +61,22 @@ class HostShare(NamedTuple):
 
 
 def host_share(ranks: Ranks, root: Path, bound_bytes: int) -> HostShare:
-    """What this rank's host has to hold. Collective: one exchange.
+    """Return the share of this rank's host. Collective: one exchange.
 
     Args:
-        ranks: of the job.
-        root: this rank's staging area, or where it will be.
-        bound_bytes: most that the slots of this rank take.
+        ranks: the ranks of the job.
+        root: this rank's staging area; it need not exist yet.
+        bound_bytes: the most bytes that the slots of this rank take.
     """
     return share_of(ranks.rank, ranks.exchange("the memory of hosts", [*_place(root), bound_bytes]))
 
 
 def share_of(rank: int, told: Sequence[Sequence[int]]) -> HostShare:
-    """Which ranks are at the place of `rank`, and what they take.
+    """Return the share of the ranks that have the same host and file system as `rank`.
 
     Args:
-        rank: one of them.
-        told: of each rank its host, its file system, and the bytes that it takes at most.
+        rank: one of these ranks.
+        told: for each rank: its host, its file system, and the most bytes that it takes.
     """
     place = told[rank][:2]
     together = {other: one[2] for other, one in enumerate(told) if one[:2] == place}
@@ -84,7 +84,7 @@ def share_of(rank: int, told: Sequence[Sequence[int]]) -> HostShare:
 
 
 def _place(root: Path) -> tuple[int, int]:
-    """This host since it was started, and the file system: containers may each have their own."""
+    """Return numbers of this host's boot and of the file system; containers may have their own."""
     there = root
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -93,16 +93,17 @@ def _place(root: Path) -> tuple[int, int]:
     return int.from_bytes(digest[:8], "little", signed=True), os.stat(there).st_dev
 
 
-# Large pages for large tables: a row costs one step to memory, not one more to find its page.
+# Large pages for large tables: they save the look-up of the page for each row that is read.
 #
-# The rows that a snapshot gathers lie far apart. In a table of gigabytes nearly each of them is on
-# a page of 4 KiB of its own that the processor has to look up; pages of 2 MiB are few enough to be
-# known. Contents, addresses and the memory that a table takes stay as they are.
+# The rows that a snapshot gathers lie far apart. In a table of gigabytes, nearly each of them lies
+# on another page of 4 KiB, which the processor must look up in memory. Pages of 2 MiB are so few
+# that the processor keeps them in its cache. Contents, addresses and the table's memory stay the
+# same.
 
 
 _log = logging.getLogger("recpoint")
 
-#: Tables below this are left alone: the processor knows their pages.
+#: Smaller tables are not moved: the processor can cache the addresses of their pages.
 SMALLEST_BYTES = 32 << 20
 
 _PAGE_BYTES = 2 << 20
@@ -111,17 +112,17 @@ _POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def advise(tensors: Iterable[Tensor], *, smallest_bytes: int = SMALLEST_BYTES) -> int:
-    """Have the memory of large CPU tensors moved to large pages where the system offers them.
+    """Have the memory of large CPU tensors moved to large pages, if the system offers them.
 
-    Takes about the time of a copy of the tensors. Nothing changes where the administrator has
-    turned large pages off (`never`), on other systems than Linux, or for memory that is shared.
+    Takes about the time of a copy of the tensors. Nothing changes if the administrator has turned
+    large pages off (`never`), on systems other than Linux, or for shared memory.
 
     Args:
-        tensors: of any dtype and device.
-        smallest_bytes: tensors below this are left alone.
+        tensors: tensors of any dtype, on any device.
+        smallest_bytes: smaller tensors are not moved.
 
     Returns:
-        Bytes that were moved.
+        Number of bytes that were moved.
     """
     if not _offered():
         return 0
@@ -133,13 +134,14 @@ def advise(tensors: Iterable[Tensor], *, smallest_bytes: int = SMALLEST_BYTES) -
             continue
         if not tensor.is_contiguous():
             continue
-        # Whole pages inside the tensor only: what lies around it belongs to others.
+        # Only whole pages inside the tensor: memory around it belongs to other objects.
         first = -(-tensor.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
         end = (tensor.data_ptr() + tensor.nbytes) // _PAGE_BYTES * _PAGE_BYTES
         if end <= first or madvise(first, end - first, mmap.MADV_HUGEPAGE) != 0:
             continue
-        # Advice alone is for pages to come, and the table's are there. A kernel without collapse,
-        # or without free large pages, leaves the rest to its own background thread.
+        # The advice applies to future pages, but the table's pages exist already, so collapse them.
+        # If the kernel cannot collapse or has no free large pages, its background thread moves them
+        # later.
         if madvise(first, end - first, _COLLAPSE) == 0:
             moved += end - first
     if moved:
@@ -148,9 +150,7 @@ def advise(tensors: Iterable[Tensor], *, smallest_bytes: int = SMALLEST_BYTES) -
 
 
 def policy() -> str:
-    """What the administrator has chosen: always, madvise or never; "none" where there is nothing
-    to choose.
-    """
+    """Return the administrator's setting: always, madvise or never; "none" if there is none."""
     if sys.platform != "linux":
         return "none"
     try:
@@ -164,11 +164,11 @@ def _offered() -> bool:
     return policy() in ("always", "madvise")
 
 
-# A slot: one file of the staging area, mapped into the training process and used again and again.
+# A slot: a file in the staging area that is mapped into the training process and used repeatedly.
 #
-# Fresh pages cost more than the copy into them, so a slot is reserved and populated once. All its
-# space is reserved before a byte is written through the mapping: on a full disk a write to a mapped
-# page that has no block is no error but a SIGBUS, which kills the trainer.
+# New pages cost more than the copy into them, so a slot is reserved and populated once. All its
+# space is reserved before a byte is written through the mapping: if the disk is full, a write to a
+# mapped page without a block raises no error but sends SIGBUS, which kills the trainer.
 
 
 #: Segments start at multiples of this (format §7).
@@ -176,7 +176,7 @@ ALIGNMENT_BYTES = 64
 
 
 def array_view(data: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The array of `dtype` and `shape` at byte `offset` of `data`, uint8 [n]; no copy."""
+    """Return a view of `data`, uint8 [n], as the array of `dtype` and `shape` at byte `offset`."""
     count = 1
     for size in shape:
         count *= size
@@ -185,7 +185,7 @@ def array_view(data: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, 
 
 
 class Slot:
-    """One slot file. Written by the training thread, then read by the background thread."""
+    """One slot file. The training thread writes it, then the background thread reads it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -201,11 +201,11 @@ class Slot:
         return self._data
 
     def reserve(self, size_bytes: int) -> None:
-        """Have `size_bytes` of real space, mapped and populated; quick when it is there already.
+        """Reserve, map and populate `size_bytes` of disk space; quick if they exist already.
 
         Raises:
-            StagingFull: there is no room; what was reserved before still is.
-            StagingRefused: the file, or a directory above it, is not this user's own.
+            StagingFull: there is no room; the space reserved earlier is kept.
+            StagingRefused: the file or a directory above it does not belong to this user alone.
             StagingError: the file cannot be created, extended or mapped.
         """
         size_bytes = max(size_bytes, 1)
@@ -218,12 +218,12 @@ class Slot:
             raise self._error(error, size_bytes) from error
 
     def grow(self, size_bytes: int) -> None:
-        """Have `size_bytes` of space in all; what was written since `reserve` stays.
+        """Extend the space to `size_bytes` in all; what was written since `reserve` stays.
 
         Raises:
-            StagingFull: there is no room; what was reserved before still is.
-            StagingError: the file cannot be extended or mapped, or is not the reserved one any
-                more: what was written would not be in it.
+            StagingFull: there is no room; the space reserved earlier is kept.
+            StagingError: the file cannot be extended or mapped; or another file is at its path, and
+                would lack what was written.
         """
         if self._data is not None and self._data.numel() >= size_bytes:
             return
@@ -231,10 +231,10 @@ class Slot:
             if not self._is_ours():
                 raise StagingError(
                     str(self.path),
-                    found="another file, or none, under that name",
-                    expected="the slot that the snapshot was being copied into",
-                    next_step="find out what removes files of the staging area; the next "
-                    "checkpoint holds these rows too",
+                    found="another file, or no file, at this path",
+                    expected="the slot into which the snapshot was being copied",
+                    next_step="find out what removes files from the staging area; the next "
+                    "checkpoint also holds these rows",
                 )
             self._extend(size_bytes)
         except OSError as error:
@@ -244,27 +244,27 @@ class Slot:
         """Make what was written durable.
 
         Raises:
-            OSError: it is not known to be.
+            OSError: it may not be durable.
         """
         if self._descriptor is None:
             raise ValueError(f"{self.path}: nothing is reserved")
-        # Once only, see durable: after a failed fsync a second one may say success.
+        # Once only (see `durable`): after a failed fsync, a second one may report success.
         durable.fsync_file(self._descriptor)
 
     def close(self) -> None:
-        """Let go of file and mapping; the file stays for the next trainer. Never raises."""
+        """Release file and mapping; the file stays for the next trainer. Never raises."""
         self._data = None
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             try:
                 os.close(descriptor)
             except OSError as error:
-                # As NFS reports what it could not write. It is closed nevertheless, and what was
-                # staged has been synced before its job was written.
+                # NFS reports failed writes here. The file is closed all the same, and staged data
+                # was synced before its job was written.
                 _log.warning("%s: %s when it was closed", self.path, error.strerror or error)
 
     def _is_ours(self) -> bool:
-        """Whether the file behind the mapping is still the one under the path, and as long."""
+        """Whether the path still names the mapped file, and the file is as long as the mapping."""
         if self._descriptor is None:
             return False
         mapped = 0 if self._data is None else self._data.numel()
@@ -291,7 +291,7 @@ class Slot:
         try:
             os.posix_fallocate(self._descriptor, 0, size_bytes)
         except OSError:
-            # Half a reservation helps nobody and keeps the disk full.
+            # A partial reservation is useless and would keep the disk full.
             os.ftruncate(self._descriptor, before)
             raise
         mapping = mmap.mmap(
@@ -300,7 +300,7 @@ class Slot:
             flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0),
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
         )
-        # The tensor keeps the mapping alive; there is no other reference to it.
+        # The tensor holds the only reference to the mapping, so both end together.
         self._data = torch.frombuffer(mapping, dtype=torch.uint8)
 
     def _error(self, error: OSError, size_bytes: int) -> StagingError:
@@ -309,7 +309,7 @@ class Slot:
             str(self.path),
             found=error.strerror or str(error),
             expected=f"room for {size_bytes} bytes",
-            next_step="free space there, or give a larger directory: staging= or RECPOINT_STAGING",
+            next_step="free space there, or set a larger directory: staging= or RECPOINT_STAGING",
         )
 
 
@@ -320,27 +320,28 @@ _POLL_SECONDS = 0.05
 
 
 class SmallStagingArea(RuntimeWarning):
-    """The staging area cannot hold the checkpoints that it may have to hold."""
+    """Warns of a staging area that is too small for the checkpoints that may be staged there."""
 
 
 class StagingArea:
     """One run's part of a staging area, for the training process of one rank.
 
     Args:
-        root: the staging area; it is created when it is not there.
+        root: directory of the staging area; it is created if it does not exist.
         run_url: the run URL as its store spells it.
-        rank: of this process.
+        rank: rank of this process.
     """
 
     def __init__(self, root: Path, run_url: str, *, rank: int = 0) -> None:
-        self.root = root.absolute()  # a script may change its directory while it trains
+        self.root = root.absolute()  # a script may change its working directory while it trains
         self.run_url = run_url
         self.run_directory = area.run_directory(self.root, run_url)
         self.rank = rank
         self._slots_directory = area.slots_directory(self.run_directory)
         self._lock: int | None = None
         self._lock_path = area.trainer_lock_path(self.run_directory, rank)
-        self._agent_seen = True  # until the first answer: what an agent may read is left alone
+        # Assumed until the first answer, so that files that an agent may read are left alone.
+        self._agent_seen = True
         self._told_unanswered = False
         self._slots: dict[int, Slot] = {}
         self._foreign: dict[int, Path] = {}
@@ -349,30 +350,31 @@ class StagingArea:
         """Make the directories that are missing.
 
         Raises:
-            StagingRefused: one that is there is another user's, or a link, or open to others; or
-                the agent's lock is.
-            StagingError: that is not possible.
+            StagingRefused: a directory or the agent's lock belongs to another user, is a link, or
+                is open to other users.
+            StagingError: a directory cannot be made.
         """
         try:
             owned.make_root(self.root)
-            # Other users of the host have no business with a model's weights, wherever they lie.
+            # Each directory is private: other users of the host must not read a model's weights.
             for directory in (
                 area.slots_directory(self.run_directory),
                 area.jobs_directory(self.run_directory),
                 area.outcomes_directory(self.run_directory),
             ):
                 owned.make_directory(self.root, directory)
-            # No agent of this user could take it, and training would wait for the other user's.
+            # If another user owns the lock, no agent of this user could take it, and training would
+            # wait for the other user's agent.
             owned.require_own(self.root, agent_lock_path(self.root))
         except OSError as error:
             raise self._unusable(error) from error
 
     def create_if_cleared(self) -> None:
-        """`create` and `lock`, when somebody has removed what they made. Training waits for this.
+        """Repeat `create` and `lock` if somebody removed what they made. Training waits for this.
 
         Raises:
-            StagingError: as `create` and `lock` do: another process may write to the slots now, or
-                another user has made the directories anew.
+            StagingError: for the reasons of `create` and `lock`: another process may write to the
+                slots now, or another user has made the directories anew.
         """
         try:
             with owned.directory(self.root, self._slots_directory):
@@ -390,10 +392,12 @@ class StagingArea:
             self._release(lost)
 
     def lock(self) -> None:
-        """Become the one training process of this rank here; released when the process ends.
+        """Take the lock of the only training process of this rank here.
+
+        The lock is released at the latest when the process ends.
 
         Raises:
-            StagingError: another process is; its number is in the message.
+            StagingError: another process has the lock; the message names its number.
         """
         try:
             self._lock = locks.acquire(
@@ -408,7 +412,7 @@ class StagingArea:
             raise self._unusable(error) from error
 
     def close(self) -> None:
-        """Release lock and slots; what is staged stays. Never raises: training is over."""
+        """Release lock and slots; staged checkpoints stay. Never raises: training is over."""
         for slot in self._slots.values():
             slot.close()
         self._slots.clear()
@@ -420,14 +424,14 @@ class StagingArea:
         try:
             locks.release(lock)
         except OSError as error:
-            # Closed it is, and the lock free with it, if the host of the file can be reached.
+            # The file is closed all the same, which frees the lock if the file's host is reachable.
             _log.warning("%s: %s when released", self._lock_path, error.strerror or error)
 
     def agent_is_running(self) -> bool:
-        """Whether somebody finishes jobs of this run now: an agent, a drain, or a sweep of it.
+        """Whether an agent, a drain or a sweep is finishing jobs of this run now.
 
-        Training asks, so nothing is raised: where the file system does not say, which is logged,
-        what it said last counts.
+        Training calls it, so it never raises. If the file system gives no answer, that is logged
+        once, and the last answer counts.
         """
         try:
             other = at_work(self.root)
@@ -440,7 +444,7 @@ class StagingArea:
 
     def _tell_unanswered(self, error: OSError | StagingRefused) -> None:
         if self._told_unanswered:
-            return  # this is asked several times a second
+            return  # agent_is_running is called several times a second; log once
         self._told_unanswered = True
         seen = "an agent" if self._agent_seen else "no agent"
         if isinstance(error, StagingRefused):
@@ -449,14 +453,14 @@ class StagingArea:
         unknown = StagingError(
             str(error.filename or agent_lock_path(self.root)),
             found=error.strerror or str(error),
-            expected="whether an agent holds this lock",
-            next_step="see that flock works there (on NFS: its lock daemon), or give a directory "
-            "of this host: staging= or RECPOINT_STAGING",
+            expected="an answer whether an agent holds this lock",
+            next_step="make sure that flock works there (on NFS: its lock daemon), or set a "
+            "directory of this host: staging= or RECPOINT_STAGING",
         )
         _log.warning("%s. Training goes on as if there were %s, as before", unknown, seen)
 
     def agent_command(self) -> str:
-        """What starts the agent of this staging area."""
+        """Return the shell command that starts the agent of this staging area."""
         if self._is_default():
             return "recpoint agent"
         return f"recpoint agent --staging {shlex.quote(str(self.root))}"
@@ -464,14 +468,14 @@ class StagingArea:
     def _is_default(self) -> bool:
         try:
             return self.root == area.default_staging_root().absolute()
-        except OSError:  # the working directory is gone, or there is no temporary one
+        except OSError:  # the working directory was removed, or there is no temporary directory
             return False
 
     def parts_here(self) -> dict[tuple[int, int], dict[int, int]]:
-        """Checkpoints of which this host has parts, staged or answered.
+        """Return the checkpoints of which this host has parts, staged or answered by an agent.
 
         Returns:
-            Generation and step -> rank -> how many ranks take part; 0: that cannot be told.
+            (generation, step) -> rank -> number of ranks that take part; 0: unknown.
         """
         found: dict[tuple[int, int], dict[int, int]] = {}
         answered = self._files(area.outcomes_directory(self.run_directory), ".json")
@@ -489,14 +493,17 @@ class StagingArea:
     def wait_until_drained(
         self, seconds: float, incomplete: Collection[tuple[int, int]] = ()
     ) -> int:
-        """Wait for the agent to finish what an earlier trainer staged; jobs that are left.
+        """Wait for the agent to finish what an earlier trainer staged.
 
-        Ends early when there is no agent: nothing would change.
+        Ends early if no agent runs, because nothing would change.
 
         Args:
-            seconds: at most.
-            incomplete: generation and step of checkpoints that no agent can finish, since a rank
-                has never staged its part.
+            seconds: the longest wait.
+            incomplete: (generation, step) of checkpoints that no agent can finish, because a rank
+                never staged its part.
+
+        Returns:
+            Number of jobs that are left, without incomplete checkpoints.
         """
 
         def left() -> int:
@@ -509,12 +516,13 @@ class StagingArea:
         return left()
 
     def withdraw_cancels(self) -> None:
-        """Remove the cancel marks of an earlier trainer, and what it was writing.
+        """Remove the cancel marks of an earlier trainer, and its half-written marks.
 
-        It cannot take the newer checkpoint any more: the one it wanted dropped is better than none.
+        That trainer can no longer take the newer checkpoint, so the checkpoint that it wanted
+        dropped is better than none.
 
         Raises:
-            StagingError: they cannot be removed.
+            StagingError: a file cannot be removed.
         """
         try:
             for path in self._files(cancels_directory(self.run_directory), ".json"):
@@ -527,7 +535,7 @@ class StagingArea:
             raise self._unusable(error) from error
 
     def jobs(self, rank: int | None = None) -> list[Path]:
-        """Job files of a rank, this one if None, oldest first."""
+        """Return the job files of a rank, oldest first; None: of this rank."""
         whose = self.rank if rank is None else rank
         return [
             path
@@ -536,12 +544,12 @@ class StagingArea:
         ]
 
     def take_over(self, generation: int) -> None:
-        """Deal with what trainers before `generation` left: they can commit nothing any more.
+        """Clean up what trainers before `generation` left; they can no longer commit anything.
 
-        Their outcomes are removed: nobody waits for them. Their jobs are removed when no agent
-        runs, each with a line of the log; one that runs rejects them itself, and until then their
-        slots are left alone. To keep a job would keep its slot for nothing: what an earlier
-        generation commits after the claim of a later one is on no line (format §5).
+        Their outcomes are removed, because nobody waits for them. If no agent runs, their jobs are
+        removed, with a line in the log for each. A running agent rejects the jobs itself; until
+        then their slots are left alone. To keep a job would only keep its slot busy: a commit of an
+        earlier generation after the claim of a later one is on no line (format §5).
         """
         agent = self.agent_is_running()
         for path in self.jobs():
@@ -554,31 +562,32 @@ class StagingArea:
             try:
                 self._foreign[_slot_index(area.read_job(path).slot)] = path
             except (FormatError, FileNotFoundError):
-                continue  # it names no slot that anyone could read
+                continue  # an unreadable or removed job names no slot that anyone could read
         self._remove_outcomes(self.rank, generation)
-        # A trainer killed while it wrote a job; this process has the lock, so none is writing now:
-        # ranks write one only once all of them have come further than this.
+        # Left by a trainer that was killed while it wrote a job. No trainer of this rank is writing
+        # now, because this process has the lock. Other ranks of this job write jobs only after all
+        # ranks have passed this point.
         jobs = area.jobs_directory(self.run_directory)
         for path in self._half_written(jobs):
             owned.remove(self.root, path)
         self._note("training")
 
     def clear_other_ranks(self, ranks: Collection[int], generation: int) -> None:
-        """Remove what ranks that are not on this host any more have left: nobody else would.
+        """Remove the files of ranks that are no longer on this host, because nobody else would.
 
-        Their jobs and outcomes of trainers before `generation`, as in `take_over`, and all slots
-        but those that a job still names. Nothing of a rank that has a training process here.
+        Removes their jobs and outcomes of trainers before `generation`, as `take_over` does, and
+        the slots that no job names any more. Files of a rank with a training process here are kept.
 
         Args:
-            ranks: of this job, those that share this host.
-            generation: of this job.
+            ranks: ranks of this job that share this host.
+            generation: generation of this job.
         """
         try:
             for rank, slots in slots_by_rank(self.run_directory).items():
                 if rank not in ranks:
                     self._clear_rank(rank, slots, generation)
         except (OSError, StagingRefused) as error:
-            _log.warning("slots of ranks that are gone could not be removed: %s", error)
+            _log.warning("slots of ranks that have left this host could not be removed: %s", error)
 
     def _clear_rank(self, rank: int, slots: list[Path], generation: int) -> None:
         agent = self.agent_is_running()
@@ -591,14 +600,14 @@ class StagingArea:
         try:
             lock = locks.acquire(
                 area.trainer_lock_path(self.run_directory, rank),
-                expected=f"no trainer of rank {rank}, which is none of this job here",
+                expected=f"no trainer of rank {rank}, which this job does not have on this host",
                 next_step="stop that process",
                 root=self.root,
             )
         except StagingRefused:
             raise
         except StagingError:
-            return  # it trains, or another rank of this job is here first
+            return  # the rank is training, or another rank of this job is cleaning up already
         with contextlib.ExitStack() as afterwards:
             try:
                 for path in old:
@@ -609,14 +618,14 @@ class StagingArea:
                 locks.release(lock)
 
     def _remove_job(self, path: Path, generation: int) -> None:
-        """Remove the job of an earlier generation, and say what is lost with it."""
+        """Remove the job of an earlier generation, and log what is lost with it."""
         owned.remove(self.root, path)
         name = parse_job_stem(path.stem)
         assert name is not None  # it was chosen by its name
         _log.warning(
             "%s: removed. It was the checkpoint of step %d (generation %d, rank %d), which nobody "
-            "had stored; generation %d has taken the run over, and no earlier one can commit any "
-            "more. What was trained after the newest committed checkpoint is trained again. Next: "
+            "had stored; generation %d has taken over the run, and earlier generations can no "
+            "longer commit. Batches after the newest committed checkpoint are trained again. Next: "
             "start the agent before the trainer, which then waits for it: %s",
             path,
             name[1],
@@ -633,7 +642,7 @@ class StagingArea:
                 owned.remove(self.root, path)
 
     def _files(self, directory: Path, suffix: str) -> list[Path]:
-        """What lies in a directory and ends so."""
+        """Return the files in a directory whose names end in `suffix`."""
         names = owned.names(self.root, directory)
         return [directory / name for name in names if name.endswith(suffix)]
 
@@ -642,41 +651,42 @@ class StagingArea:
         return [directory / name for name in names if name.startswith(durable.TEMPORARY_PREFIX)]
 
     def write_job(self, path: Path, data: bytes) -> None:
-        """Make a staged job exist (format §7, staging order, rule 4), after `forget_outcome`.
+        """Write a staged job's file (format §7, staging order, rule 4), after `forget_outcome`.
 
         Raises:
-            StagingRefused: its directory is not this user's own.
-            OSError: it could not be written; it may exist all the same.
+            StagingRefused: its directory does not belong to this user alone.
+            OSError: the write failed; the file may exist all the same.
         """
         owned.write_atomically(self.root, path, data)
 
     def forget_outcome(self, path: Path) -> None:
-        """Remove an answer of the agent, so that the slot may be written again.
+        """Remove an outcome that the agent wrote, so that the slot may be written again.
 
         Raises:
-            StagingRefused: its directory is not this user's own.
+            StagingRefused: its directory does not belong to this user alone.
             OSError: it could not be removed.
         """
         owned.remove(self.root, path)
 
     def say_ended(self) -> None:
-        """Leave word that training has ended and was not killed; only while the lock is held.
+        """Note for the agent that training has ended and was not killed, if the lock is still held.
 
-        Another process that trains here by now says it itself: killed, it would count as ended.
+        Without the lock, another process may train here. If that process were killed, this note
+        would say that it had ended.
         """
         try:
             self._keep_lock()
         except StagingError as error:
-            _log.warning("no note for the agent that training has ended: %s", error)
+            _log.warning("no note for the agent that training has ended was written: %s", error)
             return
         if self._lock is not None:
             self._note("ended")
 
     def free_slot(self, busy: set[str]) -> Slot:
-        """The first slot that no staged job uses.
+        """Return the first slot that no staged job uses.
 
         Args:
-            busy: names of the slots of this trainer's own jobs.
+            busy: names of the slots that this trainer's own jobs use.
         """
         index = 0
         while self._name(index) in busy or self._is_foreign(index):
@@ -686,10 +696,10 @@ class StagingArea:
         return self._slots[index]
 
     def free_bytes(self, *, all_ranks: bool = False) -> int | None:
-        """Space that slots may take: what is free, and what slots have already; None: unknown.
+        """Return the bytes that slots may take: free space plus present slots; None: unknown.
 
         Args:
-            all_ranks: slots of all ranks of this run here; else of this one.
+            all_ranks: count the slots of all ranks of this run here; otherwise only this rank's.
         """
         system = self._file_system()
         if system is None:
@@ -699,29 +709,29 @@ class StagingArea:
             slots = area.slots_directory(self.run_directory).glob(whose)
             return system.f_bavail * system.f_frsize + sum(path.stat().st_size for path in slots)
         except OSError:
-            return None  # creating the area will say what is wrong with it
+            return None  # `create` reports what is wrong with the area
 
     def _file_system(self) -> os.statvfs_result | None:
-        """Of the staging area, which need not be there yet; None: unknown."""
+        """Return the staging area's file system; the area need not exist yet. None: unknown."""
         place = self.run_directory
         try:
             while not place.exists() and place != place.parent:
                 place = place.parent
             return os.statvfs(place)
         except OSError:
-            return None  # creating the area will say what is wrong with it
+            return None  # `create` reports what is wrong with the area
 
     def refuse_if_small(self, share: HostShare, *, jobs: int) -> None:
-        """Refuse a file system on which not even the first snapshots can ever be staged.
+        """Refuse a file system that is too small for even the first snapshots.
 
-        What fills it now may go, so only its whole size counts.
+        Only its whole size counts, because the files that fill it now may be removed.
 
         Args:
-            share: of the ranks on this file system.
-            jobs: how many staged jobs each has room for in it.
+            share: share of the ranks on this file system.
+            jobs: number of staged jobs for which the share of each rank has room.
 
         Raises:
-            SettingsError: it is too small.
+            SettingsError: the file system is too small.
         """
         system = self._file_system()
         size_bytes = 0 if system is None else system.f_blocks * system.f_frsize
@@ -733,33 +743,33 @@ class StagingArea:
             f"staging area {self.root}",
             found=f"a file system of {size_bytes} bytes",
             expected=f"at least {needed_bytes} bytes, which the first snapshot{several} may take",
-            next_step="staging= or RECPOINT_STAGING with a directory of a larger file system, the "
-            "same for the agent; in a container enlarge /dev/shm, as docker run --shm-size does",
+            next_step="set staging= or RECPOINT_STAGING to a directory of a larger file system, "
+            "also for the agent; in a container enlarge /dev/shm, as docker run --shm-size does",
         )
 
     def warn_if_small(self, share: HostShare) -> None:
-        """Warn of a `shortage`: before training, while it is easy to change."""
+        """Warn of a `shortage` before training starts, while it is easy to correct."""
         shortage = self.shortage(share)
         if shortage is not None:
             warnings.warn(shortage, SmallStagingArea, stacklevel=3)
 
     def shortage(self, share: HostShare) -> str | None:
-        """What is wrong when the slots of a host do not fit; the first of its ranks says it."""
+        """Return a message if the slots of this host may not fit; only its first rank gets one."""
         free = self.free_bytes(all_ranks=True)
         if free is None or free >= share.bound_bytes or self.rank != share.ranks[0]:
             return None
         several = f" of {len(share.ranks)} ranks" if len(share.ranks) > 1 else ""
         return (
             f"staging area {self.root}: {free} bytes are free, and staged checkpoints{several} "
-            f"may take {share.bound_bytes} bytes; those that do not fit are left out. "
-            "Next: staging= or RECPOINT_STAGING with a larger directory"
+            f"may take {share.bound_bytes} bytes; checkpoints that do not fit are skipped. "
+            "Next: set staging= or RECPOINT_STAGING to a larger directory"
         )
 
     def _note(self, state: NoteState) -> None:
         try:
             write_note(self.run_directory, self.run_url, state)
         except (OSError, StagingRefused) as error:
-            # Nothing but what people are told depends on it.
+            # Only what people are told depends on the note.
             _log.warning(
                 "%s: no note for the agent could be written: %s", self.run_directory, error
             )
@@ -769,7 +779,7 @@ class StagingArea:
             str(error.filename or self.run_directory),
             found=error.strerror or str(error),
             expected="a directory that this process can create and write",
-            next_step="give another directory: staging= or RECPOINT_STAGING",
+            next_step="set another directory: staging= or RECPOINT_STAGING",
         )
 
     def _name(self, index: int) -> str:

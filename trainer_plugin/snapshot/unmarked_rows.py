@@ -1,13 +1,13 @@
-"""A check of the marks: rows that nothing has marked are as they were at the cut before.
+"""Checks the marks: rows that nothing has marked must be the same as at the cut before.
 
-What is written to a weight or a row state past torch's count of changes (through numpy, or by
-another process into shared memory) is marked by nothing. So of each table some rows are drawn at
-random at each cut, and their digests are kept. At the next cut those of them that are not marked
-have to have the same digests. Where one has not, the table is dirty as a whole from that cut on.
+Some writes to a weight or row state escape torch's count of changes: writes through numpy, or by
+another process into shared memory. Nothing marks such rows. Therefore each cut draws some rows of
+each table at random and keeps their digests. At the next cut, the rows among them that are not
+marked must have the same digests. If one does not, the whole table is dirty from that cut on.
 
-The check is made before a cut takes the marks, in the same stall. Marks are only ever taken then,
-so that at each later check they name at least the rows that were changed since the digests were
-kept: a checkpoint that fails, or that is rejected, only adds to them.
+The check runs before a cut takes the marks, in the same stall. Only cuts take marks, so at each
+later check the marks name at least the rows that changed since the digests were kept. A checkpoint
+that fails or is rejected only adds marks.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class _Kept(NamedTuple):
     """Rows of one table as they were at a cut.
 
     Attributes:
-        form: of the table's arrays then.
-        ids: int64 [n], ascending: positions in what this process holds.
-        digests: int64 [n] of each array.
+        form: form of the table's arrays at the cut.
+        ids: int64 [n], ascending: positions in the rows that this process holds.
+        digests: for each array, int64 [n].
     """
 
     form: tuple[object, ...]
@@ -51,10 +51,11 @@ class UnmarkedRows:
     """Compares rows of each table from one cut to the next.
 
     Args:
-        count: rows drawn from each table, or all of a smaller one; 0: nothing is compared.
+        count: number of rows drawn from each table, or all rows of a smaller table; 0: nothing is
+            compared.
 
     Attributes:
-        found: rows that had changed, and that nothing had marked.
+        found: number of rows that had changed although nothing had marked them.
     """
 
     def __init__(self, count: int) -> None:
@@ -63,13 +64,14 @@ class UnmarkedRows:
         self.found = 0
 
     def check(self, tables: Sequence[LiveTable], trackers: Mapping[str, Tracker]) -> None:
-        """Compare what was kept, and keep other rows for the next time.
+        """Compare the rows that were kept, and keep other rows for the next cut.
 
-        Tables on a device are waited for.
+        Waits for the devices of tables on a GPU.
 
         Args:
-            tables: as they are now.
-            trackers: by `LiveTable.key`; one whose table is found changed is dirty as a whole.
+            tables: the tables as they are now.
+            trackers: trackers by `LiveTable.key`; if a table has changed, all its rows become
+                dirty.
         """
         if not self._count:
             return
@@ -79,10 +81,10 @@ class UnmarkedRows:
             tracker, kept = trackers[live.key], self._kept.get(live.key)
             tracker.notice_changes(
                 live.row_states
-            )  # what torch has counted is noticed without this
+            )  # changes that torch has counted make the table dirty without this check
             if kept is not None and kept.form == _form(live) and not tracker.all_rows:
                 self._compare(live, tracker, kept)
-            # From the system, so that no generator of the training moves.
+            # From the system, so that no random generator of the training advances.
             seed = int.from_bytes(os.urandom(8))
             ids = spread_rows(len(live.held), self._count, seed)
             self._kept[live.key] = _Kept(_form(live), ids, _digests(live, ids))
@@ -104,9 +106,10 @@ class UnmarkedRows:
         names = ["values", *(f"row state {state.name!r}" for state in live.spec.row_states)]
         _log.warning(
             "table %r: %d of %d rows that nothing had marked have changed since the checkpoint "
-            "before (%s; rows %s): all of it is stored in this one. Earlier ones may lack changes "
-            "of rows that were not compared. Next: call mark() or mark_all() after whatever writes "
-            "to it past torch's count of changes, such as numpy or another process",
+            "before (%s; rows %s). This checkpoint stores the whole table; earlier checkpoints may "
+            "lack changes of rows that were not compared. Next: call mark() or mark_all() after "
+            "each write to the table that torch does not count, such as through numpy or by "
+            "another process",
             live.key,
             rows.numel(),
             ids.numel(),
@@ -122,7 +125,7 @@ def _form(live: LiveTable) -> tuple[object, ...]:
 
 
 def _digests(live: LiveTable, ids: Tensor) -> tuple[Tensor, ...]:
-    """int64 [n] of each array, of the rows at `ids`."""
+    """Return the digests of the rows at `ids`: int64 [n] for each array."""
     with torch.no_grad():
         rows = (
             array.detach().index_select(0, ids.to(array.device)).cpu()
@@ -132,6 +135,6 @@ def _digests(live: LiveTable, ids: Tensor) -> tuple[Tensor, ...]:
 
 
 def _marked(bitmap: Tensor, ids: Tensor) -> Tensor:
-    """bool [n] on the CPU: whether these rows are marked in a bitmap (`kernels.dirty_bitmap`)."""
+    """Whether each row is marked in a bitmap (`kernels.dirty_bitmap`): bool [n], on the CPU."""
     words = bitmap.index_select(0, (ids // 32).to(bitmap.device)).cpu().long()
     return ((words >> (ids % 32)) & 1).bool()

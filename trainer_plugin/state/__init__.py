@@ -1,6 +1,6 @@
-"""Collects and restores what training needs besides the rows of tables.
+"""Collects and restores the training state outside the rows of tables.
 
-Models, optimizers, readers and generators come in, a tree of tensors and values goes out. Walk:
-`training_state` (the whole tree), `model`, `optimizers`, `unknown_optimizers` (those that were not
-given), `reader`, `rng`.
+The input is models, optimizers, readers and random generators; the output is a tree of tensors and
+values. Read the modules in this order: `training_state` (the whole tree), `model`, `optimizers`,
+`unknown_optimizers` (optimizers that the Checkpointer was not given), `reader` and `rng`.
 """

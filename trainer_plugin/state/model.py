@@ -1,4 +1,4 @@
-"""Reads and writes the model's state besides tables, of this rank and of other ranks."""
+"""Captures and restores the model's state outside tables, and merges the state of all ranks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from recpoint.trainer_plugin.tables import (
 __all__ = ["ModelState", "nearest", "optimizers_for", "own_part", "tree_for"]
 
 
-# The part of a model that is not tables: dense layers, buffers, extra state of modules.
+# The state of a model outside its tables: dense layers, buffers, extra state of modules.
 
 
 class _Named(NamedTuple):
-    """Live tensors by name.
+    """Live tensors of a model by name.
 
     Attributes:
-        parameters, buffers: all but the tables.
-        lookups: by module, of plain embeddings.
-        own: ids of the tables' parameters.
-        tied: each further name of a parameter or buffer, a table's included -> its first name.
+        parameters, buffers: all except the tables.
+        lookups: name of each plain embedding module -> its weight.
+        own: ids of the weights of plain tables.
+        tied: each further name of a parameter, buffer or table -> its first name.
         transient: names of the buffers that are not persistent.
     """
 
@@ -46,15 +46,15 @@ class _Named(NamedTuple):
 
 
 class ModelState:
-    """Dense parameters, buffers (also those that are not persistent) and extra state, by name.
+    """Captures and restores dense parameters, all buffers and extra state, by name.
 
-    Names are canonical (`catalog.restore.state.canonical_name`); a tied parameter appears once,
-    under its first name.
+    Buffers include those that are not persistent. Names are canonical
+    (`catalog.restore.state.canonical_name`); a tied parameter appears once, under its first name.
 
     Args:
-        model: whose.
-        tables: of it, which are no part of this.
-        sources: answer for modules of it, which are none either.
+        model: the model.
+        tables: its tables, which are left out.
+        sources: sources whose modules are left out.
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class ModelState:
         self._others_tables = [table for table in tables if table in theirs]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live tensors by name."""
+        """Return the live parameters and buffers, by name."""
         named = self._named()
         return named.parameters | named.buffers
 
     def parameters(self) -> dict[str, Tensor]:
-        """The live parameters that are here whole."""
+        """Return the live parameters that this rank holds whole, by name."""
         named = self._named().parameters
         return {name: tensor for name, tensor in named.items() if not is_piece(tensor)}
 
     def buffers(self) -> dict[str, Tensor]:
-        """The live buffers."""
+        """Return the live buffers, by name."""
         return self._named().buffers
 
     def extra_states(self) -> list[str]:
-        """Names of the modules that have extra state."""
+        """Return the names of the modules that have extra state."""
         return [name for name, module in self._modules() if _has_extra_state(module)]
 
     def _named(self) -> _Named:
@@ -121,10 +121,10 @@ class ModelState:
         return modules_of(self._model, self._sources)
 
     def capture(self) -> dict[str, Any]:
-        """The state; its tensors are the live ones, and of those that ranks share the pieces.
+        """Return the state, with live tensors; of tensors split over ranks, the pieces held here.
 
         Raises:
-            SettingsError: the model has come to other tables than those that it was given with.
+            SettingsError: the model's tables have changed since the Checkpointer was built.
         """
         named = self._named()
         if {id(weight) for weight in named.lookups.values()} != named.own:
@@ -139,7 +139,7 @@ class ModelState:
             tensors[name] = piece_of(tensors[name])
             if tensors[name] is None:
                 del tensors[name]
-        # What a file for `load_state_dict` needs to know besides; most models have neither.
+        # An export for `load_state_dict` needs these names, too; most models have neither.
         names = {"tied": named.tied, "transient": named.transient}
         return {
             "tensors": tensors,
@@ -148,7 +148,7 @@ class ModelState:
         }
 
     def lacks(self, saved: Mapping[str, Any]) -> bool:
-        """Whether other ranks may have pieces of tensors that are here, beside these."""
+        """Whether `saved` lacks pieces of this model's tensors, which other ranks may have."""
         there = saved["tensors"]
         return any(
             name not in there or lacks_some(tensor, there[name], name=name)
@@ -156,7 +156,7 @@ class ModelState:
         )
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """What does not fit, one sentence each; [] when `restore` will work."""
+        """Return what does not fit this model, one sentence each; [] if `restore` will work."""
         here, there = self.tensors(), saved["tensors"]
         found = [f"{name!r} is not in the checkpoint" for name in here if name not in there]
         found += [f"{name!r} is not in the model" for name in there if name not in here]
@@ -177,7 +177,7 @@ class ModelState:
                 module.set_extra_state(saved["extra"][name])
 
     def restore_some(self, saved: Mapping[str, Stored]) -> None:
-        """Write these tensors into those of the same names, in place."""
+        """Write these tensors into the tensors of the same names, in place."""
         here = self.tensors()
         for name, stored in saved.items():
             write_into(here[name], stored, name=name)
@@ -192,24 +192,24 @@ def _form(tensor: Stored) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}{layout_text(tensor)}"
 
 
-# The state trees of all ranks of a checkpoint, as one of the ranks that restore it needs them.
+# The state trees of all ranks of a checkpoint, merged for one of the ranks that restore it.
 #
-# Dense parameters that every rank has, and what optimizers have of them, are in the tree of rank 0
-# alone (`ranks/agreement.py`). Of the others each has what is its own: pieces of dense tensors,
-# buffers, extra states, hyperparameters, schedulers, generators, reader, extras, the state of its
-# tables.
+# Only the tree of rank 0 holds the dense parameters that every rank has, and their optimizer state
+# (`ranks/agreement.py`). The tree of each other rank holds the rank's own state: pieces of dense
+# tensors, buffers, extra states, hyperparameters, schedulers, generators, reader, extras and the
+# state of its tables.
 
 
 _WHOLE = frozenset(("model", "optimizers"))
 
 
 def own_part(tree: Mapping[str, Any], *, alike: Collection[str]) -> dict[str, Any]:
-    """What a rank other than 0 stores of its whole tree.
+    """Return the part of its whole tree that a rank other than 0 stores.
 
     Args:
-        tree: as `training_state.TrainingState` captures it; pieces of tensors as pieces.
-        alike: names of the tensors that are the same on all ranks; so is what the optimizers have
-            of them.
+        tree: as `training_state.TrainingState` captures it; split tensors as pieces.
+        alike: names of the tensors that are equal on all ranks, together with their optimizer
+            state.
     """
     tensors = {name: t for name, t in tree["model"]["tensors"].items() if name not in alike}
     optimizers = []
@@ -229,23 +229,25 @@ def _pieces(entry: Mapping[str, Any]) -> dict[str, Any]:
 def tree_for(
     state: Mapping[int, object], rank: int, count: int, stored: int
 ) -> dict[str, Any] | None:
-    """One tree for a rank, of those of a checkpoint; None: they hold no training state.
+    """Merge the trees of a checkpoint's ranks into one tree for a rank of this job.
 
-    Pieces of dense tensors are lists of `DenseShard`, of all ranks whose trees are whole. `rng` is
-    None where no rank of this number was there; `other_optimizers` are those of the trees of other
-    ranks, as far as they were read; `readers` are the states of all ranks' readers,
-    None of those that were not read; `reader` is that of this one, None where the number of ranks
-    is another.
+    Split dense tensors become lists of `DenseShard`, from all ranks whose trees are whole.
 
     Args:
-        state: rank -> its tree, as restored: of rank 0 and of this one, where it was there, whole;
-            of others whole, in part, or not at all.
-        rank: of this process.
-        count: of ranks now.
-        stored: of ranks of the checkpoint.
+        state: rank -> its tree, as read. The trees of rank 0 and of this rank, if the checkpoint
+            has it, are whole; other trees may be whole, in part, or missing.
+        rank: rank of this process.
+        count: number of ranks now.
+        stored: number of ranks of the checkpoint.
+
+    Returns:
+        The tree; None: the checkpoint holds no training state. `rng` is None if the checkpoint has
+        no rank of this number. `other_optimizers` are the optimizers of the other trees that were
+        read. `readers` are the states of all ranks' readers, None for those not read. `reader` is
+        the state of this rank's reader, None if the number of ranks has changed.
 
     Raises:
-        MalformedObject: a piece that is none.
+        MalformedObject: a piece is malformed.
     """
     trees: dict[int, dict[str, Any]] = {
         number: tree for number, tree in sorted(state.items()) if isinstance(tree, dict)
@@ -284,15 +286,17 @@ def _is_whole(tree: object) -> bool:
 
 
 def nearest(rank: int, count: int, stored: int, known: Mapping[int, object]) -> set[int]:
-    """Ranks of a checkpoint that are likely to have the pieces which one of now lacks.
+    """Return the ranks of a checkpoint that are likely to have the pieces which a rank lacks.
 
-    Libraries cut tensors in the order of ranks, so those come first whose share lies where this
-    rank's does; each time that it is asked with the trees of all these, twice as many beside them.
+    Libraries cut tensors in the order of ranks, so the first answer is the ranks whose share lies
+    where this rank's share does. If `known` holds the trees of all these, the answer grows to twice
+    as many ranks on both sides.
 
     Args:
-        rank, count: of this process, and how many there are.
-        stored: how many the checkpoint has.
-        known: the trees that are there, whole or in part.
+        rank: rank of this process.
+        count: number of ranks now.
+        stored: number of ranks of the checkpoint.
+        known: rank -> its tree as far as read, whole or in part.
     """
     have = {number for number, tree in known.items() if _is_whole(tree)}
     first, end = rank * stored // count, -(-(rank + 1) * stored // count)
@@ -307,19 +311,19 @@ def nearest(rank: int, count: int, stored: int, known: Mapping[int, object]) -> 
 def _model(
     first: Mapping[str, Any], own: Mapping[str, Any] | None, pieces: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The model of a rank that was there, else with the buffers and extra states of rank 0."""
+    """Return the model of this rank; if the checkpoint has no such rank, the model of rank 0."""
     if own is None:
         return {**first, "tensors": first["tensors"] | pieces}
     return {**own, "tensors": first["tensors"] | own["tensors"] | pieces}
 
 
 def optimizers_for(trees: Mapping[int, Any], own: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """The optimizers of a rank, of the trees of several.
+    """Merge the optimizers of several ranks' trees.
 
     Args:
-        trees: whole ones, by rank.
-        own: of the rank whose hyperparameters they have, and that has no state of tables which only
-            others hold; None: they have the state of all, and are no rank's.
+        trees: rank -> its whole tree.
+        own: tree of one rank. The result has its hyperparameters, and no state of tables that only
+            other ranks hold. None: the result has the state of all ranks.
     """
     saved = [tree["optimizers"] for tree in trees.values()]
     return [

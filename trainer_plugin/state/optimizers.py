@@ -1,4 +1,4 @@
-"""Reads optimizers: which rows they change, which state belongs to rows, how it is restored."""
+"""Captures and restores the state of optimizers, apart from the row states of tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ __all__ = ["OptimizerState", "RowState"]
 
 
 class RowState:
-    """Row states of one table: which, and the tensors."""
+    """The row states of one table.
+
+    Attributes:
+        optimizer: index of the optimizer that has them; None: the table's own source, or none.
+        tensors: name -> [rows, ...].
+    """
 
     def __init__(self, optimizer: int | None, tensors: Mapping[str, Tensor]) -> None:
         self.optimizer = optimizer
@@ -32,7 +37,13 @@ class RowState:
 
 
 class OptimizerState:
-    """The optimizers of one model."""
+    """Captures and restores the optimizers of one model.
+
+    Args:
+        model: the model.
+        optimizers: its optimizers.
+        tables: its tables, whose row states are left out.
+    """
 
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], tables: Sequence[Table]
@@ -42,7 +53,7 @@ class OptimizerState:
         self._tables = tuple(tables)
 
     def row_states(self, table: Table) -> RowState:
-        """State with one entry for each row of `table`, as it is now."""
+        """Return the state with one entry for each row of `table`, as it is now."""
         own = table.row_states
         if own is not None:
             return RowState(None, own)
@@ -54,10 +65,10 @@ class OptimizerState:
         return RowState(None, {})
 
     def written_in_place(self) -> dict[str, Tensor]:
-        """What a restore writes to: tables, their row states, and tensors in parameter groups.
+        """Return the tensors that a restore writes: tables, row states, tensors in groups.
 
         Returns:
-            By a name for people.
+            A name for messages -> the tensor.
         """
         found: dict[str, Tensor] = {}
         for table in self._tables:
@@ -72,18 +83,18 @@ class OptimizerState:
         return found
 
     def table_names(self) -> set[str]:
-        """Of the tables of which it has row states."""
+        """Return the names of the tables that this process holds."""
         return {table.name for table in self._tables}
 
     def classes(self) -> str:
-        """Of which classes they are."""
+        """Return the class names of the optimizers, separated by commas."""
         return ", ".join(map(_class_name, self.optimizers))
 
     def capture(self) -> list[dict[str, Any]]:
-        """Hyperparameters and all state that is not row state; the tensors are the live ones.
+        """Return hyperparameters and all state that is not row state, with live tensors.
 
         Raises:
-            SettingsError: an optimizer trains what is not in the model, or not any more.
+            SettingsError: an optimizer trains a parameter that is not in the model, or no longer.
         """
         names = parameter_names(self._model)
         rows = {id(table.weight): table.rows for table in self._tables}
@@ -109,7 +120,7 @@ class OptimizerState:
         ]
 
     def lacks(self, saved: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether other ranks have pieces of state of parameters that are here, beside these."""
+        """Whether `saved` lacks pieces of state of parameters here, which other ranks may have."""
         names = parameter_names(self._model)
         by_name = {names[id(p)]: p for p in self._model.parameters()}
         return any(
@@ -120,7 +131,7 @@ class OptimizerState:
         )
 
     def differences(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
-        """What does not fit, one sentence each."""
+        """Return what does not fit these optimizers, one sentence each."""
         if len(saved) != len(self.optimizers):
             return [f"{len(self.optimizers)} optimizers here, {len(saved)} in the checkpoint"]
         names = parameter_names(self._model)
@@ -146,11 +157,11 @@ class OptimizerState:
     def restore(
         self, saved: Sequence[Mapping[str, Any]], rows: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
-        """Make every optimizer what it was.
+        """Restore every optimizer.
 
         Args:
             saved: as `capture` returned it.
-            rows: parameter name -> its row states, restored already.
+            rows: parameter name -> its row states, which have been restored already.
         """
         names = parameter_names(self._model)
         by_name = {names[id(p)]: p for p in self._model.parameters()}
@@ -168,11 +179,16 @@ class OptimizerState:
     def carry_differences(
         self, saved: Sequence[Mapping[str, Any]], parameters: Mapping[str, str]
     ) -> list[str]:
-        """Why the state of these parameters (name here -> there) cannot come along."""
+        """Return why the state of parameters cannot be carried over, one sentence each.
+
+        Args:
+            saved: as `capture` returned it.
+            parameters: name here -> name in the checkpoint.
+        """
         here = {name: _class_name(optimizer) for name, optimizer in self._trained_by().items()}
         there = {name: str(one["class"]) for name, one in _trained_by(saved).items()}
         return [
-            f"{old!r} was trained by {there[old]}, and here {new!r} is by "
+            f"{old!r} was trained by {there[old]}, and here {new!r} is trained by "
             f"{here.get(new, 'no optimizer')}, so that its state cannot be carried"
             for new, old in parameters.items()
             if old in there and here.get(new) != there[old]
@@ -184,12 +200,12 @@ class OptimizerState:
         parameters: Mapping[str, str],
         rows: Mapping[str, Mapping[str, Tensor]],
     ) -> None:
-        """Give parameters the state that others had; hyperparameters stay what they are here.
+        """Give parameters the state of parameters in the checkpoint; hyperparameters do not change.
 
         Args:
             saved: as `capture` returned it.
-            parameters: name here -> name there.
-            rows: parameter name here -> its row states, restored already.
+            parameters: name here -> name in the checkpoint.
+            rows: parameter name here -> its row states, which have been restored already.
         """
         here, there = self._trained_by(), _trained_by(saved)
         groups = self._torch_groups()
@@ -198,14 +214,14 @@ class OptimizerState:
         for new, old in parameters.items():
             entry = there[old]["state"].get(old) if old in there else None
             if entry is not None:
-                # Two parameters may come from one, and never share what they train.
+                # Copied: two parameters may come from the same one, but must not share state.
                 values = {key: _copied(value) for key, value in entry["values"].items()}
                 mine = by_name[new]
                 own = _for_device({**entry, "values": values}, groups.get(id(mine)))
                 here[new].state[mine] = _restored(mine, own, rows.get(new, {}))
 
     def _torch_groups(self) -> dict[int, dict[str, Any]]:
-        """The group of each parameter that an optimizer of torch trains, by its id."""
+        """Return the group of each parameter that a torch optimizer trains, by `id()`."""
         return {
             id(parameter): group
             for optimizer in self.optimizers
@@ -225,7 +241,7 @@ class OptimizerState:
 
 
 def _trained_by(saved: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    # By their states too: groups are those of one rank, and tables may be others'.
+    # Also by the states: the groups are one rank's, and other ranks may hold a table.
     in_groups = {name: one for one in saved for group in one["groups"] for name in group["params"]}
     return {name: one for one in saved for name in one["state"]} | in_groups
 
@@ -246,14 +262,14 @@ def _restore_group(group: dict[str, Any], stored: Mapping[str, Any]) -> None:
             continue
         current = group.get(key)
         if isinstance(current, Tensor) and isinstance(value, Tensor):
-            # A captured learning rate is read through this very tensor (and by schedulers).
+            # In place: a CUDA graph or a scheduler may read the learning rate from this tensor.
             current.copy_(value)
         else:
             group[key] = value
 
 
 def _entry(parameter: Tensor, state: Mapping[Any, Any], rows: int | None) -> dict[str, Any]:
-    """State of one parameter without its row state, and in which order it stood."""
+    """Return the state of one parameter without its row states, and the order of its keys."""
     by_row = {} if rows is None else row_states(state, rows)
     rest = {key: value for key, value in state.items() if key not in by_row}
     return {
@@ -263,7 +279,7 @@ def _entry(parameter: Tensor, state: Mapping[Any, Any], rows: int | None) -> dic
             for key, whole in rest.items()
             if (value := piece_of(whole) if is_piece(whole) else whole) is not None
         },
-        # Step counts stay on the host unless the optimizer is capturable; moments do not.
+        # Step counts are on the host unless the optimizer is capturable; moments are not.
         "on_host": [
             key
             for key, value in rest.items()
@@ -273,14 +289,14 @@ def _entry(parameter: Tensor, state: Mapping[Any, Any], rows: int | None) -> dic
 
 
 def _for_device(entry: Mapping[str, Any], group: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """`entry` with a step count on the host or not, as torch has it.
+    """Return `entry` with the step count on the host or not, as torch keeps it.
 
-    A state from a CPU does not say so: there all is on the host. On a GPU each step would wait for
-    it, for each parameter.
+    A state captured on a CPU does not say where the count belongs, because all of it is on the
+    host. If the count were put on a GPU, each step would wait for the GPU, for each parameter.
 
     Args:
         entry: as `_entry` made it.
-        group: of the parameter, if an optimizer of torch trains it.
+        group: group of the parameter; None: no torch optimizer trains it.
     """
     if group is None:
         return entry

@@ -1,4 +1,4 @@
-"""Asks readers of batches for their position; gives one to dataloaders that have none."""
+"""Stores the position of batch readers, and gives dataloaders without a position one."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = [
 
 _log = logging.getLogger("recpoint")
 
-#: Where the parts of a loader are: samplers may wrap samplers, and datasets other datasets.
+#: Attributes with the parts of a loader; samplers may wrap samplers, and datasets other datasets.
 _PARTS = ("sampler", "batch_sampler", "dataset")
 _MAX_PARTS = 32
 
 
 def capture(loader: object) -> dict[str, Any]:
-    """The states of its own generators, and the epochs that its samplers are in.
+    """Return the states of a loader's own generators, and the epochs of its samplers.
 
-    The global generators are captured in `rng`. What workers draw from are copies, which nobody
-    sees.
+    `rng` captures the global generators. Worker processes draw from copies, whose states cannot be
+    read.
     """
     return {
         "states": {name: _state(generator) for name, generator in _generators(loader)},
@@ -51,9 +51,9 @@ def capture(loader: object) -> dict[str, Any]:
 
 
 def restore(loader: object, saved: Mapping[str, Any]) -> None:
-    """Put the states back, each where `capture` found it; what is gone is passed over.
+    """Restore the states of the generators that `capture` found and that still exist.
 
-    So is what is of another kind by now, with a warning.
+    A generator that is of another kind now is skipped with a warning.
     """
     states = saved["states"]
     for name, generator in _generators(loader):
@@ -63,9 +63,9 @@ def restore(loader: object, saved: Mapping[str, Any]) -> None:
             _set_state(generator, states[name])
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
             _log.warning(
-                "the training dataloader's generator %s goes on as the script made it, and the "
-                "batches that it draws will differ: it is a %s, and the checkpoint's was of "
-                "another kind (%s). Next: give the generator that the run was trained with",
+                "the training dataloader's generator %s is not restored, so the batches that it "
+                "draws will differ: it is a %s, and the checkpoint's generator was of another kind "
+                "(%s). Next: use the kind of generator that the run was trained with",
                 name,
                 type(generator).__qualname__,
                 error,
@@ -73,10 +73,11 @@ def restore(loader: object, saved: Mapping[str, Any]) -> None:
 
 
 def set_epochs(loader: object, saved: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Have the samplers be in the epochs in which `capture` found them.
+    """Set the samplers to the epochs in which `capture` found them.
 
     Returns:
-        Of one that was told to be in another: which, and the one that it is in now.
+        For the first sampler that was set to another epoch: the epoch that the script had set, and
+        the epoch that it has now. None: no sampler was changed.
     """
     changed = None
     for place, part in _with_epoch(loader):
@@ -88,14 +89,14 @@ def set_epochs(loader: object, saved: Mapping[str, Any]) -> tuple[int, int] | No
 
 
 def is_told_later(loader: object, saved: Mapping[str, Any]) -> bool:
-    """Whether a sampler is told to begin an epoch after that in which `capture` found it."""
+    """Whether the script has set a sampler to a later epoch than the one `capture` found."""
     return any(
         part.epoch > saved["epochs"].get(place, part.epoch) for place, part in _with_epoch(loader)
     )
 
 
 def _parts(loader: object) -> Iterator[tuple[str, object]]:
-    """It and what it consists of, each once, by where it is."""
+    """Yield the loader and its parts, each once, with the path of attributes to it."""
     found: dict[int, tuple[str, object]] = {}
     left: list[tuple[str, object]] = [("", loader)]
     while left and len(found) < _MAX_PARTS:
@@ -108,16 +109,16 @@ def _parts(loader: object) -> Iterator[tuple[str, object]]:
 
 
 def _attributes(part: object) -> Mapping[str, Any]:
-    """Its own attributes; asking a class for others may run whatever it likes."""
+    """Return the attributes of the instance; reading others may run any code of its class."""
     found = getattr(part, "__dict__", None)
     return found if isinstance(found, dict) else {}
 
 
 def _generators(loader: object) -> Iterator[tuple[str, Any]]:
-    """Each generator once, by where it is."""
+    """Yield each generator once, with the path of attributes to it."""
     seen = set()
     for place, part in _parts(loader):
-        # All at once: a dataset that reads ahead in a thread may come to others meanwhile.
+        # A copy, because a thread of the dataset may add attributes meanwhile.
         for name, value in list(_attributes(part).items()):
             if _is_generator(value) and id(value) not in seen:
                 seen.add(id(value))
@@ -125,15 +126,15 @@ def _generators(loader: object) -> Iterator[tuple[str, Any]]:
 
 
 def _is_generator(value: object) -> bool:
-    """Whether it is one whose state is known to be stored, and put back.
+    """Whether the value is a generator whose state recpoint knows how to store and restore.
 
-    What a class of somebody's own says of its state is not asked for: training waits, and would end
-    with an error there, or no checkpoint could be stored.
+    State methods of a user's class are not called: training waits here, and an error in them would
+    end training or prevent all checkpoints.
     """
-    if isinstance(value, random.Random):  # SystemRandom is one, and has no state
+    if isinstance(value, random.Random):  # excludes the subclass SystemRandom, which has no state
         kind = type(value)
         return (kind.getstate, kind.setstate) == (random.Random.getstate, random.Random.setstate)
-    if isinstance(value, np.random.RandomState):  # it takes states of the first generator alone
+    if isinstance(value, np.random.RandomState):  # set_state accepts only states of MT19937
         return isinstance(value._bit_generator, np.random.MT19937)
     if isinstance(value, np.random.Generator):
         return type(value.bit_generator).__module__.startswith("numpy.random.")
@@ -163,7 +164,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Words of generators as numbers: of arrays of uint64 the format knows nothing."""
+    """Turn arrays into lists of numbers, because the format cannot store arrays of uint64."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return value.tolist() if isinstance(value, np.ndarray) else value
@@ -179,25 +180,25 @@ def _with_epoch(loader: object) -> list[tuple[str, Any]]:
     ]
 
 
-# What recpoint asks of a reader of training batches, and of other things with a state.
+# The methods that recpoint needs of a reader of batches, and of other objects with a state.
 #
-# A torchdata `StatefulDataLoader` fits as it is, with and without worker processes; what a dataset
-# draws at random inside a worker is not part of its state, so seed such draws by the sample's
+# A torchdata `StatefulDataLoader` fits as it is, with and without worker processes. The state does
+# not include what a dataset draws at random inside a worker, so seed such draws by the sample's
 # index.
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A thing whose state is saved and restored: a reader, a metric, a gradient scaler.
+    """An object whose state is saved and restored: a reader, a metric, a gradient scaler.
 
-    The state must consist of what format §3.4 can store: None, bool, int, float, str, bytes,
+    The state must consist of values that format §3.4 can store: None, bool, int, float, str, bytes,
     tensors, numpy arrays, and lists, tuples and dicts of those.
     """
 
     def state_dict(self) -> Any:
-        """The state right now: for a reader, after the batches that training has consumed.
+        """Return the present state; for a reader, after the batches that training has consumed.
 
-        Rows of tables MUST stay as they are: other threads may be copying them already.
+        The method MUST NOT change rows of tables: other threads may be copying them already.
         """
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
@@ -209,41 +210,40 @@ class BatchBudget(Protocol):
     """A reader that is told how far it may read ahead."""
 
     def batches_until_checkpoint(self, n: int, /) -> None:
-        """No more than `n` further batches will be consumed before the reader is asked again.
+        """Take note that at most `n` further batches are consumed before the reader is asked again.
 
-        Called when training starts, after each checkpoint, and when more batches are granted
-        before the next one: about eight times in an interval in seconds, which is granted in parts.
-        A reader with workers stops after `n` batches, so that none is in flight when its state is
-        taken.
+        Called when training starts, after each checkpoint, and when more batches are granted before
+        the next one. If the interval is in seconds, it is granted in about eight parts. A reader
+        with workers stops after `n` batches, so that no batch is in flight when its state is taken.
         """
 
 
 @runtime_checkable
 class Divisible(Protocol):
-    """A reader of one rank that can go on where readers of another number of ranks have stopped."""
+    """A reader of one rank that can go on where readers of another number of ranks stopped."""
 
     def load_state_dicts(self, states: Sequence[Any], rank: int, ranks: int, /) -> None:
-        """Go on from what the readers of all ranks of a checkpoint returned, now as one of several.
+        """Go on from the states of the readers of all ranks of a checkpoint.
 
-        What the `ranks` readers then read, together, MUST be what the earlier ones had left: no
-        sample lost, none twice.
+        Together, the `ranks` readers MUST read exactly the samples that the earlier readers had
+        left: none lost, none twice.
 
         Args:
-            states: of each rank of the checkpoint, in their order.
-            rank: of this process.
-            ranks: how many there are now; another number than of states.
+            states: state of the reader of each rank of the checkpoint, in rank order.
+            rank: rank of this process.
+            ranks: number of ranks now; it differs from the number of states.
         """
 
 
 class Passes(NamedTuple):
     """How far training has gone through its reader; stored with the reader's position.
 
-    A reader's position alone does not say which epoch it is in. Nor does it say whether the end of
-    an epoch was reached or only its last batch, so that `batches` is stored too.
+    A reader's position alone does not say which epoch it is in. It also does not say whether the
+    end of an epoch was reached or only its last batch; `batches` says this.
 
     Attributes:
-        done: epochs that have ended.
-        batches: of the epoch that goes on; 0: it has not begun.
+        done: number of epochs that have ended.
+        batches: number of batches trained in the present epoch; 0: it has not begun.
     """
 
     done: int = 0
@@ -251,7 +251,7 @@ class Passes(NamedTuple):
 
 
 def tell_epoch(reader: object, epoch: int) -> None:
-    """Call `set_epoch(epoch)` of the reader, its samplers and its dataset, where they have it."""
+    """Call `set_epoch(epoch)` of the reader, its samplers and its dataset, if they have it."""
     loader = reader.loader if isinstance(reader, ResumableLoader) else reader
     told: list[Any] = [reader] if loader is reader else [reader, loader]
     told += [part for _, part in _with_epoch(loader)]
@@ -261,7 +261,11 @@ def tell_epoch(reader: object, epoch: int) -> None:
 
 
 def announce(reader: object, n: int) -> bool:
-    """Tell a reader that wants to know how many batches are left; whether it does."""
+    """Tell a reader how many batches are left before the next decision.
+
+    Returns:
+        Whether the reader is a `BatchBudget` and was told.
+    """
     if not isinstance(reader, BatchBudget):
         return False
     budget = reader  # narrowed
@@ -270,51 +274,56 @@ def announce(reader: object, n: int) -> bool:
 
 
 def refuse_prepared(subject: str, loader: object) -> None:
-    """Refuse a loader whose `state_dict` is Accelerate's: that is no position.
+    """Refuse a loader whose `state_dict` is Accelerate's, because that is not a position.
 
-    Over torch's DataLoader there is none to ask. Over a `StatefulDataLoader` neither the order of a
-    shuffled epoch nor which epoch it is are in it: after a restore other samples come, unnoticed.
+    Over torch's DataLoader, it has no position to return. Over a `StatefulDataLoader`, it includes
+    neither the order of a shuffled epoch nor the epoch's number, so that after a restore other
+    samples would come, unnoticed.
 
     Raises:
-        SettingsError: it is one.
+        SettingsError: the loader is such a loader.
     """
     asked = getattr(type(loader), "state_dict", None)
-    where = getattr(asked, "__module__", None) or ""  # what is compiled may have none
+    where = getattr(asked, "__module__", None) or ""  # a compiled method may have no module
     if where.partition(".")[0] == "accelerate":
         raise SettingsError(
             subject,
             found=f"a {type(loader).__name__} of Accelerate's prepare(), whose state_dict() does "
             "not say which samples come next",
-            expected="the loader that prepare() was given",
-            next_step="give ResumableLoader(loader) as reader and leave prepare() out for it: move "
-            "batches to accelerator.device, and of several processes give each a "
-            "DistributedSampler, as examples/accelerate_loop.py says",
+            expected="the loader that was given to prepare()",
+            next_step="pass ResumableLoader(loader) as the reader, without prepare() for the "
+            "loader: move batches to accelerator.device yourself, and with several processes give "
+            "each a DistributedSampler, as examples/accelerate_loop.py shows",
         )
 
 
-# A position in the batches of a dataloader, to the batch, for loaders that have none.
+# A position in the batches of a dataloader, exact to the batch, for loaders that have none.
 
 
 class ResumableLoader:
-    """The batches of `loader`, with a state: a `reader` for the Checkpointer, as a loader is one.
+    """Makes a loader resumable: yields its batches, and serves as `reader` of the Checkpointer.
 
-    A loader that has `state_dict` and `load_state_dict` itself, as torchdata's, is asked for its
-    position. Of any other, like torch's DataLoader, the position is the number of batches given out
-    since an epoch began, and the state of the random generators at that moment: after a restore the
-    same epoch is begun with the same generators, and that many batches are read and dropped. So
-    what such a loader gives must follow from generators at the beginning of an epoch, and what
-    `set_epoch` tells its sampler: the global ones of python, numpy and torch, and those that are
-    attributes of the loader, its samplers or its dataset.
+    If the loader itself has `state_dict` and `load_state_dict`, as torchdata's has, these give the
+    position. For any other loader, such as torch's DataLoader, the position is the number of
+    batches given out since the epoch began, and the state of the random generators at its
+    beginning. After a restore, the same epoch is begun with the same generators, and that many
+    batches are read and dropped. Therefore the batches of such a loader must depend only on the
+    epoch that `set_epoch` sets and on generators at the beginning of the epoch. These are the
+    global generators of Python, numpy and torch, and generators that are attributes of the loader,
+    its samplers or its dataset.
 
     Args:
         loader: an iterable of batches; each `iter` of it is an epoch.
 
     Attributes:
-        loader: it.
-        before_fetch: called each time before the next batch is asked of the loader, when set.
+        loader: the loader.
+        before_fetch: if set, called each time before the loader is asked for the next batch.
         resumed_from: the state that was loaded last.
-        begun: whether a batch has been asked for since `iter`.
-        used: whether one was ever asked for.
+        begun: whether a batch has been asked for since the last `iter`.
+        used: whether a batch was ever asked for.
+
+    Raises:
+        SettingsError: `loader` is not iterable, or is a loader that Accelerate prepared.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -337,21 +346,21 @@ class ResumableLoader:
         self._loaded: dict[str, Any] | None = None
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]  # a TypeError if it has none, as usual
+        return len(self.loader)  # type: ignore[arg-type]  # TypeError if the loader has no length
 
     @property
     def sampler(self) -> Any:
-        """The sampler of `loader`; frameworks call its `set_epoch`."""
+        """The sampler of `loader`, or None; frameworks call its `set_epoch`."""
         return getattr(self.loader, "sampler", None)
 
     @property
     def batch_sampler(self) -> Any:
-        """The batch sampler of `loader`."""
+        """The batch sampler of `loader`, or None."""
         return getattr(self.loader, "batch_sampler", None)
 
     @property
     def dataset(self) -> Any:
-        """The dataset of `loader`."""
+        """The dataset of `loader`, or None."""
         return getattr(self.loader, "dataset", None)
 
     def __iter__(self) -> Iterator[Any]:
@@ -361,21 +370,28 @@ class ResumableLoader:
         return self._epoch()
 
     def count_consumed(self) -> None:
-        """One batch was trained: for a training loop that asks for one more before it trains.
+        """Count one batch as trained, in a training loop that reads one batch ahead.
 
-        Never called, each batch counts as trained when `state_dict` is.
+        If this is never called, all batches given out count as trained when `state_dict` is called.
         """
         self.expect_counts()
         assert self._consumed is not None
         self._consumed += 1
 
     def expect_counts(self) -> None:
-        """From now on batches count as trained by `count_consumed`; none of this epoch is yet."""
+        """Count batches as trained only when `count_consumed` is called, from now on.
+
+        Batches already read in this epoch do not count as trained.
+        """
         if self._consumed is None:
             self._consumed = self._given_before
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batches that were trained."""
+        """Return the position after the batches that were trained.
+
+        Raises:
+            SettingsError: more than one batch was read and not trained.
+        """
         if self._loaded is not None:
             return self._loaded
         ahead = 0 if self._consumed is None else self._given - self._consumed
@@ -387,16 +403,16 @@ class ResumableLoader:
             raise SettingsError(
                 "the training dataloader",
                 found=f"{ahead} batches that were read and not trained",
-                expected="one at most",
-                next_step="let a framework read one batch ahead at most, or none",
+                expected="at most one such batch",
+                next_step="have the framework read at most one batch ahead",
             )
         return {**self._before, "then": rng.capture()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position with the next `iter`.
+        """Go on from a position at the next `iter`.
 
         Args:
-            state: what `state_dict` returned, in this or another process.
+            state: the position that `state_dict` returned, in this or another process.
         """
         if isinstance(self.loader, Stateful) and state["own"] is not None:
             self.loader.load_state_dict(state["own"])
@@ -404,7 +420,7 @@ class ResumableLoader:
 
     @staticmethod
     def decides_next_epoch(state: dict[str, Any]) -> bool:
-        """Whether what an epoch gives that begins at this position follows from it.
+        """Whether the batches of an epoch that begins at this position depend on the position.
 
         Args:
             state: the position, as `state_dict` returned it.
@@ -413,9 +429,9 @@ class ResumableLoader:
         return state["own"] is not None or (drawing is not None and bool(drawing["states"]))
 
     def leave_behind(self, state: dict[str, Any]) -> None:
-        """Begin the next epoch as it would begin after a position at the end of one.
+        """Begin the next epoch as it would begin after `state`, the end of an epoch.
 
-        For frameworks that begin another epoch then, and do without `load_state_dict`.
+        For frameworks that begin another epoch in this case, without `load_state_dict`.
 
         Args:
             state: the position, as `state_dict` returned it.
@@ -431,10 +447,10 @@ class ResumableLoader:
             self._consumed = 0
 
     def _now(self) -> dict[str, Any] | Exception:
-        """The position; or why there is none, for whoever asks: training goes on without."""
+        """Return the position, or the loader's error, which `state_dict` raises if it is called."""
         try:
             return self._here()
-        except Exception as error:  # the loader's
+        except Exception as error:  # raised by the user's loader
             if came_from_handler(error):
                 raise
             return error
@@ -443,26 +459,29 @@ class ResumableLoader:
         return {**self._place(), "given": self._given, "fetch": rng.capture()}
 
     def _place(self) -> dict[str, Any]:
-        # Copied: the loader goes on before this is stored.
+        # Copied, because the loader goes on before this is stored.
         own = deepcopy(self.loader.state_dict()) if isinstance(self.loader, Stateful) else None
         return {
             "own": own,
             "began": self._began,
             "then": None,
-            # For an epoch that begins here:
+            # Needed if an epoch begins at this position:
             "keeps_workers": self._keeps_workers,
             "drawing": None if own is not None else capture(self.loader),
         }
 
     def _epoch(self) -> Iterator[Any]:
-        """Begins when its first batch is asked for: a framework may call `iter` much earlier."""
+        """Yield the batches of an epoch, which begins with its first batch and not with `iter`.
+
+        A framework may call `iter` much earlier.
+        """
         self._tell()
         self.begun = self.used = True
         batches, resumed = self._begin()
         while True:
             if resumed is not None:
-                # As it was read, or would have been: whoever begins an epoch early, or looks at
-                # the first batch of one, may have drawn since the restore.
+                # Restore the generators again: code that begins an epoch early, or looks at its
+                # first batch, may have drawn from them since the restore.
                 rng.restore(resumed["fetch"])
             if self._may_be_ahead:
                 self._before = self._now()
@@ -477,7 +496,7 @@ class ResumableLoader:
             self._tell()
 
     def _begin(self) -> tuple[Iterator[Any], dict[str, Any] | None]:
-        """The batches that are left of the epoch, and what was loaded."""
+        """Return the batches that are left of the epoch, and the loaded position, if any."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             self._forget_epoch()
@@ -501,10 +520,10 @@ class ResumableLoader:
         return iter(self.loader), None
 
     def _is_left_behind(self, loaded: dict[str, Any]) -> bool:
-        """Whether all of its epoch was trained, and the script begins with a later one.
+        """Whether the loaded epoch was trained to its end, and the script begins a later one.
 
-        Else it gives nothing and ends, as the epoch that was going on when training ended. Who
-        counts epochs by `batches_done` has none for that one, and would lose the one after it.
+        Otherwise, the loaded epoch yields no batch and ends. A script that counts epochs by
+        `batches_done` does not expect this empty epoch, and would lose the epoch after it.
         """
         drawing = loaded["began"].get("drawing")
         if drawing is None or not is_told_later(self.loader, drawing):
@@ -515,18 +534,18 @@ class ResumableLoader:
             return False
 
     def _skip(self, loaded: dict[str, Any]) -> Iterator[Any]:
-        """Begin the epoch as it was begun then, and drop the batches that were trained."""
+        """Begin the loaded epoch again, and drop the batches that were trained."""
         self._keep_workers(loaded["began"].get("kept_workers"))
         rng.restore(loaded["began"]["global"])
         drawing = loaded["began"].get("drawing")
-        if drawing is None:  # of an earlier release, with the loader's own generator alone
+        if drawing is None:  # written by an earlier release, with only the loader's own generator
             drawing = {"states": {"generator": loaded["began"]["own"]}, "epochs": {}}
         restore(self.loader, drawing)
         told = set_epochs(self.loader, drawing)
         if told is not None:
             _log.warning(
-                "the training dataloader's sampler was told to begin epoch %d, and %d batches of "
-                "epoch %d are trained: that one goes on. Next: begin the loop over epochs with %d",
+                "the training dataloader's sampler was set to epoch %d, but %d batches of epoch %d "
+                "are trained, so that epoch goes on. Next: begin the loop over epochs with %d",
                 told[0],
                 loaded["given"],
                 told[1],
@@ -539,8 +558,8 @@ class ResumableLoader:
                 raise SettingsError(
                     "the training dataloader",
                     found=f"{number} batches in the epoch",
-                    expected=f"more than the {loaded['given']} that the checkpoint was trained on",
-                    next_step="give the dataloader that the run was trained with",
+                    expected=f"at least the {loaded['given']} that the checkpoint was trained on",
+                    next_step="use the dataloader that the run was trained with",
                 )
         return batches
 
@@ -553,28 +572,29 @@ class ResumableLoader:
 
     @property
     def _keeps_workers(self) -> bool:
-        """Whether the next epoch is for workers that are there already (`persistent_workers`).
+        """Whether workers that already run serve the next epoch (`persistent_workers`).
 
-        torch's DataLoader draws a seed for the workers that it starts, and none for those it kept:
-        from the same generators the one epoch is shuffled otherwise than the other.
+        torch's DataLoader draws a seed if it starts workers, but not if it keeps them. With equal
+        generators, the two epochs are therefore shuffled differently.
         """
         return isinstance(self.loader, DataLoader) and self.loader._iterator is not None
 
     def _keep_workers(self, kept: bool | None) -> None:
-        """Have the next epoch begin with workers that are there already, or with new ones.
+        """Have workers that already run serve the next epoch, or new workers.
 
-        None: a checkpoint that does not say which it was.
+        Args:
+            kept: whether workers are kept; None: the checkpoint does not say, so change nothing.
         """
         if kept is None or kept == self._keeps_workers or not isinstance(self.loader, DataLoader):
             return
         if kept:
-            iter(self.loader)  # starts them; the epoch that this begins is given up by the next
+            iter(self.loader)  # starts workers; the next `iter` drops the epoch that this begins
         else:
             self.loader._iterator = None
 
     @property
     def _may_be_ahead(self) -> bool:
-        """Whether a framework that counts may read a batch before it trains the one before it."""
+        """Whether the framework may read a batch ahead: it counts batches, and has no length."""
         if self._consumed is None:
             return False
         try:

@@ -1,4 +1,4 @@
-"""The process's random generators: python, numpy, torch and each CUDA device."""
+"""Captures and restores the process's random generators: Python, numpy, torch, each CUDA device."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _log = logging.getLogger("recpoint")
 
 
 def capture() -> dict[str, Any]:
-    """The state of all global generators; reading it draws nothing from any of them.
+    """Return the state of all global generators, without drawing from any of them.
 
     Raises:
-        SettingsError: numpy's is of another kind than numpy's own.
+        SettingsError: numpy's global generator is not numpy's default kind, MT19937.
     """
     version, words, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)
@@ -33,8 +33,8 @@ def capture() -> dict[str, Any]:
             "the global random generator of numpy",
             found=f"a {numpy['bit_generator']}",
             expected="a MT19937, numpy's own",
-            next_step="leave np.random.set_bit_generator out, and give a generator of your own to "
-            "what draws; extras={name: thing} stores its state",
+            next_step="do not call np.random.set_bit_generator; give a generator of your own to "
+            "the code that draws, and store its state with extras={name: thing}",
         )
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {
@@ -52,7 +52,7 @@ def capture() -> dict[str, Any]:
 
 
 def seed(name: str) -> None:
-    """Seed all generators: the same for one name, another for each."""
+    """Seed all generators from a name: equal names give equal seeds."""
     words = hashlib.sha256(name.encode()).digest()
     random.seed(words)
     np.random.seed(np.frombuffer(words, np.uint32))
@@ -61,10 +61,10 @@ def seed(name: str) -> None:
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Leave all generators as they were, whatever the block draws.
+    """Run a block and put all generators back afterwards, whatever the block draws.
 
-    The clients of object stores draw from python's: seeded training must not depend on whether,
-    and where to, it is checkpointed.
+    Clients of object stores draw from Python's generator. Without this, a seeded training would
+    depend on whether and where it is checkpointed.
     """
     generators = capture()
     try:
@@ -74,7 +74,7 @@ def untouched() -> Iterator[None]:
 
 
 def restore(saved: Mapping[str, Any]) -> None:
-    """Put all generators back; last of all, since loading other state may draw from them."""
+    """Restore all generators; done last, because loading other state may draw from them."""
     python, numpy = saved["python"], saved["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(
@@ -92,8 +92,8 @@ def restore(saved: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state, device)
     if len(saved["cuda"]) > devices:
         _log.warning(
-            "the checkpoint has the generators of %d GPUs and there are %d here: what they draw "
-            "will differ. Next: resume on as many GPUs for identical results",
+            "the checkpoint holds random generators of %d GPUs, but %d GPUs are here, so their "
+            "random numbers will differ. Next: resume on as many GPUs for identical results",
             len(saved["cuda"]),
             devices,
         )

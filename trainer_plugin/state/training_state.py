@@ -1,4 +1,4 @@
-"""Collects the state tree: all that training needs besides tables to go on bit for bit."""
+"""Collects the state tree: all state outside tables that training needs to go on bit for bit."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from recpoint.trainer_plugin.state.reader import (
 __all__ = ["OF_ALL_RANKS", "OF_TRAINERS", "TrainingState", "within"]
 
 
-# State of training that the Checkpointer was not given: nothing fails, and a restart goes wrong.
+# Warnings of state that the Checkpointer was not given: nothing fails, but a restart goes wrong.
 #
-# None of it is refused, since a script may keep it itself; it is said in the log.
+# Such state is not refused, because a script may store it itself; the log names it.
 
 
 _log = logging.getLogger("recpoint")
@@ -43,79 +43,87 @@ _log = logging.getLogger("recpoint")
 def warn_of_schedulers(
     optimizers: Sequence[Optimizer], schedulers: Sequence[object], extras: Iterable[object]
 ) -> None:
-    """Warn of each optimizer whose learning rate a scheduler sets that nothing given here holds.
+    """Warn of each optimizer with a learning-rate scheduler that the Checkpointer was not given.
 
-    Such a scheduler begins anew after a restart, and sets the learning rates of its beginning.
+    Such a scheduler begins anew after a restart, with its first learning rates.
 
     Args:
-        optimizers: before anything is restored into them.
-        schedulers: as given; one that does not say which optimizer it is for may be for any.
-        extras: as given; they are, or hold, schedulers too.
+        optimizers: the optimizers, before anything is restored into them.
+        schedulers: the given schedulers; one that does not say which optimizer it belongs to may
+            belong to any.
+        extras: the given extras; they may be or hold schedulers, too.
     """
     try:
         held = _held(schedulers, extras)
     except Exception as error:
         if came_from_handler(error):
             raise
-        return  # attributes are the user's, and asking for one may raise whatever it likes
+        return  # reading an attribute of a user's object may raise any error
     if held is None:
         return
     for number, optimizer in enumerate(optimizers):
         groups = optimizer.param_groups
-        # torch's schedulers leave what they began with in each group.
+        # torch's schedulers leave `initial_lr` in each group.
         if id(groups) not in held and any("initial_lr" in group for group in groups):
             _log.warning(
                 "optimizers[%d], a %s, has a learning-rate scheduler that is not in its "
-                "checkpoints: after a restart it would begin anew. Next: "
-                "Checkpointer(schedulers=[...]), and step it before checkpoints.step(); a run that "
-                "has checkpoints without it is not restored with it: set its last_epoch there",
+                "checkpoints, so after a restart the scheduler would begin anew. Next: pass it as "
+                "Checkpointer(schedulers=[...]), and step it before checkpoints.step(). "
+                "Checkpoints without the scheduler cannot be restored with it; in such a run, set "
+                "its last_epoch instead",
                 number,
                 type(optimizer).__name__,
             )
 
 
 def warn_of_batches(reader: object, extras: Collection[str], batches_done: int) -> None:
-    """Warn, after a restore, where nothing given here can hold the position in the batches.
+    """Warn after a restore if neither reader nor extras can hold the position in the batches.
 
     Args:
-        reader: as given.
-        extras: names of those given; any may hold it.
-        batches_done: those that the checkpoint was trained on.
+        reader: the given reader.
+        extras: names of the given extras; any of them may hold the position.
+        batches_done: batches that the checkpoint was trained on.
     """
     if reader is None and not extras and batches_done:
         _log.warning(
             "restored after %d batches, and no reader was given: training goes on with whatever "
-            "batches the script reads now. Next: Checkpointer(reader=...), which "
-            "recpoint.ResumableLoader(loader) is for any DataLoader, in a new run",
+            "batches the script reads now. Next: in a new run, pass Checkpointer(reader=...), "
+            "where recpoint.ResumableLoader(loader) serves for any DataLoader",
             batches_done,
         )
 
 
 def warn_of_unused(reader: object, batches: int) -> bool:
-    """Warn at a cut where the reader is a `ResumableLoader` that was never asked for a batch.
+    """Warn at a cut if the reader is a `ResumableLoader` that was never asked for a batch.
 
     Args:
-        reader: as given.
-        batches: trained in this process.
+        reader: the given reader.
+        batches: number of batches trained in this process.
 
     Returns:
         Whether it warned.
     """
     if not isinstance(reader, ResumableLoader) or isinstance(reader.loader, Stateful):
-        return False  # the loader in it has the position, whoever asks it for batches
+        return False  # the loader inside knows its position, even if it is iterated directly
     unused = batches > 0 and not reader.used
     if unused:
         _log.warning(
             "%d batches were trained, and the reader gave none of them: after a restart they would "
             "be trained again. Next: take the batches from the ResumableLoader that is the reader, "
-            "not from the loader in it",
+            "not from the loader inside it",
             batches,
         )
     return unused
 
 
 class InNoOptimizer(NamedTuple):
-    """A parameter that no optimizer given here trains, and how often it had been changed."""
+    """A parameter that no given optimizer trains.
+
+    Attributes:
+        name: its name.
+        parameter: the parameter.
+        version: how often it had been changed in place before training went on.
+    """
 
     name: str
     parameter: Tensor
@@ -125,12 +133,14 @@ class InNoOptimizer(NamedTuple):
 def in_no_optimizer(
     parameters: Mapping[str, Tensor], optimizers: Iterable[object], extras: Iterable[object]
 ) -> list[InNoOptimizer]:
-    """For `warn_of_optimizers`, before training goes on.
+    """Return the parameters that no given optimizer trains, for `warn_of_optimizers`.
+
+    Called before training goes on.
 
     Args:
-        parameters: by name, without tables.
-        optimizers: as given.
-        extras: as given; they are, or hold, optimizers too.
+        parameters: parameters by name, without tables.
+        optimizers: the given optimizers.
+        extras: the given extras; they may be or hold optimizers, too.
     """
     try:
         held = {
@@ -147,14 +157,14 @@ def in_no_optimizer(
     except Exception as error:
         if came_from_handler(error):
             raise
-        return []  # as above
+        return []  # as in warn_of_schedulers
 
 
 def warn_of_optimizers(found: Sequence[InNoOptimizer]) -> None:
-    """Warn, once batches were trained, of parameters that something unknown here has trained.
+    """Warn of parameters that an unknown optimizer has trained, after batches were trained.
 
-    What an optimizer keeps of them would begin anew after a restart. A copy that is averaged has no
-    gradient, and is not meant.
+    The unknown optimizer's state would begin anew after a restart. An averaged copy of a parameter
+    has no gradient, so there is no warning of it.
     """
     names = [
         one.name
@@ -166,19 +176,19 @@ def warn_of_optimizers(found: Sequence[InNoOptimizer]) -> None:
     if names:
         _log.warning(
             "%d parameters, %.300s, are trained, and in no optimizer that the Checkpointer was "
-            "given: their values are in its checkpoints, and what their optimizer keeps of them "
-            "would begin anew after a restart. Next: Checkpointer(model, [every optimizer], ...), "
-            "in a new run",
+            "given: checkpoints hold their values, but not the state of their optimizer, which "
+            "would begin anew after a restart. Next: in a new run, pass every optimizer: "
+            "Checkpointer(model, [every optimizer], ...)",
             len(names),
             ", ".join(map(repr, names)),
         )
 
 
 def _held(schedulers: Sequence[object], extras: Iterable[object]) -> set[int] | None:
-    """Of which optimizers a scheduler is given; None: one does not say of which."""
+    """Return ids of the group lists of optimizers with a given scheduler; None: unknown."""
     if not all(hasattr(scheduler, "optimizer") for scheduler in schedulers):
         return None
-    # By their groups: a wrapped optimizer is another object and has the same ones.
+    # Identified by their group lists, which a wrapper shares with the optimizer inside.
     return {
         id(getattr(thing.optimizer, "param_groups", None))
         for thing in (*schedulers, *within(extras))
@@ -187,7 +197,7 @@ def _held(schedulers: Sequence[object], extras: Iterable[object]) -> set[int] | 
 
 
 def within(things: Iterable[object]) -> Iterator[object]:
-    """Them, and what they have as attributes or in lists and dicts there."""
+    """Yield the things, their attributes, and the members of lists and dicts among these."""
     for thing in things:
         yield thing
         for value in getattr(thing, "__dict__", {}).values():
@@ -199,24 +209,36 @@ def within(things: Iterable[object]) -> Iterator[object]:
                 yield value
 
 
-# The state tree: everything but the tables that training needs to go on bit for bit.
+# The state tree: all state outside tables that training needs to go on bit for bit.
 
 
 _KEYS = ("batches_done", "model", "optimizers", "schedulers", "reader", "extras", "sources", "rng")
 
-#: What `TrainingState.lacks_ranks` is about.
+#: Keys of a tree that are needed of all ranks if `TrainingState.lacks_ranks`.
 OF_ALL_RANKS: Final = ("reader", "sources")
-#: What `TrainingState.lacks_trainers` is about.
+#: Keys of a tree that are needed of all ranks if `TrainingState.lacks_trainers`.
 OF_TRAINERS: Final = ("sources", "optimizers")
 
 
 class TrainingState:
-    """Everything stateful that the checkpointer was given.
+    """Captures and restores all state outside tables that the Checkpointer was given.
 
-    `copies`: parameters of tables that every rank holds whole.
+    Args:
+        model: state of the model outside tables.
+        optimizers: state of the optimizers.
+        schedulers: the given schedulers.
+        reader: the given reader.
+        extras: the given extras, by name.
+        sources: sources of tables that libraries keep in their own form.
+        rank: rank of this process.
+        copies: names of the weights of tables that every rank holds whole.
 
     Attributes:
-        passes: over the reader; None: nobody counts them.
+        passes: passes over the reader; None: nobody counts them.
+
+    Raises:
+        SettingsError: an object has no `state_dict` and `load_state_dict`, or is a loader that
+            Accelerate prepared.
     """
 
     def __init__(
@@ -243,8 +265,8 @@ class TrainingState:
             raise SettingsError(
                 "extras",
                 found=f"{extras!r:.200}",
-                expected="a mapping from names to what is saved under them",
-                next_step='give extras={"name": thing}',
+                expected="a mapping from names to the objects that are saved under them",
+                next_step='pass extras={"name": thing}',
             )
         self._schedulers = tuple(several("schedulers", schedulers))
         self._reader = reader
@@ -256,21 +278,21 @@ class TrainingState:
                 raise SettingsError(
                     subject,
                     found=f"a {type(thing).__name__} without state_dict and load_state_dict",
-                    expected="something whose state can be saved",
+                    expected="an object with both methods, so that its state can be saved",
                     next_step=f"give {subject} the two methods, or leave it out"
                     if thing is not self._reader
-                    else "reader=recpoint.ResumableLoader(loader), and take the batches from it; "
-                    "or give it the two methods",
+                    else "pass reader=recpoint.ResumableLoader(loader), and take the batches from "
+                    "it; or give the reader the two methods",
                 )
         refuse_prepared("reader", reader)
 
     def warn_of_schedulers(self) -> None:
-        """Call before a restore; see the function `warn_of_schedulers`."""
+        """Warn of schedulers, before a restore; see the function `warn_of_schedulers`."""
         extras = self._extras.values()
         warn_of_schedulers(self.optimizers.optimizers, self._schedulers, extras)
 
     def warn_of_batches(self, batches_done: int) -> None:
-        """Call after a restore; see the function `warn_of_batches`."""
+        """Warn of batches, after a restore; see the function `warn_of_batches`."""
         warn_of_batches(self._reader, tuple(self._extras), batches_done)
         self._batches_before = batches_done
         self._in_no_optimizer = in_no_optimizer(
@@ -278,14 +300,14 @@ class TrainingState:
         )
 
     def leave_to_others(self, names: frozenset[str]) -> None:
-        """Dense tensors of which other ranks store the pieces that are here."""
+        """Leave out these dense tensors, because other ranks store the pieces held here."""
         self._stored_elsewhere = names
 
     def refuse_inference(self) -> None:
-        """Refuse tensors that cannot be restored in place, and of which no change is counted.
+        """Refuse tensors that cannot be restored in place, and whose changes torch does not count.
 
         Raises:
-            SettingsError: one was made under `torch.inference_mode()`; it is named.
+            SettingsError: a tensor was made under `torch.inference_mode()`; the message names it.
         """
         named = {f"parameter {name!r}": p for name, p in self.model.parameters().items()}
         named |= {f"buffer {name!r}": buffer for name, buffer in self.model.buffers().items()}
@@ -295,10 +317,10 @@ class TrainingState:
                 raise SettingsError(
                     subject,
                     found="a tensor made under torch.inference_mode(), which cannot be restored in "
-                    "place, and of which torch counts no changes",
-                    expected="one made outside torch.inference_mode()",
+                    "place, and whose changes torch does not count",
+                    expected="a tensor made outside torch.inference_mode()",
                     next_step="build the model and its optimizers outside torch.inference_mode(), "
-                    "or put clones there that are made outside it",
+                    "or replace the tensor by a clone that is made outside it",
                 )
 
     def _given(self) -> list[tuple[str, object]]:
@@ -310,7 +332,7 @@ class TrainingState:
         return found
 
     def capture(self, batches_done: int) -> dict[str, Any]:
-        """The tree right now; its tensors are the live ones: copy them before training goes on."""
+        """Return the tree as it is now, with live tensors; copy them before training goes on."""
         trained = batches_done - self._batches_before
         if not self._told_unused:
             self._told_unused = warn_of_unused(self._reader, trained)
@@ -322,16 +344,16 @@ class TrainingState:
             "reader": None if self._reader is None else _state_of("reader", self._reader),
             **self.capture_fixed(),
         }
-        # What is the same everywhere is stored once.
+        # Only rank 0 stores the state that is equal on all ranks.
         if self._rank == 0:
             return tree
         return own_part(tree, alike=self._copies | self.model.parameters().keys())
 
     def capture_fixed(self) -> dict[str, Any]:
-        """The part that may be looked at outside a snapshot.
+        """Return the part of the tree that may be captured outside a snapshot.
 
-        A reader's `state_dict` is not in it: asking for it can start worker processes and draw
-        random numbers.
+        It has no reader's state: calling a reader's `state_dict` can start worker processes and
+        draw random numbers.
         """
         tree = {
             "model": self.model.capture(),
@@ -352,7 +374,7 @@ class TrainingState:
         return without_pieces(tree, self._stored_elsewhere) if self._stored_elsewhere else tree
 
     def forms(self) -> dict[str, str]:
-        """What each rank has to have, though of its own: what -> which."""
+        """Return the form of state that each rank must have, with its own values: what -> form."""
         return {
             **{f"the buffer {name!r}": "one" for name in self.model.buffers()},
             **{f"the extra state of module {name!r}": "one" for name in self.model.extra_states()},
@@ -361,9 +383,9 @@ class TrainingState:
         }
 
     def lacks_ranks(self, saved: Mapping[str, Any]) -> bool:
-        """Whether `OF_ALL_RANKS` is needed of ranks whose trees are not in it.
+        """Whether `saved` needs `OF_ALL_RANKS` from trees that are not merged into it yet.
 
-        A reader that goes on in another number of ranks divides what all of them had left.
+        If the number of ranks has changed, a reader divides what the readers of all ranks had left.
         """
         if any(key not in saved for key in _KEYS):
             return False
@@ -373,26 +395,29 @@ class TrainingState:
         )
 
     def lacks_trainers(self, saved: Mapping[str, Any]) -> bool:
-        """Whether `OF_TRAINERS` is needed of ranks whose trees are not in it.
+        """Whether `saved` needs `OF_TRAINERS` from trees that are not merged into it yet.
 
-        A table may have been held, and trained, by others.
+        Other ranks may have held and trained a table that this rank holds now.
         """
         if any(key not in saved for key in _KEYS):
             return False
         return lacks(dict(saved), self._trainers(()))
 
     def lacks_pieces(self, saved: Mapping[str, Any]) -> bool:
-        """Whether pieces of dense tensors are needed of ranks whose trees are not in it."""
+        """Whether `saved` needs pieces of dense tensors from trees not merged into it yet."""
         return self.model.lacks(saved["model"]) or self.optimizers.lacks(saved["optimizers"])
 
     def adopt(
         self, saved: dict[str, Any] | None, *, elsewhere: Collection[str]
     ) -> tuple[dict[str, Any] | None, list[str]]:
-        """`saved` as if its tables had been trained by what trains them here; why they were not.
+        """Rewrite a tree as if the optimizers here had trained its tables.
 
         Args:
             saved: as `model.tree_for` returned it for this rank.
-            elsewhere: names of tables that this rank does not hold, and others do.
+            elsewhere: names of tables that only other ranks hold.
+
+        Returns:
+            The tree, and the reasons why it cannot be rewritten; see `fused_optimizers.adopt`.
         """
         if saved is None or any(key not in saved for key in _KEYS):
             return saved, []
@@ -407,7 +432,7 @@ class TrainingState:
         )
 
     def differences(self, saved: Mapping[str, Any] | None) -> list[str]:
-        """What does not fit this process, one sentence each; [] when `restore` will work.
+        """Return what does not fit this process, one sentence each; [] if `restore` will work.
 
         Args:
             saved: as `adopt` returned it.
@@ -437,8 +462,8 @@ class TrainingState:
         elif stored and saved["reader"] is None and not isinstance(self._reader, Divisible):
             found.append(
                 f"the checkpoint has the readers of {len(stored)} ranks, and there are more or "
-                "fewer here: give the reader load_state_dicts(states, rank, ranks), or train on "
-                f"{len(stored)} ranks"
+                "fewer ranks here: give the reader load_state_dicts(states, rank, ranks), or train "
+                f"on {len(stored)} ranks"
             )
         for name in sorted(saved["extras"].keys() ^ self._extras.keys()):
             where = "here" if name in self._extras else "in the checkpoint"
@@ -458,16 +483,20 @@ class TrainingState:
         ranks: int = 1,
         attempt: str = "",
     ) -> int:
-        """Put everything back; the tables have been written. Returns the batches done.
+        """Restore all state outside tables; the tables have been restored already.
 
         Args:
             saved: as `adopt` returned it.
-            row_states: of the tables, see `OptimizerState.restore`.
-            ranks: how many there are.
-            attempt: of the checkpoint; what a generator is seeded from that was not there.
+            row_states: row states of the tables; see `OptimizerState.restore`.
+            ranks: number of ranks now.
+            attempt: attempt of the checkpoint. If the checkpoint has no rank of this number, the
+                random generators are seeded from it and the rank.
+
+        Returns:
+            Batches done.
         """
         self.model.restore(saved["model"])
-        # Before the optimizers: a scheduler may set learning rates while it loads.
+        # Before the optimizers, because a scheduler may set learning rates while it loads.
         for scheduler, state in zip(self._schedulers, saved["schedulers"], strict=True):
             scheduler.load_state_dict(_like(scheduler.state_dict(), state))
         self.optimizers.restore(saved["optimizers"], row_states)
@@ -479,21 +508,21 @@ class TrainingState:
         self.passes = None if passes is None else Passes(passes["done"], passes["batches"])
         if self._reader is not None:
             if self.passes is not None:
-                tell_epoch(self._reader, self.passes.done)  # the order of samples depends on it
+                tell_epoch(self._reader, self.passes.done)  # it decides the order of samples
             if saved["reader"] is not None:
                 self._reader.load_state_dict(saved["reader"])
             else:
-                assert isinstance(self._reader, Divisible)  # differences() has looked
+                assert isinstance(self._reader, Divisible)  # differences() has checked it
                 self._reader.load_state_dicts(saved["readers"], self._rank, ranks)
-            # A lazy reader (torchdata's loader) starts its iterator when it is first needed, and
-            # draws random numbers then: let it do so before the generators are put back.
+            # A lazy reader (torchdata's loader) draws random numbers when it starts its iterator.
+            # This starts it now, before the generators are restored.
             self._reader.state_dict()
         if saved["rng"] is not None:
             rng.restore(saved["rng"])
         else:
             _log.warning(
-                "the checkpoint has no rank %d: its random generators are seeded anew, so that "
-                "results differ from those of an uninterrupted run",
+                "the checkpoint has no rank %d, so the random generators of this rank are seeded "
+                "anew: results differ from an uninterrupted run",
                 self._rank,
             )
             rng.seed(f"{attempt}|{self._rank}")
@@ -501,18 +530,18 @@ class TrainingState:
 
 
 def _rates(state: object) -> int:
-    """How many groups a scheduler of torch is for; 0: it does not say."""
+    """Return for how many groups a torch scheduler sets the learning rate; 0: unknown."""
     rates = state.get("base_lrs") if isinstance(state, Mapping) else None
     return len(rates) if isinstance(rates, list | tuple) else 0
 
 
 def _state_of(subject: str, thing: Stateful) -> Any:
-    """Its `state_dict()`, whose errors are a user's: they are told whose, at each checkpoint."""
+    """Return the user's `thing.state_dict()`; add to its errors a note that names `subject`."""
     try:
         return let_into(thing.state_dict)
     except Exception as error:
         note = f"from state_dict() of {subject}"
-        if note not in getattr(error, "__notes__", ()):  # one error may be raised many times
+        if note not in getattr(error, "__notes__", ()):  # a user may raise one error repeatedly
             error.add_note(note)
         raise
 
@@ -526,12 +555,12 @@ def _plain_state_of(subject: str, thing: Stateful) -> Any:
             subject,
             found="a state that contains itself, or has hundreds of levels",
             expected=f"at most {MAX_TREE_DEPTH} levels as JSON",
-            next_step="leave out of its state_dict() what refers back to it",
+            next_step="remove from its state_dict() what refers back to the state itself",
         ) from None
 
 
 def _plain(value: Any) -> Any:
-    """Counters as dicts, in place of refusing them: MultiStepLR keeps its milestones in one."""
+    """Turn subclasses of dict into dicts: MultiStepLR, for instance, keeps a Counter."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if type(value) is list or type(value) is tuple:
@@ -540,7 +569,7 @@ def _plain(value: Any) -> Any:
 
 
 def _like(template: Any, value: Any) -> Any:
-    """`value` with the dict classes that the same places of `template` have."""
+    """Return `value` with the dict classes that `template` has in the same places."""
     if isinstance(value, dict) and isinstance(template, dict):
         items = {
             key: _like(template[key], item) if key in template else item

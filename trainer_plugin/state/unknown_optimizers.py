@@ -1,20 +1,20 @@
-"""Steps of optimizers that train the model, and that the Checkpointer was not given.
+"""Notices steps of optimizers that train the model but were not given to the Checkpointer.
 
-What such an optimizer keeps of a parameter is in no checkpoint. A script that replaces an optimizer
-by a new object in mid-run has the states of the old one stored from then on; a restart would go on
-with those, and nothing in the store would say so. So such steps are noticed, by hooks that torch
-calls for each step of any optimizer, and no checkpoint is taken until that optimizer is gone and
-the one that was given trains again: what there is to lose is in memory no more then.
+Such an unknown optimizer's state is in no checkpoint. If a script replaces an optimizer by a new
+object during a run, checkpoints would go on storing the old object's state; a restart would use
+that state, and nothing in the store would show it. Therefore such steps are noticed, by hooks that
+torch calls for each step of any optimizer. No checkpoint is taken until the unknown optimizer is
+deleted and the given one has stepped again: then no state in memory can be lost.
 
-Some optimizers that were not given are no loss:
+Some optimizers that were not given lose nothing:
 
-- One that shares its state with one that was given: the one inside a wrapper (Accelerate's, or
-  TorchRec's).
-- A wrapper around one that was given, which steps within each step of the wrapper.
-- One in `extras`: its state is in the checkpoint under that name.
-- One that trains other models, or only parameters that no optimizer was given for: these are named
-  in the log instead (`training_state`), since a script may keep that state itself. Tables are not
-  among them.
+- An optimizer that shares its state with a given one: the optimizer inside a wrapper (Accelerate's
+  or TorchRec's).
+- A wrapper around a given optimizer, which steps within each step of the wrapper.
+- An optimizer in `extras`: its state is in the checkpoint under that name.
+- An optimizer that trains other models, or only parameters that no given optimizer holds. The log
+  names those parameters instead (`training_state`), because a script may store that state itself.
+  This exception does not hold for tables.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class _Held(NamedTuple):
     """A parameter of the model that an unknown optimizer holds.
 
     Attributes:
-        name: for people.
-        group: of the unknown optimizer.
-        holders: those that were given, and hold it too.
+        name: name of the parameter or table, for messages.
+        parameter: the parameter.
+        group: its group in the unknown optimizer.
+        holders: the given optimizers that also hold it.
     """
 
     name: str
@@ -59,12 +60,12 @@ class _Held(NamedTuple):
 
 
 class _Looked(NamedTuple):
-    """What an unknown optimizer holds of the model.
+    """The parameters of the model that an unknown optimizer holds.
 
     Attributes:
-        optimizer: which.
-        form: its groups and its state, by identity: where they change, it is looked at again.
-        held: what is to be looked at after each step; none where no step of it can be a loss.
+        optimizer: the unknown optimizer.
+        form: identities of its groups and its state; if they change, it is inspected again.
+        held: parameters to inspect after each step; empty if its steps cannot lose state.
     """
 
     optimizer: weakref.ref[Optimizer]
@@ -76,10 +77,10 @@ class _Found(NamedTuple):
     """An unknown optimizer that has trained the model.
 
     Attributes:
-        optimizer: which.
-        kind: its class.
-        names: of what it has trained.
-        idle: ids of the optimizers that were given for that, and have not stepped since.
+        optimizer: the unknown optimizer.
+        kind: name of its class.
+        names: names of the parameters that it has trained.
+        idle: ids of the given optimizers for these parameters that have not stepped since.
     """
 
     optimizer: weakref.ref[Optimizer]
@@ -92,8 +93,8 @@ class _Begun(NamedTuple):
     """A step of an unknown optimizer that has not ended.
 
     Attributes:
-        optimizer: whose.
-        inner: ids of the known ones that have stepped since.
+        optimizer: the unknown optimizer.
+        inner: ids of the given optimizers that have stepped since its step began.
     """
 
     optimizer: weakref.ref[Optimizer]
@@ -103,14 +104,15 @@ class _Begun(NamedTuple):
 class UnknownOptimizers:
     """Watches the steps of all optimizers of this process.
 
-    An optimizer that was given costs two look-ups a step. Others are looked at once, and remembered
-    weakly; only those that hold parameters of the model are looked at after each step.
+    A given optimizer costs two look-ups for each step. Other optimizers are inspected once and
+    remembered by weak reference. Only those that hold parameters of the model are inspected after
+    each step.
 
     Args:
-        model: whose parameters count.
-        optimizers: those that the Checkpointer was given.
-        tables: of the model.
-        extras: as given; they are, or hold, optimizers too.
+        model: the model whose parameters count.
+        optimizers: the optimizers that the Checkpointer was given.
+        tables: tables of the model.
+        extras: the Checkpointer's extras; they may be or hold optimizers, too.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class UnknownOptimizers:
         self._known = frozenset(map(id, self._optimizers))  # kept alive by the line above
         self._tables = tuple(tables)
         self._extras = tuple(extras)
-        # By id of the optimizer; that of one that is gone may be another one's.
+        # By id of the optimizer. Another optimizer may get the id of a deleted one.
         self._looked: dict[int, _Looked] = {}
         self._found: dict[int, _Found] = {}
         self._begun: list[_Begun] = []
@@ -135,7 +137,7 @@ class UnknownOptimizers:
     def install(self) -> None:
         """Hook into the steps of all optimizers; `remove` undoes it."""
         if not self._handles:
-            # These hooks are torch's for the whole process: they must not keep the model alive.
+            # torch keeps these hooks for the whole process, so they must not keep the model alive.
             this = weakref.ref(self)
             self._handles = [
                 register_optimizer_step_pre_hook(_hook(this, UnknownOptimizers._before_step)),
@@ -151,11 +153,11 @@ class UnknownOptimizers:
         self._handles.clear()
 
     def take_trained(self) -> set[int]:
-        """ids of the parameters that unknown optimizers have trained since the last call."""
-        for optimizer, inner in self._begun:  # those that have raised, or were interrupted
+        """Return `id()` of each parameter that unknown optimizers trained since the last call."""
+        for optimizer, inner in self._begun:  # steps that raised or were interrupted
             self._judge_step(optimizer(), inner)
         self._begun.clear()
-        self._looked.clear()  # the model may have come to other parameters, and some are gone
+        self._looked.clear()  # the model's parameters may have changed, and optimizers may be gone
         taken, self._trained = self._trained, set()
         return taken
 
@@ -163,7 +165,8 @@ class UnknownOptimizers:
         """Refuse to store a model that an unknown optimizer trains.
 
         Raises:
-            SettingsError: one does, or did and those that were given have not stepped since.
+            SettingsError: such an optimizer still exists; or it is deleted, but the given
+                optimizers have not stepped since.
         """
         for key, found in list(self._found.items()):
             if found.optimizer() is None and not found.idle:
@@ -173,13 +176,13 @@ class UnknownOptimizers:
             names = ", ".join(found.names[:_MOST_NAMES]) + (", and others" if several else "")
             raise SettingsError(
                 f"an optimizer {found.kind}",
-                found=f"steps of it that train {names}, though the Checkpointer was not given it: "
-                "what it keeps of them would be in no checkpoint",
+                found=f"steps of it that train {names}, although the Checkpointer was not given "
+                "it, so that no checkpoint would hold its state",
                 expected="steps of the optimizers that the Checkpointer was given",
-                next_step="change the optimizer that was given in place (its param_groups, or "
-                "load_state_dict), step that one, and delete this one (del); or close() this "
-                "Checkpointer, and build one that is given this optimizer: its "
-                "restore(fresh=True) begins a new line with what is in memory",
+                next_step="change the given optimizer in place (its param_groups, or "
+                "load_state_dict), step it, and delete this one (del); or close() this "
+                "Checkpointer, and build another with this optimizer: its restore(fresh=True) "
+                "begins a new line with the state in memory",
             )
 
     def _before_step(self, optimizer: Optimizer) -> None:
@@ -193,17 +196,17 @@ class UnknownOptimizers:
             for found in self._found.values():
                 found.idle.discard(id(optimizer))
             return
-        # From the end: a step that calls that of its base class has begun twice.
+        # From the end, because a step that calls its base class's step has begun twice.
         for position in range(len(self._begun) - 1, -1, -1):
             if self._begun[position].optimizer() is optimizer:
                 self._judge_step(optimizer, self._begun[position].inner)
-                del self._begun[position]  # last: one that is interrupted is looked at later
+                del self._begun[position]  # last, so that an interrupted step is inspected later
                 return
 
     def _judge_step(self, optimizer: Optimizer | None, inner: set[int]) -> None:
-        """A step is over, within which the known optimizers in `inner` have stepped."""
+        """Inspect a step that is over, in which the given optimizers in `inner` have stepped."""
         if optimizer is None:
-            return  # it is gone, and with it what it kept
+            return  # the optimizer is deleted, and its state with it
         try:
             form = _form(optimizer)
             looked = self._looked.get(id(optimizer))
@@ -215,9 +218,9 @@ class UnknownOptimizers:
         except Exception as error:
             if came_from_handler(error):
                 raise
-            # Its attributes are a user's, and may raise whatever they like. What it trains is not
-            # known then, which has a safe form.
-            what = f"what cannot be found out ({type(error).__name__}: {error})"
+            # A user's optimizer may raise any error on access to its attributes. It is safe to
+            # assume that it trains parameters of all given optimizers.
+            what = f"parameters that cannot be determined ({type(error).__name__}: {error})"
             self._note_optimizer(optimizer, [what], self._known)
 
     def _note_optimizer(
@@ -227,7 +230,7 @@ class UnknownOptimizers:
         self._found[id(optimizer)] = _Found(weakref.ref(optimizer), kind, names, set(idle))
 
     def _trained_at_a_loss(self, optimizer: Optimizer) -> tuple[_Held, ...]:
-        """The parameters of the model that it may train at a loss."""
+        """Return the parameters of the model whose state this optimizer may hold alone."""
         names = {key: repr(name) for key, name in parameter_names(self._model).items()}
         tables = {id(table.weight): f"table {table.name!r}" for table in self._tables}
         names |= tables
@@ -251,7 +254,7 @@ class UnknownOptimizers:
         return tuple(held)
 
     def _note_lost(self, optimizer: Optimizer, held: Sequence[_Held], inner: set[int]) -> None:
-        """Note what it trains at a loss."""
+        """Note the parameters in `held` whose state no given optimizer has."""
         lost = [
             one
             for one in held
@@ -285,14 +288,14 @@ def _form(optimizer: Optimizer) -> tuple[object, ...]:
 
 
 def _is_lost(optimizer: Optimizer, one: _Held) -> bool:
-    """Whether the optimizer trains this parameter, and no holder has what it keeps of it."""
+    """Whether the optimizer trains this parameter, and no given optimizer has the same state."""
     kept = optimizer.state.get(one.parameter)
     if kept is None or (
         isinstance(kept, Mapping) and all(value is None for value in kept.values())
     ):
         if one.parameter.grad is None:
-            return False  # it has passed it over
-        # All there is of it is in the group, which a wrapper shares with what it wraps.
+            return False  # the optimizer skipped it
+        # The only state is in the group, which a wrapper shares with the optimizer inside.
         groups = (group for holder in one.holders for group in holder.param_groups)
         return not any(group is one.group for group in groups)
     return not any(holder.state.get(one.parameter) is kept for holder in one.holders)

@@ -102,10 +102,10 @@ def test_an_embedding_whose_weight_is_computed_is_a_dense_layer(
     [
         (add_a_table, "table 'extra': found an embedding that was added"),
         (add_a_frozen_table, "table 'extra': found an embedding that was added"),
-        (replace_a_module, "table 'users': found an embedding that was added, or put in place"),
+        (replace_a_module, "table 'users': found an embedding that was added, or that replaced"),
         (replace_a_weight, "optimizers[0], group 0, parameter 0: found a parameter of shape"),
         (replace_a_dense_weight, "optimizers[0], group 0, parameter 5: found a parameter of shape"),
-        (remove_a_table, "table 'users': found no such module"),
+        (remove_a_table, "table 'users': found its module is no longer"),
     ],
 )
 def test_a_model_that_has_changed_is_refused_by_name_and_training_goes_on(

@@ -506,7 +506,7 @@ def test_due_checkpoints_that_nobody_stores_are_told_at_warning_level(
     with AgentLock(place.staging):  # an agent that gets nowhere
         train(training, ckpt, 7)
         assert "the agent has not stored them" in told()[0] and len(told()) == 1
-        assert "17 batches would be lost" in told()[0]
+        assert "would lose 17 batches" in told()[0]
     ckpt.close(final=False)
 
 

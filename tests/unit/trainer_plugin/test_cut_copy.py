@@ -84,11 +84,11 @@ def test_rows_are_those_that_a_state_dict_leaves_behind() -> None:
 
 
 def test_a_slot_that_is_too_short_is_not_written_to() -> None:
-    with pytest.raises(ValueError, match=r"t0\.values: room for \d+ bytes, expected \d+"):
+    with pytest.raises(ValueError, match=r"t0\.values: found a slot of \d+ bytes, expected \d+"):
         _copied(_part(torch.rand(ROWS, 3), [3, 70]), -1)
 
 
 def test_rows_of_another_dtype_than_the_job_names_are_not_copied() -> None:
     """Of as many bytes: nothing but their names would tell."""
-    with pytest.raises(ValueError, match=r"t0\.values: dtype torch\.int32, expected F32"):
+    with pytest.raises(ValueError, match=r"t0\.values: found dtype torch\.int32, expected F32"):
         _copied(_part(torch.ones(ROWS, 3, dtype=torch.int32), [3, 70]), 0)

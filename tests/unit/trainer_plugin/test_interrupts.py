@@ -336,7 +336,7 @@ def test_close_from_within_a_step_happens_after_it(
     def asks(*_: object) -> None:
         answers.append(ckpt.checkpoint())
         answers.append(ckpt.stats.failed)
-        with pytest.raises(SettingsError, match="from within another"):
+        with pytest.raises(SettingsError, match="during another"):
             ckpt.step()
         ckpt.close(final=False)
         answers.append("closed")

@@ -360,7 +360,7 @@ def test_an_error_without_a_text(place: Place) -> None:
     vars(training.reader)["state_dict"] = broken
     train(training, ckpt, 2)
     assert ckpt.stats.failed == 2
-    assert ckpt.stats.last_error == "Speechless: its text cannot be made (KeyError)"
+    assert ckpt.stats.last_error == "Speechless: its message cannot be read (KeyError)"
     del vars(training.reader)["state_dict"]
     with place.agent():
         ckpt.close()

@@ -26,8 +26,8 @@ def test_a_rank_without_rows_stores_nothing_wherever_its_shard_would_begin() -> 
 @pytest.mark.parametrize(
     ("by_rank", "found"),
     [
-        ({0: held(0, 5), 1: held(4, 6)}, "rows from 4 on rank 1, after those up to 5"),
-        ({0: held(0, 5), 1: held(6, 4)}, "rows from 6 on rank 1, after those up to 5"),
+        ({0: held(0, 5), 1: held(4, 6)}, "rows from 4 on rank 1, after rows up to 5"),
+        ({0: held(0, 5), 1: held(6, 4)}, "rows from 6 on rank 1, after rows up to 5"),
         ({0: held(0, 9), 1: held(10, 0)}, "the first 9 rows of 10"),
         ({0: held(0, 0)}, "the first 0 rows of 10"),
     ],

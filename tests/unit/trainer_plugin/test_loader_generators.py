@@ -156,7 +156,7 @@ def test_a_sampler_that_is_told_another_epoch_goes_on_with_its_own(
     assert resumed == whole[14:]
     (record,) = caplog.records
     message = record.getMessage()
-    assert "told to begin epoch 0, and 2 batches of epoch 2 are trained" in message
+    assert "set to epoch 0, but 2 batches of epoch 2 are trained" in message
     assert "begin the loop over epochs with 2" in message
 
 
@@ -268,5 +268,5 @@ def test_a_generator_of_another_kind_goes_on_as_it_was_made(
     assert len(_batches(resumed, 1)) == _BATCHES - 1
     assert [record.levelname for record in caplog.records] == ["WARNING"] * (then != now)
     if then != now:
-        assert "generator sampler.generator goes on as the script made it" in caplog.text
+        assert "generator sampler.generator is not restored" in caplog.text
         assert _batches(resumed, 1) == _batches(ResumableLoader(_loader(now)), 2)[_BATCHES:]

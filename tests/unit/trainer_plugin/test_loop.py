@@ -115,7 +115,7 @@ def test_step_is_not_called_in_a_loop_that_calls_it(place: Place) -> None:
     with started(place, OwnReader()) as ckpt:
         batches = ckpt.batches(total=4)
         next(batches)
-        with pytest.raises(SettingsError, match="take step\\(\\) out of the loop"):
+        with pytest.raises(SettingsError, match="remove step\\(\\) from the loop"):
             ckpt.step()
         assert "one loop at a time" in refused(ckpt, total=4)
         next(batches)

@@ -120,7 +120,7 @@ def test_more_restores_than_were_said_are_the_end_of_few_bits() -> None:
     assert decide(expected, Past(lossy_restores=2), trained_ms=99 * HOUR_MS).bits == 3
     found = decide(expected, Past(lossy_restores=3), trained_ms=99 * HOUR_MS)
     assert (found.bits, found.fallen_back, found.expected_milli) == (8, True, 2_000)
-    assert "3 restores from quantized rows, 2 were expected of 100 h" in found.reason
+    assert "3 restores from quantized rows, 2 were expected in 100 h" in found.reason
 
 
 @pytest.mark.parametrize("restores", [1, 3, 20])
@@ -145,7 +145,7 @@ def test_of_a_length_that_nobody_said_it_is_the_one_assumed_at_the_start() -> No
     for trained_ms in (0, 500 * HOUR_MS):  # one trainer does not go back on what it decided
         found = decide(expected, Past(lossy_restores=2, precision=before), trained_ms=trained_ms)
         assert (found.bits, found.fallen_back) == (8, True)
-        assert "1.68 were expected of 168 h" in found.reason
+        assert "1.68 were expected in 168 h" in found.reason
     old = Past(trained_ms=500 * HOUR_MS, lossy_restores=8, precision=before)
     assert not decide(expected, old, trained_ms=old.trained_ms).fallen_back  # 10 in 1,000 hours
 

@@ -296,9 +296,7 @@ def test_an_explicit_step_leaves_newer_ones_behind_and_says_so(
     # The branch is the same training: batch 5 was trained as before.
     assert second.reader.position == 6
     (said,) = [message for message in caplog.messages if "left behind" in message]
-    assert (
-        "1 checkpoint(s) that counted, up to step 5" in said and "Next: take the step out" in said
-    )
+    assert "1 checkpoint(s) that counted, up to step 5" in said and "Next: remove the step" in said
     caplog.clear()
     with checkpointer(simple_training(9), place) as ckpt:
         ckpt.restore(6)

@@ -176,7 +176,7 @@ def test_the_optimizer_state_comes_along_if_asked_for(
             {"dense": ["top.*"]},
             ["'top.weight' is torch.float32 [1, 24] in the model and torch.float32 [1, 12]"],
         ),
-        ({"dense": ["botom.*"]}, ["no dense tensor is called like 'botom.*'", "'top.bias'"]),
+        ({"dense": ["botom.*"]}, ["no dense tensor matches 'botom.*'", "'top.bias'"]),
         ({"dense": ["norm.wieght"]}, ["'norm.wieght' is not in the", "'norm.weight'"]),
         ({"dense": ["head.*"]}, ["'head.bias' is not in the checkpoint"]),
         ({"dense": {"head.weight": "top.bias"}}, ["'head.weight' (from 'top.bias') is"]),

@@ -107,7 +107,7 @@ def test_a_slot_that_is_removed_does_not_grow(instead: str, tmp_path: Path) -> N
     slot.path.unlink()
     if instead == "another file":
         slot.path.write_bytes(bytes(1000))
-    with pytest.raises(StagingError, match="r00000-0.bin: found another file, or none"):
+    with pytest.raises(StagingError, match="r00000-0.bin: found another file, or no file"):
         slot.grow(300)
     slot.reserve(300)
     slot.data.fill_(3)

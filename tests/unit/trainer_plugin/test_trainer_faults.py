@@ -142,7 +142,7 @@ def test_a_slot_that_is_removed_while_it_is_written_is_no_checkpoint(place: Plac
         training.reader.state_dict = more_of_it  # type: ignore[method-assign]
         train(training, ckpt, 2)
         assert ckpt.stats.failed == 1
-        assert "r00000-0.bin: found another file, or none" in str(ckpt.stats.last_error)
+        assert "r00000-0.bin: found another file, or no file" in str(ckpt.stats.last_error)
         training.reader.state_dict = state_dict  # type: ignore[method-assign]
         train(training, ckpt, 2)
         until(lambda: ckpt.stats.committed == 2)

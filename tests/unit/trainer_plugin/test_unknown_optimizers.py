@@ -100,7 +100,7 @@ def test_dense_parameters_that_another_optimizer_trains_too(place: Place) -> Non
         training.optimizers.append(Adam(training.model.top.parameters()))
         train(training, ckpt, 1)
         assert not ckpt.checkpoint()
-        assert "that train 'top.bias', 'top.weight', though" in str(ckpt.stats.last_error)
+        assert "that train 'top.bias', 'top.weight', although" in str(ckpt.stats.last_error)
 
 
 def test_a_frozen_table_that_is_trained_after_all(place: Place) -> None:
@@ -115,7 +115,7 @@ def test_a_frozen_table_that_is_trained_after_all(place: Place) -> None:
         training.optimizers.append(Adagrad([model.users.weight], lr=0.1))
         train(training, ckpt, 1)
         assert not ckpt.checkpoint()
-        assert "that train table 'users', though" in str(ckpt.stats.last_error)
+        assert "that train table 'users', although" in str(ckpt.stats.last_error)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
