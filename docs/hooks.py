@@ -50,7 +50,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fill in what is generated, and turn links to files outside docs/ into links to their pages."""
+    """Fill in what is generated, and lead links to files outside docs/ to their pages."""
     uri = page.file.src_uri
     fill = {
         "decisions/index.md": ("decisions", _decisions),
