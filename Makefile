@@ -19,7 +19,7 @@ TEST_FILES ?= $(shell $(PYTHON) tests/scratch_directory.py)
 TORCHREC := torchrec fbgemm-gpu-cpu torchmetrics tensordict pyre-extensions pyvers typing-inspect tqdm
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint style types format unit fuzz faults clean
+.PHONY: help install demo test check lint style types format unit docs fuzz faults clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ format: $(INSTALLED) ## let ruff put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(INSTALLED) ## build the documentation site into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 fuzz: $(INSTALLED) ## fuzz each parser a million times, outside CI (tests/fuzz)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt atheris
 	for target in records chunk tree; do \
@@ -90,4 +93,4 @@ faults: $(INSTALLED) ## interrupt each call of ours at every place, outside CI (
 	RECPOINT_FAULTS_EVERY=$(FAULTS_EVERY) $(BIN)/python -m pytest -n $(TEST_WORKERS) -o faulthandler_timeout=0 tests/fault/test_interrupted_calls.py $(PYTEST_ARGS)
 
 clean: ## remove what was built here, .venv included
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .recpoint build dist src/*.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .recpoint build dist site src/*.egg-info

@@ -416,7 +416,11 @@ def restore_parts(
     Args:
         url: URL of the run.
         parts: any number of parts, of any tables.
-        step, generation, validated_only, validated_within: see `Selection`.
+        step: restore this checkpoint instead of the newest good one.
+        generation: with `step`: the checkpoint of this generation, even if it is superseded.
+        validated_only: restore only a checkpoint that was validated.
+        validated_within: a validated checkpoint goes first if it is at most this many batches
+            older than the newest.
         on_progress: as for `restore`.
 
     Raises:
