@@ -3,22 +3,22 @@
     python tests/tutorials.py [NAME ...]
 
 `make tutorials` runs it, outside `make test`: it installs packages, and takes minutes. For each page
-under docs/tutorials it makes a new directory and a new virtual environment, installs a wheel of this
-repository with the extras that the page names, writes the files that the page shows, and runs the
-page's `console` and `sh` blocks in order. Nothing is kept; the last lines say what came out.
+in docs/tutorials it makes a new directory and a new virtual environment, installs a wheel of what is
+committed here with the extras that the page names, writes the files that the page shows, and runs
+the page's `console` and `sh` blocks in order. Nothing is kept; the last lines say what came out.
 
 What a page has to keep to:
 
-- A block with `pip install` is not run as it stands. Of its `pip install` lines, the one of recpoint
-  becomes that of the wheel with the same extras, after the CPU build of torch; others are run, with
-  the versions of constraints.txt, where they name no version themselves.
-- Blocks are run in one shell, a directory and variables hold for later blocks, and so do processes
-  in the background. Each command of a `console` block has to print the lines below it, in this order;
-  `…` stands for anything within a line. Without lines it has to end with exit code 0.
+- A block with `pip install` is not run as it stands. Its `pip install` line of recpoint becomes one
+  of the wheel with the same extras, after the CPU build of torch. Other lines are run, with the
+  versions of constraints.txt unless they say `--no-deps`.
+- One shell runs the blocks, so a directory and variables hold for later blocks, and so do processes
+  in the background. Each command of a `console` block has to print the lines below it in this
+  order; `…` stands for anything within a line. Without lines it has to end with exit code 0.
 - `<!-- not run: make tutorials runs it in terminal 2 -->` before a block stands for a second
-  terminal: its command goes on while later blocks are run. It is waited for until the lines below it
-  are printed. `make test` leaves out each block that has a mark `not run`; this runner leaves out
-  those whose mark does not say `make tutorials runs it`.
+  terminal. Its command goes on while later blocks are run; the next block waits until the command
+  has printed the lines below it. `make test` leaves out each block with a mark `not run`; this
+  program leaves out those whose mark does not say `make tutorials runs it`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 __all__ = ["PAGES", "ROOT", "Block", "blocks", "missing_line"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "tutorials"
 
-#: The build for CPUs where the index has one for each platform; a bare `torch` would be that of CUDA.
+#: A bare `torch` could be the CUDA build, which takes gigabytes.
 _TORCH = "torch==2.13.0"
 _COMMAND_SECONDS = 600.0
 _INSTALL_SECONDS = 1800.0
 _MARK = re.compile(r"<!-- not run: (.*) -->")
 _TERMINAL = re.compile(r"make tutorials runs it(?: in terminal (\d))?")
+T = TypeVar("T")
 _TITLE = re.compile(r'title="([^"]+)"')
 _EXTRAS = re.compile(r"recpoint\S*\[([a-z0-9,]+)\]")
 
@@ -162,7 +163,8 @@ class Terminal:
         self._number += 1
         mark = f"<ended {self._number}:"
         before = len(self._said)
-        self._type(f"{command}\n} 2>&1; echo '{mark}'$?'>'\n", opening="{\n")
+        # What it starts must not read the commands that follow.
+        self._type(f"{{\n{command}\n}} </dev/null; echo '{mark}'$?'>'\n")
         pattern = re.compile(re.escape(mark) + r"(\d+)>")
         ended = self._wait(lambda said: pattern.search(said, before), command, seconds)
         said = self._said[before : ended.start()]
@@ -179,9 +181,9 @@ class Terminal:
             TimeoutError: it does not print it.
         """
         before = len(self._said)
-        self._type(f"{command}\n")
+        self._type(f"{{\n{command}\n}} </dev/null\n")
         self._wait(
-            lambda said: missing_line(expected, said[before:]) is None or None,
+            lambda said: None if missing_line(expected, said[before:]) else said,
             command,
             _COMMAND_SECONDS,
         )
@@ -196,9 +198,9 @@ class Terminal:
             time.sleep(3.0 if kind == signal.SIGTERM else 0.0)
         self._process.wait()
 
-    def _type(self, text: str, opening: str = "") -> None:
+    def _type(self, text: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(opening + text)
+        self._process.stdin.write(text)
         self._process.stdin.flush()
 
     def _read(self) -> None:
@@ -208,17 +210,15 @@ class Terminal:
                 self._said += line
                 self._news.notify_all()
 
-    def _wait(self, look: object, command: str, seconds: float) -> re.Match[str]:
-        assert callable(look)
+    def _wait(self, look: Callable[[str], T | None], command: str, seconds: float) -> T:
         deadline = time.monotonic() + seconds
         with self._news:
-            while not (found := look(self._said)):
+            while (found := look(self._said)) is None:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"$ {command}\nafter {seconds:.0f} s:\n{self._said[-5000:]}")
                 self._news.wait(left)
-        result: re.Match[str] = found
-        return result
+        return found
 
 
 def _build_wheel(directory: Path) -> Path:
