@@ -2,10 +2,11 @@
 
     python tests/tutorials.py [NAME ...]
 
-`make tutorials` runs it, outside `make test`: it installs packages, and takes minutes. For each page
-in docs/tutorials it makes a new directory and a new virtual environment, installs a wheel of what is
-committed here with the extras that the page names, writes the files that the page shows, and runs
-the page's `console` and `sh` blocks in order. Nothing is kept; the last lines say what came out.
+`make tutorials` runs it, outside `make test`: it installs packages, and takes minutes. For each
+page in docs/tutorials it makes a new directory and a new virtual environment, installs a wheel of
+what is committed here with the extras that the page names, writes the files that the page shows,
+and runs the page's `console` and `sh` blocks in order. Nothing is kept; the last lines say what
+came out.
 
 What a page has to keep to:
 
