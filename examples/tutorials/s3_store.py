@@ -20,7 +20,8 @@ labels = (baskets[:, 0] % 2).float()
 loader = DataLoader(TensorDataset(baskets, labels), batch_size=64, shuffle=True)
 reader = recpoint.ResumableLoader(loader)
 
-model = nn.ModuleDict({"goods": nn.EmbeddingBag(100_000, 16, sparse=True), "top": nn.Linear(16, 1)})
+goods, top = nn.EmbeddingBag(100_000, 16, sparse=True), nn.Linear(16, 1)
+model = nn.ModuleDict({"goods": goods, "top": top})
 optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
 run = os.environ["RUN"]
 
@@ -30,7 +31,7 @@ with recpoint.Checkpointer(
     checkpoints.restore()
     for basket, label in checkpoints.batches(epochs=4):
         optimizer.zero_grad()
-        logits = model["top"](model["goods"](basket)).squeeze(1)
+        logits = top(goods(basket)).squeeze(1)
         nn.functional.binary_cross_entropy_with_logits(logits, label).backward()
         optimizer.step()
         time.sleep(0.01)  # stands for the rest of a larger model
@@ -41,5 +42,5 @@ with recpoint.Checkpointer(
 rows = torch.empty(1000, 16)
 part = recpoint.TablePart(table="goods", values=rows, first_row=5000)
 report = recpoint.restore_parts(run, [part])
-same = torch.equal(rows, model["goods"].weight[5000:6000].detach())
+same = torch.equal(rows, goods.weight[5000:6000].detach())
 print(f"step {report.restored.step}: rows 5000 to 5999 in the bucket are the trained ones: {same}")
