@@ -8,6 +8,8 @@ INSTALLED := $(VENV)/.installed
 TEST_WORKERS ?= 4
 # Of how many places `make faults` takes one.
 FAULTS_EVERY ?= 1
+# Which tutorials `make tutorials` plays; none named: all.
+TUTORIALS ?=
 # `make check` looks at what changed since this commit.
 SINCE ?= main
 PYTEST_ARGS ?=
@@ -19,7 +21,7 @@ TEST_FILES ?= $(shell $(PYTHON) tests/scratch_directory.py)
 TORCHREC := torchrec fbgemm-gpu-cpu torchmetrics tensordict pyre-extensions pyvers typing-inspect tqdm
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint style types format unit docs fuzz faults clean
+.PHONY: help install demo test check lint style types format unit docs fuzz faults tutorials clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +93,9 @@ fuzz: $(INSTALLED) ## fuzz each parser a million times, outside CI (tests/fuzz)
 
 faults: $(INSTALLED) ## interrupt each call of ours at every place, outside CI (tests/fault)
 	RECPOINT_FAULTS_EVERY=$(FAULTS_EVERY) $(BIN)/python -m pytest -n $(TEST_WORKERS) -o faulthandler_timeout=0 tests/fault/test_interrupted_calls.py $(PYTEST_ARGS)
+
+tutorials: ## play the tutorials in new environments, outside CI (tests/tutorials.py)
+	$(PYTHON) -u tests/tutorials.py $(TUTORIALS)
 
 clean: ## remove what was built here, .venv included
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .recpoint build dist site src/*.egg-info
