@@ -214,7 +214,7 @@ def _time_axes(
         "animation": False,
         "useUTC": True,
         "aria": {"enabled": True},
-        "grid": {"left": 60, "right": 50, "top": 55, "bottom": 30},
+        "grid": {"left": 60, "right": 50 if len(axes) > 1 else 15, "top": 55, "bottom": 30},
         "legend": {"top": 0, "textStyle": {"color": _TEXT}, "inactiveColor": _SOFT},
         "tooltip": {
             "trigger": "axis",
@@ -361,7 +361,8 @@ def _overview_page(runs: Sequence[WatchedRun]) -> Callable[[], None]:
         "What a crash would cost each run, and what its checkpoints cost",
         texts.RUN_HEADINGS,
         links=1,
-        long=(1, 2, 7, 8),
+        long=(1, 7, 8),
+        lines=(2,),
         numbers=(2, 3, 4, 5, 6, 7, 9),
         remarks=True,
     )

@@ -142,6 +142,7 @@ class Table:
         headings: of its columns.
         links: column of links, whose targets `fill` is given; None: there is none.
         long: columns whose texts may take several lines.
+        lines: columns whose texts hold line breaks, and break nowhere else.
         numbers: columns of numbers, which stand at the right.
         remarks: whether a row may have a remark below it.
     """
@@ -153,6 +154,7 @@ class Table:
         *,
         links: int | None = None,
         long: Sequence[int] = (),
+        lines: Sequence[int] = (),
         numbers: Sequence[int] = (),
         remarks: bool = False,
     ) -> None:
@@ -160,10 +162,9 @@ class Table:
         self._links = links
         self._remarks = remarks
         self._rows: list[_Row] = []
+        kinds = {"long": long, "lines": lines, "number": numbers}
         self._classes = [
-            " ".join(
-                name for name, columns in (("long", long), ("number", numbers)) if column in columns
-            )
+            " ".join(kind for kind, columns in kinds.items() if column in columns)
             for column in range(len(headings))
         ]
         with Element("div").classes("scroll") as box, Element("table") as table:

@@ -135,10 +135,17 @@ def alerts(seen: Seen, now: float) -> list[Alert]:
 
 
 def _alert(alarm: Alarm) -> Alert:
-    words = plain(alarm.text)
+    """An alarm; the advice of the error that it repeats stands with the alarm's own."""
+    words, _, advice = plain(alarm.text).partition(". Next: ")
+    subject, _, cause = words.partition(": ")
+    if cause.startswith(f"{subject}: "):
+        words = cause
+    next_step = plain(alarm.next_step)
+    if advice:
+        next_step = advice if advice.startswith(next_step) else f"{next_step}; {advice}"
     if alarm.trouble != "manifest_damaged":  # which begins with a key
         words = words[:1].upper() + words[1:]
-    return Alert(words if words.endswith((".", "…")) else f"{words}.", plain(alarm.next_step))
+    return Alert(words if words.endswith((".", "…")) else f"{words}.", next_step)
 
 
 def trouble(seen: Seen, now: float) -> Alert | None:
@@ -168,12 +175,11 @@ def spans(words: str) -> list[tuple[str, bool]]:
     return [(piece, command) for piece, command in found if piece]
 
 
-def risk_text(overview: RunOverview) -> str:
-    """What a crash now would cost, and how well that is known."""
+def risk_text(overview: RunOverview, space: str = " ") -> str:
+    """What a crash now would cost, and how well that is known; `space`: between its two parts."""
     value, note = _risk(overview)
-    if value == "nothing":
-        return f"{value}: {note}"
-    return f"{value}, {note}" if note else value
+    sign = ":" if value == "nothing" else ","
+    return f"{value}{sign}{space}{note}" if note else value
 
 
 def _risk(overview: RunOverview) -> Figure:
@@ -288,7 +294,7 @@ def run_row(run: WatchedRun) -> tuple[str, ...]:
     return (
         standing_text(seen),
         name,
-        risk_text(overview),
+        risk_text(overview, "\n"),
         NONE if newest is None else f"{newest.step:,}",
         NONE if newest is None or newest.error else time_text(newest.committed_ms),
         _stall_text(overview.checkpoints).partition(" (")[0],

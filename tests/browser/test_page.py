@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import pytest
 import torch
@@ -38,16 +38,17 @@ from recpoint.format.records import pack_record
 from recpoint.units import bytes_text, time_text
 from tests import catalog_builder
 from tests.agent_process import AgentProcess
-from tests.browser.conftest import PATIENCE_SECONDS, dashboard
+from tests.browser.conftest import PATIENCE_SECONDS, dashboard, opened_page
 from tests.catalog_builder import build, copy_run, new_run, publish
 from tests.job_builder import stage
 from tests.polling import until as poll
 from tests.rank_jobs import RankJobs
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 pytest.importorskip("nicegui", reason="nicegui is not installed")
+STYLE = (Path(__file__).parents[2] / "dashboards" / "page.css").read_text()
 
 T = TypeVar("T")
 
@@ -92,6 +93,23 @@ LOW_CONTRAST = """() => {
     .filter(([, ratio]) => ratio < 4.5);
 }"""
 
+
+#: In the browser: elements that hide a part of their text.
+CLIPPED = """() => [...document.querySelectorAll('main *')]
+  .filter(e => e.checkVisibility() && e.textContent.trim())
+  .filter(e => ['hidden', 'clip'].includes(getComputedStyle(e).overflowX))
+  .filter(e => e.scrollWidth > e.clientWidth)
+  .map(e => e.textContent.slice(0, 40))"""
+
+#: In the browser: begin and end of the time axis of each chart, and how much each draws.
+AXES = """() => [...document.querySelectorAll('.chart')]
+  .map(e => getElement(Number(e.id.slice(1))).chart.getOption())
+  .map(o => [o.xAxis[0].min, o.xAxis[0].max, o.series[0].data.length])"""
+
+#: In the browser: the headings and cells of the columns of numbers that do not stand at the right.
+NOT_RIGHT = """() => [...document.querySelectorAll('main .number')]
+  .filter(e => e.checkVisibility() && getComputedStyle(e).textAlign !== 'right')
+  .map(e => e.textContent)"""
 
 NEWEST = "Newest checkpoint that restores"
 
@@ -195,7 +213,7 @@ def test_the_values_are_the_catalogs(page: Page, tmp_path: Path) -> None:
 
         def risk_is_right() -> bool:
             before = RunWatch(run).refresh().lag
-            shown = re.fullmatch(r"about (.*), ([0-9]+) batches", cells(page)[2])
+            shown = re.fullmatch(r"about (.*),\n([0-9]+) batches", cells(page)[2])
             after = RunWatch(run).refresh().lag
             assert shown and before.at_risk_batches and after.at_risk_batches
             assert seconds(shown[1]) - 0.5 <= after.at_risk_seconds
@@ -307,7 +325,7 @@ def test_it_follows_a_trainer_and_alarms_when_the_agent_is_killed(
                 until(lambda: cells(page)[0] == "fine")
                 training.send_signal(signal.SIGTERM)
                 until(lambda: cells(page)[0] == "ended")
-                assert cells(page)[2] == "nothing: ended, all is stored"
+                assert cells(page)[2] == "nothing:\nended, all is stored"
                 last = Run.open(LocalStore(run)).live_line()[0].step
                 until(lambda: newest() == last)
 
@@ -429,6 +447,141 @@ def test_texts_can_be_read_and_parts_have_roles(page: Page, tmp_path: Path) -> N
         page.get_by_role("alert").locator("p:visible").first.wait_for()
         assert page.evaluate(LOW_CONTRAST) == []
         assert page.evaluate("document.documentElement.lang") == "en-US"
+
+
+@pytest.fixture(scope="module")
+def layout(
+    browser: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Page, str]]:
+    """One browser page and one dashboard: a run that is fine, one in alarm, two with little."""
+    directory = tmp_path_factory.mktemp("layout")
+    run = new_run(directory / "fine")
+    run.claim(None)
+    made = commit(run, 100, now_ms() - 5 * 3_600_000)
+    for step in (200, 300, 400):
+        made = commit(run, step, now_ms() - (420 - step) * 6_000, parent=made)
+    execute(
+        run,
+        plan_prune(run, RetentionPolicy(keep_last=1, require_validated=False), grace_seconds=3600),
+    )
+    alarmed = copy_run(run, directory / "a-run-whose-newest-manifest-is-damaged")
+    damaged = Path(alarmed.url) / MANIFEST_KEY.of(400, 1)
+    damaged.write_bytes(damaged.read_bytes()[:-30])
+    empty = new_run(directory / "empty")
+    started = new_run(directory / "started")
+    started.claim(None)
+    urls = (run.url, alarmed.url, empty.url, started.url)
+    with dashboard(directory / "log", *urls) as address, opened_page(browser) as page:
+        yield page, address
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [420, 800, 1400])
+def test_nothing_overflows_and_all_can_be_read(
+    layout: tuple[Page, str], width: int, scheme: Literal["light", "dark"]
+) -> None:
+    page, address = layout
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 900})
+    for path, words, charts in (
+        ("", "And 1 more.", 0),
+        ("run/0", "Rules: the newest 1;", 3),
+        ("run/1", "Chain of step 400", 3),
+        ("run/2", "No trainer has started yet", 0),
+    ):
+        page.goto(address + path)
+        shows(page, words)
+        until(lambda count=charts: page.locator(".chart svg:visible").count() == count)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(CLIPPED) == page.evaluate(LOW_CONTRAST) == []
+        assert page.evaluate(NOT_RIGHT) == []
+        dark = (
+            page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+        )
+        assert dark == (scheme == "dark")
+
+
+def test_alarms_come_first_with_cause_and_command(layout: tuple[Page, str]) -> None:
+    page, address = layout
+    page.set_viewport_size({"width": 1400, "height": 900})
+    page.goto(address)
+    shows(page, "And 1 more.")
+    assert "damaged" in cells(page)[1] and cells(page, 1)[0] == "fine"
+    page.goto(address + "run/1")
+    alarm = page.get_by_role("alert").locator("p:visible")
+    alarm.first.wait_for()
+    command = f"recpoint check {page.get_by_role('heading', level=1).inner_text()}"
+    assert alarm.first.locator("code").inner_text() == command
+    cause, advice = alarm.first.inner_text().split("\n")
+    assert cause.startswith(f"{MANIFEST_KEY.of(400, 1)}: found ") and "Next" not in cause
+    assert advice == f"Next: {command}, and restore an older checkpoint"
+    top = {name: page.locator(name).first.bounding_box() for name in (".alarm", ".figures")}
+    assert top[".alarm"] and top[".figures"] and top[".alarm"]["y"] < top[".figures"]["y"]
+    big = page.locator(".headline .value")
+    assert (
+        big.inner_text().startswith("about ") and page.locator(".figures dt:visible").count() == 4
+    )
+
+
+def test_sections_without_content_are_hidden(layout: tuple[Page, str]) -> None:
+    page, address = layout
+
+    def headings(path: str, words: str) -> list[str]:
+        page.goto(address + path)
+        shows(page, words)
+        return page.locator("h2:visible").all_inner_texts()
+
+    all_but_failures = ["Charts", "This run", "Newest checkpoints", "Retention"]
+    assert headings("run/0", "Rules: the newest 1;") == all_but_failures
+    assert "Failures" in headings("run/1", "Chain of step 400")
+    assert headings("run/2", "No trainer has started yet") == ["This run"]
+    assert page.locator("table:visible, .figures:visible, figure:visible").count() == 0
+    assert headings("run/3", "No checkpoint yet: the first appears here") == ["This run"]
+    assert page.locator(".figures dt:visible").all_inner_texts() == ["A crash now would cost"]
+
+
+def test_the_window_is_that_of_the_time_axes(layout: tuple[Page, str]) -> None:
+    page, address = layout
+
+    def axes(query: str) -> list[list[int]]:
+        page.goto(f"{address}run/0{query}")
+        until(lambda: page.locator(".chart svg").count() == 3)
+        found: list[list[int]] = page.evaluate(AXES)
+        assert len({(first, last) for first, last, _ in found}) == 1
+        assert page.locator("a[aria-current]").count() == 1
+        return found
+
+    for query, hours, drawn in (("?window=1h", 1, 3), ("?window=6h", 6, 4), ("?window=24h", 24, 4)):
+        found = axes(query)
+        assert found[0][1] - found[0][0] == hours * 3_600_000
+        assert abs(found[0][1] - now_ms()) < 60_000 and found[1][2] == drawn
+    shows(page, "4 checkpoints of the last 24 h")
+    everything = axes("")
+    assert 5 < (everything[0][1] - everything[0][0]) / 3_600_000 < 5.5
+    assert axes("?window=elsewhere") == everything
+    page.get_by_role("link", name="last hour").click()
+    shows(page, "3 checkpoints of the last hour")
+    assert page.url.endswith("?window=1h")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_of_charts_stand_out(scheme: str) -> None:
+    light, dark = STYLE.split("@media (prefers-color-scheme: dark)", 1)
+    found = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6});", light if scheme == "light" else dark))
+    for name, least in {"text": 4.5, "soft": 4.5, "red": 3, "blue": 3, "grey": 3}.items():
+        assert contrast(found[name], found["ground"]) >= least, name
+
+
+def contrast(first: str, second: str) -> float:
+    """Of two colours, as WCAG 2.2 defines it."""
+
+    def light(colour: str) -> float:
+        channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [v / 12.92 if v <= 0.03928 else ((v + 0.055) / 1.055) ** 2.4 for v in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((light(first), light(second)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def test_a_page_of_another_name_cannot_read_it(tmp_path: Path) -> None:
