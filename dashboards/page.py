@@ -7,41 +7,108 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 from fastapi import FastAPI
 from nicegui import ui
 from nicegui.element import Element
-from nicegui.elements.mixins.text_element import TextElement
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from recpoint.catalog.overview.overview import CheckpointFacts
+from recpoint.catalog.overview.overview import CheckpointFacts, RunOverview
 from recpoint.dashboards import texts
+from recpoint.dashboards.page_elements import (
+    STYLE,
+    Alerts,
+    Chart,
+    Fields,
+    Figures,
+    Table,
+    heading,
+    section,
+    set_state,
+    text,
+)
 from recpoint.dashboards.watched_runs import Seen, WatchedRun, WatchedRuns
 from recpoint.errors import SettingsError
-from recpoint.units import bytes_text, duration_text
+from recpoint.units import bytes_text, counted, duration_text
 
-__all__ = ["bytes_chart", "lag_chart", "serve", "stall_chart"]
+__all__ = ["bytes_chart", "drawn", "lag_chart", "serve", "stall_chart"]
 
 
 # The charts of one run as options of ECharts, and what they show in words. Pure.
 
 
-#: So many of the newest checkpoints are drawn.
+#: So many of the newest checkpoints are drawn if no window of time is asked for.
 NEWEST = 200
 
-# Told apart without colour too: by their form. Contrast with white at least 4.5.
-_BLUE, _RED, _GREY = "#1f4e8c", "#a1260d", "#5c5c5c"
+#: Colours are variables of page.css, which follow the colour scheme. Series are told apart
+#: without colour too, by their form.
+_BLUE, _RED, _GREY = "var(--blue)", "var(--red)", "var(--grey)"
+_TEXT, _SOFT, _LINE, _GROUND = "var(--text)", "var(--soft)", "var(--line)", "var(--ground)"
 
 
-def lag_chart(checkpoints: Sequence[CheckpointFacts]) -> tuple[dict[str, Any], str]:
+class Window(NamedTuple):
+    """A window of time that charts show. `seconds`: None: as long as the newest checkpoints."""
+
+    name: str
+    seconds: int | None
+
+
+#: By their names in the page's address.
+WINDOWS = {
+    "1h": Window("last hour", 3600),
+    "6h": Window("last 6 h", 6 * 3600),
+    "24h": Window("last 24 h", 24 * 3600),
+    "all": Window(f"newest {NEWEST}", None),
+}
+
+
+class Drawn(NamedTuple):
+    """What charts draw: checkpoints, oldest first, and where their time axis begins and ends.
+
+    Attributes:
+        of: says in words which checkpoints these are, for instance "of the last hour".
+        newest: whether older checkpoints of the window are not drawn.
+    """
+
+    checkpoints: list[CheckpointFacts]
+    first_ms: int
+    last_ms: int
+    of: str
+    newest: bool
+
+    def counted(self, count: int, what: str) -> str:
+        """So many of these, in words."""
+        return f"{'newest ' if self.newest else ''}{counted(count, what)}{self.of}"
+
+
+def drawn(overview: RunOverview, window: Window) -> Drawn:
+    """What the charts of a run draw."""
+    known = [one for one in overview.checkpoints if one.error is None]
+    newest_ms = max((one.committed_ms for one in known), default=overview.refreshed_ms)
+    if window.seconds is None:
+        found = [one for one in reversed(overview.checkpoints[:NEWEST]) if one.error is None]
+        first_ms = min((one.committed_ms for one in found), default=newest_ms)
+        # A bar is as wide as it is: its half must not hang over the end of the axis.
+        margin_ms = max((newest_ms - first_ms) // 50, 1000)
+        return Drawn(found, first_ms - margin_ms, newest_ms + margin_ms, "", True)
+    # A trainer's clock may be ahead of this host's.
+    last_ms = max(overview.refreshed_ms, newest_ms)
+    first_ms = last_ms - 1000 * window.seconds
+    found = [one for one in reversed(known) if one.committed_ms >= first_ms]
+    more = len(overview.checkpoints) < overview.live_checkpoints
+    return Drawn(found, first_ms, last_ms, f" of the {window.name}", more and found == known[::-1])
+
+
+def lag_chart(shown: Drawn) -> tuple[dict[str, Any], str]:
     """What a crash right before each commit would have cost, in seconds and in batches."""
-    drawn = [one for one in _drawn(checkpoints) if one.at_risk_seconds is not None]
-    seconds = [[one.committed_ms, round(one.at_risk_seconds or 0.0, 3)] for one in drawn]
-    batches = [[one.committed_ms, one.at_risk_batches] for one in drawn]
-    persist = [[one.committed_ms, round(one.lag_seconds, 3)] for one in drawn]
+    known = [one for one in shown.checkpoints if one.at_risk_seconds is not None]
+    seconds = [[one.committed_ms, round(one.at_risk_seconds or 0.0, 3)] for one in known]
+    batches = [[one.committed_ms, one.at_risk_batches] for one in known]
+    persist = [[one.committed_ms, round(one.lag_seconds, 3)] for one in known]
     options = _time_axes(
+        shown,
         [_axis("seconds"), _axis("batches", right=True)],
         [
             _series("at risk, s", "line", seconds, _RED, symbol="circle"),
@@ -49,58 +116,59 @@ def lag_chart(checkpoints: Sequence[CheckpointFacts]) -> tuple[dict[str, Any], s
             _series("at risk, batches", "scatter", batches, _GREY, symbol="triangle", axis=1),
         ],
     )
-    if not drawn:
+    if not shown.checkpoints:
+        return options, _nothing(shown)
+    if not known:
         return options, "No history yet: it takes a checkpoint with a known one before it."
-    worst = max(drawn, key=lambda one: one.at_risk_seconds or 0.0)
+    worst = max(known, key=lambda one: one.at_risk_seconds or 0.0)
     text = (
-        f"Lost by a crash right before each of the newest {len(drawn)} commits: at most "
-        f"{duration_text(worst.at_risk_seconds or 0.0)} and {worst.at_risk_batches:,} batches, "
-        f"before step {worst.step:,}."
+        f"Lost by a crash right before each of the {shown.counted(len(known), 'commit')}: at most "
+        f"{duration_text(worst.at_risk_seconds or 0.0)} and "
+        f"{counted(worst.at_risk_batches or 0, 'batch')}, before step {worst.step:,}."
     )
     return options, text
 
 
-def stall_chart(checkpoints: Sequence[CheckpointFacts]) -> tuple[dict[str, Any], str]:
+def stall_chart(shown: Drawn) -> tuple[dict[str, Any], str]:
     """How long training waited for each checkpoint."""
-    drawn = _drawn(checkpoints)
-    stalls = [[one.committed_ms, round(1000 * one.stall_seconds, 3)] for one in drawn]
+    known = shown.checkpoints
+    stalls = [[one.committed_ms, round(1000 * one.stall_seconds, 3)] for one in known]
     series = [_series("stall, ms", "bar", stalls, _BLUE)]
-    options = _time_axes([_axis("milliseconds")], series)
-    if not drawn:
-        return options, "No checkpoint yet."
-    worst = max(drawn, key=lambda one: one.stall_seconds)
+    options = _time_axes(shown, [_axis("milliseconds")], series)
+    if not known:
+        return options, _nothing(shown)
+    worst = max(known, key=lambda one: one.stall_seconds)
     text = (
-        f"Stall of each of the newest {len(drawn)} checkpoints: at most "
+        f"Stall of each of the {shown.counted(len(known), 'checkpoint')}: at most "
         f"{duration_text(worst.stall_seconds)}, at step {worst.step:,}."
     )
     return options, text
 
 
-def bytes_chart(checkpoints: Sequence[CheckpointFacts]) -> tuple[dict[str, Any], str]:
-    """Bytes of each checkpoint beside those of a full one in fp32."""
-    drawn = _drawn(checkpoints)
-    stored = [[one.committed_ms, one.stored_bytes / 1e6] for one in drawn]
-    full = [[one.committed_ms, one.full_bytes / 1e6] for one in drawn]
+def bytes_chart(shown: Drawn) -> tuple[dict[str, Any], str]:
+    """Bytes of each checkpoint beside the bytes of a full one in fp32."""
+    known = shown.checkpoints
+    stored = [[one.committed_ms, one.stored_bytes / 1e6] for one in known]
+    full = [[one.committed_ms, one.full_bytes / 1e6] for one in known]
     series = [
         _series("stored, MB", "bar", stored, _BLUE),
         _series("full fp32, MB", "line", full, _RED, dashed=True),
     ]
-    options = _time_axes([_axis("MB")], series)
-    if not drawn:
-        return options, "No checkpoint yet."
-    written = sum(one.stored_bytes for one in drawn)
-    whole = sum(one.full_bytes for one in drawn)
+    options = _time_axes(shown, [_axis("MB")], series)
+    if not known:
+        return options, _nothing(shown)
+    written = sum(one.stored_bytes for one in known)
+    whole = sum(one.full_bytes for one in known)
     share = f" ({written / whole:.1%})" if whole else ""
     text = (
-        f"The newest {len(drawn)} checkpoints took {bytes_text(written)}, "
-        f"full fp32 ones would have taken {bytes_text(whole)}{share}."
+        f"The {shown.counted(len(known), 'checkpoint')} took {bytes_text(written)}; "
+        f"full fp32 checkpoints would have taken {bytes_text(whole)}{share}."
     )
     return options, text
 
 
-def _drawn(checkpoints: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:
-    """Those to draw, oldest first."""
-    return [one for one in reversed(checkpoints[:NEWEST]) if one.error is None]
+def _nothing(shown: Drawn) -> str:
+    return f"No checkpoint{shown.of or ' that can be read'}."
 
 
 def _axis(name: str, *, right: bool = False) -> dict[str, Any]:
@@ -109,7 +177,9 @@ def _axis(name: str, *, right: bool = False) -> dict[str, Any]:
         "name": name,
         "min": 0,
         "position": "right" if right else "left",
-        "splitLine": {"show": not right},
+        "nameTextStyle": {"color": _SOFT},
+        "axisLabel": {"color": _SOFT},
+        "splitLine": {"show": not right, "lineStyle": {"color": _LINE}},
     }
 
 
@@ -132,215 +202,39 @@ def _series(
         "barMaxWidth": 12,
         "itemStyle": {"color": colour},
         "lineStyle": {"color": colour, "type": "dashed" if dashed else "solid"},
+        # ECharts cannot lighten a colour that is a variable.
+        "emphasis": {"disabled": True},
     }
 
 
-def _time_axes(axes: list[dict[str, Any]], series: list[dict[str, Any]]) -> dict[str, Any]:
+def _time_axes(
+    shown: Drawn, axes: list[dict[str, Any]], series: list[dict[str, Any]]
+) -> dict[str, Any]:
     return {
         "animation": False,
         "useUTC": True,
         "aria": {"enabled": True},
-        "grid": {"left": 70, "right": 60, "top": 50, "bottom": 30},
-        "legend": {"top": 0},
-        "tooltip": {"trigger": "axis"},
-        "xAxis": {"type": "time", "axisLabel": {"hideOverlap": True}},
+        "grid": {"left": 60, "right": 50 if len(axes) > 1 else 15, "top": 55, "bottom": 30},
+        "legend": {"top": 0, "textStyle": {"color": _TEXT}, "inactiveColor": _SOFT},
+        "tooltip": {
+            "trigger": "axis",
+            "confine": True,
+            "backgroundColor": _GROUND,
+            "borderColor": _SOFT,
+            "textStyle": {"color": _TEXT},
+            "axisPointer": {"lineStyle": {"color": _SOFT}},
+        },
+        "xAxis": {
+            "type": "time",
+            "min": shown.first_ms,
+            "max": shown.last_ms,
+            "axisLabel": {"hideOverlap": True, "color": _SOFT},
+            "axisLine": {"lineStyle": {"color": _SOFT}},
+            "axisTick": {"lineStyle": {"color": _SOFT}},
+        },
         "yAxis": axes,
         "series": series,
     }
-
-
-# Pieces of a page that are filled again and again: only what has changed goes to the browser.
-
-
-#: Contrast of every text with its ground is at least 7 to 1; states differ in words, not colour.
-STYLE = """
-<style>
-  body { font-family: system-ui, sans-serif; color: #1a1a1a; background: #fff; }
-  .page { padding: 1rem 1.5rem; width: 100%; box-sizing: border-box; }
-  .nicegui-content { padding: 0; }
-  h1 { font-size: 1.5rem; line-height: 2rem; font-weight: 600; }
-  h2 { font-size: 1.15rem; line-height: 1.6rem; font-weight: 600; margin: 1.2rem 0 .4rem; }
-  table { border-collapse: collapse; width: 100%; font-size: .875rem; }
-  caption { text-align: left; color: #404040; padding-bottom: .3rem; }
-  th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #c4c4c4;
-           vertical-align: top; white-space: nowrap; font-variant-numeric: tabular-nums; }
-  th { font-weight: 600; }
-  thead th { border-bottom: 2px solid #595959; white-space: normal; }
-  td.long { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; }
-  td.long a { display: inline-block; min-width: 12rem; }
-  .scroll { overflow-x: auto; width: 100%; }
-  dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; margin: .4rem 0; }
-  dt { color: #404040; } dd { margin: 0; font-variant-numeric: tabular-nums; }
-  .state { font-weight: 600; }
-  .bad { color: #fff; background: #8f1d0a; padding: .1rem .4rem; border-radius: .2rem; }
-  .good { color: #0b4f1e; }
-  .alerts p { border-left: .4rem solid #8f1d0a; background: #fdeeeb; color: #4d0f05;
-              padding: .4rem .8rem; margin: .3rem 0; overflow-wrap: anywhere; }
-  figure { margin: .4rem 0; } figcaption { color: #404040; font-size: .875rem; }
-  .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(22rem, 1fr));
-            gap: 1rem; width: 100%; }
-  a { color: #0b3d91; text-decoration: underline; }
-  a:focus-visible { outline: 3px solid #0b3d91; outline-offset: 2px; }
-</style>
-"""
-
-
-def text(tag: str, words: str = "", classes: str = "", **props: str) -> TextElement:
-    """An element that holds nothing but text, which is never read as markup."""
-    element = TextElement(tag=tag, text=words)
-    if classes:
-        element.classes(classes)
-    for name, value in props.items():
-        element.props[name.replace("_", "-")] = value
-    return element
-
-
-def heading(level: int, words: str) -> TextElement:
-    """A heading."""
-    return text(f"h{level}", words)
-
-
-class Table:
-    """A table whose rows may be replaced; the first cell of a row is its header.
-
-    Args:
-        caption: what it shows.
-        headings: of its columns.
-        links: column of links, whose targets `fill` is given; None: there is none.
-        long: columns whose texts may take several lines.
-        empty: what stands in place of rows when there are none.
-    """
-
-    def __init__(
-        self,
-        caption: str,
-        headings: Sequence[str],
-        *,
-        links: int | None = None,
-        long: Sequence[int] = (),
-        empty: str = "",
-    ) -> None:
-        self._links = links
-        self._long = frozenset(long)
-        self._rows: list[tuple[Element, list[TextElement]]] = []
-        with Element("div").classes("scroll"), Element("table"):
-            text("caption", caption)
-            with Element("thead"), Element("tr"):
-                for name in headings:
-                    text("th", name, scope="col")
-            self._body = Element("tbody")
-            with self._body, Element("tr") as self._nothing:
-                text("td", empty, colspan=str(len(headings)))
-
-    def fill(
-        self,
-        rows: Sequence[Sequence[str]],
-        *,
-        targets: Sequence[str] = (),
-        states: Sequence[str] = (),
-    ) -> None:
-        """Show these rows.
-
-        Args:
-            rows: their texts.
-            targets: of each row's link.
-            states: `good`, `bad` or nothing, for the first cell of each row.
-        """
-        while len(self._rows) < len(rows):
-            self._add(len(rows[0]))
-        self._nothing.set_visibility(not rows)
-        for position, (line, cells) in enumerate(self._rows):
-            line.set_visibility(position < len(rows))
-            if position >= len(rows):
-                continue
-            for cell, words in zip(cells, rows[position], strict=True):
-                if cell.text != words:
-                    cell.text = words
-            if self._links is not None:
-                _set_prop(cells[self._links], "href", targets[position])
-            if states:
-                _set_state(cells[0], states[position])
-
-    def _add(self, columns: int) -> None:
-        with self._body, Element("tr") as line:
-            cells = []
-            for column in range(columns):
-                cell = Element("th" if column == 0 else "td")
-                if column == 0:
-                    cell.props["scope"] = "row"
-                if column in self._long:
-                    cell.classes("long")
-                with cell:
-                    cells.append(text("a" if column == self._links else "span"))
-            self._rows.append((line, cells))
-
-
-class Fields:
-    """Names and their values."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._values: dict[str, TextElement] = {}
-        with Element("dl"):
-            for name in names:
-                text("dt", name)
-                self._values[name] = text("dd")
-
-    def fill(self, values: dict[str, str]) -> None:
-        """Show these values."""
-        for name, words in values.items():
-            if self._values[name].text != words:
-                self._values[name].text = words
-
-
-class Alerts:
-    """Sentences that somebody has to read; a screen reader says them when they come."""
-
-    def __init__(self) -> None:
-        self._lines: list[TextElement] = []
-        self._box = Element("div").classes("alerts")
-        self._box.props["role"] = "alert"
-
-    def fill(self, sentences: Sequence[str]) -> None:
-        """Show these."""
-        while len(self._lines) < len(sentences):
-            with self._box:
-                self._lines.append(text("p"))
-        for position, line in enumerate(self._lines):
-            line.set_visibility(position < len(sentences))
-            words = sentences[position] if position < len(sentences) else ""
-            if line.text != words:
-                line.text = words
-
-
-class Chart:
-    """A chart, with what it shows in words below it."""
-
-    def __init__(self, title: str) -> None:
-        self._shown: dict[str, Any] = {}
-        with Element("figure"):
-            heading(2, title)
-            self._chart = ui.echart({"series": []}).style("height: 15rem; width: 100%")
-            self._caption = text("figcaption")
-
-    def fill(self, options: dict[str, Any], words: str) -> None:
-        """Draw this."""
-        if options == self._shown:
-            return
-        self._shown = options
-        self._caption.text = words
-        self._chart.options.clear()
-        self._chart.options.update(options)
-        self._chart.update()
-
-
-def _set_prop(element: TextElement, name: str, value: str) -> None:
-    if element.props.get(name) != value:
-        element.props[name] = value
-        element.update()
-
-
-def _set_state(element: TextElement, state: str) -> None:
-    element.classes(replace=f"state {state}".strip())
 
 
 # The live page of `recpoint dashboard`: an overview of all runs, and one page a run.
@@ -434,16 +328,17 @@ def _add_pages(runs: WatchedRuns) -> None:
         _page(lambda: _overview_page(runs.runs))
 
     @ui.page("/run/{index}")
-    def one_run(index: int) -> None:
+    def one_run(index: int, window: str = "all") -> None:
         if not 0 <= index < len(runs.runs):
             _page(lambda: _unknown_page(len(runs.runs)))
             return
-        _page(lambda: _run_page(runs.runs[index]))
+        chosen = window if window in WINDOWS else "all"
+        _page(lambda: _run_page(runs.runs[index], chosen))
 
 
 def _page(build: Callable[[], Callable[[], None]]) -> None:
     """A page: its parts, and filling them now and again."""
-    ui.add_head_html(STYLE)
+    ui.add_head_html(f"<style>{STYLE}</style>")
     with Element("div").classes("page"):
         fill = build()
     fill()
@@ -458,6 +353,7 @@ def _unknown_page(count: int) -> Callable[[], None]:
 
 
 def _overview_page(runs: Sequence[WatchedRun]) -> Callable[[], None]:
+    """All runs in one table; those in trouble come first, each with its cause below its row."""
     heading(1, "recpoint: runs")
     summary = text("p", role="status")
     title = [""]
@@ -465,7 +361,10 @@ def _overview_page(runs: Sequence[WatchedRun]) -> Callable[[], None]:
         "What a crash would cost each run, and what its checkpoints cost",
         texts.RUN_HEADINGS,
         links=1,
-        long=(1, 2, 7, 8),
+        long=(1, 7, 8),
+        lines=(2,),
+        numbers=(2, 3, 4, 5, 6, 7, 9),
+        remarks=True,
     )
 
     def fill() -> None:
@@ -473,79 +372,114 @@ def _overview_page(runs: Sequence[WatchedRun]) -> Callable[[], None]:
         if summary.text != words:
             summary.text = words
         _set_title(title, runs)
+        ordered = sorted(enumerate(runs), key=lambda one: _ORDER.get(one[1].seen.standing, 2))
+        now = time.monotonic()
         table.fill(
-            [texts.run_row(run, index) for index, run in enumerate(runs)],
-            targets=[f"/run/{index}" for index in range(len(runs))],
-            states=[_colour(run.seen) for run in runs],
+            [texts.run_row(run) for _, run in ordered],
+            targets=[f"/run/{index}" for index, _ in ordered],
+            states=[_colour(run.seen) for _, run in ordered],
+            remarks=[texts.trouble(run.seen, now) for _, run in ordered],
         )
 
     return fill
 
 
-def _run_page(run: WatchedRun) -> Callable[[], None]:
+#: Which runs come first; the others stand in the order in which they were given.
+_ORDER = {"alarm": 0, "no answer": 1}
+
+
+def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
     text("a", "All runs", href="/")
     heading(1, texts.plain(run.name))
     state = text("p", classes="state", role="status")
     alerts = Alerts()
-    fields = Fields(texts.FIELDS)
-    with Element("div").classes("charts"):
-        lag = Chart("Lag: what a crash would have cost")
-        stall = Chart("Stall of each checkpoint")
-        written = Chart("Bytes written")
-    heading(2, "Newest checkpoints")
-    checkpoints = Table(
-        "What is staged on the trainer's host is not here: it is in no catalog yet",
-        texts.CHECKPOINT_HEADINGS,
-        long=(10,),
-        empty="No checkpoint yet.",
-    )
-    heading(2, "Failures")
-    failures = Table(
-        "As far as the catalog holds them; what only has to wait is in the agent's log",
-        texts.FAILURE_HEADINGS,
-        long=(1, 2, 3),
-        empty="None.",
-    )
-    heading(2, "Retention")
-    rules = text("p")
-    plan = Table(
-        "The plan of the newest retention, as it was then",
-        texts.PLAN_HEADINGS,
-        long=(0, 2),
-        empty="No plan.",
-    )
-    expiring = Table(
-        "Manifests that retention has marked; they go after its grace unless something needs them",
-        texts.EXPIRING_HEADINGS,
-        long=(0, 1),
-        empty="Nothing is marked.",
-    )
+    expectation = text("p")
+    figures = Figures(texts.FIGURES)
+    with section("Charts") as charts:
+        _window_links(chosen)
+        with Element("div").classes("charts"):
+            lag = Chart("Lag: what a crash would have cost")
+            stall = Chart("Stall of each checkpoint")
+            written = Chart("Bytes written")
+    with section("This run") as facts:
+        fields = Fields(texts.FIELDS)
+    with section("Newest checkpoints") as newest:
+        checkpoints = Table(
+            "What is staged on the trainer's host is not here: it is in no catalog yet",
+            texts.CHECKPOINT_HEADINGS,
+            long=(10,),
+            numbers=(0, 3, 4, 5, 6, 7, 8),
+        )
+    with section("Failures") as failed:
+        failures = Table(
+            "As far as the catalog holds them; what only has to wait is in the agent's log",
+            texts.FAILURE_HEADINGS,
+            long=(1, 2, 3),
+        )
+    with section("Retention") as planned:
+        rules = text("p")
+        plan = Table(
+            "The plan of the newest retention, as it was then", texts.PLAN_HEADINGS, long=(0, 2)
+        )
+    with section("Expiring") as marked:
+        expiring = Table(
+            "Manifests that retention has marked; they go after its grace unless something needs "
+            "them",
+            texts.EXPIRING_HEADINGS,
+            long=(0, 1),
+            numbers=(2,),
+        )
     title, version = [""], [-1]
+    for box in (charts, facts, newest, failed, planned, marked):
+        box.set_visibility(False)
+    figures.fill({})
 
     def fill() -> None:
         seen = run.seen
         state.text = f"{texts.standing_text(seen)}; {_age_text(seen)}"
-        state.classes(replace=f"state {_colour(seen)}".strip())
-        alerts.fill(texts.alarm_texts(seen, time.monotonic()))
+        set_state(state, _colour(seen))
+        alerts.fill(texts.alerts(seen, time.monotonic()))
         _set_title(title, [run])
         if seen.overview is None or version[0] == seen.version:
             return
         version[0] = seen.version
         shown = seen.overview
+        figures.fill(texts.figures(shown))
+        expectation.text = texts.expectation_text(shown)
+        for box, content in (
+            (charts, shown.checkpoints),
+            (facts, True),
+            (newest, shown.checkpoints),
+            (failed, shown.failures),
+            (planned, shown.plan),
+            (marked, shown.expiring),
+        ):
+            box.set_visibility(bool(content))
+        what = drawn(shown, WINDOWS[chosen])
+        lag.fill(*lag_chart(what))
+        stall.fill(*stall_chart(what))
+        written.fill(*bytes_chart(what))
         fields.fill(texts.field_texts(shown))
-        lag.fill(*lag_chart(shown.checkpoints))
-        stall.fill(*stall_chart(shown.checkpoints))
-        written.fill(*bytes_chart(shown.checkpoints))
-        newest = shown.checkpoints[:CHECKPOINTS_SHOWN]
-        checkpoints.fill([texts.checkpoint_row(one) for one in newest])
-        words = texts.plan_text(shown.plan, shown.refreshed_ms)
-        if rules.text != words:
-            rules.text = words
+        checkpoints.fill(
+            [texts.checkpoint_row(one) for one in shown.checkpoints[:CHECKPOINTS_SHOWN]]
+        )
         failures.fill([texts.failure_row(one) for one in shown.failures[:_ROWS_SHOWN]])
+        rules.text = texts.plan_text(shown.plan, shown.refreshed_ms)
         plan.fill(texts.plan_rows(shown.plan, _ROWS_SHOWN))
         expiring.fill([texts.expiring_row(one) for one in shown.expiring[:_ROWS_SHOWN]])
 
     return fill
+
+
+def _window_links(chosen: str) -> None:
+    """Links to the same page with another window of time."""
+    with Element("nav").classes("windows") as box:
+        box.props["aria-label"] = "Window of time that the charts show"
+        for key, window in WINDOWS.items():
+            link = text("a", window.name, href=f"?window={key}")
+            if key == chosen:
+                link.props["aria-current"] = "true"
+        text("span", "times in UTC", "unit")
 
 
 def _age_text(seen: Seen) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from recpoint.catalog.overview.overview import (
+    Alarm,
     CheckpointFacts,
     ExpiringManifest,
     Failure,
@@ -22,21 +25,28 @@ __all__ = [
     "EXPIRING_HEADINGS",
     "FAILURE_HEADINGS",
     "FIELDS",
+    "FIGURES",
     "NONE",
     "PLAN_HEADINGS",
     "RUN_HEADINGS",
-    "alarm_texts",
+    "Alert",
+    "Figure",
+    "alerts",
     "checkpoint_row",
+    "expectation_text",
     "expiring_row",
     "failure_row",
     "field_texts",
+    "figures",
     "plain",
     "plan_rows",
     "plan_text",
     "risk_text",
     "run_row",
+    "spans",
     "standing_text",
     "summary_text",
+    "trouble",
 ]
 
 
@@ -54,11 +64,30 @@ CHECKPOINT_HEADINGS = (
 PLAN_HEADINGS = ("Manifest", "Becomes", "Why")
 EXPIRING_HEADINGS = ("Manifest", "Goes because", "Marked")
 FAILURE_HEADINGS = ("When (UTC)", "What", "Cause", "What to do")
-FIELDS = (
-    *("Lost by a crash now", "Age of what a restore brings back", "A checkpoint is expected"),
-    *("Stall of a checkpoint", "Written, of full fp32 checkpoints", "Chain", "A restore"),
-    *("Last validation", "Checkpoints", "Trainer", "Clocks"),
+#: The first is the headline.
+FIGURES = (
+    *("A crash now would cost", "Newest checkpoint that restores", "Stall of a checkpoint"),
+    "A restore",
 )
+FIELDS = (
+    *("Written, of full fp32 checkpoints", "Chain", "Last validation", "Checkpoints", "Trainer"),
+    *("Clocks", "Retention"),
+)
+
+
+class Alert(NamedTuple):
+    """What is wrong, as a sentence, and what to do next; empty: nothing that a person can do."""
+
+    cause: str
+    next_step: str
+
+
+class Figure(NamedTuple):
+    """A figure with its unit, and a note that belongs to it."""
+
+    value: str
+    note: str
+
 
 _LIMIT = 600
 
@@ -88,31 +117,142 @@ def summary_text(runs: Sequence[WatchedRun]) -> str:
     return f"{len(bad)} of {count} {needs} a look: {names}{more}."
 
 
-def alarm_texts(seen: Seen, now: float) -> list[str]:
-    """Every alarm as a sentence with what to do; what keeps it from being read comes first."""
+def alerts(seen: Seen, now: float) -> list[Alert]:
+    """What is wrong and what to do; what keeps the run from being read comes first."""
     found = []
-    if seen.error is not None:
-        since = now - (seen.failing_since or now)
+    error = seen.error
+    if error is not None:
+        since = duration_text(now - (seen.failing_since or now))
         what = "The catalog cannot be read" if seen.damaged else "No answer"
-        found.append(f"{what} for {duration_text(since)}: {plain(seen.error)}")
+        cause = f"{error.subject}: found {error.found}; expected {error.expected}"
+        found.append(Alert(f"{what} for {since}: {plain(cause)}.", plain(error.next_step)))
     elif seen.overdue:
         age = seen.age_seconds()
         silence = "" if age is None else f" for {duration_text(age)}"
-        found.append(f"No answer{silence}: a look at the store has begun and has not come back")
-    found += [f"{plain(alarm.text)}. Next: {plain(alarm.next_step)}" for alarm in seen.alarms]
+        cause = f"No answer{silence}: a look at the store has begun and has not come back."
+        found.append(Alert(cause, "look whether this host still reaches the store"))
+    return found + [_alert(alarm) for alarm in seen.alarms]
+
+
+def _alert(alarm: Alarm) -> Alert:
+    """An alarm; the advice of the error that it repeats stands with the alarm's own."""
+    words, _, advice = plain(alarm.text).partition(". Next: ")
+    subject, _, cause = words.partition(": ")
+    if cause.startswith(f"{subject}: "):
+        words = cause
+    next_step = plain(alarm.next_step)
+    if advice:
+        next_step = advice if advice.startswith(next_step) else f"{next_step}; {advice}"
+    if alarm.trouble != "manifest_damaged":  # which begins with a key
+        words = words[:1].upper() + words[1:]
+    return Alert(words if words.endswith((".", "…")) else f"{words}.", next_step)
+
+
+def trouble(seen: Seen, now: float) -> Alert | None:
+    """The worst alert of a run, and how many more there are; None: nothing is wrong."""
+    found = alerts(seen, now)
+    if not found:
+        return None
+    worst = found[0]
+    more = len(found) - 1
+    return worst if not more else worst._replace(cause=f"{worst.cause} And {more} more.")
+
+
+#: A command of recpoint, with the URLs, paths and options that follow it.
+_COMMAND = re.compile(
+    r"recpoint [a-z][a-z-]*"
+    r"(?: (?:'[^']*'|--[a-z-]+(?: \d+)?|[^\s,;'-][^\s,;']*[/:][^\s,;']*[^\s,;.']))*"
+)
+
+
+def spans(words: str) -> list[tuple[str, bool]]:
+    """`words` in pieces, and whether each piece is a command that can be copied."""
+    found, end = [], 0
+    for match in _COMMAND.finditer(words):
+        found += [(words[end : match.start()], False), (match[0], True)]
+        end = match.end()
+    found.append((words[end:], False))
+    return [(piece, command) for piece, command in found if piece]
+
+
+def risk_text(overview: RunOverview, space: str = " ") -> str:
+    """What a crash now would cost, and how well that is known; `space`: between its two parts."""
+    value, note = _risk(overview)
+    sign = ":" if value == "nothing" else ","
+    return f"{value}{sign}{space}{note}" if note else value
+
+
+def _risk(overview: RunOverview) -> Figure:
+    lag = overview.lag
+    if overview.ended is not None and lag.at_risk_batches == 0:
+        return Figure("nothing", "ended, all is stored")
+    if overview.generation is None:
+        return Figure(NONE, "")
+    batches = "" if lag.at_risk_batches is None else counted(lag.at_risk_batches, "batch")
+    known = "up to " if lag.overdue else "" if overview.ended is not None else "about "
+    return Figure(f"{known}{duration_text(lag.at_risk_seconds)}", batches)
+
+
+def figures(overview: RunOverview) -> dict[str, Figure]:
+    """The headline figure of a run and those beside it, by `FIGURES`; those that there are."""
+    lag = overview.lag
+    found = {}
+    if overview.generation is not None:
+        value, note = _risk(overview)
+        notes = [note] if note else []
+        notes += [] if lag.intervals is None else [f"{lag.intervals:.1f} intervals"]
+        found[FIGURES[0]] = Figure(value, ", ".join(notes))
+    if overview.checkpoints:
+        found[FIGURES[1]] = _newest_figure(overview)
+        found[FIGURES[2]] = _stall_figure(overview)
+        found[FIGURES[3]] = _restore_figure(overview)
     return found
 
 
-def risk_text(overview: RunOverview) -> str:
-    """What a crash now would cost, and how well that is known."""
-    lag = overview.lag
-    if overview.ended is not None and lag.at_risk_batches == 0:
-        return "nothing: ended, all is stored"
+def _newest_figure(overview: RunOverview) -> Figure:
+    lag, restore = overview.lag, overview.restore
+    if lag.interval_seconds is None:
+        expected = "when the next is expected is not known yet"
+    else:
+        expected = f"expected every {duration_text(lag.interval_seconds)}"
+    if restore is None:
+        return Figure("none", expected)
+    age = NONE if lag.seconds is None else f"{duration_text(lag.seconds)} old"
+    return Figure(age, f"step {restore.step:,}; {expected}")
+
+
+def _stall_figure(overview: RunOverview) -> Figure:
+    value, _, most = _stall_text(overview.checkpoints).partition(" (")
+    notes = [f"median; {most.removesuffix(')')}"] if most else []
+    share = overview.totals.stall_share
+    notes += [] if share is None else [f"{share:.2%} of training"]
+    return Figure(value, "; ".join(notes))
+
+
+def _restore_figure(overview: RunOverview) -> Figure:
+    restore = overview.restore
+    if restore is None:
+        return Figure("nothing restores", "")
+    reads = f"reads {_restore_text(overview)}"
+    if restore.seconds is None:
+        return Figure(
+            bytes_text(restore.bytes_to_read),
+            f"{reads}; duration unknown: no validation has measured a speed",
+        )
+    duration = f"about {duration_text(restore.seconds)}"
+    return Figure(duration, f"{reads}, at the last validation's speed")
+
+
+def expectation_text(overview: RunOverview) -> str:
+    """What to expect of a run that has no checkpoint yet; empty: it has some."""
+    if overview.checkpoints:
+        return ""
     if overview.generation is None:
-        return NONE
-    batches = "" if lag.at_risk_batches is None else f", {counted(lag.at_risk_batches, 'batch')}"
-    known = "up to " if lag.overdue else "" if overview.ended is not None else "about "
-    return f"{known}{duration_text(lag.at_risk_seconds)}{batches}"
+        return "No trainer has started yet; checkpoints appear here once a trainer commits them."
+    return (
+        "No checkpoint yet: the first appears here when the trainer's first interval is over and "
+        "recpoint agent has stored it."
+    )
 
 
 def _stall_text(checkpoints: Sequence[CheckpointFacts]) -> str:
@@ -131,8 +271,7 @@ def _restore_text(overview: RunOverview) -> str:
     if restore is None:
         return "nothing restores" if overview.checkpoints else NONE
     manifests = restore.manifests_to_read
-    of = f"{manifests} manifest{'s' if manifests != 1 else ''}"
-    return f"{bytes_text(restore.bytes_to_read)} in {of}"
+    return f"{bytes_text(restore.bytes_to_read)} in {counted(manifests, 'manifest')}"
 
 
 def _validation_text(overview: RunOverview) -> str:
@@ -142,7 +281,7 @@ def _validation_text(overview: RunOverview) -> str:
     return f"{last.verdict.result} ({last.verdict.level}), step {last.step}"
 
 
-def run_row(run: WatchedRun, index: int) -> tuple[str, ...]:
+def run_row(run: WatchedRun) -> tuple[str, ...]:
     """The texts of a run's row, as `RUN_HEADINGS`; the second is the link's."""
     seen = run.seen
     name = plain(run.name)
@@ -150,13 +289,12 @@ def run_row(run: WatchedRun, index: int) -> tuple[str, ...]:
     aged = "never" if age is None else f"{duration_text(age) if age >= 1 else '0 s'} ago"
     overview = seen.overview
     if overview is None:
-        reason = NONE if seen.error is None else plain(seen.error)[:160]
-        return (standing_text(seen), name, reason, *[NONE] * 6, aged)
+        return (standing_text(seen), name, *[NONE] * 7, aged)
     newest = overview.newest
     return (
         standing_text(seen),
         name,
-        risk_text(overview),
+        risk_text(overview, "\n"),
         NONE if newest is None else f"{newest.step:,}",
         NONE if newest is None or newest.error else time_text(newest.committed_ms),
         _stall_text(overview.checkpoints).partition(" (")[0],
@@ -168,44 +306,28 @@ def run_row(run: WatchedRun, index: int) -> tuple[str, ...]:
 
 
 def field_texts(overview: RunOverview) -> dict[str, str]:
-    """The figures of one run, by `FIELDS`."""
-    lag, totals, restore = overview.lag, overview.totals, overview.restore
-    age = NONE if lag.seconds is None else duration_text(lag.seconds)
-    interval = "not known yet"
-    if lag.interval_seconds is not None:
-        interval = f"every {duration_text(lag.interval_seconds)}"
-        if lag.intervals is not None:
-            interval += f"; {lag.intervals:.1f} intervals at risk"
-    stall = _stall_text(overview.checkpoints)
-    if totals.stall_share is not None:
-        stall += f", {totals.stall_share:.2%} of training"
-    written = NONE
+    """The other facts of one run, by `FIELDS`; those that there are."""
+    totals, restore = overview.totals, overview.restore
+    written = chain = validated = ""
     if totals.checkpoints:
         written = (
             f"{bytes_text(totals.stored_bytes)} of {bytes_text(totals.full_bytes)} "
-            f"({_share_text(totals.share_of_full)}), {totals.checkpoints} checkpoints"
+            f"({_share_text(totals.share_of_full)}), {counted(totals.checkpoints, 'checkpoint')}"
         )
-    chain = NONE
-    reading = "nothing restores" if overview.checkpoints else NONE
     if restore is not None:
         chain = f"{restore.chain_length} as taken, {restore.manifests_to_read} to read"
-        seconds = "duration unknown: no validation has measured a speed"
-        if restore.seconds is not None:
-            seconds = f"about {duration_text(restore.seconds)} at the last validation's speed"
-        reading = f"step {restore.step:,} from {_restore_text(overview)}; {seconds}"
+    if overview.checkpoints:
+        validated = _validation_text(overview)
     superseded = overview.superseded_checkpoints
+    unplanned = "none has run yet, or none that left its plan: nothing goes by itself"
     return {
-        FIELDS[0]: risk_text(overview),
-        FIELDS[1]: age,
-        FIELDS[2]: interval,
-        FIELDS[3]: stall,
-        FIELDS[4]: written,
-        FIELDS[5]: chain,
-        FIELDS[6]: reading,
-        FIELDS[7]: _validation_text(overview),
-        FIELDS[8]: f"{overview.live_checkpoints:,} live, {superseded:,} superseded",
-        FIELDS[9]: _trainer_text(overview),
-        FIELDS[10]: plain(lag.clock_note) or "agree",
+        FIELDS[0]: written,
+        FIELDS[1]: chain,
+        FIELDS[2]: validated,
+        FIELDS[3]: f"{overview.live_checkpoints:,} live, {superseded:,} superseded",
+        FIELDS[4]: _trainer_text(overview),
+        FIELDS[5]: plain(overview.lag.clock_note) or "agree",
+        FIELDS[6]: unplanned if overview.plan is None else "",
     }
 
 
@@ -260,9 +382,9 @@ _BECOMES = {
 
 
 def plan_text(plan: Plan | None, now_ms: int) -> str:
-    """The newest retention's rules, and what they came to."""
+    """The newest retention's rules, and what they came to; empty: there is no plan."""
     if plan is None:
-        return "No retention has run yet, or none that left its plan: nothing goes by itself."
+        return ""
     rules = plan.rules
     kept = [f"the newest {rules.last}"] if rules.last else []
     if rules.within_ms:

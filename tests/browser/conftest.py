@@ -47,10 +47,10 @@ def browser() -> Iterator[Browser]:
         chromium.close()
 
 
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
+@contextmanager
+def opened_page(browser: Browser, *, width: int = 1280) -> Iterator[Page]:
     """A page that may load nothing from outside, and on which no script may fail."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context = browser.new_context(viewport={"width": width, "height": 900})
     context.set_default_timeout(1000 * PATIENCE_SECONDS)
     opened = context.new_page()
     outside: list[str] = []
@@ -66,6 +66,13 @@ def page(browser: Browser) -> Iterator[Page]:
     context.close()
     assert not outside, outside
     assert not failed, failed
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page as `opened_page` says."""
+    with opened_page(browser) as opened:
+        yield opened
 
 
 @contextmanager

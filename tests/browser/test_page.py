@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import pytest
 import torch
@@ -38,16 +38,17 @@ from recpoint.format.records import pack_record
 from recpoint.units import bytes_text, time_text
 from tests import catalog_builder
 from tests.agent_process import AgentProcess
-from tests.browser.conftest import PATIENCE_SECONDS, dashboard
+from tests.browser.conftest import PATIENCE_SECONDS, dashboard, opened_page
 from tests.catalog_builder import build, copy_run, new_run, publish
 from tests.job_builder import stage
 from tests.polling import until as poll
 from tests.rank_jobs import RankJobs
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 pytest.importorskip("nicegui", reason="nicegui is not installed")
+STYLE = (Path(__file__).parents[2] / "dashboards" / "page.css").read_text()
 
 T = TypeVar("T")
 
@@ -84,11 +85,36 @@ LOW_CONTRAST = """() => {
     if (c.length && (c.length < 4 || c[3] > 0)) return c; } return [255, 255, 255]; };
   return [...document.querySelectorAll('main *')]
     .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()))
-    .filter(e => e.offsetParent !== null)
-    .map(e => { const a = light(parse(getComputedStyle(e).color)), b = light(ground(e));
+    .filter(e => e.checkVisibility() && e.localName !== 'style')
+    .map(e => { const style = getComputedStyle(e);
+      const a = light(parse(e instanceof SVGElement ? style.fill : style.color));
+      const b = light(ground(e));
       return [e.textContent.slice(0, 40), (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)]; })
     .filter(([, ratio]) => ratio < 4.5);
 }"""
+
+
+#: In the browser: elements that hide a part of their text.
+CLIPPED = """() => [...document.querySelectorAll('main *')]
+  .filter(e => e.checkVisibility() && e.textContent.trim())
+  .filter(e => ['hidden', 'clip'].includes(getComputedStyle(e).overflowX))
+  .filter(e => e.scrollWidth > e.clientWidth)
+  .map(e => e.textContent.slice(0, 40))"""
+
+#: In the browser: begin and end of the time axis of each chart, and how much each draws.
+AXES = """() => [...document.querySelectorAll('.chart')]
+  .map(e => getElement(Number(e.id.slice(1))).chart.getOption())
+  .map(o => [o.xAxis[0].min, o.xAxis[0].max, o.series[0].data.length])"""
+
+#: In the browser: the headings and cells of the columns of numbers that do not stand at the right.
+NOT_RIGHT = """() => [...document.querySelectorAll('main .number')]
+  .filter(e => e.checkVisibility() && getComputedStyle(e).textAlign !== 'right')
+  .map(e => e.textContent)"""
+
+NEWEST = "Newest checkpoint that restores"
+
+#: Rows of tables, without the remarks below them.
+ROW = "tbody tr:visible:not(:has(td.remark))"
 
 
 def commit(
@@ -130,13 +156,18 @@ def until(look: Callable[[], T | None]) -> T:
 
 
 def cells(page: Page, row: int = 0) -> list[str]:
-    line = page.locator("tbody tr:visible").nth(row)
+    line = page.locator(ROW).nth(row)
     line.wait_for()  # a page that has just been loaded builds its table a moment later
     return line.locator("th, td").all_inner_texts()
 
 
 def field(page: Page, name: str) -> str:
     return page.locator(f"dt:text-is('{name}') + dd").inner_text()
+
+
+def note(page: Page, name: str) -> str:
+    """The note below a figure."""
+    return page.locator(f"dt:text-is('{name}') ~ dd.note").inner_text()
 
 
 def status(page: Page) -> str:
@@ -182,7 +213,7 @@ def test_the_values_are_the_catalogs(page: Page, tmp_path: Path) -> None:
 
         def risk_is_right() -> bool:
             before = RunWatch(run).refresh().lag
-            shown = re.fullmatch(r"about (.*), ([0-9]+) batches", cells(page)[2])
+            shown = re.fullmatch(r"about (.*),\n([0-9]+) batches", cells(page)[2])
             after = RunWatch(run).refresh().lag
             assert shown and before.at_risk_batches and after.at_risk_batches
             assert seconds(shown[1]) - 0.5 <= after.at_risk_seconds
@@ -206,8 +237,10 @@ def test_the_values_are_the_catalogs(page: Page, tmp_path: Path) -> None:
         assert field(page, "Chain") == "3 as taken, 3 to read"
         rows = sum(c.bytes for m in made for c in m.chunks if c.content == "rows")
         state = sum(c.bytes for c in made[-1].chunks if c.content == "state")
-        restored = f"step 300 from {bytes_text(rows + state)} in 3 manifests"
-        assert field(page, "A restore").startswith(restored)
+        assert f"reads {bytes_text(rows + state)} in 3 manifests" in note(page, "A restore")
+        assert note(page, NEWEST) == "step 300; expected every 10 min 0 s"
+        assert field(page, "Stall of a checkpoint") == "4 ms"
+        assert note(page, "Stall of a checkpoint").startswith("median; most 9 ms; ")
         table = page.locator("table").first
         found = [
             line.locator("th, td").all_inner_texts()
@@ -221,13 +254,13 @@ def test_the_values_are_the_catalogs(page: Page, tmp_path: Path) -> None:
 
         def age_is_right() -> bool:
             before = time.time() - made[-1].snapshot_ms / 1000
-            shown = seconds(field(page, "Age of what a restore brings back"))
+            shown = seconds(field(page, NEWEST).removesuffix(" old"))
             after = time.time() - made[-1].snapshot_ms / 1000
             assert shown - 0.5 <= after  # from a minute on in whole seconds
             return before - 3 <= shown
 
         until(age_is_right)  # the store is read, and the page filled, now and then
-        until(lambda: page.locator("canvas").count() == 3)  # whose scripts are loaded later
+        until(lambda: page.locator(".chart svg").count() == 3)  # whose scripts are loaded later
         rules = page.get_by_text("Rules: the newest 1; what is pinned. Grace 1 h 0 min.")
         assert "3 stay, 0 to mark, 0 wait, 0 to delete" in rules.inner_text()
         planned = page.locator("table", has_text="The plan of the newest retention")
@@ -286,13 +319,13 @@ def test_it_follows_a_trainer_and_alarms_when_the_agent_is_killed(
             page.goto(address + "run/0")
             alert = page.get_by_role("alert").locator("p:visible")
             alert.first.wait_for()
-            assert "no new checkpoint that restores for" in alert.first.inner_text()
+            assert "No new checkpoint that restores for" in alert.first.inner_text()
             page.goto(address)
             with AgentProcess(staging, tmp_path / "agent.log"):
                 until(lambda: cells(page)[0] == "fine")
                 training.send_signal(signal.SIGTERM)
                 until(lambda: cells(page)[0] == "ended")
-                assert cells(page)[2] == "nothing: ended, all is stored"
+                assert cells(page)[2] == "nothing:\nended, all is stored"
                 last = Run.open(LocalStore(run)).live_line()[0].step
                 until(lambda: newest() == last)
 
@@ -308,15 +341,19 @@ def test_fifty_runs_of_which_some_are_in_trouble(page: Page, tmp_path: Path) -> 
     urls[11] = str(tmp_path / "runs" / "nowhere")
     with dashboard(tmp_path / "log", *urls) as address:
         page.goto(address)
-        until(lambda: page.locator("tbody tr:visible").count() == 50)
+        until(lambda: page.locator(ROW).count() == 50)
         until(lambda: "2 of 50 runs need a look" in status(page))
         until(lambda: page.get_by_text("fine", exact=True).count() == 48)
-        assert [cells(page, at)[1] for at in range(50)] == urls
-        assert cells(page, 7)[3] == "200" and cells(page, 7)[0] == "fine"
-        assert cells(page, 9)[0] == "ALARM (2)" and cells(page, 11)[0] == "NO ANSWER"
+        fine = [url for url in urls if url not in (urls[9], urls[11])]
+        assert [cells(page, at)[1] for at in range(50)] == [urls[9], urls[11], *fine]
+        assert cells(page, 9)[3] == "200" and cells(page, 9)[1] == urls[7]
+        assert cells(page)[0] == "ALARM (2)" and cells(page, 1)[0] == "NO ANSWER"
+        causes = page.locator("td.remark:visible").all_inner_texts()
+        assert len(causes) == 2 and "And 1 more.\nNext: recpoint check" in causes[0]
+        assert causes[1].startswith("No answer for ")
         page.get_by_role("link", name=urls[9]).click()
         page.get_by_role("alert").locator("p:visible").first.wait_for()
-        assert field(page, "A restore").startswith("step 200")
+        assert note(page, NEWEST).startswith("step 200;")
         assert (
             page.locator("table")
             .first.locator("tr:visible")
@@ -344,9 +381,9 @@ def test_the_rank_that_a_checkpoint_waits_for_is_named(page: Page, tmp_path: Pat
     with dashboard(tmp_path / "log", run.url) as address:
         page.goto(address + "run/0")
         shows(page, "step 20 waits for rank 1 of 2")
-        assert field(page, "A restore").startswith("step 10")
+        assert note(page, NEWEST).startswith("step 10;")
         persist_job(second)
-        until(lambda: field(page, "A restore").startswith("step 20"))
+        until(lambda: note(page, NEWEST).startswith("step 20;"))
         until(lambda: page.get_by_text("waits for rank").locator("visible=true").count() == 0)
 
 
@@ -410,6 +447,141 @@ def test_texts_can_be_read_and_parts_have_roles(page: Page, tmp_path: Path) -> N
         page.get_by_role("alert").locator("p:visible").first.wait_for()
         assert page.evaluate(LOW_CONTRAST) == []
         assert page.evaluate("document.documentElement.lang") == "en-US"
+
+
+@pytest.fixture(scope="module")
+def layout(
+    browser: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Page, str]]:
+    """One browser page and one dashboard: a run that is fine, one in alarm, two with little."""
+    directory = tmp_path_factory.mktemp("layout")
+    run = new_run(directory / "fine")
+    run.claim(None)
+    made = commit(run, 100, now_ms() - 5 * 3_600_000)
+    for step in (200, 300, 400):
+        made = commit(run, step, now_ms() - (420 - step) * 6_000, parent=made)
+    execute(
+        run,
+        plan_prune(run, RetentionPolicy(keep_last=1, require_validated=False), grace_seconds=3600),
+    )
+    alarmed = copy_run(run, directory / "a-run-whose-newest-manifest-is-damaged")
+    damaged = Path(alarmed.url) / MANIFEST_KEY.of(400, 1)
+    damaged.write_bytes(damaged.read_bytes()[:-30])
+    empty = new_run(directory / "empty")
+    started = new_run(directory / "started")
+    started.claim(None)
+    urls = (run.url, alarmed.url, empty.url, started.url)
+    with dashboard(directory / "log", *urls) as address, opened_page(browser) as page:
+        yield page, address
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [420, 800, 1400])
+def test_nothing_overflows_and_all_can_be_read(
+    layout: tuple[Page, str], width: int, scheme: Literal["light", "dark"]
+) -> None:
+    page, address = layout
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 900})
+    for path, words, charts in (
+        ("", "And 1 more.", 0),
+        ("run/0", "Rules: the newest 1;", 3),
+        ("run/1", "Chain of step 400", 3),
+        ("run/2", "No trainer has started yet", 0),
+    ):
+        page.goto(address + path)
+        shows(page, words)
+        until(lambda count=charts: page.locator(".chart svg:visible").count() == count)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(CLIPPED) == page.evaluate(LOW_CONTRAST) == []
+        assert page.evaluate(NOT_RIGHT) == []
+        dark = (
+            page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+        )
+        assert dark == (scheme == "dark")
+
+
+def test_alarms_come_first_with_cause_and_command(layout: tuple[Page, str]) -> None:
+    page, address = layout
+    page.set_viewport_size({"width": 1400, "height": 900})
+    page.goto(address)
+    shows(page, "And 1 more.")
+    assert "damaged" in cells(page)[1] and cells(page, 1)[0] == "fine"
+    page.goto(address + "run/1")
+    alarm = page.get_by_role("alert").locator("p:visible")
+    alarm.first.wait_for()
+    command = f"recpoint check {page.get_by_role('heading', level=1).inner_text()}"
+    assert alarm.first.locator("code").inner_text() == command
+    cause, advice = alarm.first.inner_text().split("\n")
+    assert cause.startswith(f"{MANIFEST_KEY.of(400, 1)}: found ") and "Next" not in cause
+    assert advice == f"Next: {command}, and restore an older checkpoint"
+    top = {name: page.locator(name).first.bounding_box() for name in (".alarm", ".figures")}
+    assert top[".alarm"] and top[".figures"] and top[".alarm"]["y"] < top[".figures"]["y"]
+    big = page.locator(".headline .value")
+    assert (
+        big.inner_text().startswith("about ") and page.locator(".figures dt:visible").count() == 4
+    )
+
+
+def test_sections_without_content_are_hidden(layout: tuple[Page, str]) -> None:
+    page, address = layout
+
+    def headings(path: str, words: str) -> list[str]:
+        page.goto(address + path)
+        shows(page, words)
+        return page.locator("h2:visible").all_inner_texts()
+
+    all_but_failures = ["Charts", "This run", "Newest checkpoints", "Retention"]
+    assert headings("run/0", "Rules: the newest 1;") == all_but_failures
+    assert "Failures" in headings("run/1", "Chain of step 400")
+    assert headings("run/2", "No trainer has started yet") == ["This run"]
+    assert page.locator("table:visible, .figures:visible, figure:visible").count() == 0
+    assert headings("run/3", "No checkpoint yet: the first appears here") == ["This run"]
+    assert page.locator(".figures dt:visible").all_inner_texts() == ["A crash now would cost"]
+
+
+def test_the_window_is_that_of_the_time_axes(layout: tuple[Page, str]) -> None:
+    page, address = layout
+
+    def axes(query: str) -> list[list[int]]:
+        page.goto(f"{address}run/0{query}")
+        until(lambda: page.locator(".chart svg").count() == 3)
+        found: list[list[int]] = page.evaluate(AXES)
+        assert len({(first, last) for first, last, _ in found}) == 1
+        assert page.locator("a[aria-current]").count() == 1
+        return found
+
+    for query, hours, drawn in (("?window=1h", 1, 3), ("?window=6h", 6, 4), ("?window=24h", 24, 4)):
+        found = axes(query)
+        assert found[0][1] - found[0][0] == hours * 3_600_000
+        assert abs(found[0][1] - now_ms()) < 60_000 and found[1][2] == drawn
+    shows(page, "4 checkpoints of the last 24 h")
+    everything = axes("")
+    assert 5 < (everything[0][1] - everything[0][0]) / 3_600_000 < 5.5
+    assert axes("?window=elsewhere") == everything
+    page.get_by_role("link", name="last hour").click()
+    shows(page, "3 checkpoints of the last hour")
+    assert page.url.endswith("?window=1h")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_of_charts_stand_out(scheme: str) -> None:
+    light, dark = STYLE.split("@media (prefers-color-scheme: dark)", 1)
+    found = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6});", light if scheme == "light" else dark))
+    for name, least in {"text": 4.5, "soft": 4.5, "red": 3, "blue": 3, "grey": 3}.items():
+        assert contrast(found[name], found["ground"]) >= least, name
+
+
+def contrast(first: str, second: str) -> float:
+    """Of two colours, as WCAG 2.2 defines it."""
+
+    def light(colour: str) -> float:
+        channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [v / 12.92 if v <= 0.03928 else ((v + 0.055) / 1.055) ** 2.4 for v in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((light(first), light(second)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def test_a_page_of_another_name_cannot_read_it(tmp_path: Path) -> None:
