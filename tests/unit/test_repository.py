@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -43,3 +44,19 @@ def test_the_citation_is_of_this_version() -> None:
 
 def test_what_to_do_about_a_vulnerability_is_said() -> None:
     assert "privately" in (ROOT / "SECURITY.md").read_text()
+
+
+def test_the_front_page_is_short_and_names_only_files_that_are_there() -> None:
+    """As paths, since a package index would break links that are relative."""
+    page = (ROOT / "README.md").read_text()
+    assert len(page.split()) <= 700
+    assert not re.search(r"\]\((?!https:)", page)
+    named = re.findall(r"`([\w./-]+\.md|docs/)`", page)
+    assert len(named) >= 6 and all((ROOT / name).exists() for name in named)
+
+
+def test_the_changelog_can_be_read_to_its_end() -> None:
+    """Each release says what it has, not how it came about."""
+    releases = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+    assert releases[0].startswith(f"[{_project()['version']}]")
+    assert all(0 < len(re.findall(r"^- ", one, re.MULTILINE)) <= 40 for one in releases)
