@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,13 @@ def _commands() -> str:
     text = get_docs_for_click(obj=command, ctx=context, name="recpoint", indent=1)
     # The page has said it: everything up to the first command's heading but the list of commands.
     text = text[text.index("**Options**") :]
+    # Lines that a help text indents become a block of code.
+    text = re.sub(r"(?m)(?<=\S\n)((?:^ {2,}\S.*\n)+)", _as_code, text)
     return text.replace("```console", "```text")
+
+
+def _as_code(lines: re.Match[str]) -> str:
+    return "\n" + textwrap.indent(textwrap.dedent(lines[0]), "    ") + "\n"
 
 
 def _exit_codes() -> str:

@@ -7,6 +7,7 @@ environment and where its output goes, and ends as the forked process does.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -18,7 +19,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from tests.forked_program import ForkedProgram
+from tests.forked_program import ForkedProgram, be_code, be_module
 
 __all__ = ["forked_programs"]
 
@@ -62,11 +63,19 @@ class _Asked(socketserver.StreamRequestHandler):
         process = ForkedProgram(
             _run, arguments, environment=environment, output=output, directory=Path(directory)
         )
+        threading.Thread(target=self._end_with_script, args=(process,), daemon=True).start()
         try:
             code = process.wait()
         finally:
             process.kill()
-        self.wfile.write(f"{code if code >= 0 else 128 - code}\n".encode())
+        with contextlib.suppress(BrokenPipeError):  # the script was ended
+            self.wfile.write(f"{code if code >= 0 else 128 - code}\n".encode())
+
+    def _end_with_script(self, process: ForkedProgram) -> None:
+        """End the process when a signal has ended the script; the script sends nothing more."""
+        with contextlib.suppress(OSError):
+            self.connection.recv(1)
+        process.terminate()
 
 
 def _run(program: str, *arguments: str) -> None:
@@ -75,6 +84,10 @@ def _run(program: str, *arguments: str) -> None:
         from recpoint.__main__ import main
 
         main()
+    elif arguments[0] == "-m":
+        be_module(*arguments[1:])
+    elif arguments[0] == "-c":
+        be_code(*arguments[1:])
     else:
         sys.argv = list(arguments)
         sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))

@@ -113,7 +113,7 @@ class Shell:
         self._output = directory.parent / f"{directory.name}.output"
         self._read = 0
         self._told = os.pipe()  # exit codes
-        with self._output.open("wb") as output:
+        with self._output.open("ab") as output:  # forked programs open it, too
             self._bash = subprocess.Popen(
                 ["bash"],
                 cwd=directory,
