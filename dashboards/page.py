@@ -49,7 +49,7 @@ _TEXT, _SOFT, _LINE, _GROUND = "var(--text)", "var(--soft)", "var(--line)", "var
 
 
 class Window(NamedTuple):
-    """A window of time that charts show. `seconds`: None: as long as the newest checkpoints."""
+    """A window of time that charts show. `seconds` None: the newest checkpoints decide it."""
 
     name: str
     seconds: int | None
@@ -90,7 +90,7 @@ def drawn(overview: RunOverview, window: Window) -> Drawn:
     if window.seconds is None:
         found = [one for one in reversed(overview.checkpoints[:NEWEST]) if one.error is None]
         first_ms = min((one.committed_ms for one in found), default=newest_ms)
-        # A bar is as wide as it is: its half must not hang over the end of the axis.
+        # Half of the first and of the last bar lies beyond its commit.
         margin_ms = max((newest_ms - first_ms) // 50, 1000)
         return Drawn(found, first_ms - margin_ms, newest_ms + margin_ms, "", True)
     # A trainer's clock may be ahead of this host's.

@@ -76,7 +76,7 @@ FIELDS = (
 
 
 class Alert(NamedTuple):
-    """What is wrong, as a sentence, and what to do next; empty: nothing that a person can do."""
+    """What is wrong, as a sentence, and what to do next."""
 
     cause: str
     next_step: str
@@ -130,12 +130,12 @@ def alerts(seen: Seen, now: float) -> list[Alert]:
         age = seen.age_seconds()
         silence = "" if age is None else f" for {duration_text(age)}"
         cause = f"No answer{silence}: a look at the store has begun and has not come back."
-        found.append(Alert(cause, "look whether this host still reaches the store"))
+        found.append(Alert(cause, "check that this host still reaches the store"))
     return found + [_alert(alarm) for alarm in seen.alarms]
 
 
 def _alert(alarm: Alarm) -> Alert:
-    """An alarm; the advice of the error that it repeats stands with the alarm's own."""
+    """An alarm; the next step of an error that it quotes is added to its own."""
     words, _, advice = plain(alarm.text).partition(". Next: ")
     subject, _, cause = words.partition(": ")
     if cause.startswith(f"{subject}: "):
@@ -194,7 +194,7 @@ def _risk(overview: RunOverview) -> Figure:
 
 
 def figures(overview: RunOverview) -> dict[str, Figure]:
-    """The headline figure of a run and those beside it, by `FIGURES`; those that there are."""
+    """The figures of a run, by `FIGURES`; unknown figures are left out."""
     lag = overview.lag
     found = {}
     if overview.generation is not None:
@@ -306,7 +306,7 @@ def run_row(run: WatchedRun) -> tuple[str, ...]:
 
 
 def field_texts(overview: RunOverview) -> dict[str, str]:
-    """The other facts of one run, by `FIELDS`; those that there are."""
+    """The other facts of one run, by `FIELDS`; unknown facts are empty."""
     totals, restore = overview.totals, overview.restore
     written = chain = validated = ""
     if totals.checkpoints:

@@ -63,7 +63,7 @@ def take(images: Path) -> None:
             executable_path=shutil.which("chromium"), args=list(CHROMIUM_ARGUMENTS)
         )
         stack.callback(chromium.close)
-        page = chromium.new_page(viewport={"width": 1280, "height": 330})
+        page = chromium.new_page(viewport={"width": 1280, "height": 375})
         page.goto(address)
         for state in ("ended", "fine", "ALARM"):
             page.get_by_text(state, exact=True).wait_for(timeout=1000 * _SECONDS)
@@ -82,7 +82,7 @@ def _save(page: Page, path: Path) -> None:
 
 def _settled(page: Page) -> None:
     page.get_by_text("validated", exact=True).first.wait_for(timeout=1000 * _SECONDS)
-    until(lambda: page.locator("canvas").count() == 3)
+    until(lambda: page.locator(".chart svg").count() == 3)
     page.wait_for_load_state("networkidle")
 
 

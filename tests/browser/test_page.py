@@ -438,7 +438,7 @@ def test_texts_can_be_read_and_parts_have_roles(page: Page, tmp_path: Path) -> N
     run, _ = small_run(tmp_path / "run")
     with dashboard(tmp_path / "log", run.url, str(tmp_path / "nowhere")) as address:
         page.goto(address)
-        until(lambda: cells(page, 1)[0] == "NO ANSWER" and cells(page)[0] == "fine")
+        until(lambda: cells(page)[0] == "NO ANSWER" and cells(page, 1)[0] == "fine")
         assert page.get_by_role("main").count() == page.get_by_role("table").count() == 1
         assert page.get_by_role("columnheader").count() == 10
         assert page.get_by_role("rowheader").count() == 2
@@ -491,10 +491,12 @@ def test_nothing_overflows_and_all_can_be_read(
     ):
         page.goto(address + path)
         shows(page, words)
-        until(lambda count=charts: page.locator(".chart svg:visible").count() == count)
+        if charts:
+            page.locator(".chart svg:visible").nth(charts - 1).wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.evaluate(CLIPPED) == page.evaluate(LOW_CONTRAST) == []
         assert page.evaluate(NOT_RIGHT) == []
+        assert page.locator("td.number").count() or path == "run/2"
         dark = (
             page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
         )
