@@ -1,1 +1,1 @@
-"""One file a claim; each compares side by side in one run: `python -m benchmarks NAME`."""
+"""Measures recpoint's claims, one file for each, all sides in one run: `-m benchmarks NAME`."""

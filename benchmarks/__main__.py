@@ -1,4 +1,4 @@
-"""`python -m benchmarks` lists the benchmarks, `python -m benchmarks NAME` runs one."""
+"""Lists the benchmarks (`python -m benchmarks`) or runs one (`python -m benchmarks NAME`)."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ NAMES = (
     "soak",
 )
 
-#: Modules of this checkout: if one cannot be imported, that is no want of the machine.
+#: Modules of this checkout: an import error in them is a bug, not a package that is not installed.
 _OURS = ("recpoint", "benchmarks", "tests")
 
 
 def main(arguments: list[str]) -> int:
-    """Run the benchmark named first, or `all` of them; the other arguments are its own."""
+    """Runs the benchmark named by the first argument, or `all`; returns the exit code."""
     if not arguments:
         print("usage: python -m benchmarks NAME [--smoke] [--plot]")
         print("       python -m benchmarks all --out DIR [--smoke] [--only NAME ...]\n")
@@ -70,11 +70,11 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", allow_abbrev=False)
     parser.add_argument("name", choices=(*NAMES, "all"))
     parser.add_argument(
-        "--smoke", action="store_true", help="sizes that take seconds; its figures mean nothing"
+        "--smoke", action="store_true", help="tiny sizes, for seconds; the figures mean nothing"
     )
     parser.add_argument("--plot", action="store_true", help="bytes: draw docs/images/bytes*.png")
-    parser.add_argument("--out", type=Path, help="all: the directory for what is measured")
-    parser.add_argument("--only", nargs="+", choices=NAMES, help="all: these and no others")
+    parser.add_argument("--out", type=Path, help="all: the directory for the results")
+    parser.add_argument("--only", nargs="+", choices=NAMES, help="all: run only these")
     given = parser.parse_args(arguments)
     if given.plot and given.name != "bytes":
         parser.error(f"--plot: found with {given.name}, expected with bytes only")
@@ -87,11 +87,11 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 def _require_its_keys(report: Report, benchmark: ModuleType) -> None:
-    """Whoever reads figures finds the same keys in every run, small or full, on any machine."""
+    """Checks that a report has exactly its module's KEYS, in every run and on any machine."""
     found, expected = report.figures.keys() | report.not_run.keys(), set(benchmark.KEYS)
     if found != expected:
         raise AssertionError(
-            f"{report.name}: figures {sorted(found - expected)} are in no KEYS of its module, "
+            f"{report.name}: figures {sorted(found - expected)} are not in KEYS of its module, "
             f"and {sorted(expected - found)} were not measured"
         )
 

@@ -1,9 +1,9 @@
-"""What restoring from fewer bits costs: loss and AUC right after a restore, and at the run's end.
+"""Measures what restores from fewer bits cost: log loss and AUC after a restore and at the end.
 
-Relative losses are in percent of the value before: the rise of the log loss, the fall of the AUC,
-both on a test set of 100,000 samples that lies after the training data. Dense layers and optimizer
-state come back exactly, as they always do. All tables are quantized, as `bits=N` does; with "rule"
-those of at most 2^14 values are exact, as `bits="auto"` has it.
+Relative losses are in percent of the value before: the rise of the log loss and the fall of the
+AUC, both on a test set of 100,000 samples that lies after the training data. Dense layers and
+optimizer state are always restored exactly. All tables are quantized, as with `bits=N`; with
+"rule", tables of at most 2^14 values stay exact, as with `bits="auto"`.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ KEYS = (
 SCHEMES = ("symmetric", "asymmetric", "greedy", "refit", "k-means", "auto", "rule")
 #: Expected restores -> the width that the rule chooses.
 RULE = {restores: bits_for(1000 * restores) for restores in (1, 3, 20, 100)}
-#: What a relative loss has to stay below, in percent.
+#: The relative loss must stay below this, in percent.
 LIMIT = 0.01
 
 _RETAIL_16, _RETAIL_64, _CRITEO = "retail 16", "retail 64", "Criteo's shape"
-#: Seeds of each task. That of ten is where the ends of runs are compared in pairs.
+#: Number of seeds of each task. On the task with ten seeds, the ends of runs are compared in pairs.
 _SEEDS = {_RETAIL_64: 3, _CRITEO: 3, _RETAIL_16: 10}
 #: Seeds of each task of a smoke run.
 _SMOKE_SEEDS = {_RETAIL_64: 1, _CRITEO: 1, _RETAIL_16: 3}
 
 
 class Immediate(NamedTuple):
-    """What one restore, right before the test, does to a model."""
+    """The effect on a model of one restore just before the test."""
 
     scheme: str
     bits: int
@@ -60,7 +60,7 @@ class Immediate(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """A run restored `restores` times: what the last one did at once, and where the run ended."""
+    """A run with `restores` restores: the immediate effect of the last one, and the final score."""
 
     restores: int
     bits: int
@@ -70,9 +70,9 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """All that was measured on one task with one seed; `never` is the run without a restore.
+    """All measurements of one task with one seed; `never` is the run without a restore.
 
-    `paired`: of the task of which the ends of runs count.
+    `paired`: whether this is the task whose ends of runs are compared in pairs.
     """
 
     task: str
@@ -84,15 +84,15 @@ class Outcome:
 
 
 def run(*, smoke: bool) -> Report:
-    """Train every task with every seed, and compare.
+    """Trains every task with every seed, and compares.
 
-    `relative_loss_<b>bit` is the default quantizer's, right after a restore at the end of the run:
-    the mean over the seeds, the worse of log loss and AUC, the worst task. For
-    `relative_loss_at_rule` the run is restored as often as the rule expects for the width, at even
-    distances, small tables exactly, and the last of these restores is judged: the worst of all
-    tasks and seeds, three or more of each task. `paired_mean` and `paired_ci95` (half the interval)
-    compare the ends of such runs with that of the same run without any restore, over ten seeds of
-    the retail task at d = 16: the worst of the widths.
+    `relative_loss_<b>bit` is the loss of the default quantizer just after a restore at the end of
+    the run: the mean over the seeds, the worse of log loss and AUC, of the worst task. For
+    `relative_loss_at_rule`, the run is restored as often as the rule expects for the width, at even
+    distances, with small tables exact. The figure is the loss at the last of these restores, the
+    worst of all tasks and seeds, with three or more seeds of each task. `paired_mean` and
+    `paired_ci95` (half the interval) compare the ends of such runs with the end of the same run
+    without restores, over ten seeds of the retail task at d = 16: the worst of the widths.
     """
     _gate(smoke)
     jobs = [
@@ -118,9 +118,9 @@ def _task(name: str, smoke: bool) -> Task:
 
 
 def _measure(name: str, seed: int, smoke: bool) -> Outcome:
-    """One task, one seed, in a process with one thread: bits do not depend on the machine's load.
+    """Measures one task with one seed, in one thread, so that results do not depend on the load.
 
-    The first seed has all schemes, the others the default one only.
+    The first seed measures all schemes, the others only the default scheme.
     """
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
@@ -148,12 +148,15 @@ def _measure(name: str, seed: int, smoke: bool) -> Outcome:
 
 
 def _can_cluster(name: str, bits: int, smoke: bool) -> bool:
-    """K-means of 64 values a row takes a quarter of an hour; 16 values have 16 clusters at most."""
+    """Whether k-means is measured.
+
+    Rows of 64 values would take a quarter of an hour. At 8 bits, 16 values have too few clusters.
+    """
     return bits < 8 and name != _RETAIL_64 and not smoke
 
 
 def _restore_tables(model: Any, bits: int, scheme: str, *, step: int) -> None:
-    """Put into the model's tables what comes back from a checkpoint of `step`."""
+    """Replaces the model's tables by their values after a restore from a checkpoint of `step`."""
     with torch.no_grad():
         for table in model.tables.values():
             if scheme == "rule" and table.weight.numel() <= Precision().small_table_values:
@@ -163,7 +166,7 @@ def _restore_tables(model: Any, bits: int, scheme: str, *, step: int) -> None:
 
 
 def _after_restore(task: Task, model: Any, bits: int, scheme: str) -> Score:
-    """The score of `model` with its tables restored; it is left as it was."""
+    """Returns the score of `model` with its tables restored; leaves the model unchanged."""
     kept = [table.weight.detach().clone() for table in model.tables.values()]
     if scheme == "k-means":
         _cluster_looked_up(task, model, bits)
@@ -177,7 +180,7 @@ def _after_restore(task: Task, model: Any, bits: int, scheme: str) -> Score:
 
 
 def _cluster_looked_up(task: Task, model: Any, bits: int) -> None:
-    """K-means takes long: only for the rows that the test looks up, as the others do not matter."""
+    """Applies k-means only to the rows that the test looks up, because it is slow."""
     with torch.no_grad():
         for column, table in enumerate(model.tables.values()):
             ids = task.test.sparse[:, column].unique()
@@ -204,7 +207,7 @@ def _restored_on_the_way(task: Task, seed: int, restores: int, bits: int, never:
 
 
 def _gate(smoke: bool) -> None:
-    """What comes back from a store is, bit for bit, what `restored_rows` gives; state is exact."""
+    """Checks that a store returns the bits of `restored_rows`, and optimizer state exactly."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
     batches, rows = (4, 1 << 10) if smoke else (50, 1 << 18)
     learned = retail(dim=16, batches=batches, tests=2, rows=rows).learn(0)
@@ -242,7 +245,7 @@ def _check_stored(learned: Any, where: Any, bits: Any, quantizer: QuantizerName)
 
 
 def report_of(outcomes: list[Outcome]) -> Report:
-    """The table and the figures of what was measured; see `run`."""
+    """Returns the report of the measured outcomes; `run` describes the figures."""
     report = Report(
         name="accuracy",
         columns=("loss and AUC, % worse", *(f"{bits} bits" for bits in WIDTHS)),
@@ -279,7 +282,7 @@ def report_of(outcomes: list[Outcome]) -> Report:
 
 
 def _rule(report: Report, outcomes: list[Outcome], tasks: list[str]) -> None:
-    """The runs that were restored on the way."""
+    """Adds the runs that were restored on the way to the report."""
     worst, paired = -math.inf, (-math.inf, 0.0)
     for restores, bits in RULE.items():
         for task in tasks:
@@ -292,7 +295,7 @@ def _rule(report: Report, outcomes: list[Outcome], tasks: list[str]) -> None:
                 paired = max(paired, loss, auc)
             report.notes.append(
                 f"{restores} restores at {bits} bits, {task}: the last one at worst "
-                f"{_both(at_once)} %; end of the run against that without restores "
+                f"{_both(at_once)} %; end of the run against a run without restores "
                 f"{_end(loss)} / {_end(auc)} % ({len(runs)} seeds)"
             )
     for outcome in outcomes:
@@ -300,15 +303,15 @@ def _rule(report: Report, outcomes: list[Outcome], tasks: list[str]) -> None:
         row = f"{outcome.task}, seed {outcome.seed}"
         report.rows.append((row, *(at_rule[bits] for bits in WIDTHS)))
     report.notes.append(
-        f"Rows of a seed: the last of {', '.join(map(str, RULE))} restores on the way, as many as "
-        "the rule expects for the width, against right before it."
+        f"Rows of a seed: loss at the last of {', '.join(map(str, RULE))} restores on the way, as "
+        "many as the rule expects for the width, against the value just before it."
     )
     report.figures["relative_loss_at_rule"] = worst
     report.figures["paired_mean"], report.figures["paired_ci95"] = paired
 
 
 def _ends(runs: list[Spread]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Mean and half the 95 % confidence interval, of the loss and of the AUC, over seeds."""
+    """Returns mean and half the 95 % confidence interval over seeds, of the loss and of the AUC."""
     loss, auc = ([s.at_end[part] for s in runs] for part in (0, 1))
     return _interval(loss), _interval(auc)
 
@@ -329,7 +332,7 @@ def _interval(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), half
 
 
-#: Fewer have no interval to speak of.
+#: With fewer values, no confidence interval is computed.
 _LEAST_PAIRS = 3
 #: Student's t, 97.5 %, by the number of values.
 _STUDENT = {

@@ -1,8 +1,8 @@
-"""`python -m benchmarks all`: every benchmark that this machine can run, into one directory.
+"""Runs every benchmark that this machine can run, into one directory: `python -m benchmarks all`.
 
-Each runs in a process of its own, and its file is written, whole or not at all, when it ends. Who
-calls it again has those run that are not there yet: a file counts if its commit, arguments and
-machine are those of now and its benchmark ended well. So it may be killed at any time.
+Each benchmark runs in its own process. Its file is written, whole or not at all, when it ends. A
+second call runs only what is missing: it keeps a file if the benchmark succeeded, with the current
+commit, arguments and machine. So the command may be killed at any time.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ __all__ = ["run_all"]
 _ROOT = Path(__file__).resolve().parents[1]
 _LAST_LINES = 20
 
-#: What a file of one benchmark holds, and the table of all is made of.
+#: The contents of one benchmark's file; the table of all benchmarks is made from them.
 Result = dict[str, Any]
 
 
 def run_all(names: Sequence[str], out: Path, *, smoke: bool) -> int:
-    """Run these benchmarks, and write DIR/NAME.json for each, DIR/all.json and DIR/all.md.
+    """Runs benchmarks, and writes OUT/NAME.json for each, OUT/all.json and OUT/all.md.
 
     Args:
         names: benchmarks, in the order in which they run.
-        out: the directory, made if it is not there.
-        smoke: have each take seconds, with tiny sizes.
+        out: the directory; created if it does not exist.
+        smoke: whether to use tiny sizes, with which each benchmark takes seconds.
 
     Returns:
-        An exit code: 1 if one failed.
+        An exit code: 1 if a benchmark failed, else 0.
     """
     out.mkdir(parents=True, exist_ok=True)
     where = {
@@ -70,18 +70,18 @@ def run_all(names: Sequence[str], out: Path, *, smoke: bool) -> int:
 
 
 def _finished(file: Path, where: Mapping[str, Any]) -> Result | None:
-    """The result that `file` holds, if it need not be measured again."""
+    """Returns the result in `file`; None if the benchmark must run again."""
     try:
         found: Result = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-    # Without git nobody knows what ran.
+    # Without git, it is unknown which code gave the result.
     same = where["commit"] != "unknown" and all(found.get(k) == v for k, v in where.items())
     return found if same and found.get("exit_code") == 0 else None
 
 
 def _run(name: str, where: Mapping[str, Any]) -> Result:
-    """Run one benchmark in a process of its own; what it says goes on to standard error."""
+    """Runs one benchmark in its own process, and forwards its output to standard error."""
     began = datetime.now(UTC).isoformat(timespec="seconds")
     start = perf_counter()
     last: deque[str] = deque(maxlen=_LAST_LINES)
@@ -99,21 +99,21 @@ def _run(name: str, where: Mapping[str, Any]) -> Result:
             last.append(line.rstrip("\n"))
     ended = {"benchmark": name, **where, "began": began, "seconds": perf_counter() - start}
     if process.returncode == 0:
-        # Threads and children may say something at the very end.
+        # Threads and children may still print after the last line of the benchmark.
         printed = next(line for line in reversed(last) if line.startswith('{"name"'))
         return {**ended, "exit_code": 0, "report": json.loads(printed)}
     return {**ended, "exit_code": process.returncode, "last_lines": list(last)}
 
 
 def _write(file: Path, text: str) -> None:
-    """Put `text` in place of what the file holds, at once."""
+    """Replaces the contents of `file` by `text` atomically."""
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     beside.write_text(text + "\n", encoding="utf-8")
     beside.replace(file)
 
 
 def _state(result: Result) -> str:
-    """How it ended, in a few words."""
+    """Returns in a few words how a benchmark ended."""
     if result["exit_code"]:
         return f"failed with exit code {result['exit_code']}"
     report = result["report"]
@@ -161,7 +161,7 @@ def _header(document: Mapping[str, Any]) -> list[str]:
 
 
 def _rows(name: str, result: Result) -> list[tuple[str, str, str, str]]:
-    """Benchmark, key, value and spread of each figure, of each time, and of the machine."""
+    """Returns rows (benchmark, key, value, spread): figures, times and the machine's load."""
     if result["exit_code"]:
         return [(name, "", _state(result), "")]
     report = result["report"]

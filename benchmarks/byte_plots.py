@@ -1,4 +1,4 @@
-"""What `bytes` counted, as pictures: bytes of each interval, and bytes kept over time."""
+"""Draws the bytes that the benchmark `bytes` counted: written in each interval, and kept."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _IMAGES = ROOT / "docs" / "images"
 
 
 def plot(name: str, title: str, counted: Sequence[Counted]) -> Path:
-    """Draw the plans of one source and width, in shares of a full fp32 checkpoint.
+    """Draws the plans of one source and width, as shares of a full fp32 checkpoint.
 
     Returns:
-        The picture, docs/images/<name>.png.
+        The path of the picture, docs/images/<name>.png.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""The runs whose bytes are counted: which rows each interval changes, and what else is stored."""
+"""Provides the runs for `bytes`: the rows that each interval changes, and what else is stored."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ __all__ = ["WIDTHS", "OptimizerName", "Source", "criteo_shaped", "fleet", "retai
 WIDTHS: tuple[FixedBits, ...] = (2, 3, 4, 8, "lossless")
 OptimizerName = Literal["row-wise Adagrad", "Adagrad", "Adagrad, state=16"]
 
-#: A job and its manifest, as an agent has stored them: what a checkpoint is apart from its rows.
+#: A job and its manifest as an agent stored them: everything of a checkpoint except its rows.
 Stored = tuple[Job, Manifest]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A run.
+    """A run whose bytes are counted.
 
     Attributes:
         name: for tables and plots.
-        tables: what is trained.
-        masks: for each interval, which rows it changes, the tables' rows one after another.
-        templates: a full and an increment of such a run, for each width.
-        consolidated: the manifest of both merged.
-        forms: for each width, of the rows of each table.
+        tables: the embedding tables that are trained.
+        masks: for each interval, whether it changes each row; the tables' rows are concatenated.
+        templates: for each width, a full and an increment of such a run.
+        consolidated: for each width, the manifest of the full and the increment merged.
+        forms: for each width, the stored form of the rows of each table.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Source:
 
 
 def fleet(*, smoke: bool) -> Source:
-    """Check-N-Run's curve: one table of 10 million rows of 64 values, row-wise Adagrad."""
+    """Returns a run with Check-N-Run's curve: 10 million rows of 64 values, row-wise Adagrad."""
     examples_on_path()
     from train_dlrm import DLRM
 
@@ -88,7 +88,7 @@ def fleet(*, smoke: bool) -> Source:
 
 
 def _forms_like(sample: Tensor, rows: int) -> dict[FixedBits, Form]:
-    """Forms of `rows` rows, each one of `sample` with noise of a hundredth of its values."""
+    """Returns forms of `rows` rows, each a row of `sample` with 1 % noise on its values."""
     forms: dict[FixedBits, Form] = {bits: np.zeros(rows, np.uint8) for bits in WIDTHS}
     generator = torch.Generator().manual_seed(5)
     for first in range(0, rows, len(sample)):
@@ -101,7 +101,7 @@ def _forms_like(sample: Tensor, rows: int) -> dict[FixedBits, Form]:
 
 
 def retail(*, smoke: bool, optimizer: OptimizerName = "row-wise Adagrad") -> Source:
-    """The bundled purchases, one pass, a checkpoint after each fiftieth of the log; d = 16."""
+    """Returns one pass of the bundled purchases: a checkpoint after each fiftieth, d = 16."""
     examples_on_path()
     from retail import RetailReader
     from train_dlrm import DLRM
@@ -116,10 +116,10 @@ def retail(*, smoke: bool, optimizer: OptimizerName = "row-wise Adagrad") -> Sou
 
 
 def criteo_shaped(*, smoke: bool) -> Source:
-    """A log of Criteo's shape in tables of at most 2^20 rows of 16 values, 24 intervals.
+    """Returns a run on a log of Criteo's shape: tables of at most 2^20 rows of 16 values.
 
-    Each interval has as many lines for a row of the tables as 2 % of the published log has for a
-    row of the published ones.
+    It has 24 intervals. The ratio of an interval's lines to table rows equals the ratio of 2 % of
+    the published log's lines to the published tables' rows.
     """
     examples_on_path()
     from criteo import CriteoShapeReader
@@ -148,16 +148,17 @@ def _trained(
     each: int | None = None,
     train: int | None = None,
 ) -> Source:
-    """A source of what `model` is trained on.
+    """Returns a source of the rows that training `model` changes.
 
     Args:
-        name: the source's.
-        model: is trained here.
+        name: of the source.
+        model: trained here.
         optimizer: of the tables.
         batches: of the whole run, in order.
-        intervals: into how many they are cut.
-        each: batches of an interval; None: all of them, which are a list, in equal parts.
-        train: how many of the batches the model is trained on; of all, the rows are known.
+        intervals: number of intervals.
+        each: batches in each interval; None: `batches` is a list and is divided evenly.
+        train: number of batches on which the model is really trained; the changed rows are taken
+            from all batches.
     """
     rows = [len(table.weight) for table in model.tables.values()]
     starts = np.cumsum([0, *rows])
@@ -200,7 +201,7 @@ def _trained(
 
 
 def _smaller(model: Any) -> Any:
-    """The model with at most 2,048 rows a table: dense layers and names are the same."""
+    """Returns the model with at most 2,048 rows in each table; dense layers and names stay."""
     tables = {name: min(len(table.weight), 2048) for name, table in model.tables.items()}
     if isinstance(model, CriteoDLRM):
         return CriteoDLRM(tables)
@@ -232,19 +233,19 @@ def _learn(model: Any, optimizers: list[torch.optim.Optimizer], batch: Any) -> N
         each.step()
 
 
-# --- what an agent really stores ------------------------------------------------------------------
+# --- checked against what an agent stores ---------------------------------------------------------
 
 
 def _stored(
     model: Any, optimizer: OptimizerName, batches: Iterator[Any]
 ) -> tuple[dict[FixedBits, dict[Kind, Stored]], dict[FixedBits, Manifest]]:
-    """A full and an increment of `model` in each width, stored, and counted to the byte.
+    """Stores a full and an increment of `model` in each width, and compares them with the count.
 
     Returns:
-        Both, and the manifest of the full that consolidation makes of them.
+        Both, and the manifest of the full into which consolidation merges them.
 
     Raises:
-        RuntimeError: what is counted is not what was stored.
+        RuntimeError: the counted bytes differ from the stored bytes.
     """
     optimizers = _optimizers(model, optimizer)
     state: StateBits = 16 if optimizer.endswith("16") else "lossless"
@@ -273,7 +274,7 @@ def _stored(
 
 
 def _merged(url: str, job: Job, manifest: Manifest, ids: list[Any], forms: list[Form]) -> Manifest:
-    """Consolidate an increment with its full, and compare with what is counted."""
+    """Consolidates an increment with its full, and compares the bytes with the counted bytes."""
     run = Run.open(open_store(url))
     plan = plan_consolidation(run, ManifestName(job.step, job.generation))
     consolidate(run, plan)
@@ -288,7 +289,7 @@ def _merged(url: str, job: Job, manifest: Manifest, ids: list[Any], forms: list[
 
 
 def _compared(tracked: StagedRun, url: str) -> tuple[list[Any], list[Form], Stored]:
-    """Cut and persist; the ids, what the rows are stored as, and what was stored."""
+    """Cuts and persists a checkpoint; returns its row ids, the rows' forms, and what was stored."""
     path = tracked.cut()
     staged = open_slot(path, read_job(path))
     ids: list[Any] = []

@@ -1,7 +1,7 @@
-"""Bytes written and kept, by policy and width, against a full fp32 checkpoint each interval.
+"""Counts bytes written and kept, by policy and width, against full fp32 checkpoints.
 
 Every stored byte counts: codes, row parameters, optimizer state, row ids, dense layers, headers,
-manifests. What consolidation writes in the background has a column of its own.
+manifests. Bytes that consolidation writes in the background have their own column.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ KEYS = tuple(
 
 
 class Plan(NamedTuple):
-    """A policy, and how many increments are merged into a new full as soon as they are there."""
+    """A policy, and after how many increments the chain is merged into a new full; None: never."""
 
     name: str
     policy: Policy
@@ -64,12 +64,13 @@ PLANS = (
     Plan("continuous, 8 merged", Continuous(), 8),
     Plan("continuous, each merged", Continuous(), 1),
 )
-#: Write bandwidth and capacity that the paper reports, on its fleet, with the intermittent policy.
+#: The reductions of write bandwidth and capacity that the paper reports for its fleet with the
+#: intermittent policy.
 PAPER: Mapping[FixedBits, str] = {2: "17 / 8", 8: "6 / 2.5"}
 
 
 class Counted(NamedTuple):
-    """One plan in one width: its checkpoints, and the bytes of a full one in fp32."""
+    """One plan in one width: its checkpoints, and the bytes of a full fp32 checkpoint."""
 
     plan: str
     bits: FixedBits
@@ -78,37 +79,37 @@ class Counted(NamedTuple):
 
     @property
     def bandwidth(self) -> float:
-        """Times fewer bytes written by the trainer's checkpoints."""
+        """The factor by which the trainer's checkpoints write fewer bytes than full fp32 ones."""
         return self.full_fp32 / statistics.fmean(taken.written for taken in self.taken)
 
     @property
     def bandwidth_merging(self) -> float:
-        """The same with what consolidation writes."""
+        """`bandwidth` with the bytes that consolidation writes included."""
         return self.full_fp32 / statistics.fmean(t.written + t.merged[1] for t in self.taken)
 
     @property
     def capacity(self) -> float:
-        """Times fewer bytes kept, at the worst interval."""
+        """The factor by which fewer bytes are kept, at the worst interval."""
         return self.full_fp32 / max(taken.kept for taken in self.taken)
 
     @property
     def capacity_at_commit(self) -> float:
-        """The same as a checkpoint, or a merged full, is committed: the old chain is there too."""
+        """`capacity` at the moment of a commit, when the old chain is still stored."""
         return self.full_fp32 / max(taken.there for taken in self.taken)
 
 
 def run(*, smoke: bool, plot: bool = False) -> Report:
-    """Count all plans in all widths on all sources.
+    """Counts the bytes of all plans in all widths on all sources.
 
-    Means are over all checkpoints of a run, the first full included; capacity is what has to be
-    kept to restore the newest checkpoint, at its peak, which is how the paper counts. A store holds
-    more than that: `_at_commit` counts what is there until a new full, or one that was merged, is
-    committed and the chain before it deleted. `bandwidth_x` and `capacity_x` are those of
-    one policy, the one whose checkpoints write the fewest bytes, and among equals keep the fewest;
-    `_merging_counted` adds what consolidation writes for it. `bandwidth_x_…_all` is the best of all
-    policies with that added. The gate: of a full, an increment
-    and both consolidated, of each source in each width, as many bytes are stored, object by object,
-    as are counted here.
+    Means are over all checkpoints of a run, the first full included. Capacity is the peak of the
+    bytes that must be kept to restore the newest checkpoint, as the paper counts it. A store holds
+    more: `_at_commit` also counts the old chain, which is deleted only after a new or merged full
+    is committed. `bandwidth_x` and `capacity_x` belong to one policy: the policy that writes the
+    fewest bytes and, among equals, keeps the fewest. `_merging_counted` adds the bytes that
+    consolidation writes for that policy. `bandwidth_x_…_all` is the best of all policies with those
+    bytes added.
+    The gate: for each source and width, a full, an increment and both consolidated have as many
+    stored bytes, object by object, as are counted here.
     """
     report = Report(
         name="bytes",
@@ -142,7 +143,7 @@ def run(*, smoke: bool, plot: bool = False) -> Report:
 
 
 def count(source: Source) -> list[Counted]:
-    """All plans in all widths."""
+    """Counts all plans in all widths on one source."""
     sizes = _Sizes(source)
     intervals, full = len(source.masks), sizes.full_fp32
     counted = []
@@ -160,7 +161,7 @@ def count(source: Source) -> list[Counted]:
 
 
 class _Sizes:
-    """Bytes of any checkpoint of a source."""
+    """Computes the bytes of any checkpoint of a source."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -169,18 +170,18 @@ class _Sizes:
 
     @property
     def full_fp32(self) -> int:
-        """Of tables, row states, dense layers and the rest, without a byte around them."""
+        """Returns the bytes of tables, row states and dense state, without headers and manifest."""
         job = self._source.templates["lossless"]["full"][0]
         tables = sum(_row_bytes(table.spec) * table.spec.rows for table in job.tables)
         real = sum(_row_bytes(spec) * spec.rows for spec in self._source.tables)
         return job.full_bytes - tables + real
 
     def of(self, bits: FixedBits) -> _OfWidth:
-        """Those of one width."""
+        """Returns the sizes for one width."""
         return _OfWidth(self, bits)
 
     def merging(self, bits: FixedBits) -> Callable[[Sequence[int]], int]:
-        """Merges into a full of its own; see `replay`."""
+        """Returns the argument `merge` of `replay`; it keeps its own merged full."""
         source = self._source
         job = self._with_rows(source.templates[bits]["increment"][0], None)
         manifest = source.consolidated[bits].model_copy(update={"tables": source.tables})
@@ -192,14 +193,14 @@ class _Sizes:
         return merge
 
     def _ids(self, mask: Mask) -> list[Ids]:
-        """Of each table."""
+        """Returns the changed row ids of each table."""
         return [
             np.flatnonzero(mask[start : start + spec.rows])
             for start, spec in zip(self._starts[:-1], self._source.tables, strict=True)
         ]
 
     def _with_rows(self, job: Job, ids: Sequence[Ids] | None) -> Job:
-        """The job with the real tables and these rows; None: all."""
+        """Returns the job with the real tables and these row ids; None: all rows."""
         tables = []
         for index, (spec, table) in enumerate(zip(self._source.tables, job.tables, strict=True)):
             rows = spec.rows if ids is None else len(ids[index])
@@ -221,7 +222,7 @@ class _OfWidth:
         self._sizes, self._bits = sizes, bits
 
     def __call__(self, since: int | None, to: int) -> int:
-        # One full is as large as another.
+        # All fulls have the same size.
         return self._sizes.parts(self._bits, since, 0 if since is None else to).total()
 
 
@@ -275,7 +276,7 @@ def _figures(report: Report, suffix: str, bits: FixedBits, counted: Sequence[Cou
 
 
 def _where(source: Source) -> str:
-    """Where the bytes of an increment go."""
+    """Returns the share of each kind of content in the bytes of an increment."""
     lines = []
     for bits in (2, 8):
         parts = _Sizes(source).parts(bits, 0, 1)

@@ -1,10 +1,10 @@
-"""Consolidating a chain of eight increments, against decoding it and writing it as a full.
+"""Measures the consolidation of eight increments against decoding and rewriting them as a full.
 
-One chain, from and to one S3 server: 4-bit rows with Adagrad state as it is, 26 % of the rows dirty
-in each increment. The rewrite restores the chain to memory and persists it as a full, quantized
-again; its snapshot, which a trainer would wait for, is not counted. `peak_extra_mb` is the memory
-that a process of its own takes beyond what it has after its imports. The gate: the consolidated
-full restores to the bits of the chain, state included (`bit_identical`).
+One chain is read from and written to one S3 server: 4-bit rows with exact Adagrad state, 26 % of
+the rows dirty in each increment. The rewrite restores the chain to memory and persists it as a
+full, quantized again; its snapshot, for which a trainer would wait, is not counted. `peak_extra_mb`
+is the memory that a separate process takes beyond its memory after the imports. The gate: the
+consolidated full restores to the bits of the chain, state included (`bit_identical`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ print(resident("VmHWM") - before)
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure it."""
+    """Measures both ways, after the gate."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
     rows, rounds = (5_000, 1) if smoke else (2_000_000, 5)
     model = Tables(count=2, rows=rows, dim=_DIM)
@@ -183,7 +183,7 @@ def _restored(url: str) -> MemoryTarget:
 
 
 def _forget(run: Run, plan: ConsolidationPlan) -> None:
-    """Remove what a consolidation wrote, so that the next one begins anew."""
+    """Removes what a consolidation wrote, so that the next one does all the work again."""
     run.store.delete(plan.target.key)
     for info in list(run.store.list(attempt_prefix(*plan.target.name, plan.attempt))):
         run.store.delete(info.key)

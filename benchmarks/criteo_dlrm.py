@@ -1,4 +1,4 @@
-"""The DLRMs that are published for Criteo's data, to be trained on rows of that shape."""
+"""Builds the DLRMs that are published for Criteo's data, for training on rows of that shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["KAGGLE", "MLPERF", "CriteoDLRM", "Widths"]
 
 
 class Widths(NamedTuple):
-    """Sizes of a DLRM: values of an embedding row, and of each layer of both towers."""
+    """Sizes of a DLRM: values in an embedding row, and units in each layer of both towers."""
 
     dim: int
     bottom: tuple[int, ...]
@@ -32,7 +32,7 @@ class CriteoDLRM(nn.Module):
     Args:
         tables: column name -> rows of its table.
         sparse: whether the tables have sparse gradients.
-        widths: its sizes.
+        widths: of its layers and embedding rows.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class CriteoDLRM(nn.Module):
         self.top = _layers((widths.dim + len(self.first), *widths.top), last=nn.Identity())
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
-        """Logits F32 [n] of dense F32 [n, 13] and sparse I64 [n, 26]."""
+        """Returns logits F32 [n] of dense F32 [n, 13] and sparse I64 [n, 26]."""
         rows = [table(sparse[:, c]) for c, table in enumerate(self.tables.values())]
         bottom = self.bottom(dense)
         stacked = torch.stack([bottom, *rows], dim=1)

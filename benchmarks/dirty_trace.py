@@ -1,7 +1,7 @@
-"""Which rows a fleet's training dirties, and what each policy then writes and keeps.
+"""Draws the rows that a fleet's training changes, and replays what a policy writes and keeps.
 
-The trace is drawn so that its one-shot curve is the one that Check-N-Run (NSDI 2022) shows for its
-models: 26 % of the rows in an interval, 52 % after eleven.
+The trace has the one-shot curve that Check-N-Run (NSDI 2022) shows for its models: 26 % of the rows
+changed after one interval, 52 % after eleven.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from recpoint.trainer_plugin.policy import BaseHistory, Policy, Tip, next_link
 
 __all__ = ["Checkpoint", "Mask", "Masks", "Sizes", "fleet_masks", "replay", "rows_since"]
 
-#: A bool for each row.
+#: A bool for each row: whether it has changed.
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
-#: One for each interval.
+#: A mask for each interval.
 Masks = Sequence[Mask]
 
 #: Bytes of a checkpoint taken after interval `to`, of the rows changed since the one taken after
@@ -33,15 +33,15 @@ _LOOKUPS_A_ROW = 16_828
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One interval's checkpoint.
+    """The checkpoint of one interval.
 
     Attributes:
         kind: full or increment.
-        written: bytes that it wrote.
-        kept: bytes that have to be kept from now on, so that it can be restored.
-        there: bytes that are there as it, or the full that it was merged into, is committed:
-            nothing that stood before can be deleted until then.
-        merged: bytes that consolidation then read, and wrote.
+        written: bytes that the checkpoint wrote.
+        kept: bytes that must be kept from now on to restore it.
+        there: bytes in the store when it, or the full that it was merged into, is committed: older
+            objects can be deleted only after that.
+        merged: bytes that consolidation then read, and bytes that it wrote.
     """
 
     kind: Kind
@@ -52,10 +52,10 @@ class Checkpoint:
 
 
 def fleet_masks(rows: int, intervals: int, *, seed: int) -> Masks:
-    """Rows changed in each interval, by the law of that curve; rows lie in no order of frequency.
+    """Draws the rows changed in each interval so that the trace has the curve.
 
-    Row of rank r is looked up with probability ∝ (r + rows/1000)^-3.292, 16,828 times a row in an
-    interval.
+    The row of rank r is looked up with probability ∝ (r + rows/1000)^-3.292. An interval has 16,828
+    lookups for each row on average. Rows are not in the order of their frequency.
     """
     generator = np.random.default_rng(seed)
     weight = (np.arange(rows) + rows / 1000) ** -_EXPONENT
@@ -65,7 +65,7 @@ def fleet_masks(rows: int, intervals: int, *, seed: int) -> Masks:
 
 
 def rows_since(masks: Masks, since: int, to: int) -> Mask:
-    """Rows changed in the intervals after `since`, up to and with `to`."""
+    """Returns the rows changed in the intervals after `since`, up to and including `to`."""
     changed = np.zeros_like(masks[to])
     for interval in range(since + 1, to + 1):
         changed |= masks[interval]
@@ -80,22 +80,22 @@ def replay(
     consolidate_every: int | None = None,
     merge: Callable[[Sequence[int]], int] | None = None,
 ) -> list[Checkpoint]:
-    """What a trainer with this policy writes, a checkpoint after each interval, 0 being the first.
+    """Replays the checkpoints of a trainer with this policy, one after each interval from 0 on.
 
     Args:
-        policy: as the trainer has it; its own functions decide here too.
-        intervals: how many.
-        sizes: bytes of a checkpoint.
-        consolidate_every: so many increments are merged into a new full once they are there, after
-            which the old chain is deleted. None: never.
-        merge: bytes of the full that comes of merging the increments taken after these intervals,
-            each of the rows changed in it, into the full before them; None: those of any full.
+        policy: the trainer's class, whose own functions decide here too.
+        intervals: number of intervals.
+        sizes: returns the bytes of a checkpoint.
+        consolidate_every: after so many increments, the chain is merged into a new full and the old
+            chain is deleted; None: never.
+        merge: returns the bytes of the full into which the increments taken after these intervals
+            are merged; None: every full has the same size.
     """
     taken: list[Checkpoint] = []
     tip: Tip | None = None
     history: BaseHistory | None = None
     base = 0  # the interval of the newest full
-    chain: list[int] = []  # bytes of what a restore reads, in order
+    chain: list[int] = []  # bytes of each checkpoint that a restore reads, in order
     for now in range(intervals):
         ref = CheckpointRef(step=now + 1, generation=1, attempt="0" * 32)
         link = next_link(tip, history, step=ref.step, tables=(), policy=policy)

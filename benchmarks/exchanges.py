@@ -1,7 +1,7 @@
-"""What an exchange between ranks takes: the two of a checkpoint are what agreeing on it costs.
+"""Measures an exchange between ranks; a checkpoint needs two exchanges to be agreed on.
 
-An exchange is an all-gather of gloo, a ring: as many hops, one after the other, as there are other
-ranks. Measured between processes of this machine, on whose cores they all have to fit.
+An exchange is an all-gather of gloo, a ring: one hop after the other, as many as there are other
+ranks. It is measured between processes of this machine, which share its cores.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from recpoint.trainer_plugin.ranks.ranks import Ranks
 
 __all__ = ["EXCHANGES", "hop_seconds"]
 
-#: Of a checkpoint: before the cut and after it (decision 29).
+#: Exchanges of a checkpoint: one before the cut and one after it (decision 29).
 EXCHANGES = 2
 
 _PATIENCE_SECONDS = 600.0
 
 
 def hop_seconds(ranks: int, count: int) -> float:
-    """Median seconds of an exchange between so many ranks, for each of its hops."""
+    """Returns the median seconds of an exchange between so many ranks, divided by its hops."""
     with tempfile.TemporaryDirectory(prefix="recpoint-exchanges-") as folder:
         processes = [
             subprocess.Popen(

@@ -1,7 +1,7 @@
-"""The least squared error of a row with one scale and offset, as nearly as patience finds it.
+"""Searches nearly exhaustively for the least squared error of a row with one scale and offset.
 
-A dense grid of pairs of ends, each followed by alternating least squares in binary64 until nothing
-changes: slow, and nothing of it is shared with the searches that it judges.
+It tries a dense grid of pairs of ends, each followed by alternating least squares in binary64 until
+nothing changes. It is slow, and shares no code with the searches that it judges.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROUNDS = 12
 
 
 def least_error(rows: Tensor, bits: int) -> float:
-    """Mean over f32 rows [n, dim] of the least sum of squared errors found for each."""
+    """Returns the mean, over f32 rows [n, dim], of each row's least sum of squared errors."""
     return float(_least(rows.double().numpy(), 2**bits - 1, _PLACES, _ROUNDS).mean())
 
 

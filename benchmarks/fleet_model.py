@@ -1,7 +1,8 @@
-"""What checkpoints of a fleet of trainer hosts cost, from what one machine does a second. Pure.
+"""Computes the costs of checkpoints for a fleet of trainer hosts from the rates of one machine.
 
-Everything is divided evenly: rows over ranks, ranks over hosts, and no host waits for another.
-Which checkpoints are fulls, and what has to be kept, is decided by the trainer's own policy.
+Everything is divided evenly: rows over ranks, ranks over hosts, and no host waits for another. The
+trainer's own policy decides which checkpoints are fulls and what must be kept. The functions are
+pure.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from recpoint.trainer_plugin.settings import FixedBits
 
 __all__ = ["PAPER_FLEET", "Costs", "Fleet", "Rates", "costs", "dirty_share"]
 
-#: Check-N-Run's fleet: its increments have 26 % of the rows after half an hour, and grow like this.
+#: In Check-N-Run's fleet, an increment has 26 % of the rows after half an hour; it grows with time
+#: by this exponent.
 _SHARE, _INTERVAL_MINUTES, _EXPONENT = 0.26, 30, 0.289
 
 _INTERVALS = 25
 
-#: Of an agent that persists one run: a group that is encoded, and one that is uploaded.
+#: An agent that persists one run holds two groups of chunks: one being encoded, one being uploaded.
 _SPOOL_BYTES = 2 * GROUP_SPOOL_BYTES
 
 
@@ -33,13 +35,13 @@ class Fleet:
     """Hosts that train one model.
 
     Attributes:
-        ranks: training processes, a GPU each.
-        hosts: they run on.
-        network_bytes: a second, of one host to the store.
-        dim: F32 values of a row.
-        state_bytes: of optimizer state of a row.
-        staging_bytes: of a host's memory, that its staging area may take.
-        hop_seconds: of a message between two hosts, beside what it takes on one.
+        ranks: training processes, with one GPU each.
+        hosts: machines on which the ranks run.
+        network_bytes: bytes a second from one host to the store.
+        dim: F32 values in a row.
+        state_bytes: bytes of a row's optimizer state.
+        staging_bytes: bytes of a host's memory that its staging area may take.
+        hop_seconds: time of a message between two hosts beyond its time within one host.
     """
 
     ranks: int
@@ -52,12 +54,12 @@ class Fleet:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row with its state, as it is trained."""
+        """Bytes of a row with its state, in the trainer's memory."""
         return 4 * self.dim + self.state_bytes
 
 
-#: The paper says neither how much memory a host has nor how fast messages are: assumed are 1.5 TB,
-#: of which `/dev/shm` takes half unless it is mounted larger, and 50 µs.
+#: The paper gives neither the memory of a host nor the time of a message. Assumed are 1.5 TB, of
+#: which `/dev/shm` takes half by default, and 50 µs.
 PAPER_FLEET = Fleet(
     ranks=128,
     hosts=16,
@@ -71,17 +73,18 @@ PAPER_FLEET = Fleet(
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What was measured on one machine.
+    """The rates measured on one machine.
 
     Attributes:
-        cut_bytes: a second, of marked rows into the slot, by one training process.
-        encode_bytes: by width: a second, of staged bytes into chunks in a store that costs nothing.
-        store_bytes: a second, of chunks into an S3 server on the same machine.
-        restore_bytes: by width: a second, of stored bytes read from memory, checked and decoded.
-        stored_row_bytes: by width: of a row of 64 values without state, in a full, all counted.
-        id_bytes: of a row's id in an increment, one more.
-        entry_bytes: of a chunk in a manifest.
-        hop_seconds: of an exchange between ranks of one host, for each other rank.
+        cut_bytes: bytes a second of marked rows that one training process cuts into the slot.
+        encode_bytes: by width, staged bytes a second encoded into chunks in a store in memory.
+        store_bytes: bytes a second of chunks uploaded to an S3 server on the same machine.
+        restore_bytes: by width, stored bytes a second read from memory, checked and decoded.
+        stored_row_bytes: by width, bytes of a row of 64 values without state in a full, with its
+            share of headers and manifest.
+        id_bytes: additional bytes of a row's id in an increment.
+        entry_bytes: bytes of a chunk's entry in a manifest.
+        hop_seconds: time of an exchange between ranks of one host, divided by the other ranks.
     """
 
     cut_bytes: float
@@ -96,22 +99,22 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Of one model, width, policy and interval.
+    """The costs of one model, width, policy and interval.
 
     Attributes:
-        stall_seconds: training waits for a full, the longest there is; coordination is in it.
-        coordination_seconds: of that, what ranks need to agree.
+        stall_seconds: the stall of a full, which is the longest; includes coordination.
+        coordination_seconds: the part of the stall in which ranks agree.
         persist_seconds: from the cut of a full to its commit.
-        lag_seconds: training that a crash costs at worst: an interval and the commit after it.
-        write_share: of a host's network, on average.
-        capacity: most bytes kept, over those of a full in F32.
-        restore_seconds: reading the longest chain, all hosts at once.
-        memory_bytes: of a host: the slots of its ranks as the trainer bounds them, a full for each
-            staged job, two bits a row for what is marked, and what an agent has encoded.
-        manifest_bytes: of a full's manifest.
-        chunks: of a full.
-        merge_seconds: one host that merges, at its network's speed, for each checkpoint.
-        uses: limit -> how much of it is used; above 1 it does not work.
+        lag_seconds: training that a crash loses at worst: an interval, and the time to the commit.
+        write_share: average share of a host's network that writing takes.
+        capacity: the most bytes kept, over the bytes of a full in F32.
+        restore_seconds: time to read the longest chain, all hosts at once.
+        memory_bytes: of a host: the slots of its ranks as the trainer bounds them, with a full for
+            each staged job; two bits a row for marks; and the chunks that an agent has encoded.
+        manifest_bytes: size of a full's manifest.
+        chunks: number of chunks in a full.
+        merge_seconds: time for each checkpoint in which one host merges, at its network's speed.
+        uses: limit -> share of it that is used; above 1, the fleet does not work.
     """
 
     stall_seconds: float
@@ -129,19 +132,19 @@ class Costs:
 
     @property
     def nearest(self) -> tuple[str, ...]:
-        """The limits, the one that is nearest first, or that is exceeded most."""
+        """The limits, from the one that is used most to the one that is used least."""
         return tuple(sorted(self.uses, key=lambda name: -self.uses[name]))
 
     @property
     def first(self) -> str:
-        """The nearest limit: what breaks first."""
+        """The nearest limit, which is exceeded first."""
         return self.nearest[0]
 
 
 def dirty_share(minutes: float) -> float:
-    """Of the rows, changed in so many minutes: 0.26 · (minutes / 30)^0.289, at most all.
+    """Returns the share of rows changed in so many minutes: 0.26 · (minutes / 30)^0.289, at most 1.
 
-    The paper shows it for 30 minutes to 5.5 hours; shorter is the curve's continuation.
+    The paper shows the curve for 30 minutes to 5.5 hours; for shorter times it is extrapolated.
     """
     grown: float = (minutes / _INTERVAL_MINUTES) ** _EXPONENT
     return min(1.0, _SHARE * grown)
@@ -160,19 +163,19 @@ def costs(
     merge_every: int | None = None,
     staged_jobs: int = 1,
 ) -> Costs:
-    """Of a run of 25 intervals.
+    """Computes the costs of a run of 25 intervals.
 
     Args:
-        fleet: what trains.
-        rates: what one machine does.
-        model_bytes: of all tables with their state.
-        bits: how rows are stored.
+        fleet: the hosts that train.
+        rates: measured on one machine.
+        model_bytes: bytes of all tables with their state.
+        bits: width in which rows are stored.
         policy: of the trainer.
         minutes: from one checkpoint to the next.
-        machines: measured ones that a host is worth, for all but the network.
-        record_bytes: most that a manifest may have.
-        merge_every: increments after which a chain is merged; None: never.
-        staged_jobs: checkpoints that may be on their way at once.
+        machines: number of measured machines that equal one host in all but the network.
+        record_bytes: the most bytes that a manifest may have.
+        merge_every: number of increments after which a chain is merged; None: never.
+        staged_jobs: the most checkpoints that may be on their way at once.
     """
     rows = model_bytes / fleet.row_bytes
     stored_row = rates.stored_row_bytes[bits] * fleet.dim / 64 + fleet.state_bytes

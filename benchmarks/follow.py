@@ -1,10 +1,10 @@
-"""From a commit to the version that requests see, in a real run: trainer, agent and follower.
+"""Measures the time from a commit to serving its version, with a trainer, agent and follower.
 
-A DLRM on generated data of Criteo's shape is trained by a process of its own and checkpointed every
-few batches, an agent persists, and `recpoint follow` reads each version. Measured: from the time
-that a manifest was written to the time that requests are given its version, by one clock. The
-follower looks every 0.25 s, so half of that is waiting for its next look. On a local directory
-and on a real S3 server on this host.
+One process trains a DLRM on generated data of Criteo's shape and checkpoints it every few batches,
+an agent persists, and `recpoint follow` reads each version. Measured is the time from the writing
+of a manifest to the moment when requests get its version, by one clock. The follower polls every
+0.25 s, so it waits half of that on average. The store is a local directory, and then a real S3
+server on this host.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ KEYS = ("commit_to_served_s", "commit_to_served_s3_s")
 
 _EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_dlrm.py"
 _POLL_SECONDS = 0.25
-#: Versions after the first: fewer have no median to speak of.
+#: Versions after the first that are measured at least: fewer give no useful median.
 _LEAST = 3
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure it."""
+    """Measures on both stores."""
     report = Report(
         name="follow",
         columns=("store", "versions", "increment MB", "commit to served s", "worst s"),
@@ -74,9 +74,9 @@ def run(*, smoke: bool) -> Report:
 
 
 def _served(url: str, folder: Path, *, smoke: bool) -> list[Mapping[str, Any]]:
-    """Each version after the first: seconds from commit to served, and bytes of its increment."""
+    """Returns, for each version after the first, seconds from commit to served and its bytes."""
     folder.mkdir()
-    # A smoke run trains until enough was served: how long that takes depends on the machine.
+    # A smoke run trains until enough versions were served, which takes longer on a slow machine.
     steps, interval = (10**6, 20) if smoke else (2000, 50)
     follow = [sys.executable, "-m", "recpoint", "follow", url, "--json"]
     train = [sys.executable, str(_EXAMPLE), "--run", url, "--data", "criteo-shape"]
@@ -121,7 +121,7 @@ def _served(url: str, folder: Path, *, smoke: bool) -> list[Mapping[str, Any]]:
 
 
 def _train_until(command: list[str], enough: Callable[[], bool]) -> None:
-    """Train until `enough` says so, and kill the trainer."""
+    """Trains until `enough` returns True, then kills the trainer."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as trainer:
         try:
             until(lambda: enough() or trainer.poll() is not None, seconds=200)

@@ -1,12 +1,13 @@
-"""The Triton kernels on a GPU against copy ceilings of the same run, after a gate of correctness.
+"""Measures the Triton kernels on a GPU against copy rates of the same run, after checking them.
 
-Times are those of the device: while a spinning kernel keeps it busy, the host enqueues an event,
-the call and another event, so that neither Python nor the launch is between the two. `collect_many`
-waits for the device itself; its time is that of the clock on the wall. Tables have 64 floats a row
-and a row-wise optimizer state; 26 of them, as in Criteo's data sets. A traffic is bytes read and
-written once each; its share is that of the rate at which the device copies one buffer to another.
+Times are device times: while a spinning kernel keeps the device busy, the host enqueues an event,
+the call and another event, so that neither Python nor the launch adds time between the events.
+`collect_many` waits for the device itself, so wall time is measured. There are 26 tables, as in
+Criteo's data sets, with 64 floats a row and a row-wise optimizer state. Traffic counts each byte
+read and each byte written once. Its share is relative to the rate at which the device copies one
+buffer to another.
 
-A run on a GPU leaves a record in benchmarks/results. It needs torch, Triton and numpy only.
+A run on a GPU writes a record to benchmarks/results. It needs only torch, Triton and numpy.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ _TABLES: Final = 26
 _DIM: Final = 64
 _MARKED_IDS: Final = 2_000_000
 _DIRTY_SHARE: Final = 0.1
-#: Long enough for the host to enqueue the longest call; in cycles of the GPU's clock.
+#: Cycles of the GPU's clock that the kernel spins: enough for the host to enqueue the longest call.
 _SPIN_CYCLES: Final = 4_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Bench:
-    """What the measurements share."""
+    """The settings and the report that the measurements share."""
 
     device: torch.device
     kernels: dict[str, Any]
@@ -57,7 +58,7 @@ class _Bench:
     def device_seconds(
         self, call: Callable[[], object], before: Callable[[], object] | None = None
     ) -> list[float]:
-        """Times on the device; `before` puts back what the call changes."""
+        """Returns device times in seconds; `before` undoes what the call changes."""
         times: list[float] = []
         for number in range(3 + self.rounds):
             if before is not None:
@@ -68,12 +69,12 @@ class _Bench:
             call()
             end.record()
             torch.cuda.synchronize()
-            if number >= 3:  # before: compiling, and buffers that are there from then on
+            if number >= 3:  # the first calls compile, and allocate buffers
                 times.append(start.elapsed_time(end) / 1e3)
         return times
 
     def wall_seconds(self, call: Callable[[], object], *, wait: bool = True) -> list[float]:
-        """Times on the wall; without `wait`, only until the call returns."""
+        """Returns wall times in seconds; without `wait`, only until the call returns."""
         times: list[float] = []
         for number in range(3 + self.rounds):
             torch.cuda.synchronize()
@@ -89,9 +90,9 @@ class _Bench:
     def row(
         self, name: str, times: list[float], traffic_bytes: int, ceiling: float | None
     ) -> Spread:
-        """Add a row; the share of the ceiling, in bytes a second, that the traffic reached.
+        """Adds a row; returns the traffic's median rate as a share of the ceiling.
 
-        `ceiling`: None: what the traffic itself reached, in the median.
+        `ceiling`: in bytes a second; None: the median rate of the traffic itself.
         """
         seconds = self.report.timed(name, times)
         ceiling = ceiling or traffic_bytes / seconds
@@ -104,13 +105,13 @@ class _Bench:
         return shares
 
     def row_of_time(self, name: str, times: list[float]) -> None:
-        """Add a row of something that has no ceiling."""
+        """Adds a row of a time that has no ceiling."""
         seconds = self.report.timed(name, times)
         self.report.rows.append((name, 1e6 * seconds, "-", "-", "-"))
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure it, or say that there is no GPU."""
+    """Measures all kernels, or reports that there is no GPU."""
     report = Report(name="gpu", columns=("what", "µs", "MB moved", "GB/s", "share of copy"))
     if not torch.cuda.is_available():
         report.rows.append(("not run: no CUDA device", "-", "-", "-", "-"))
@@ -139,7 +140,7 @@ def run(*, smoke: bool) -> Report:
 
 
 def _ceiling(bench: _Bench) -> float:
-    """Bytes a second that a copy on the device reads and writes."""
+    """Returns the bytes a second that a copy on the device reads and writes."""
     size = min(1 << 30, torch.cuda.mem_get_info(bench.device)[0] // 8)
     source = torch.ones(size, dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
@@ -149,7 +150,7 @@ def _ceiling(bench: _Bench) -> float:
 
 
 def _batches(bench: _Bench, *, skewed: bool) -> list[list[Tensor]]:
-    """Eight batches of ids for all tables, so that no batch is in a cache by chance."""
+    """Returns eight batches of ids for all tables, so that no batch is in a cache by chance."""
     count = _MARKED_IDS // _TABLES
     batches = []
     for _ in range(8):
@@ -177,7 +178,7 @@ def _marks(bench: _Bench) -> None:
             for bitmap in bitmaps:
                 bitmap.zero_()
 
-        for _ in batches:  # so that each batch's table of addresses is on the device
+        for _ in batches:  # brings each batch's table of addresses to the device
             mark()
         name = f"mark 2 M ids of {_TABLES} tables, {'skewed' if skewed else 'uniform'}"
         clean, again = bench.device_seconds(mark, clear), bench.device_seconds(mark)
@@ -200,7 +201,7 @@ def _collects(bench: _Bench) -> None:
 
 
 def _dirty(bench: _Bench, share: float) -> Tensor:
-    """A bitmap in which that share of the rows is marked."""
+    """Returns a bitmap in which the given share of the rows is marked."""
     dirty_bitmap = bench.kernels["dirty_bitmap"].triton
     bitmap = torch.zeros((bench.rows + 31) // 32, dtype=torch.int32, device=bench.device)
     ids = torch.nonzero(torch.rand(bench.rows, device=bench.device) < share).flatten()
@@ -209,7 +210,7 @@ def _dirty(bench: _Bench, share: float) -> Tensor:
 
 
 def _tables(bench: _Bench, copy: float) -> None:
-    """Everything that reads rows: gathering them, quantizing them, bringing them to the host."""
+    """Measures all that reads rows: gathers, quantizers, and copies to the host."""
     dirty_bitmap = bench.kernels["dirty_bitmap"].triton
     tables = [torch.randn(bench.rows, _DIM, device=bench.device) * 0.05 for _ in range(_TABLES)]
     states = [torch.rand(bench.rows, device=bench.device) for _ in range(_TABLES)]
@@ -217,7 +218,7 @@ def _tables(bench: _Bench, copy: float) -> None:
     ids = dirty_bitmap.collect_many(bitmaps, rows=[bench.rows] * _TABLES)
     _gathers(bench, tables, states, ids, copy)
     del states
-    # All dirty rows as those of one table: what a launch costs does not blur what a row costs.
+    # All dirty rows are in one table, so that the cost of launches does not blur the cost of rows.
     table = torch.cat(tables)
     every = torch.cat([some + k * bench.rows for k, some in enumerate(ids)])
     del tables
@@ -248,7 +249,7 @@ def _gathers(
     name = "gather rows and states in one launch"
     bench.report.put("gather_vs_copy", bench.row(name, seconds, traffic, copy))
     for dim in (8, 16, 128):
-        # The same memory as tables of another width, and rows as many as fill it alike.
+        # The same memory viewed as a table of another width, with as many rows as fill it.
         width = [table.view(-1, dim) for table in tables]
         chosen = [
             torch.nonzero(torch.rand(len(table), device=bench.device) < _DIRTY_SHARE).flatten()
@@ -288,7 +289,7 @@ def _quantizers(bench: _Bench, table: Tensor, ids: Tensor, copy: float) -> None:
 
 
 def _drains(bench: _Bench, table: Tensor, ids: Tensor, copy: float) -> None:
-    """What has to reach the host, as rows and as codes with parameters of two bytes."""
+    """Measures copies to the host: of rows, and of codes with parameters of two bytes."""
     quantize = bench.kernels["quantize"].triton
     packed = quantize.quantize_rows(table, ids, 4, half_parameters=True).packed
     sizes = {"rows of 32 bits": ids.numel() * 4 * _DIM, "codes of 4 bits": packed.nbytes}
@@ -301,7 +302,7 @@ def _drains(bench: _Bench, table: Tensor, ids: Tensor, copy: float) -> None:
 
 
 def record(report: Report, device: torch.device) -> str:
-    """Write what was measured, on what and with what; a sentence that says where."""
+    """Writes the figures, the machine and the versions to a file; returns a note that names it."""
     import triton
 
     name = torch.cuda.get_device_name(device)

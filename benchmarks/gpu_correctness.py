@@ -1,4 +1,4 @@
-"""Every Triton kernel against its reference on fresh random inputs: the gate before any figure."""
+"""Compares every Triton kernel with its reference on fresh random inputs, before any figure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _BITS: Final = (2, 3, 4, 8)
 
 
 def check(device: torch.device, *, rows: int, seed: int) -> int:
-    """Compare all kernels; how many results were compared.
+    """Compares all kernels; returns the number of compared results.
 
-    Those of `row_set` only where zstandard is installed, in whose frames their results are.
+    The kernels of `row_set` are compared only if zstandard is installed, because their results are
+    zstandard frames.
 
     Args:
         device: where the Triton kernels run.
@@ -26,7 +27,7 @@ def check(device: torch.device, *, rows: int, seed: int) -> int:
         seed: of the inputs.
 
     Raises:
-        RuntimeError: a result differs; names the operation and its arguments.
+        RuntimeError: a result differs; the message names the operation and its arguments.
     """
     generator = torch.Generator().manual_seed(seed)
     kernels = load()
@@ -44,8 +45,8 @@ def _require(name: str, found: Sequence[Any], expected: Sequence[Any]) -> int:
             same = left == right
         if not same:
             raise RuntimeError(
-                f"{name}: result {number} differs from the reference. Next: no figure of this "
-                "kernel means anything; run `pytest tests/gpu` on this machine"
+                f"{name}: result {number} differs from the reference, so no figure of this kernel "
+                "means anything. Next: run `pytest tests/gpu` on this machine"
             )
     return len(expected)
 
@@ -55,7 +56,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _ids(rows: int, count: int, generator: torch.Generator) -> Tensor:
-    """Skewed, with duplicates, in no order."""
+    """Draws skewed ids, with duplicates, unsorted."""
     return (
         (torch.rand(count, generator=generator).pow(3) * rows).to(torch.int64).clamp(max=rows - 1)
     )
@@ -143,7 +144,7 @@ def _packing(kernels: Any, device: torch.device, rows: int, generator: torch.Gen
 
 def _row_sets(kernels: Any, device: torch.device, rows: int, generator: torch.Generator) -> int:
     reference, triton = kernels["row_set"]
-    n = min(rows // 16 + 8, 2000)  # the references take them one by one
+    n = min(rows // 16 + 8, 2000)  # few, because the references take ids one by one
     steps = torch.randint(1, 4, (n,), generator=generator)
     far = torch.randint(1, 2**40, (50,), generator=generator)
     clusters = torch.randint(40, 90_000, (n // 12 + 2,), generator=generator).cumsum(0)
@@ -168,7 +169,7 @@ def _row_sets(kernels: Any, device: torch.device, rows: int, generator: torch.Ge
 
 
 def _rows(count: int, dim: int, generator: torch.Generator) -> Tensor:
-    """Rows of all magnitudes, some constant, some not finite."""
+    """Draws rows of all magnitudes, some constant, some not finite."""
     table = torch.randn(count, dim, generator=generator)
     table *= torch.logspace(-42, 38, count)[torch.randperm(count, generator=generator)][:, None]
     table[::11] = torch.randn(len(table[::11]), dim, generator=generator) * 0.05

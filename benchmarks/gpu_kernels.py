@@ -1,7 +1,7 @@
-"""The Triton kernels and their references, on a machine with nothing but torch, Triton and numpy.
+"""Imports the Triton kernels and their references with nothing but torch, Triton and numpy.
 
-Where numba is missing, so are the kernels' CPU versions, which their packages import. The packages
-are then entered without what they import: modules inside them are found as ever.
+The kernels' packages import CPU versions that need numba. Without numba, empty packages are put in
+their place, in which the modules are found as usual.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 
 class Kernels(NamedTuple):
-    """One operation: `reference` says what is right, `triton` runs on the GPU."""
+    """One operation: `reference` gives the right results, `triton` runs on the GPU."""
 
     reference: ModuleType
     triton: ModuleType
 
 
 def load() -> dict[str, Kernels]:
-    """Import both versions of each of `OPERATIONS`; without zstandard not those of `row_set`."""
+    """Imports both versions of each of `OPERATIONS`; leaves out `row_set` without zstandard."""
     if str(_SOURCE) not in sys.path:
         sys.path.insert(0, str(_SOURCE))  # a checkout that is not installed
     try:
@@ -58,7 +58,7 @@ def _enter_packages() -> None:
     paths = {"recpoint.kernels": folder}
     paths |= {f"recpoint.kernels.{name}": folder / name for name in OPERATIONS}
     for name in [module for module in sys.modules if module.startswith("recpoint.kernels")]:
-        del sys.modules[name]  # whatever the failed import left behind
+        del sys.modules[name]  # left behind by the failed import
     for name, path in paths.items():
         package = ModuleType(name)
         package.__path__ = [str(path)]

@@ -1,4 +1,4 @@
-"""Tasks that a DLRM learns, its tables restored from fewer bits on the way, and how good it is."""
+"""Trains a DLRM on tasks, with tables restored from fewer bits on the way, and scores it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from recpoint.kernels.quantize.method import MethodName
 __all__ = ["Learned", "Score", "Task", "criteo_shaped", "evaluate", "restored_rows", "retail"]
 
 _EVALUATED_AT_ONCE = 4096
-#: The seed of test sets: that of no training run.
+#: The seed of test sets; no training run uses it.
 _TEST_SEED = 1_000_003
 
 
@@ -40,19 +40,19 @@ class Score(NamedTuple):
     auc: float
 
     def worse_than(self, before: Score) -> Score:
-        """By how much, in percent of `before`: rise of the loss, fall of the AUC."""
+        """Returns the rise of the loss and the fall of the AUC, in percent of `before`."""
         return Score(100 * (self.loss / before.loss - 1), 100 * (1 - self.auc / before.auc))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learned.
+    """A learning task.
 
     Attributes:
-        name: for the table.
-        build: a new model; its parameters are drawn from torch's generator.
-        batches: the training batches of a seed, in their order in time; kept for the newest seed.
-        test: one batch that holds the whole test set: what comes after the training batches.
+        name: for the table of the report.
+        build: makes a new model; its parameters are drawn from torch's generator.
+        batches: returns the training batches of a seed, in time order; cached for the newest seed.
+        test: returns one batch that holds the whole test set, which follows the training batches.
     """
 
     name: str
@@ -67,9 +67,9 @@ class Task:
         restores: Collection[int] = (),
         restore: Callable[[Any, int], None] = lambda model, step: None,
     ) -> Learned:
-        """Train one pass; before each batch whose number is in `restores`, `restore` the model.
+        """Trains one pass; calls `restore` on the model before each batch in `restores`.
 
-        What is random does not depend on restores: two runs of a seed differ by them alone.
+        Random numbers do not depend on restores, so two runs of a seed differ only by the restores.
         """
         torch.manual_seed(seed)
         model = self.build()
@@ -102,12 +102,13 @@ class Learned(NamedTuple):
 def retail(
     *, dim: int, batches: int | None = None, tests: int | None = None, rows: int = 1 << 18
 ) -> Task:
-    """The bundled purchases, 1,024 samples a batch, in the order of time.
+    """Returns the task of the bundled purchases, 1,024 samples a batch, in time order.
 
     Args:
-        dim: values of an embedding row.
-        batches: how many are trained on; None: two fifths of the log.
-        tests: of how many batches every other one is in the test set; None: of the fifth after.
+        dim: values in an embedding row.
+        batches: number of training batches; None: two fifths of the log.
+        tests: number of batches after the training batches, of which every other one is in the test
+            set; None: a fifth of the log.
         rows: most rows of one table.
     """
     examples_on_path()
@@ -135,7 +136,7 @@ def retail(
 
 
 def criteo_shaped(*, smoke: bool) -> Task:
-    """A log of Criteo's shape and the DLRM published for it, 1,024 samples a batch."""
+    """Returns the task of a log of Criteo's shape and its DLRM, 1,024 samples a batch."""
     examples_on_path()
     from batches import Batch
     from criteo import CriteoShapeReader
@@ -163,7 +164,7 @@ def criteo_shaped(*, smoke: bool) -> Task:
 
 
 def evaluate(model: Any, test: Any) -> Score:
-    """How good `model` is on `test`, which it is not trained on."""
+    """Scores `model` on `test`, on which it is not trained."""
     examples_on_path()
     from auc import auc
 
@@ -177,19 +178,19 @@ def evaluate(model: Any, test: Any) -> Score:
         )
         logits = torch.cat([model(dense, sparse) for dense, sparse in parts])
     model.train(training)
-    # In binary64: the sum of 200,000 binary32 terms would be off by more than is looked for.
+    # In binary64: the rounding of a sum of 200,000 binary32 terms would hide the differences.
     loss = F.binary_cross_entropy_with_logits(logits.double(), test.label.double())
     return Score(float(loss), auc(logits, test.label))
 
 
 def restored_rows(rows: Tensor, bits: int, scheme: str, *, seed: int) -> Tensor:
-    """What rows come back as from a full checkpoint.
+    """Returns rows f32 [n, dim] as a restore from a full checkpoint returns them.
 
     Args:
         rows: f32 [n, dim], a whole table.
         bits: 2, 3, 4 or 8.
         scheme: a quantizer of the settings, or "k-means", which cannot be stored.
-        seed: the step of the checkpoint, with which the agent draws its sample.
+        seed: step of the checkpoint; the agent draws its sample of rows with it.
     """
     if scheme == "k-means":
         return kmeans.decode(kmeans.kmeans(rows, bits))

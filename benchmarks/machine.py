@@ -1,6 +1,6 @@
-"""The machine that a benchmark runs on: what it is, what code runs on it, and how busy it was.
+"""Describes the machine that a benchmark runs on, the code that runs, and the machine's load.
 
-Needs nothing but torch: where psutil is missing, how busy the machine was is not known.
+Needs nothing but torch. Without psutil, the load by other processes is unknown.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PACKAGES = (
 
 
 def describe() -> dict[str, Any]:
-    """What figures depend on besides the code: processor, threads, memory, GPU, versions."""
+    """Returns what figures depend on besides code: processor, threads, memory, GPU, versions."""
     return {
         "processor": _processor(),
         "threads": os.cpu_count() or 1,
@@ -76,18 +76,18 @@ def _versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit that runs, "-dirty" if a tracked file differs from it; "unknown" without git."""
+    """Returns the commit, with "-dirty" if a tracked file has changed; "unknown" without git."""
     return _git("describe", "--always", "--dirty").strip() or "unknown"
 
 
 def uncommitted() -> str | None:
-    """A digest of what differs from the commit in tracked files; None if nothing does."""
+    """Returns a digest of the tracked files' changes since the commit; None: no changes."""
     difference = _git("diff", "HEAD", "--binary")
     return hashlib.sha256(difference.encode()).hexdigest()[:16] if difference else None
 
 
 def _git(*arguments: str) -> str:
-    """What git says of the checkout; nothing where there is no git or no checkout."""
+    """Returns git's output in the checkout; "" without git or without a checkout."""
     try:
         done = subprocess.run(
             ["git", *arguments],
@@ -107,15 +107,15 @@ def _git(*arguments: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Busy:
-    """How busy the machine was over some time.
+    """The machine's load over some time.
 
     Attributes:
-        seconds: how long that was.
-        load_before: processes that ran or waited for a processor, over the minute before.
-        load_after: the same, over the last minute of it.
-        own_share: of the time of all processors, what this process and its children used.
-        others_share: of the same, what all else used, a hypervisor included.
-            Both shares are None where psutil is missing.
+        seconds: length of that time.
+        load_before: processes that ran or waited for a processor, over the minute before it.
+        load_after: the same, over its last minute.
+        own_share: share of all processors' time that this process and its children used.
+        others_share: share that everything else used, a hypervisor included. Both shares are None
+            without psutil.
     """
 
     seconds: float
@@ -127,19 +127,19 @@ class Busy:
     def __str__(self) -> str:
         load = f"load {self.load_before:.2f} before, {self.load_after:.2f} after"
         if self.own_share is None or self.others_share is None:
-            return f"{load}; what others used is not known: psutil is not installed"
+            return f"{load}; the load by others is unknown: psutil is not installed"
         return (
             f"{load}; over {self.seconds:.1f} s this benchmark used {self.own_share:.0%} of the "
             f"processors, everything else {self.others_share:.0%}"
         )
 
     def as_json(self) -> dict[str, float | None]:
-        """Its attributes, to four digits after the point."""
+        """Returns its attributes, rounded to four digits after the point."""
         return {k: None if v is None else round(v, 4) for k, v in asdict(self).items()}
 
 
 class Watch:
-    """Set by `watch`: `busy` is None until its block has ended."""
+    """The result of `watch`: `busy` is None until the block has ended."""
 
     def __init__(self) -> None:
         self.busy: Busy | None = None
@@ -147,9 +147,9 @@ class Watch:
 
 @contextmanager
 def watch() -> Iterator[Watch]:
-    """Measure how busy the machine is while the block runs.
+    """Measures how busy the machine is while the block runs.
 
-    What a process used that ended without its parent waiting for it counts as others'.
+    The time of a child process for which its parent did not wait counts as the time of others.
     """
     watched = Watch()
     load_before, start = os.getloadavg()[0], perf_counter()
@@ -158,7 +158,7 @@ def watch() -> Iterator[Watch]:
     seconds = perf_counter() - start
     own_share = others_share = None
     if all_before is not None and own_before is not None:
-        # Its own first: what it uses while it is asked is nobody else's.
+        # Own time is read first, so that all own time in `own` is in `every` too.
         own = (_own_seconds() or 0.0) - own_before
         every = (_all_seconds() or 0.0) - all_before
         capacity = seconds * (os.cpu_count() or 1)
@@ -173,7 +173,7 @@ def watch() -> Iterator[Watch]:
 
 
 def _all_seconds() -> float | None:
-    """Seconds in which a processor was not idle, of all processors, since the machine began."""
+    """Returns the busy seconds of all processors since the machine started; None without psutil."""
     try:
         import psutil
     except ImportError:
@@ -186,7 +186,7 @@ def _all_seconds() -> float | None:
 
 
 def _own_seconds() -> float | None:
-    """Seconds of processors that this process, its children and theirs have used."""
+    """Returns the processor seconds that this process and its descendants have used."""
     try:
         import psutil
     except ImportError:
@@ -197,6 +197,6 @@ def _own_seconds() -> float | None:
         try:
             times = one.cpu_times()
         except psutil.NoSuchProcess:
-            continue  # it has just ended, and been waited for
+            continue  # it has just ended, and its parent counts its time
         used += times.user + times.system + times.children_user + times.children_system
     return float(used)

@@ -1,8 +1,8 @@
-"""The least that copying scattered rows costs here: rows of one line, whose ids are known already.
+"""Measures the least time to copy scattered rows of one cache line, whose ids are already known.
 
-What a snapshot does besides (finding the ids in a bitmap, writing them, all else that it holds) is
-left out. Its loop is the snapshot's: lines asked for far ahead, and written past the caches. Loops
-in C with prefetches 32 to 512 rows ahead into either cache, with lines of 64 bytes written at once,
+All other work of a snapshot (finding the ids in a bitmap, writing ids and other contents) is left
+out. The loop is the snapshot's: it prefetches lines far ahead, and writes past the caches. Loops in
+C with prefetches 32 to 512 rows ahead into either cache, with lines of 64 bytes written at once,
 and block by block, took 0.94 to 1.3 times as long (AMD EPYC of family 26, 2 threads).
 """
 
@@ -24,7 +24,7 @@ __all__ = ["perfect_gather"]
 _LINE_BYTES: Final = 64
 _PIECE_ROWS: Final = 1 << 14
 
-# Fields of what the threads work on.
+# Fields of the array that describes the work to the threads.
 _SOURCE_AT: Final = 0
 _IDS_AT: Final = 1
 _OUT_AT: Final = 2
@@ -47,15 +47,15 @@ def _gather(data: int) -> None:
 
 
 def perfect_gather(source: Tensor, out: Tensor) -> Callable[[Tensor], None]:
-    """What copies source[ids] to out, by torch's threads.
+    """Returns a function that copies source[ids] to `out` with torch's threads.
 
     Args:
         source: [rows, …], contiguous, rows of 64 bytes, aligned to 32.
-        out: [n, …] of the same rows, aligned to 32; all of it is written.
+        out: [n, …] with the same row shape, aligned to 32; every row is written.
     """
     for tensor in (source, out):
         if tensor[0].nbytes != _LINE_BYTES or tensor.data_ptr() % 32 or not tensor.is_contiguous():
-            raise ValueError("perfect_gather: rows that are no lines of 64 bytes")
+            raise ValueError("perfect_gather: rows that are not lines of 64 bytes")
     call = _gather()
 
     def gather(ids: Tensor) -> None:

@@ -1,9 +1,9 @@
-"""From staged to committed on a real S3 server, against bare s3fs uploading as many bytes.
+"""Measures persisting to a real S3 server against bare s3fs that uploads as many bytes.
 
-The server is SeaweedFS on this machine, so both sides pay for it with the same two cores. Bare s3fs
+The server is SeaweedFS on this machine, so it takes the same cores from both sides. Bare s3fs
 uploads objects of the same sizes with as many requests in flight; it computes and checks nothing.
-Peak memory is that of a process of its own that does nothing but persist, over its memory before,
-with what lies in the spool.
+Peak memory is measured in a separate process that only persists: its growth, plus the bytes in the
+spool.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ KEYS = ("vs_raw_s3fs", "vs_raw_s3fs_4bit", "peak_extra_mb")
 _DIM = 64
 _IN_FLIGHT = 4
 
-#: Of the case that asks for memory alone: rows of which most is left once they are quantized, and a
-#: store that takes so many bytes a second, so that what is encoded waits.
+#: The case that measures only memory: narrow rows, which shrink least when quantized, and a store
+#: that takes so few bytes a second that encoded chunks must wait.
 _NARROW_DIM = 8
 _SLOW_BYTES = 100e6
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure it for lossless and 4-bit rows, and memory for narrow ones and a slow store, too.
+    """Measures lossless and 4-bit rows, and the memory for narrow rows and a slow store.
 
-    Of the figures `vs_raw_s3fs` is that of lossless rows, `peak_extra_mb` the worst of all cases.
+    The figure `vs_raw_s3fs` is for lossless rows; `peak_extra_mb` is the worst of all cases.
     """
     mebibytes, rounds = (4, 1) if smoke else (1024, 3)
     report = Report(
@@ -96,7 +96,7 @@ def _measure(
     size_bytes: int,
     rounds: int,
 ) -> tuple[Spread, float]:
-    """Seconds of bare s3fs over those of persist, and the peak in megabytes."""
+    """Returns seconds of bare s3fs over seconds of persist, and the peak memory in megabytes."""
     model = Tables(count=2, rows=size_bytes // (2 * 4 * _DIM), dim=_DIM)
     persists, uploads, peaks = [], [], []
     stored = staged_bytes = 0
@@ -156,7 +156,7 @@ def _measure_slow(
 
 
 def _bare_s3fs(prefix: str, sizes: list[int]) -> float:
-    """Seconds that s3fs takes for objects of these sizes."""
+    """Returns the seconds in which s3fs uploads objects of these sizes."""
     import s3fs
 
     filesystem = s3fs.S3FileSystem(
@@ -176,11 +176,11 @@ def _bare_s3fs(prefix: str, sizes: list[int]) -> float:
 def _in_own_process(
     job_file: Path, most_bytes: float | None = None
 ) -> tuple[float, float, list[int]]:
-    """(seconds, peak MB over the idle process, sizes of the chunks).
+    """Returns (seconds, peak MB above the idle process, sizes of the chunks).
 
-    `most_bytes`: that the store takes a second.
+    `most_bytes`: the most bytes that the store takes a second; None: no limit.
     """
-    # Forked from a process that has imported all this once, and does nothing else.
+    # The fork server has imported all modules, and does nothing else.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.persist", "s3fs"])
     here, there = context.Pipe()
@@ -194,7 +194,7 @@ def _in_own_process(
     here.send("go")
     peak = 0
     while not here.poll(0.02):
-        # Its own memory and what lies in the spool: the slot's pages are the trainer's.
+        # Own memory and the spool are counted; the slot's pages belong to the trainer.
         peak = max(peak, _own_bytes(watched) + _bytes_in(spool) - idle)
     seconds, sizes = json.loads(here.recv())
     process.join()
@@ -220,7 +220,7 @@ def _persist(job_file: str, most_bytes: float | None, there: Connection) -> None
 
 
 def _slow_down(store: Store, most_bytes: float) -> None:
-    """Have each put take as long as if all at once shared a line of `most_bytes` a second."""
+    """Slows each put as if all concurrent puts shared a line of `most_bytes` a second."""
     put = store.put
 
     def slow(key: str, data: bytes) -> None:
@@ -231,7 +231,7 @@ def _slow_down(store: Store, most_bytes: float) -> None:
 
 
 def _own_bytes(process: psutil.Process) -> int:
-    """Resident memory that is no file's; adding up all mappings would keep a core busy."""
+    """Returns resident memory that is not of files; adding up all mappings would busy a core."""
     memory = process.memory_info()
     return int(memory.rss - memory.shared)
 
@@ -243,5 +243,5 @@ def _bytes_in(folder: Path) -> int:
             try:
                 total += os.stat(os.path.join(directory, name)).st_size
             except FileNotFoundError:
-                pass  # removed while we looked
+                pass  # removed in the meantime
     return total

@@ -1,6 +1,6 @@
-"""Check-N-Run's curves, with the policies of the trainer: when a full comes, what is written, kept.
+"""Replays Check-N-Run's curves with the trainer's policies: fulls, rows written, rows kept.
 
-Sizes are counted in rows, so that nothing but the policy matters; `bytes` counts bytes.
+Sizes are counted in rows, so that only the policy matters; the benchmark `bytes` counts bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from recpoint import Consecutive, Intermittent
 __all__ = ["KEYS", "run"]
 
 _INTERVALS = 25
-#: What the paper shows, or, for the second and third, what follows from its curve.
+#: Figures that the paper shows; the second and third follow from its curve.
 PUBLISHED = {
     "intermittent_full_at": 8.0,
     "intermittent_mean_write": 0.454,
@@ -23,14 +23,14 @@ PUBLISHED = {
     "consecutive_capacity_11": 4.0,
 }
 KEYS = tuple(PUBLISHED)
-#: One-shot fractions of the trace that the curve asks for.
+#: Number of intervals -> share of rows that the curve requires to have changed.
 _CURVE = (0.260, 0.319, 0.360, 0.391, 0.417, 0.439, 0.459, 0.476, 0.492, 0.507, 0.520)
 
 
 def run(*, smoke: bool) -> Report:
-    """Replay each policy on a trace of drawn rows, and on the smooth curve 0.26 · i^0.289.
+    """Replays each policy on a trace of drawn rows, and on the smooth curve 0.26 · i^0.289.
 
-    The figures are those of the trace. Means and peaks are over the whole cycles of a run of 25
+    The figures are from the trace. Means and peaks are over the whole cycles in a run of 25
     intervals. "4x after 11 intervals" is the paper's rounding of 1 + 11 · 0.26.
     """
     rows = 100_000 if smoke else 2_000_000
@@ -59,7 +59,7 @@ def run(*, smoke: bool) -> Report:
 
 
 def _gate(sizes: Sizes, rows: int) -> None:
-    """The trace has the curve it is made for, and the policy fires exactly where the rule says."""
+    """Checks that the trace has the curve, and that the policy takes fulls exactly by the rule."""
     for interval, fraction in enumerate(_CURVE, 1):
         found = sizes(0, interval) / rows
         if abs(found - fraction) > 0.005:
@@ -68,7 +68,7 @@ def _gate(sizes: Sizes, rows: int) -> None:
             )
     base, increments = 0, list[int]()
     for taken in replay(Intermittent(), _INTERVALS, sizes):
-        # The rule as the paper has it: 1 + ΣS_j <= (i + 1)·S_i, in units of a full.
+        # The rule in the paper: 1 + ΣS_j <= (i + 1)·S_i, in units of a full.
         last = increments[-1] if increments else 0
         due = base + sum(increments) <= (len(increments) + 1) * last
         if (taken.kind == "full") != due:

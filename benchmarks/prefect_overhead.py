@@ -1,16 +1,17 @@
-"""The persist flow against the same functions called bare, 1 GB staged, real servers on both sides.
+"""Measures the persist flow against the same functions called without Prefect, on real servers.
 
-The store is SeaweedFS on this machine, the Prefect server the one that the agent starts (SQLite).
-Both ways are taken in turn, in one process, as in the resident agent. Beside the seconds of the
-whole call stand those until the trainer has its answer: what Prefect does after that delays nobody.
+1 GB is staged. The store is SeaweedFS on this machine; the Prefect server is the one that the agent
+starts (SQLite). Flow and bare calls alternate in one process, as in the resident agent. Besides the
+seconds of the whole call, the seconds until the trainer has its answer are measured: Prefect's work
+after that delays nobody.
 
-`prefect_share` is the median of the differences between the two calls of a round, which follow
-each other, over the flow's median: the store's own seconds drift and differ by more from call to
-call than Prefect adds, also over the medians of a dozen. So `prefect_waiting_share` is beside it:
-the time of a call of the flow in which no function of ours is at work, so that it waits for
-orchestration, less that of a bare call, over the whole. So is the CPU time that the process spends.
-The store takes most of both cores meanwhile, so that what Prefect and its server compute is waited
-for; a store elsewhere would leave it room.
+`prefect_share` is the median of the differences between the two consecutive calls of a round, over
+the flow's median. The store's own seconds differ from call to call by more than Prefect adds, even
+in medians of a dozen calls. Therefore `prefect_waiting_share` is measured too: the time of a flow
+call in which no function of recpoint is at work, so that the call waits for orchestration, less the
+same time of a bare call, over the whole. The CPU time of the process is measured as well. The store
+takes most of both cores meanwhile, so the computations of Prefect and its server are waited for; a
+store on another machine would leave room for them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _DIM = 64
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure it."""
+    """Measures both ways."""
     mebibytes, rounds = (4, 1) if smoke else (1024, 15)
     size_bytes = mebibytes << 20
     kernels.warm_up()
@@ -76,7 +77,7 @@ def run(*, smoke: bool) -> Report:
 
 
 class _Call(NamedTuple):
-    """Seconds of one call: the whole, until the answer, with no function of ours at work, CPU."""
+    """Seconds of one call: whole, until the answer, with no function of recpoint at work, CPU."""
 
     whole: float
     answered: float
@@ -85,7 +86,7 @@ class _Call(NamedTuple):
 
 
 class _AtWork:
-    """When steps of a persist were at work, from the first call of `watch` on."""
+    """Records when the steps of a persist were at work, from the first call of `watch` on."""
 
     _NAMES = ("find_done", "verify", "quantize", "encode", "upload", "commit", "finish")
 
@@ -93,7 +94,7 @@ class _AtWork:
         self._spans: list[tuple[float, float]] = []
 
     def watch(self) -> None:
-        """Take the times of these methods, whoever calls them."""
+        """Starts to time the steps' methods, for every caller."""
         for name in self._NAMES:
             setattr(PersistJob, name, self._timed(getattr(PersistJob, name)))
 
@@ -109,7 +110,7 @@ class _AtWork:
         return timed
 
     def idle(self, start: float, end: float) -> float:
-        """Seconds between the two times in which none was at work; forgets what it has seen."""
+        """Returns the seconds between two times in which no step worked; clears the record."""
         spans, self._spans = sorted(self._spans), []
         idle, at = 0.0, start
         for begin, stop in spans:
@@ -128,7 +129,7 @@ def _compare(tracked: StagedRun, flow: Callable[[PersistJob], object], rounds: i
     calls: dict[str, list[_Call]] = {name: [] for name in ways}
     staged_bytes = 0
     for turn in range(rounds + 1):
-        # Each is first as often as second: the store has more to do right after a large one.
+        # Each way goes first equally often: the store has more to do just after a large upload.
         for name in sorted(ways, reverse=turn % 2 == 0):
             for table in ("tables.0", "tables.1"):
                 tracked.checkpointer.mark_all(table)
@@ -138,7 +139,7 @@ def _compare(tracked: StagedRun, flow: Callable[[PersistJob], object], rounds: i
             staged_bytes = sum(segment.bytes for segment in read_job(job_file).segments)
             call = _time(ways[name], job_file, at_work)
             tracked.wait_for_commit(committed)
-            if turn:  # the first of each warms caches up
+            if turn:  # the first call of each way warms up caches
                 calls[name].append(call)
     median = {
         name: _Call(*(statistics.median(values) for values in zip(*found, strict=True)))

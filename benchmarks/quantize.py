@@ -1,9 +1,8 @@
-"""Quantizers against torch's and FBGEMM's: speed at equal threads, error on equal rows.
+"""Compares recpoint's quantizers with torch's and FBGEMM's: speed with equal threads, error.
 
-Both sides take rows of F32 to packed codes with row parameters, in memory that malloc hands out
-again: the page faults of fresh memory would outweigh the work, on whichever side they fell. Errors
-are means over rows of the squared error of a whole row. The exhaustive reference is
-`exhaustive_quantizer`.
+Both sides turn rows of F32 into packed codes with row parameters, in memory that malloc reuses: the
+page faults of fresh memory would take longer than the work. Errors are means over rows of the
+squared error of a whole row. The exhaustive reference is `exhaustive_quantizer`.
 """
 
 from __future__ import annotations
@@ -48,11 +47,12 @@ KEYS = (
     "plain4_vs_fbgemm",
 )
 
-#: FBGEMM is a peer to measure against and no dependency; its own would bring another torch.
+#: FBGEMM is measured against, and is not a dependency. Its own dependencies would install another
+#: torch.
 INSTALL = "pip install --no-deps fbgemm-gpu-cpu==1.8.0"
 
 DIMS = (8, 16, 17, 33, 64, 128)
-#: At 2 bits a row of fewer values has no scale and offset with an error of 0.55 of torch's.
+#: With fewer values in a row, no scale and offset reach 0.55 of torch's error at 2 bits.
 LONG_DIM = 64
 BINS, RATIO = 200, 0.16
 GREEDY = {
@@ -66,12 +66,12 @@ Inputs = dict[tuple[str, int], Tensor]
 
 
 def run(*, smoke: bool) -> Report:
-    """Errors on every input set, then speeds, then the paper's table of schemes and widths.
+    """Measures errors on every input set, then speeds, then the paper's table of schemes.
 
-    `error_vs_torch_2bit` is the worst of all sets of 64 values a row and more; of all sets it is
-    `error_vs_torch_2bit_any_dim`, where `least_vs_torch_2bit_any_dim` is what an exhaustive search
-    has on that set. The other errors are the worst of all sets, and speeds the worst of all widths
-    of row. torch takes rows of even length only, 2 bits of a multiple of four.
+    `error_vs_torch_2bit` is the worst of all sets with 64 or more values a row, and
+    `error_vs_torch_2bit_any_dim` the worst of all sets; `least_vs_torch_2bit_any_dim` is the error
+    of an exhaustive search on that set. The other errors are the worst of all sets, and speeds the
+    worst of all row widths. torch takes only rows of even length; at 2 bits, of a multiple of four.
     """
     _keep_memory()
     inputs = _inputs(smoke)
@@ -87,7 +87,7 @@ def run(*, smoke: bool) -> Report:
 
 
 def _keep_memory() -> None:
-    """Let glibc keep what is freed, for both sides; elsewhere malloc does as it does."""
+    """Makes glibc keep freed memory, for both sides; other C libraries are left as they are."""
     if platform.libc_ver()[0] == "glibc":
         trim_threshold, mmap_threshold = -1, -3
         library = ctypes.CDLL(None)
@@ -110,7 +110,7 @@ def _inputs(smoke: bool) -> Inputs:
 
 
 def _gate(inputs: Inputs, count: int) -> None:
-    """Every method, fast and by the reference, on the same `count` rows: the same bytes."""
+    """Checks that every fast method gives the bytes of its reference on the same `count` rows."""
     for (name, dim), rows in inputs.items():
         for bits in (2, 3, 4, 8):
             for method in (SYMMETRIC, ASYMMETRIC, default_method(bits), GREEDY[bits]):
@@ -123,7 +123,7 @@ def _gate(inputs: Inputs, count: int) -> None:
 
 
 def reference_of(rows: Tensor, bits: int, method: Method) -> Any:
-    """The reference, with the arguments of the fast version."""
+    """Calls the reference with the arguments of the fast version."""
     return reference.quantize_packed(rows, bits, method)
 
 
@@ -186,7 +186,7 @@ def _speeds(report: Report, smoke: bool) -> None:
     for bits in (4, 2):
         ratios: dict[int, Spread] = {}
         for dim in (8, 16, 64, 128):
-            # Enough for our threads to share, and a second for all rounds of the other.
+            # Enough rows for recpoint's threads to share, and about a second for torch's rounds.
             rows = 0.05 * torch.randn(values // dim, dim)
             method, theirs = default_method(bits), _torch_search(bits)
             quantize_packed(rows, bits, method)
@@ -254,7 +254,7 @@ def _fbgemm() -> Callable[[Tensor, int], Tensor] | None:
 
 
 def _schemes(report: Report, inputs: Inputs, count: int) -> None:
-    """The paper's table: mean squared error of a trained row, by scheme and width."""
+    """Adds the paper's table: mean squared error of a trained row, by scheme and width."""
     for dim in (16, 64):
         rows = inputs["trained", dim][:count]
         report.notes.append(f"trained rows of {dim} values, mean squared error of a row:")

@@ -1,10 +1,10 @@
-"""Several ranks on one host: what agreeing costs beside the copy, and what dividing rows saves.
+"""Measures several ranks on one host: the cost of coordination, and the saving of dividing rows.
 
-One model of a fixed size is divided by tables among 1, 2 and 4 processes; 4 MB of dense layers are
-on each of them, are compared at each cut, and are copied by the first. The stall is measured by
-the training loop of each rank; what a rank's own cut takes is taken off the slowest rank's, and the
-rest is coordination: two exchanges, and waiting for the slowest. On fewer cores than ranks the
-copies take turns, so that the stall of the whole cannot fall below that of one process.
+One model of a fixed size is divided by tables among 1, 2 and 4 processes. Each process has the 4 MB
+of dense layers, which are compared at each cut and copied by the first process. The training loop
+of each rank measures the stall. The slowest rank's stall less a rank's own cut is coordination: two
+exchanges, and waiting for the slowest. With fewer cores than ranks, the copies take turns, so the
+stall of all ranks cannot be shorter than the stall of one process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PATIENCE_SECONDS = 600.0
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure it."""
+    """Measures 1, 2 and 4 ranks."""
     rows, checkpoints = (4_000, 3) if smoke else (1_000_000, 9)
     report = Report(
         name="ranks",
@@ -54,7 +54,7 @@ def run(*, smoke: bool) -> Report:
     stalls: dict[int, list[float]] = {}
     for ranks in _RANKS:
         found, persist_seconds = _job(ranks, rows, checkpoints)
-        # The slowest rank of each; the first is a full.
+        # The slowest rank of each checkpoint; the first checkpoint is a full and is left out.
         stall = [max(v) for v in zip(*(one.stalls_ms for one in found), strict=True)][1:]
         cuts = [max(v) for v in zip(*(one.cuts_ms for one in found), strict=True)][1:]
         stalls[ranks] = stall
@@ -83,15 +83,15 @@ def run(*, smoke: bool) -> Report:
 
 
 class _Milliseconds(NamedTuple):
-    """Of each checkpoint of a rank: the whole stall, and its own cut in it."""
+    """Times of one checkpoint of a rank: the whole stall, and the rank's own cut in it."""
 
     stalls_ms: list[float]
     cuts_ms: list[float]
 
 
 def _job(ranks: int, rows: int, checkpoints: int) -> tuple[list[_Milliseconds], float]:
-    """What each rank measured, and seconds that agents need for the full of all ranks."""
-    # Forked from a process that has imported all this once: seven imports take half a minute.
+    """Returns each rank's times, and the seconds that agents need for the full of all ranks."""
+    # Forked from a process that has imported all modules: seven imports would take half a minute.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.ranks"])
     with tempfile.TemporaryDirectory(prefix="recpoint-ranks-") as name:
@@ -103,7 +103,7 @@ def _job(ranks: int, rows: int, checkpoints: int) -> tuple[list[_Milliseconds], 
         ]
         for process, (_, there) in zip(processes, pipes, strict=True):
             process.start()
-            there.close()  # so that `recv` ends where the rank does
+            there.close()  # so that `recv` ends if the rank ends
         found: list[_Milliseconds] = []
         for process, (here, _) in zip(processes, pipes, strict=True):
             try:
@@ -119,7 +119,7 @@ def _job(ranks: int, rows: int, checkpoints: int) -> tuple[list[_Milliseconds], 
             try:
                 persist.persist_job(path)
             except RanksMissing:
-                continue  # its part is stored; the last one commits
+                continue  # this rank's part is stored; the last rank's agent commits
         return found, time.perf_counter() - started
 
 
@@ -135,7 +135,7 @@ def _rank(
         f"t{n}": nn.Embedding(rows // _TABLES, _DIM, sparse=True)
         for n in range(rank, _TABLES, ranks)
     }
-    torch.manual_seed(0)  # dense layers are alike on all ranks, and stored by the first
+    torch.manual_seed(0)  # dense layers are equal on all ranks, and the first rank stores them
     dense = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
     model = nn.ModuleDict({**tables, "dense": dense})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -156,7 +156,7 @@ def _rank(
                 checkpointer.mark(table, ids[: int(_DIRTY_SHARE * len(ids))])
             checkpointer.step()
             if ranks > 1:
-                dist.barrier()  # as the gradients of a batch do
+                dist.barrier()  # as the exchange of gradients synchronizes ranks in each batch
             if not checkpointer.checkpoint():
                 raise RuntimeError(f"checkpoint {number} was not cut: {checkpointer.stats}")
         stalls_ms = list(checkpointer.stats.stalls_ms)[:checkpoints]
@@ -166,7 +166,7 @@ def _rank(
 
 
 def _measure_cuts() -> list[float]:
-    """Milliseconds of each cut of this process, without what ranks say to each other."""
+    """Starts to record the milliseconds of each cut of this process, without the exchanges."""
     found: list[float] = []
     cut = Cutter.cut
 

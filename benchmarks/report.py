@@ -1,4 +1,4 @@
-"""What every benchmark prints: the machine, tables for people, one JSON line last."""
+"""Prints the report of a benchmark: the machine, tables for people, one JSON line last."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ __all__ = [
 
 
 class Spread(NamedTuple):
-    """A value that was measured in several rounds; the larger median is the larger one.
+    """A value that was measured in several rounds; spreads are compared by their medians.
 
     Attributes:
-        median: of the rounds; of a ratio: the ratio of both medians.
-        least: of any round.
-        most: of any round.
-        rounds: how many there were.
+        median: of the rounds; for a ratio, the ratio of both medians.
+        least: the least value of a round.
+        most: the largest value of a round.
+        rounds: number of rounds.
     """
 
     median: float
@@ -44,12 +44,12 @@ class Spread(NamedTuple):
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """The spread of `values`, one a round."""
+    """Returns the spread of `values`, one for each round."""
     return Spread(statistics.median(values), min(values), max(values), len(values))
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
-    """Ratio of the medians, and the spread of the ratios of each round; both in equal rounds."""
+    """Returns the ratio of the medians, with the spread of the ratios within each round."""
     each = [a / b for a, b in zip(over, under, strict=True)]
     median = statistics.median(over) / statistics.median(under)
     return Spread(median, min(each), max(each), len(each))
@@ -60,14 +60,14 @@ class Report:
     """The result of one benchmark, measured in this run.
 
     Attributes:
-        name: the benchmark's.
+        name: of the benchmark.
         columns: headings of `rows`.
         rows: the table for people.
-        figures: by key; keys are the same in every run.
-        spreads: of figures, by key.
-        times: seconds that were compared, by what took them.
-        not_run: keys of figures that this machine cannot measure, each with the reason.
-        notes: for people, below the tables.
+        figures: key -> value; the keys are the same in every run.
+        spreads: key -> spread of the figure.
+        times: what was timed -> its seconds.
+        not_run: key of a figure that this machine cannot measure -> the reason.
+        notes: lines for people, below the tables.
     """
 
     name: str
@@ -80,22 +80,22 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def put(self, key: str, found: Spread) -> None:
-        """Set the figure `key`, with its spread."""
+        """Sets the figure `key` and its spread."""
         self.figures[key] = found.median
         self.spreads[key] = found
 
     def timed(self, what: str, seconds: Sequence[float]) -> float:
-        """Note the seconds of each round of `what`; their median."""
+        """Records the seconds of each round of `what`; returns their median."""
         self.times[what] = spread_of(seconds)
         return self.times[what].median
 
     def leave_out(self, keys: Iterable[str], reason: str) -> None:
-        """Say that the figures `keys` were not measured, and why."""
+        """Records that the figures `keys` were not measured, and why."""
         self.not_run |= dict.fromkeys(keys, reason)
 
 
 def alternate(rounds: int, *functions: Callable[[], object]) -> list[list[float]]:
-    """Seconds of each function, called in turn so that a noisy moment hits all of them alike."""
+    """Times functions in turn, so that noise hits all alike; returns each function's seconds."""
     seconds: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
         for function, taken in zip(functions, seconds, strict=True):
@@ -106,12 +106,12 @@ def alternate(rounds: int, *functions: Callable[[], object]) -> list[list[float]
 
 
 def print_report(report: Report, *, smoke: bool, busy: Busy | None) -> None:
-    """Print `report`; the last line is JSON.
+    """Prints `report`; the last line is JSON.
 
     Args:
-        report: what was measured.
+        report: of the benchmark.
         smoke: whether its sizes were too small for its figures to mean anything.
-        busy: how busy the machine was meanwhile.
+        busy: how busy the machine was meanwhile; None: unknown.
     """
     print(
         f"{report.name}: {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
@@ -143,7 +143,7 @@ def print_report(report: Report, *, smoke: bool, busy: Busy | None) -> None:
 
 
 def as_json(report: Report, *, smoke: bool, busy: Busy | None) -> dict[str, Any]:
-    """What `print_report` prints as its last line; see there."""
+    """Returns the document that `print_report` prints as its last line."""
     return {
         "name": report.name,
         "smoke": smoke,
@@ -160,7 +160,7 @@ def _rounded(spread: Spread) -> dict[str, float]:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds for people, in a unit that fits."""
+    """Returns seconds as text, in a suitable unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:
             return f"{seconds / size:,.4g} {unit}"
@@ -171,7 +171,7 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     try:
         from rich.console import Console
         from rich.table import Table
-    except ImportError:  # on machines that only measure kernels
+    except ImportError:  # rich is not installed on machines that only measure kernels
         for row in [columns, *rows]:
             print("  ".join(f"{cell:>20}" for cell in row))
         return

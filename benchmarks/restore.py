@@ -1,17 +1,18 @@
-"""Restoring a full and chains of eight increments from S3, against `torch.load` and DCP.
+"""Compares restores of a full and of chains of eight increments from S3 with `torch.load` and DCP.
 
-One model, Adagrad state included, with the same contents in all four places. Each reader starts
-from the store and ends with the values in the tensors of a model and its optimizers. DCP and
+One model, Adagrad state included, is stored with the same contents in all four forms. Each reader
+starts from the store and ends with the values in the tensors of a model and its optimizers. DCP and
 `torch.load` verify nothing; recpoint checks the digest of every byte it reads.
 
-A chain is compared with a full of the same state: `chain8_vs_full` with 26 % of the rows, drawn
-evenly, in each of the eight increments, all exact; the others say what differs. Beside each stands
-the ratio of bytes, which no reader that checks what it reads can be much below in time: rows that
-are overwritten lie among rows that are not, so they are read, though not decoded. No digest covers
-less than a chunk. At 26 % that is three times a full; at 1 % little more than one.
+A chain is compared with a full of the same state. In `chain8_vs_full`, each of the eight increments
+has 26 % of the rows, drawn evenly, all exact; the names of the others say what differs. The ratio
+of bytes stands beside each ratio of times. A reader that checks its input cannot be much faster
+than the bytes allow: overwritten rows lie among rows that are needed, and no digest covers less
+than a chunk, so overwritten rows are read, though not decoded. At 26 % that is three times the
+bytes of a full; at 1 %, little more than a full.
 
-`quarter_*` is one of four ranks that restores its rows of the full, in a run that one process
-wrote: of every table a quarter, and the chunks at its ends whole.
+`quarter_*` is the restore of one of four ranks from a full that one process wrote: the rank reads a
+quarter of every table, and the chunks at its ends whole.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ _INCREMENTS = 8
 
 
 class _Case(NamedTuple):
-    """A chain and a full of its last state."""
+    """A chain, compared with a full of the chain's last state."""
 
     key: str
     label: str
     bits: FixedBits
-    share: float  # of the rows, each interval
+    share: float  # share of the rows that each interval changes
 
 
-#: 26 % is Check-N-Run's fleet, with its intervals of half an hour.
+#: 26 % is the share in Check-N-Run's fleet, with intervals of half an hour.
 _CASES = (
     _Case("chain8", "exact, 26 % dirty", "lossless", 0.26),
     _Case("chain8_4bit", "4 bits, 26 % dirty", 4, 0.26),
@@ -80,16 +81,16 @@ class _InPlace:
         self.state: dict[int, object] = {}
 
     def begin(self, manifest: Manifest) -> list[TableTarget | None]:
-        """The model's tables."""
+        """Returns the model's tables as targets."""
         return [*self.targets]
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """The dense layers: here only to show that they came."""
+        """Checks that the dense layers were restored."""
         self.state = state
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure it."""
+    """Measures all readers, after the gate."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
     rows, rounds = (8_000, 1) if smoke else (2_000_000, 5)
     model = Tables(count=2, rows=rows, dim=_DIM)
@@ -153,7 +154,7 @@ def _compare(
     reports: dict[str, RestoreReport] = {}
 
     def from_recpoint(url: str) -> Callable[[], None]:
-        store = open_store(url)  # connected once, as the peers' file system is
+        store = open_store(url)  # connected once, like the peers' file system
 
         def read() -> None:
             target = _InPlace(model, optimizers)
@@ -167,13 +168,13 @@ def _compare(
     }
     if peers is not None:
         readers |= _peers(peers, model, optimizers, truth)
-    for name, read in readers.items():  # the gate: each brings back what was saved
+    for name, read in readers.items():  # the gate: each restores what was saved
         for value in truth.values():
             value.fill_(-1.0)
         read()
         _require(name, saved, _contents(model, optimizers), case)
     for key, value in truth.items():
-        value.copy_(saved[key])  # quantized rows came back within their bound only
+        value.copy_(saved[key])  # quantized rows were restored only within their bound
     seconds = alternate(rounds, *readers.values())
     for key, value in truth.items():
         value.copy_(saved[key])
@@ -193,7 +194,7 @@ def _compare(
 def _compare_quarters(
     report: Report, saved: dict[str, torch.Tensor], url: str, rounds: int
 ) -> None:
-    """Each of four ranks its rows, against one process that reads them all."""
+    """Compares four ranks that each read their rows with one process that reads all rows."""
     store = open_store(url)
     names = [key.removesuffix(".weight") for key in saved if key.endswith(".weight")]
 
@@ -235,11 +236,11 @@ def _peers(
     optimizers: list[torch.optim.Optimizer],
     truth: dict[str, torch.Tensor],
 ) -> dict[str, Callable[[], None]]:
-    """`torch.load` and DCP, with what they read written."""
+    """Returns the readers `torch.load` and DCP, after writing the files that they read."""
     filesystem = _s3()
     with filesystem.open(f"{url}/model.pt", "wb", block_size=16 << 20) as file:
         torch.save(truth, file)
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process: as meant
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is intended
     state_dict_saver.save(truth, storage_writer=FsspecWriter(f"{url}/dcp"), no_dist=True)
 
     def from_torch() -> None:
@@ -267,7 +268,7 @@ def _require(
 
 
 def _contents(model: Tables, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    """Tables and their row state; the dense layers are a millionth of the bytes."""
+    """Returns tables and their row states; the dense layers are a millionth of the bytes."""
     contents: dict[str, torch.Tensor] = {}
     for index in range(len(model.tables)):
         weight = model.table(index).weight

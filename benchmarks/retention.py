@@ -1,11 +1,11 @@
-"""Retention over 10,000 checkpoints: the plan against one listing of the run's store.
+"""Measures retention over 10,000 checkpoints: the plan against one listing of the run's store.
 
-A run of many weeks on a local disk: a full every 50 checkpoints, one every ten minutes, three
-chunks each. Each manifest has the time at which such a run would have stored it, since rules of
-time go by that, too. Measured: one listing of everything; the plan (which rules keep what, what
-that needs, a reason for each manifest) from facts that are known; and reading those facts, which
-reads every manifest and is proportional to them. All objects are small: their contents do not
-matter.
+The run of many weeks lies on a local disk: a checkpoint every ten minutes with three chunks, and
+every fiftieth is a full. Each manifest has the time at which such a run would have stored it,
+because rules of time use that time too. Measured are: one listing of everything; the plan (which
+rules keep which checkpoints, what these need, a reason for each manifest) from known facts; and the
+reading of those facts, which reads every manifest. All objects are small, because their contents do
+not matter.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _POLICY = RetentionPolicy(
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure it."""
+    """Measures listing, plan and facts, after the gate."""
     count = 600 if smoke else 10_000
     report = Report(
         name="retention", columns=("checkpoints", "objects", "listing s", "plan s", "reading s")
@@ -74,17 +74,17 @@ def run(*, smoke: bool) -> Report:
     report.put("vs_listing", ratio(planning, listing))
     report.put("reading_seconds", report.times["reading"])
     report.notes = [
-        "vs_listing: the plan alone, from facts that are known, over one listing of the whole "
-        "store; reading these facts: every manifest that is there, eight at a time, which each "
-        "retention does, and its sweep once more"
+        "vs_listing: the plan alone, from known facts, over one listing of the whole store; "
+        "reading the facts: every manifest, eight at a time, which each retention does, and its "
+        "sweep once more"
     ]
     return report
 
 
 def _gate(facts: RunFacts, count: int) -> None:
-    """The plan keeps what its rules say, and everything that it keeps restores.
+    """Checks that the plan keeps what its rules say, and that everything it keeps restores.
 
-    The rules are asked here once more, in the plainest way, of the times that trainers stamped.
+    The rules are evaluated here again, in the plainest way, on the times that trainers stamped.
     """
     made = plan(facts, _POLICY)
     whole = all(one.whole and one.state_whole for one in facts.manifests)
@@ -94,7 +94,7 @@ def _gate(facts: RunFacts, count: int) -> None:
     left = Representations(one for one in facts.manifests if one.key not in gone)
     broken = [name for name in made.kept if left.best(name) is None]
     if broken or not 0 < len(gone) < count:
-        raise AssertionError(f"{len(gone)} dropped, {len(broken)} kept that do not restore")
+        raise AssertionError(f"{len(gone)} dropped; {len(broken)} kept but do not restore")
     expected = _wanted(facts)
     if made.kept.keys() != expected:
         raise AssertionError(
@@ -104,7 +104,7 @@ def _gate(facts: RunFacts, count: int) -> None:
 
 
 def _wanted(facts: RunFacts) -> set[ManifestName]:
-    """What the rules of `_POLICY` name."""
+    """Returns the checkpoints that the rules of `_POLICY` keep."""
     taken = {one.name: datetime.fromtimestamp(one.taken_ms / 1e3, UTC) for one in facts.manifests}
     newest_first = sorted(taken, reverse=True)
     newest = taken[newest_first[0]]
@@ -129,7 +129,7 @@ def _wanted(facts: RunFacts) -> set[ManifestName]:
 
 
 def _run(directory: Path, count: int) -> Run:
-    """Manifests as an agent writes them, and chunks of their names and lengths."""
+    """Writes manifests as an agent does, and chunks with their names and lengths."""
     there = Run.create(LocalStore(directory))
     there.claim(None)
     trained = tables()
@@ -188,6 +188,6 @@ def _add(directory: Path, step: int, like: Manifest, parent: Manifest | None) ->
 
 
 def _write(path: Path, data: bytes) -> None:
-    # Not durably, as a store would: forty thousand fsyncs prove nothing here.
+    # Unlike a store, this does not fsync: durability of forty thousand files does not matter here.
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)

@@ -1,10 +1,10 @@
-"""Row ids of a chunk, coded: bytes an id and speed against the entropy bound, Roaring and Parquet.
+"""Compares the coding of a chunk's row ids with the entropy bound, Roaring and Parquet.
 
-The sets are as large as a chunk's. Uniform: each row is in the set with the same probability.
-Clustered: runs of 16 rows on average, with gaps between them. Zipf: a row of rank k is drawn with a
-probability like k^-1.05, rows lie in the order of their ranks, and so many draws are made that the
-set reaches its density. The bound is the entropy of that source, for an id; a coder that is not
-told the density, the ranks or the number of draws cannot reach it.
+Measured are bytes an id and speed. The sets are as large as a chunk's. Uniform: each row is in the
+set with the same probability. Clustered: runs of 16 rows on average, with gaps between them. Zipf:
+a row of rank k is drawn with probability ∝ k^-1.05, rows are in the order of their ranks, and draws
+are made until the set reaches its density. The bound is the entropy of the source for each id; a
+coder that does not know the density, the ranks or the number of draws cannot reach it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Set:
 
 @dataclass(frozen=True, kw_only=True)
 class _Peer:
-    """How another library stores ids; `encode` gives its bytes, `decode` an array of them."""
+    """Another library's coding: `encode` returns the bytes of ids, `decode` an array of the ids."""
 
     name: str
     encode: Callable[[np.ndarray[Any, Any]], bytes]
@@ -50,7 +50,7 @@ class _Peer:
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure it."""
+    """Measures all sets, after the gate."""
     count, rounds = (10_000, 3) if smoke else (800_000, 9)
     _gate()
     peers = {"roaring": _roaring(), "parquet": _parquet()}
@@ -86,7 +86,7 @@ def run(*, smoke: bool) -> Report:
     report.notes = [
         "Bytes an id (int64: 8); times: ours over the entropy; M/s: million ids in a second,"
         " encoded / decoded, from and to an int64 array.",
-        "vs_smallest_coding: the coding that three counts choose against the smallest of all three,"
+        "vs_smallest_coding: the coding chosen from three counts against the smallest of all three,"
         f" at worst ({worst})",
     ]
     missing = [name for name, peer in peers.items() if peer is None]
@@ -96,7 +96,7 @@ def run(*, smoke: bool) -> Report:
 
 
 def _gate() -> None:
-    """Each kind of set comes back, in the bytes of the reference."""
+    """Checks that each kind of set decodes to its ids, and is coded in the reference's bytes."""
     for given in _sets(3000):
         coded = row_set.encode(given.ids)
         back = row_set.decode(*coded, count=given.ids.numel(), rows=given.rows)
@@ -122,7 +122,7 @@ def _regret(given: _Set, coded: row_set.RowSet) -> float:
 def _measured(
     report: Report, given: _Set, peers: dict[str, _Peer | None], rounds: int
 ) -> list[object]:
-    """Our speeds, then size and speeds of each peer, all called in turn."""
+    """Measures recpoint's speeds, then size and speeds of each peer, all called in turn."""
     count, array = given.ids.numel(), given.ids.numpy()
     coded = row_set.encode(given.ids)
     calls: list[Callable[[], object]] = [
@@ -186,7 +186,7 @@ def _clustered(count: int, density: float, draw: np.random.Generator) -> _Set:
     first_of_run = np.cumsum(lengths) - lengths
     starts = np.cumsum(gaps) + first_of_run
     ids = np.repeat(starts - first_of_run, lengths) + np.arange(int(lengths.sum()))
-    # Of a geometric distribution of mean m: m · H(1 / m).
+    # The entropy of a geometric distribution of mean m is m · H(1 / m).
     bits = _RUN * _entropy(1 / _RUN) + gap * _entropy(1 / gap)
     bound = float(bits) / _RUN / 8
     return _set(f"clustered {100 * density:g} %", ids, int(ids[-1]) + 1, bound)
@@ -211,7 +211,7 @@ def _set(name: str, ids: np.ndarray[Any, Any], rows: int, bound: float) -> _Set:
 
 
 def _entropy(p: float | np.ndarray[Any, Any]) -> Any:
-    """Bits of a coin that shows heads with probability p."""
+    """Returns the entropy, in bits, of a coin that shows heads with probability p."""
     inside = np.clip(p, 1e-300, 1 - 2**-53)
     return -(inside * np.log2(inside) + (1 - inside) * np.log1p(-inside) / np.log(2))
 

@@ -1,4 +1,4 @@
-"""Adagrad with one accumulator a row, as fleets train embedding tables with."""
+"""Implements Adagrad with one accumulator a row, with which fleets train embedding tables."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["RowWiseAdagrad"]
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """Row r moves by lr · g_r / (√s_r + eps), s_r being the sum of the means of g_r² so far.
+    """Moves row r by lr · g_r / (√s_r + eps), where s_r sums the means of g_r² over all steps.
 
-    For sparse gradients. Its state `sum` is f32 [rows].
+    Gradients must be sparse. The state `sum` is f32 [rows].
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step on the rows that have a gradient."""
+        """Takes one step on the rows that have a gradient."""
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is None:

@@ -1,11 +1,11 @@
-"""Where recpoint's limits are: the paper's fleet simulated, on rates measured in the same run.
+"""Finds recpoint's limits by simulating the paper's fleet with rates measured in the same run.
 
 Measured here: bytes a second of the cut, of quantizing and encoding in each width into a store in
 memory, of uploading to a real S3 server, of restoring; bytes of a stored row, of an id, of a chunk
 in a manifest; seconds of an exchange between ranks. Taken from the paper: 128 GPUs on 16 hosts,
 models of 1 to 8 TB, 25 Gbit/s from a host to the store, 26 % of the rows in half an hour. Assumed,
-since the paper does not say: a host's memory, and what a network adds to a message. All else is
-arithmetic, `fleet_model.py`.
+because the paper does not say: a host's memory, and the time that a network adds to a message.
+Everything else is arithmetic in `fleet_model.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DIM = PAPER_FLEET.dim
 _IN_FLIGHT = 4
 _WIDTHS: tuple[FixedBits, ...] = ("lossless", 8, 4, 2)
 _TERABYTES = (1, 2, 4, 8)
-#: A host of the fleet as this machine, and one that is worth as much for each of its 8 GPUs.
+#: A host of the fleet equals this machine, or has the speed of this machine for each of its 8 GPUs.
 _MACHINES = (1, 8)
 KEYS = (
     *(
@@ -81,7 +81,7 @@ _SHORTEST_MINUTES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 45, 60, 90, 120, 180, 240, 3
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure the rates, print them as notes, and simulate."""
+    """Measures the rates, notes them in the report, and simulates the fleet."""
     report = Report(
         name="scale",
         columns=(
@@ -173,7 +173,7 @@ def _figures(rates: Rates) -> dict[str, float]:
 
 
 def _shortest(rates: Rates, terabytes: float, bits: FixedBits, machines: float) -> float:
-    """Minutes of the shortest interval tried in which a full is encoded and uploaded."""
+    """Returns minutes of the shortest tried interval in which a full is encoded and uploaded."""
     for minutes in _SHORTEST_MINUTES:
         uses = _costs(rates, terabytes, bits, _PLANS[0], minutes, machines).uses
         if max(uses["encode"], uses["upload"]) <= 1:
@@ -207,7 +207,10 @@ def _measure(report: Report, *, rows: int, rounds: int) -> Rates:
 def _one_width(
     report: Report, folder: Path, bits: FixedBits, rows: int, rounds: int
 ) -> tuple[float, float, float, float]:
-    """(staged bytes encoded, stored bytes restored, bytes a row, bytes cut); rates a second."""
+    """Returns rates a second of staged bytes encoded, stored bytes restored and bytes cut.
+
+    The third of the four values is not a rate: the stored bytes of a row.
+    """
     model = Tables(count=1, rows=rows, dim=_DIM)
     encodes: list[float] = []
     cuts: list[float] = []
@@ -215,7 +218,7 @@ def _one_width(
     with staged_run(
         model, model.optimizers(state=False), url=url, staging=folder / "staging", bits=bits
     ) as tracked:
-        for _ in range(rounds + 1):  # the first uses the slot, and compiles, for the first time
+        for _ in range(rounds + 1):  # the first round fills the slot's pages and compiles
             tracked.checkpointer.mark_all("tables.0")
             tracked.checkpointer.step()
             job = read_job(tracked.cut())
@@ -239,7 +242,7 @@ def _one_width(
 
 
 def _upload(report: Report, url: str, rows: int, rounds: int) -> float:
-    """Bytes a second of chunks of 32 MiB into a store, several at once as a persist does it."""
+    """Returns the bytes a second of uploads of 32 MiB chunks, several at once as in a persist."""
     store = open_store(url)
     data = os.urandom(min(32 << 20, rows * 4 * _DIM))
     seconds = []
@@ -255,14 +258,14 @@ def _upload(report: Report, url: str, rows: int, rounds: int) -> float:
 
 
 def _id_bytes(rows: int) -> float:
-    """Bytes of an id where 26 % of the rows have changed, by the law of the fleet's trace."""
+    """Returns the bytes of an id if 26 % of the rows have changed as in the fleet's trace."""
     changed = fleet_masks(rows, 1, seed=0)[0].nonzero()[0]
     coded = row_set.encode(torch.from_numpy(changed))
     return 0.0 if coded.payload is None else len(coded.payload) / len(changed)
 
 
 def _entry_bytes() -> float:
-    """Bytes of a chunk of rows in a manifest of many ranks and tables."""
+    """Returns the bytes of a row chunk's entry in a manifest of many ranks and tables."""
     key = row_chunk_key(10**6, 10, "0" * 32, rank=127, table=100, number=10)
     entry = ChunkEntry(
         key=key, bytes=32 << 20, crc32c=2**32 - 1, content="rows", rank=127, table=100,
@@ -295,8 +298,8 @@ def _explained() -> list[str]:
         f"{100 * dirty_share(30):.0f} % of the rows in 30 minutes, {100 * dirty_share(5):.0f} % in "
         "5 (the curve's continuation); 25 intervals; row-wise optimizer state of 4 bytes.",
         "policy: intermittent, consecutive (a full every 16), continuous with 8 merged. host: "
-        "machines like this one that a host is worth, but for its network. stall and "
-        "persist are those of a full; lag: an interval and both; read: a restore of the longest "
+        "machines like this one that equal a host, except for its network. stall and "
+        "persist are for a full; lag: an interval and both; read: a restore of the longest "
         "chain. "
         "net %: of a host's network, on average. kept: over a full in F32, at its peak. "
         "limit, then: the two nearest, and how much of them a full uses; above 100 % it does not "

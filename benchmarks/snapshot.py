@@ -1,20 +1,21 @@
-"""The stall of a snapshot against a memcpy of the same bytes, at three table sizes.
+"""Compares the stall of a snapshot with a memcpy of the same bytes, at three table sizes.
 
-Tables of 16 floats. Between two snapshots the same number of rows is looked up at random, whatever
-the size of the table. Both sides use torch's number of threads, and buffers that have been touched
-before: the slot is in its second use or later, and the memcpy (`torch.Tensor.copy_`) goes between
-ordinary buffers. One follows each training step and snapshot, so both meet the same caches and the
-same noise. The buffers take turns: two of them alone would stay partly in a cache of 32 MiB, in
-which a copy of rows that training has just changed cannot be. The stall is what the plugin reports
-for a whole `checkpoint()`: dirty rows, optimizer and generator state, reader, the slot's checks.
+Rows have 16 floats. Between two snapshots, the same number of rows is looked up at random in tables
+of every size. Both sides use torch's number of threads, and buffers that have been touched before:
+the slot is in its second use or later, and the memcpy (`torch.Tensor.copy_`) copies between
+ordinary buffers. A memcpy follows each training step and snapshot, so both sides meet the same
+caches and the same noise. Several buffers take turns: a single pair would stay partly in a cache of
+32 MiB, but rows that training has just changed are not in the cache. The stall is reported by the
+plugin for a whole `checkpoint()`: dirty rows, optimizer and generator state, reader, the slot's
+checks.
 
-A memcpy reads memory in order; rows that lie far apart cost more, and the more the larger the
-table. `gather_bound_vs_memcpy` is what copying the rows alone takes, their ids known beforehand,
-against the memcpy of everything: no snapshot of them can be below that (`perfect_gather`).
-`torch.index_select` of the same rows, into a buffer used before, is what torch makes of it.
+A memcpy reads memory in order. Rows that lie far apart cost more, and the cost grows with the
+table. `gather_bound_vs_memcpy` is the time to copy only the rows, with ids known beforehand, over
+the memcpy of everything: no snapshot can be faster (`perfect_gather`). `torch.index_select` of the
+same rows, into a buffer used before, shows what torch reaches.
 
-The JSON figures are ratios of medians. The table shows the fastest of each as well: on a machine
-with other work, medians contain the wait for a core.
+The JSON figures are ratios of medians. The table also shows the fastest of each: on a machine with
+other work, medians contain the wait for a core.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _BUFFER_PAIRS = 3
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure it. `smoke` takes a hundredth of all sizes."""
+    """Measures all sizes; `smoke` divides them by 100."""
     shrink, rounds = (100, 3) if smoke else (1, _ROUNDS)
     report = Report(
         name="snapshot",
@@ -85,8 +86,11 @@ def run(*, smoke: bool) -> Report:
 
 
 class _Seconds(NamedTuple):
-    """Of each round: the stall, memcpy of the same bytes, index_select of the rows, a gather of
-    them with their ids known."""
+    """Seconds of each round.
+
+    The fields: the stall, a memcpy of the same bytes, `index_select` of the rows, and a gather of
+    the rows with known ids.
+    """
 
     stalls: list[float]
     copies: list[float]
@@ -95,12 +99,12 @@ class _Seconds(NamedTuple):
 
 
 def _measure(rows: int, dirty_rows: int, rounds: int, folder: Path) -> tuple[_Seconds, Job]:
-    """What one size takes, and the last job."""
+    """Returns the times of one size, and the last job."""
     model = Tables(count=1, rows=rows, dim=_DIM)
     table = model.table(0)
     optimizers = model.optimizers(state=False)
     generator = torch.Generator().manual_seed(1)
-    # Distinct rows, so that every size has exactly as many: a random offset in each equal part.
+    # A random row in each of equal parts: the rows are distinct, so every size has as many of them.
     part = rows // dirty_rows
     starts = torch.arange(dirty_rows) * part
 
@@ -125,7 +129,7 @@ def _measure(rows: int, dirty_rows: int, rounds: int, folder: Path) -> tuple[_Se
             job = area.read_job(tracked.cut())
             memcpy = memcpy or _memcpy(sum(segment.bytes for segment in job.segments))
             copy_s = memcpy()
-            # Each its own rows: those of the snapshot may still be in a large cache.
+            # Each copy has its own rows, because the snapshot's rows may still be in a large cache.
             others = draw()
             start = perf_counter()
             torch.index_select(table.weight.detach(), 0, others, out=selected)
@@ -150,7 +154,7 @@ def _measure(rows: int, dirty_rows: int, rounds: int, folder: Path) -> tuple[_Se
 
 
 def _memcpy(size_bytes: int) -> Callable[[], float]:
-    """Copies `size_bytes`, between other buffers each time; returns the seconds."""
+    """Returns a function that times a copy of `size_bytes`, between other buffers each time."""
     pairs = itertools.cycle(
         [
             (torch.ones(size_bytes, dtype=torch.uint8), torch.ones(size_bytes, dtype=torch.uint8))

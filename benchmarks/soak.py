@@ -1,15 +1,16 @@
-"""Hundreds of checkpoints with kills of trainer, agent, store and Prefect, everything scheduled.
+"""Takes hundreds of checkpoints while trainer, agent, store and Prefect are killed again and again.
 
 A small model trains against a real S3 server and a real Prefect server, whose workers retain,
 consolidate, validate, publish, sweep and drain on short schedules, while processes are killed with
-SIGKILL at random (the seed is printed). A trainer without any of this records what the state is
-after each batch: the truth. Counted are: manifests that are gone though retention gave no reason,
-and checkpoints that are there and do not restore to the truth (`lost`); restarts of the trainer
-that did not come back with the newest committed checkpoint, bit for bit (`wrong_restores`). Memory
-is that of the longest life of trainer and agent, its end against its beginning after a warm-up. Lag
-is the trainer's own count; a fault is over when what was killed is up again, and of Prefect at
-once. Store, Prefect and agent share the machine's cores with all else that runs here. An interval
-is longer than a trainer takes to start: lag that is to be low again within one could not be else.
+SIGKILL at random (the seed is printed). A second trainer, without checkpoints and kills, records
+the state after each batch: the truth. Counted are: manifests that are gone although retention gave
+no reason, and stored checkpoints that do not restore to the truth (`lost`); restarts of the trainer
+that did not restore the newest committed checkpoint, bit for bit (`wrong_restores`). Memory growth
+is measured in the longest life of trainer and agent: the end against the beginning after a warm-up.
+Lag is the trainer's own count. A fault is over when the killed processes are up again; a fault of
+Prefect is over at once. Store, Prefect and agent share the machine's cores with everything else. An
+interval is longer than the start of a trainer; otherwise lag could not be low again within one
+interval.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ KEYS = (
     "store_peak_ratio",
 )
 
-#: Between two batches; 20 of them are an interval.
+#: Seconds between two batches; 20 batches are an interval.
 _SMOKE_BATCH_SECONDS = 0.1
 _FULL_BATCH_SECONDS = 0.3
-#: Intervals whose truth is recorded: a trainer goes on while all else is started.
+#: Additional intervals whose truth is recorded: the trainer goes on while the rest is started.
 _LEAST_TRUTH = 60
 
 #: One flow of one worker, which each take a processor for seconds to start.
@@ -84,7 +85,7 @@ PACES = {"smoke": _SMOKE, "full": _FULL}
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure it."""
+    """Runs a soak with a random seed, which is printed."""
     seed = int(os.environ.get("RECPOINT_SOAK_SEED") or secrets.randbelow(10**6))
     print(f"soak: seed {seed} (RECPOINT_SOAK_SEED)", flush=True)
     if smoke:
@@ -96,7 +97,7 @@ def run(*, smoke: bool) -> Report:
 def soak(
     checkpoints: int, faults: Sequence[Fault], pace: Pace, seed: int, *, batch_seconds: float
 ) -> Report:
-    """So many checkpoints, with these faults on the way."""
+    """Runs until so many checkpoints are committed, with these faults on the way."""
     kernels.warm_up()
     with (
         scratch(in_memory=False) as disk,
@@ -124,7 +125,7 @@ def soak(
 
 
 def _until(scene: Scene, committed: int) -> None:
-    """Go on until so many checkpoints are committed."""
+    """Waits until so many checkpoints are committed."""
     deadline = time.monotonic() + 300
     before = scene.committed
     while scene.committed < committed:
@@ -137,7 +138,7 @@ def _until(scene: Scene, committed: int) -> None:
 
 
 def _gate(scene: Scene) -> None:
-    """The first checkpoint restores to the truth, and not to that of another step."""
+    """Checks that the first checkpoint restores to the truth of its step and of no other step."""
     _until(scene, 2)
     assert scene.ledger is not None
     first = scene.ledger.committed[0]
@@ -151,7 +152,7 @@ def _gate(scene: Scene) -> None:
 def _end(
     scene: Scene, happened: Sequence[Happened], deployed: Sequence[str], seconds: float
 ) -> Report:
-    """Stop training, wait for what is scheduled to come round once more, and count."""
+    """Stops training, waits until each scheduled flow has completed once more, and counts."""
     scene.trainer.terminate(90)
     stopped = scene.wait_for_flows(deployed, since=scene.prefect_back, seconds=seconds)
     flows = Flows(deployed=deployed, by_state=scene.flow_runs(), stopped=stopped)

@@ -1,4 +1,4 @@
-"""The deployments of prefect.yaml with short schedules, for the server and workers of a soak."""
+"""Deploys prefect.yaml's flows with short schedules, for the server and workers of a soak."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEEP_LAST = 10
 
 _WORKER = ("-m", "prefect", "worker", "start", "--pool", "recpoint", "--limit", "1")
 
-#: They work on a host or on a server, not on a run.
+#: Flows that work on a host or on a server, not on a run.
 _OF_NO_RUN = ("drain", "forget")
 
 
@@ -27,8 +27,8 @@ _OF_NO_RUN = ("drain", "forget")
 class Pace:
     """Seconds between the runs of each deployment, and the graces of what deletes.
 
-    `come_round_seconds` is how long each may take to be completed once more, in the end.
-    `only`: these flows are deployed and no others; empty: all that prefect.yaml has a schedule for.
+    `come_round_seconds`: how long each flow may take to complete once more at the end.
+    `only`: the flows to deploy; empty: all flows that have a schedule in prefect.yaml.
     """
 
     retain: int
@@ -46,10 +46,10 @@ class Pace:
 
 
 def deploy(run_url: str, folder: Path, pace: Pace, variables: Mapping[str, str]) -> list[str]:
-    """Deploy everything that has a schedule; the names of what was deployed.
+    """Deploys everything that has a schedule; returns the names of the deployed flows.
 
     Raises:
-        RuntimeError: Prefect refused, with what it said.
+        RuntimeError: Prefect failed; the message has its output.
     """
     document = scheduled(run_url, pace)
     (folder / "prefect.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
@@ -59,10 +59,10 @@ def deploy(run_url: str, folder: Path, pace: Pace, variables: Mapping[str, str])
 
 
 def workers(pace: Pace) -> list[tuple[str, ...]]:
-    """Arguments of this Python that start the workers: one for each queue of what is deployed.
+    """Returns Python arguments that start the workers, one for each queue of the deployed flows.
 
-    As prefect.yaml has it, one for what runs anywhere, one for the trainer's host. One for both
-    would do the queue `default` first.
+    As in prefect.yaml, one worker is for flows that run anywhere, one for the trainer's host. One
+    worker for both queues would do the queue `default` first.
     """
     chosen = scheduled("", pace)["deployments"]
     queues = {one["work_pool"].get("work_queue_name", "default") for one in chosen}
@@ -70,10 +70,10 @@ def workers(pace: Pace) -> list[tuple[str, ...]]:
 
 
 def scheduled(run_url: str, pace: Pace) -> dict[str, Any]:
-    """prefect.yaml with what has a schedule in it, each with an active one of seconds.
+    """Returns prefect.yaml's deployments that have a schedule, each with an active one of seconds.
 
     Raises:
-        AttributeError: there is a deployment that `Pace` does not know.
+        AttributeError: a deployment is missing from `Pace`.
     """
     document: dict[str, Any] = yaml.safe_load((ROOT / "prefect.yaml").read_text())
     chosen = [

@@ -1,4 +1,4 @@
-"""What is killed when in a soak, and how long lag stays high after that."""
+"""Plans which processes a soak kills when, and measures how long lag stays high after that."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ __all__ = [
 ]
 
 _KINDS = {"trainer": 4, "agent": 4, "store": 3, "prefect": 1, "agent+trainer": 1, "agent+store": 1}
-#: In the end the trainer and the agent live on, so that their memory can be measured.
+#: The last checkpoints have no faults, so that trainer and agent live long enough to measure
+#: memory.
 _LATE_KINDS = {"store": 3, "prefect": 1}
 _LATE = 0.6
 
 
 class Fault(NamedTuple):
-    """Kill these once so many checkpoints are committed, and start them again after a while."""
+    """Processes to kill after so many commits, and to start again after a while."""
 
     at_checkpoint: int
     kinds: tuple[str, ...]
@@ -38,7 +39,7 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Happened:
-    """A fault as it was: monotonic seconds of the kill, and of what was killed being up again."""
+    """A fault that happened: monotonic seconds of the kill, and of the processes' return."""
 
     fault: Fault
     killed: float
@@ -46,7 +47,7 @@ class Happened:
 
 
 class Recovery(NamedTuple):
-    """How long after `back` lag was at two intervals or more; 0: it was not after that."""
+    """How long after `back` lag was still at two intervals or more; 0: not at all."""
 
     kinds: str
     away_seconds: float
@@ -54,19 +55,19 @@ class Recovery(NamedTuple):
 
 
 class Spell(NamedTuple):
-    """A time of high lag, in monotonic seconds of its first and last batch."""
+    """A time of high lag: the monotonic seconds of its first and last batch."""
 
     first: float
     last: float
 
 
 def plan_faults(checkpoints: int, every: int, seed: int) -> list[Fault]:
-    """One fault about every `every` checkpoints; each kind comes at least once."""
+    """Plans about one fault every `every` checkpoints, each kind at least once."""
     draw = random.Random(seed)
     first, spacing = 6, max(4, every)
     late_from = max(int(_LATE * checkpoints), first + spacing * len(_KINDS))
     kinds = list(_KINDS)
-    draw.shuffle(kinds)  # at first each once
+    draw.shuffle(kinds)  # each kind once, before kinds are repeated
     faults = []
     at = first
     while at < checkpoints - 6:
@@ -74,7 +75,7 @@ def plan_faults(checkpoints: int, every: int, seed: int) -> list[Fault]:
             kind = draw.choices(list(_LATE_KINDS), list(_LATE_KINDS.values()))[0]
         else:
             kind = kinds.pop() if kinds else draw.choices(list(_KINDS), list(_KINDS.values()))[0]
-        # Prefect is brought back by the agent, in its own time.
+        # The agent starts Prefect again by itself.
         away = 0.0 if kind == "prefect" else draw.uniform(0.0, 8.0)
         faults.append(Fault(at, tuple(kind.split("+")), away))
         gap = 2 * spacing if at >= late_from else spacing
@@ -83,7 +84,7 @@ def plan_faults(checkpoints: int, every: int, seed: int) -> list[Fault]:
 
 
 def interval_seconds(progress: Sequence[dict[str, Any]]) -> float:
-    """How long an interval took, in the median, by what trainers said."""
+    """Returns the median seconds of an interval, from the trainers' progress."""
     steps = [
         (after["t"] - before["t"]) / (after["step"] - before["step"])
         for before, after in zip(progress, progress[1:], strict=False)
@@ -93,7 +94,7 @@ def interval_seconds(progress: Sequence[dict[str, Any]]) -> float:
 
 
 def spells(progress: Sequence[dict[str, Any]], interval: float) -> list[Spell]:
-    """When lag was at two intervals or more; with less than an interval between them, as one."""
+    """Returns when lag was at two intervals or more; joins spells less than an interval apart."""
     found: list[Spell] = []
     for line in progress:
         if line.get("lag_batches", 0) < 2 * INTERVAL_BATCHES:
@@ -108,9 +109,10 @@ def spells(progress: Sequence[dict[str, Any]], interval: float) -> list[Spell]:
 def recoveries(
     happened: Sequence[Happened], progress: Sequence[dict[str, Any]], interval: float
 ) -> list[Recovery]:
-    """For each fault until when lag was high of it, up to the next fault.
+    """Returns for each fault how long it kept lag high, up to the next fault.
 
-    A spell is of the fault if it has begun four intervals after the return; see `elsewhere`.
+    A spell belongs to a fault if it began within four intervals after the return; other spells are
+    in `elsewhere`.
     """
     found = []
     ends = [later.killed for later in happened[1:]] + [float("inf")]
@@ -130,7 +132,7 @@ def recoveries(
 def elsewhere(
     happened: Sequence[Happened], progress: Sequence[dict[str, Any]], interval: float
 ) -> list[Spell]:
-    """Spells of high lag that are of no fault: the machine was busy, or something is wrong."""
+    """Returns spells of high lag that belong to no fault: a busy machine, or a defect."""
     return [
         spell
         for spell in spells(progress, interval)

@@ -1,7 +1,8 @@
-"""The flows that delete, as they are, in a process that allows times of seconds: for the soak.
+"""Runs the flows that delete with grace times of seconds, for the soak.
 
-The floor of an hour is for readers without a lease, and there are none in a soak. What a killed
-retention began is taken over after a minute: no process there is stopped and goes on.
+The usual minimum of an hour protects readers without a lease; a soak has none. Another retention
+takes over the work of a killed one after a minute, because no process is paused and continued
+later.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["retain", "sweep"]
 
 
 def _with_any_grace(theirs: Flow[..., Any]) -> Flow[..., Any]:
-    """The same flow, whose parameter `grace_seconds` may be any number."""
+    """Returns the same flow, whose parameter `grace_seconds` may be any number."""
     was = theirs.fn
     assert isinstance(was, FunctionType) and "grace_seconds" in was.__annotations__
     fn = FunctionType(was.__code__, was.__globals__, was.__name__, was.__defaults__)

@@ -1,4 +1,4 @@
-"""The processes of the soak: each can be killed and started again, and says how large it is."""
+"""Starts, kills and restarts the processes of the soak, and reads how much memory they take."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from recpoint.flows import prefect_server
 
 __all__ = ["IN_A_SOAK", "Child", "LocalPrefect", "environment", "wait_until_logged"]
 
-#: Set in the processes of a soak alone, for `soak_flows`: whoever else imports it changes nothing.
+#: Set only in the processes of a soak: without it, importing `soak_flows` changes nothing.
 IN_A_SOAK = "RECPOINT_SOAK_LIFTS_THE_GRACE_FLOOR"
 
 
 def environment(scratch: Path, staging: Path, store: Mapping[str, str]) -> dict[str, str]:
-    """What every process of the soak has in its environment: nothing of the user's Prefect."""
+    """Returns the environment of every process of the soak, without the user's Prefect settings."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "AWS_"))}
     return {
         **clean,
@@ -34,16 +34,16 @@ def environment(scratch: Path, staging: Path, store: Mapping[str, str]) -> dict[
         IN_A_SOAK: "1",
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
-        # Schedules of a minute need a scheduler that looks more often than once a minute.
+        # Schedules of a minute need a scheduler that runs more often than once a minute.
         "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "10",
     }
 
 
 class Child:
-    """A process that is started again after it was killed; its output goes to `log`.
+    """A process that can be killed and started again.
 
     Args:
-        arguments: of this Python.
+        arguments: of the Python interpreter.
         log: file for stdout and stderr.
         variables: its whole environment.
     """
@@ -56,7 +56,7 @@ class Child:
         self._log_begins = 0
 
     def start(self) -> None:
-        """Start it; returns at once."""
+        """Starts the process, without waiting for anything."""
         with self.log.open("ab") as output:
             self._log_begins = output.tell()
             self._process = subprocess.Popen(
@@ -71,26 +71,26 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Its process id while it runs."""
+        """The process id; None while it does not run."""
         return self._process.pid if self._process and self._process.poll() is None else None
 
     @property
     def output(self) -> str:
-        """What it has written since its newest start."""
+        """The output of the process since its newest start."""
         with self.log.open("rb") as log:
             log.seek(self._log_begins)
             return log.read().decode(errors="replace")
 
     @property
     def rss_mb(self) -> float | None:
-        """Memory that it has in main memory; None while it does not run."""
+        """Returns its resident memory in MB; None while it does not run."""
         try:
             return None if self.pid is None else psutil.Process(self.pid).memory_info().rss / 1e6
         except psutil.NoSuchProcess:
             return None
 
     def kill(self) -> None:
-        """SIGKILL, also for what it has started itself; it has ended when this returns."""
+        """Kills the process and its children with SIGKILL; all have ended when this returns."""
         if self._process is None:
             return
         below: list[psutil.Process] = []
@@ -103,7 +103,7 @@ class Child:
                 process.kill()
 
     def terminate(self, seconds: float) -> int | None:
-        """SIGTERM, and the exit code; it is killed, and None, when it does not end in time."""
+        """Sends SIGTERM; returns the exit code, or None if it had to be killed after `seconds`."""
         if self._process is None or self.pid is None:
             return None
         self._process.send_signal(signal.SIGTERM)
@@ -115,30 +115,30 @@ class Child:
 
 
 class LocalPrefect:
-    """The local server that the agent keeps: killed here, brought back by the agent.
+    """The local Prefect server of the agent: it is killed here, and the agent starts it again.
 
-    The module finds it by `RECPOINT_HOME`, which has to be set in this process.
+    The server is found by `RECPOINT_HOME`, which must be set in this process.
     """
 
     @property
     def url(self) -> str | None:
-        """Its API, if its process is alive."""
+        """Returns the URL of its API; None: its process is not alive."""
         server = prefect_server.running_server()
         return None if server is None else server.url
 
     @property
     def answers(self) -> bool:
-        """Whether it answers now."""
+        """Whether the server answers now."""
         return self.url is not None and prefect_server.is_healthy(self.url)
 
     def kill(self) -> None:
-        """SIGKILL for the server and its child."""
+        """Kills the server and its child with SIGKILL."""
         server = prefect_server.running_server()
         if server is not None:
             os.killpg(server.pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> None:
-        """Wait until it answers; RuntimeError with the end of its log if it does not."""
+        """Waits until the server answers; raises RuntimeError with the end of its log if not."""
         deadline = time.monotonic() + seconds
         while not self.answers:
             if time.monotonic() > deadline:
@@ -148,10 +148,10 @@ class LocalPrefect:
 
 
 def wait_until_logged(child: Child, text: str, seconds: float) -> None:
-    """Wait until a child has written `text` since its newest start.
+    """Waits until a child has written `text` since its newest start.
 
     Raises:
-        RuntimeError: it ended, or has not; with the end of what it wrote.
+        RuntimeError: the child ended, or did not write it in time; has the end of its output.
     """
     deadline = time.monotonic() + seconds
     while text not in child.output:

@@ -1,4 +1,4 @@
-"""What a soak comes to, in figures and in words."""
+"""Makes the report of a soak: figures, and notes that explain them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Flows:
 
     Attributes:
         deployed: flows with a schedule.
-        by_state: how many runs, by flow and state.
-        stopped: deployed flows of which none was completed after Prefect's last return.
+        by_state: flow and state -> number of runs.
+        stopped: deployed flows that did not complete again after Prefect's last return.
     """
 
     deployed: Sequence[str]
@@ -46,7 +46,7 @@ class Flows:
 
 
 def soak_report(scene: Scene, happened: Sequence[Happened], flows: Flows) -> Report:
-    """Restore and check everything that is there, and count; every process has ended."""
+    """Restores and checks all stored checkpoints, and counts; every process must have ended."""
     assert scene.ledger is not None
     ledger = scene.ledger
     ledger.look()
@@ -90,15 +90,15 @@ def soak_report(scene: Scene, happened: Sequence[Happened], flows: Flows) -> Rep
         f"workers ended by themselves {scene.worker_ends} times; not completed since Prefect's "
         f"last return: {', '.join(flows.stopped) or 'none'} of {', '.join(flows.deployed)}",
         "lag_late: faults after which lag was at two intervals or more later than one interval "
-        "after the return, however shortly, in a spell that had begun within four; "
-        "lag_high_elsewhere: spells of over an interval that had not begun four after any",
+        "after the return, however shortly, in a spell that began within four intervals; "
+        "lag_high_elsewhere: spells of over an interval that began later than that after any fault",
         *(_spell(scene, happened, one) for one in spells(progress, interval)[:_MOST_LINES]),
     ]
     return report
 
 
 def _spell(scene: Scene, happened: Sequence[Happened], spell: Spell) -> str:
-    """A spell of high lag, and what the agent complained of before and in it."""
+    """Describes a spell of high lag, with the agent's warnings and errors before and in it."""
     since = max((one.back for one in happened if one.back < spell.first), default=spell.first)
     wall = time.time() - time.monotonic()
     begins, ends = (
@@ -138,7 +138,7 @@ def _memory(scene: Scene, growth: dict[str, float]) -> str:
 
 
 def _longest(samples: Sequence[tuple[float, int, float]]) -> list[tuple[float, int, float]]:
-    """The longest life, its first third left out: what is imported and cached once."""
+    """Returns the longest life without its first third, in which modules and caches are loaded."""
     lives: dict[int, list[tuple[float, int, float]]] = {}
     for sample in samples:
         lives.setdefault(sample[1], []).append(sample)
@@ -147,12 +147,12 @@ def _longest(samples: Sequence[tuple[float, int, float]]) -> list[tuple[float, i
 
 
 def _growth(samples: Sequence[tuple[float, int, float]]) -> float:
-    """Megabytes between beginning and end of the longest life after its warm-up."""
+    """Returns the growth in megabytes over the longest life after its warm-up."""
     tenths = _tenths(_longest(samples))
     return tenths[-1] - tenths[0]
 
 
 def _tenths(life: Sequence[tuple[float, int, float]]) -> list[float]:
-    """Median megabytes of each tenth of a life, in order."""
+    """Returns the median megabytes of each tenth of a life, in order."""
     parts = np.array_split([megabytes for _, _, megabytes in life], min(10, len(life)))
     return [float(np.median(part)) for part in parts]

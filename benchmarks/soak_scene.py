@@ -1,4 +1,4 @@
-"""Everything that a soak runs at once: store, Prefect, workers, agent, trainer; and who watches."""
+"""Runs and watches all processes of a soak: store, Prefect, workers, agent, trainers."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _START_SECONDS = 180.0
 
 
 class Scene:
-    """A run and all that works on it.
+    """A run and all processes that work on it.
 
     Args:
         scratch: a directory on disk.
-        staging: one in memory.
-        weed: the store, started.
-        truth_steps: how far the truth is recorded.
+        staging: a directory in memory.
+        weed: the store's server, started.
+        truth_steps: number of batches whose truth is recorded.
         batch_seconds: pause after each batch.
-        seed: for what is verified while it runs.
+        seed: for the choice of the checkpoints that are verified while the soak runs.
 
     Attributes:
-        ledger: what was seen in the store.
-        wrong: checkpoints that did not restore to the truth, in words.
-        wrong_restores: restarts of the trainer that did not come back as the truth says.
-        memory: monotonic seconds, process id and megabytes, by `trainer` and `agent`.
+        ledger: the manifests that were seen in the store.
+        wrong: descriptions of checkpoints that did not restore to the truth.
+        wrong_restores: descriptions of the trainer's restarts that did not restore the truth.
+        memory: `trainer` or `agent` -> (monotonic seconds, process id, megabytes) samples.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Scene:
     # --- begin and end -------------------------------------------------------------------------
 
     def start(self, pace: Pace) -> list[str]:
-        """Start everything; which flows were deployed."""
+        """Starts everything; returns the names of the deployed flows."""
         self._progress_file.touch()
         self._truth_file.touch()
         self._truth.start()
@@ -117,7 +117,7 @@ class Scene:
         return folder
 
     def _client(self) -> dict[str, str]:
-        """The environment of what is told where Prefect is."""
+        """Returns the environment of processes that use Prefect, with the URL of its API."""
         home = str(self.scratch / "client")
         return {
             **self.variables,
@@ -134,13 +134,13 @@ class Scene:
             return None
 
     def stop_watching(self) -> None:
-        """The ledger is looked at by nobody else from now on."""
+        """Stops the thread that watches the store, so that only the caller uses the ledger."""
         self._stop.set()
         if self._watcher.is_alive():
             self._watcher.join(60)
 
     def close(self) -> None:
-        """End every process, whatever state they are in."""
+        """Ends every process, in whatever state it is."""
         self._stop.set()
         for child in (self.trainer, self.agent, *self.workers, self._truth):
             child.kill()
@@ -151,12 +151,12 @@ class Scene:
 
     @property
     def truth(self) -> dict[int, str]:
-        """Digest by step."""
+        """Returns the truth's digests by step."""
         return read_truth(self._truth_file)
 
     @property
     def progress(self) -> list[dict[str, Any]]:
-        """What trainers have said, in order; a line that a killed one broke off is left out."""
+        """Returns the trainers' progress in order, without unfinished lines of killed trainers."""
         found = []
         for line in self._progress_file.read_text().splitlines():
             try:
@@ -167,14 +167,14 @@ class Scene:
 
     @property
     def committed(self) -> int:
-        """Checkpoints that were seen in the store so far."""
+        """Returns the number of checkpoints that were seen in the store so far."""
         return 0 if self.ledger is None else len(self.ledger.committed)
 
     def watch_processes(self, *, training: bool = True) -> None:
-        """Note the memory of trainer and agent; start a worker that has ended by itself again.
+        """Samples the memory of trainer and agent; restarts workers that ended by themselves.
 
         Raises:
-            RuntimeError: trainer or agent have ended by themselves.
+            RuntimeError: the trainer or the agent has ended by itself.
         """
         for name, child in (("trainer", self.trainer), ("agent", self.agent)):
             if name == "trainer" and not training:
@@ -195,7 +195,7 @@ class Scene:
                 self.ledger.look()
                 looks += 1
                 truth = self.truth
-                # The truth's trainer may have started later than the other one has committed.
+                # The other trainer may commit before the truth's trainer reaches that step.
                 known = [name for name in self.ledger.restorable if name.step in truth]
                 if looks % _VERIFY_EVERY == 0 and known:
                     name = self._draw.choice(known)
@@ -204,12 +204,12 @@ class Scene:
                     if wrong is not None:
                         self.wrong.append(wrong)
             except RecpointError:
-                continue  # the store is away; what is wrong then, is looked at in the end
+                continue  # the store is down; all checkpoints are checked again at the end
 
     # --- Prefect -------------------------------------------------------------------------------
 
     def flow_runs(self, **filters: Any) -> Counter[str]:
-        """How many flow runs there are of those that `filters` let through, by flow and state."""
+        """Counts the flow runs that match `filters`, by flow and state."""
         found: Counter[str] = Counter()
         names = {one["id"]: one["name"] for one in self._ask("flows/filter", {})}
         offset = 0
@@ -219,7 +219,7 @@ class Scene:
         return found
 
     def wait_for_flows(self, flows: Sequence[str], *, since: str, seconds: float) -> list[str]:
-        """Wait until each of these flows was completed after `since`; those that were not."""
+        """Waits until each of these flows has completed after `since`; returns the others."""
         deadline = time.monotonic() + seconds
         while True:
             done: Counter[str] = Counter()
@@ -246,7 +246,7 @@ class Scene:
     # --- faults --------------------------------------------------------------------------------
 
     def suffer(self, fault: Fault) -> Happened:
-        """Kill, wait, start again, and wait until all of it is up."""
+        """Kills the fault's processes, waits, starts them again, and waits until all are up."""
         killed = time.monotonic()
         for kind in fault.kinds:
             {
@@ -274,7 +274,7 @@ class Scene:
         return max((name.step for name in run.live_line()), default=0)
 
     def _start_trainer(self, *, expect: int) -> None:
-        """Start it and compare what it restored with the truth, and with what was committed."""
+        """Starts the trainer and compares its restore with the truth and the newest commit."""
         before = len(self.progress)
         self.trainer.start()
         told = self.wait_for(
@@ -293,10 +293,10 @@ class Scene:
             )
 
     def wait_for(self, look: Callable[[], Any]) -> Any:
-        """What `look` finds once it is not None.
+        """Polls `look` until it returns something other than None, and returns that.
 
         Raises:
-            RuntimeError: nothing, for long.
+            RuntimeError: `look` still returns None after a long time.
         """
         deadline = time.monotonic() + _START_SECONDS
         while (found := look()) is None:

@@ -1,10 +1,10 @@
-"""A trainer of the soak, as a process that is killed now and then.
+"""Runs a trainer of the soak, as a process that is killed now and then.
 
     python -m benchmarks.soak_trainer truth FILE STEPS
     python -m benchmarks.soak_trainer train RUN_URL STAGING FILE BATCH_SECONDS
 
-The first trains without a checkpoint, and writes the digest after each batch. The second goes on
-from wherever the run is, until SIGTERM; a line of JSON for its restore and for each batch.
+`truth` trains without checkpoints and writes the digest after each batch. `train` continues from
+the run's newest checkpoint until SIGTERM, and writes a line of JSON for its restore and each batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _stop: list[int] = []
 
 
 def main(arguments: list[str]) -> None:
-    """Run one life."""
+    """Runs one trainer, from its start to its end."""
     if arguments[0] == "truth":
         _truth(Path(arguments[1]), int(arguments[2]))
     else:
@@ -68,7 +68,7 @@ def _train(run_url: str, staging: str, file: Path, batch_seconds: float) -> None
             stats = checkpoints.stats
             said = {k: v for k, v in asdict(stats).items() if isinstance(v, int | str)}
             _tell(lines, {**said, "t": time.monotonic(), "step": checkpoints.batches_done})
-            time.sleep(batch_seconds)  # what a batch of a real model would take
+            time.sleep(batch_seconds)  # the time that a batch of a real model would take
         checkpoints.close()
 
 

@@ -1,4 +1,4 @@
-"""The small training of the soak: its state after any batch is the same however often it died."""
+"""Trains the small model of the soak, whose state after a batch is the same after any restarts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SEED = 20
 
 
 class _Reader:
-    """Batches drawn from a generator whose state is the position; popular ids come more often."""
+    """Draws batches, popular ids more often, from a generator whose state is the position."""
 
     def __init__(self) -> None:
         self._generator = np.random.default_rng(_SEED)
@@ -77,18 +77,18 @@ class Training:
         self._batches = iter(self.reader)
 
     def batch(self) -> None:
-        """Train one batch."""
+        """Trains one batch."""
         users, goods, clicks = next(self._batches)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        # Python's and numpy's generators take part, so that a wrong one is seen.
+        # Python's and numpy's generators are used, so that a wrongly restored one is noticed.
         noise = random.random() + float(np.random.random())
         nn.functional.mse_loss(self.model(users, goods), clicks + noise).backward()
         for optimizer in self.optimizers:
             optimizer.step()
 
     def digest(self) -> str:
-        """Of the exact bytes of everything that a checkpoint holds."""
+        """Returns a digest of the exact bytes of everything that a checkpoint holds."""
         digest = hashlib.sha256()
         for name, tensor in self.model.state_dict().items():
             digest.update(name.encode() + tensor.contiguous().numpy().tobytes())

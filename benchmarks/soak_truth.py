@@ -1,4 +1,4 @@
-"""What the soak holds recpoint to: states by step, and every checkpoint that was ever committed."""
+"""Compares a soak's checkpoints with the true states by step, and records all manifests seen."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ _GENERATORS = threading.Lock()
 
 
 def read_truth(file: Path) -> dict[int, str]:
-    """Digest by step, as far as the truth's trainer has come."""
+    """Reads the truth's digests by step, as far as its trainer has come."""
     whole = [line for line in file.read_text().splitlines() if line.endswith("}")]
     return {line["step"]: line["digest"] for line in map(json.loads, whole)}
 
 
 def restored_digest(run: Run, name: ManifestName) -> str:
-    """The digest of a checkpoint, restored into a fresh model as a trainer does it.
+    """Restores a checkpoint into a fresh model, as a trainer does, and returns its digest.
 
-    Changes this process's random generators, which the digest covers: one thread at a time.
+    This changes the process's random generators, which the digest covers, so only one thread may
+    call it at a time.
 
     Raises:
-        RecpointError: it does not restore.
+        RecpointError: the checkpoint does not restore.
     """
     with _GENERATORS:
         training = Training()
@@ -59,15 +60,15 @@ def restored_digest(run: Run, name: ManifestName) -> str:
 
 @dataclass
 class Ledger:
-    """Every manifest that was seen, and why those went that are gone.
+    """Records every manifest that was seen, and the reasons for which manifests were deleted.
 
     Attributes:
-        run: the run.
-        seen: checkpoint by key of each manifest, consolidated ones too.
-        there: those of the last look.
-        reasons: why retention marked a manifest, by its key.
-        bytes_by_look: bytes of all objects, at each look.
-        most_manifests: most that there were at once.
+        run: whose store is listed.
+        seen: key of each manifest, consolidated ones too -> its checkpoint.
+        there: the keys in the last listing.
+        reasons: key of a manifest -> why retention marked it.
+        bytes_by_look: bytes of all objects in each listing.
+        most_manifests: the most manifests in one listing.
     """
 
     run: Run
@@ -78,10 +79,10 @@ class Ledger:
     most_manifests: int = 0
 
     def look(self) -> None:
-        """List the store once.
+        """Lists the store once, and updates the record.
 
         Raises:
-            RecpointError: it does not answer.
+            RecpointError: the store does not answer.
         """
         objects: dict[str, ObjectInfo] = {info.key: info for info in self.run.store.list()}
         there: set[str] = set()
@@ -99,22 +100,22 @@ class Ledger:
 
     @property
     def committed(self) -> list[ManifestName]:
-        """Checkpoints that were ever committed, in order."""
+        """Returns all checkpoints that were ever committed, in order."""
         own = [name for key, name in self.seen.items() if key.startswith(MANIFEST_KEY.prefix)]
         return sorted(own)
 
     @property
     def restorable(self) -> list[ManifestName]:
-        """Checkpoints that had a manifest at the last look."""
+        """Returns the checkpoints that had a manifest in the last listing."""
         return sorted({self.seen[key] for key in self.there})
 
     @property
     def gone_without_reason(self) -> list[str]:
-        """Manifests that are gone and that no mark was seen for."""
+        """Returns manifests that are gone although no mark of retention was seen for them."""
         return sorted(self.seen.keys() - self.there - self.reasons.keys())
 
     def wrong(self, name: ManifestName, truth: dict[int, str]) -> str | None:
-        """Why a checkpoint is not what it should be; None if it is, or retention has taken it.
+        """Says how a checkpoint differs from the truth; None: it does not, or retention deleted it.
 
         Raises:
             StoreError: the store does not answer.
@@ -134,7 +135,7 @@ class Ledger:
         try:
             data = self.run.store.get(EXPIRED_KEY.of(key), max_bytes=MAX_RECORD_BYTES)
         except ObjectNotFound:
-            return  # the mark was taken back, or the manifest is gone by now
+            return  # the mark was withdrawn, or the manifest is already deleted
         mark = unpack_record(
             Mark, data, name=EXPIRED_KEY.of(key), next_step="look at the soak's log"
         )

@@ -1,8 +1,8 @@
-"""Bytes of a checkpoint that is planned and encoded as the agent does it, but for its values.
+"""Counts the bytes of a checkpoint by planning and encoding it as the agent does, without values.
 
-Chunks, their headers and row sets, and the manifest are the real ones; codes, row parameters and
-row states, whose lengths follow from the rows, are left out. `check` compares with what an agent
-stored, so that ten million rows in hundreds of checkpoints need not be stored to be counted.
+Chunks, their headers and row sets, and the manifest are real. Codes, row parameters and row states
+are left out, because their lengths follow from the rows. `check` compares the count with what an
+agent stored. So ten million rows in hundreds of checkpoints can be counted without storing them.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ __all__ = [
     "stored_parts",
 ]
 
-#: What a row is stored as: codes with binary16 parameters, with binary32 parameters, or as it is.
+#: The form in which a row is stored: codes with binary16 parameters, codes with binary32
+#: parameters, or exact.
 NARROW, WIDE, EXACT = range(3)
 
-#: For each row of a table one of the three.
+#: The form of each row of a table.
 Form = np.ndarray[Any, np.dtype[np.uint8]]
 #: Row ids, ascending.
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 _ROWS_AT_ONCE = 1 << 16
 _LONGEST_DIGEST = 2**32 - 1
-#: What a consolidation sets aside for a row id.
+#: Bytes that a consolidation reserves for a row id.
 _ID_BYTES = 9
 
 #: Bytes by what they hold: codes, values, parameters, row state, ids, dense,
@@ -70,7 +71,7 @@ class _Planned(NamedTuple):
 
 
 def form_of(rows: Tensor, bits: int) -> Form:
-    """How each of f32 rows [n, dim] is stored in `bits` bits; no search changes that."""
+    """Returns the stored form of each of f32 rows [n, dim] at `bits` bits, for any quantizer."""
     form = np.empty(len(rows), np.uint8)
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         part = slice(first, first + _ROWS_AT_ONCE)
@@ -82,13 +83,13 @@ def form_of(rows: Tensor, bits: int) -> Form:
 def stored_parts(
     job: Job, manifest: Manifest, rows: Sequence[Ids | None], forms: Sequence[Form]
 ) -> Parts:
-    """Bytes of a checkpoint.
+    """Counts the bytes of a checkpoint.
 
     Args:
-        job: what is staged; its digests and the places of its segments do not matter.
-        manifest: one of the same kind and run, for what manifests say besides chunks.
+        job: the staged job; its digests and the offsets of its segments do not matter.
+        manifest: a manifest of the same kind and run, for its contents besides chunks.
         rows: the staged ids of each table; None: all rows.
-        forms: of each table's rows.
+        forms: the forms of each table's rows.
     """
     planned = list(_plan(job, rows, forms))
     written = manifest.model_copy(update={"chunks": tuple(chunk.entry for chunk in planned)})
@@ -99,37 +100,38 @@ def stored_parts(
 
 
 def check(job: Job, manifest: Manifest, rows: Sequence[Ids | None], forms: Sequence[Form]) -> None:
-    """Raise RuntimeError unless `manifest`, of `job`, names exactly the chunks counted here."""
+    """Raises RuntimeError unless `manifest`, of `job`, has exactly the chunks counted here."""
     found = {chunk.entry.key: chunk.entry.bytes for chunk in _plan(job, rows, forms)}
     stored = {entry.key: entry.bytes for entry in manifest.chunks}
     if found != stored:
         raise RuntimeError(f"step {job.step}: counted {found}, stored {stored}")
     counted = stored_parts(job, manifest, rows, forms)["manifest"]
     written = len(pack_record(manifest))
-    # Digests of other bytes: most have ten digits, hardly any fewer than eight.
+    # The counted digests are of other bytes, so they may have other numbers of digits: most have
+    # ten, hardly any fewer than eight.
     if abs(counted - written) > 3 * (len(stored) + 1):
         raise RuntimeError(f"step {job.step}: a manifest of {counted} bytes, stored {written}")
 
 
 class MergedFull:
-    """A full as consolidations have left it: which rows lie together (format §6.8).
+    """A full after consolidations, with the chunk in which each row lies (format §6.8).
 
     Args:
         job: an increment of the run.
-        manifest: a consolidated one of the run.
-        forms: of each table's rows.
+        manifest: a consolidated manifest of the run.
+        forms: the forms of each table's rows.
     """
 
     def __init__(self, job: Job, manifest: Manifest, forms: Sequence[Form]) -> None:
         self._job, self._manifest, self._forms = job, manifest, forms
-        # Chunk of each row; that of a full as it is taken: rows ascend through all chunks.
+        # The chunk of each row. In a full that was just taken, rows ascend through all chunks.
         self._chunk = [np.zeros(len(form), np.int32) for form in forms]
 
     def merge(self, increments: Sequence[Sequence[Ids]]) -> Parts:
-        """Bytes of the full that comes of this one and increments, the oldest first.
+        """Merges increments, the oldest first, into this full; returns the bytes of the new full.
 
         Args:
-            increments: of each the ids of each table, ascending.
+            increments: for each increment, the ascending ids of each table.
         """
         staged = _staged(self._job)
         groups = plan_groups(staged)
@@ -177,7 +179,7 @@ class MergedFull:
 
 
 def _chunks_of(chunk: np.ndarray[Any, Any], chosen: np.ndarray[Any, Any]) -> list[Ids]:
-    """Ids of the chosen rows of each chunk, ascending."""
+    """Returns the ascending ids of the chosen rows in each chunk."""
     last = int(chunk[chosen].max(initial=-1))
     return [np.flatnonzero(chosen & (chunk == number)) for number in range(last + 1)]
 
@@ -258,7 +260,7 @@ def _row_chunk(
 
 
 def _section(name: str, dtype: Dtype, shape: tuple[int, ...]) -> Section:
-    # Has the length of the bytes that it stands for, and takes no room.
+    # A stand-in with the length of the real bytes, which takes no memory.
     return Section(name, dtype, shape, np.broadcast_to(np.uint8(0), (array_bytes(dtype, shape),)))
 
 

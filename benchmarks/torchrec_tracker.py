@@ -1,6 +1,6 @@
-"""TorchRec's ModelDeltaTracker, to track the same ids: row ids only, no values.
+"""Runs TorchRec's ModelDeltaTracker on the same ids as recpoint: row ids only, no values.
 
-TorchRec and FBGEMM are peers to measure against and no dependency: see `INSTALL`.
+TorchRec and FBGEMM are measured against, and are not dependencies: see `INSTALL`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 __all__ = ["INSTALL", "TorchRecTracker", "installed"]
 
-#: Without their dependencies, which would bring another torch.
+#: Installs both without their dependencies, which would install another torch.
 INSTALL = (
     "pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 torchmetrics==1.0.3 "
     "tensordict==0.15.3 pyre-extensions==0.0.32 pyvers==0.2.3 typing-inspect==0.9.0 tqdm==4.70.1"
@@ -28,12 +28,12 @@ INSTALL = (
 
 
 def installed() -> bool:
-    """Whether both can be imported."""
+    """Whether TorchRec and FBGEMM can be imported."""
     return all(importlib.util.find_spec(name) for name in ("torchrec", "fbgemm_gpu"))
 
 
 class TorchRecTracker:
-    """A tracker of a sharded EmbeddingBagCollection on this CPU; use `started`."""
+    """A tracker of a sharded EmbeddingBagCollection on this CPU; `started` makes one."""
 
     def __init__(self, tracker: Any, names: Sequence[str]) -> None:
         self._tracker = tracker
@@ -42,7 +42,7 @@ class TorchRecTracker:
     @classmethod
     @contextmanager
     def started(cls, tables: dict[str, int]) -> Iterator[TorchRecTracker]:
-        """A tracker of `tables` (name -> rows), in a process group of one."""
+        """Yields a tracker of `tables` (name -> rows), in a process group of one."""
         from torchrec.distributed.model_parallel import DistributedModelParallel
         from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
         from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -66,7 +66,7 @@ class TorchRecTracker:
                         for name, rows in tables.items()
                     ],
                 )
-                # The tracker wants a model with a dense part, too.
+                # The tracker requires a model with a dense part.
                 model = nn.ModuleDict({"sparse": bags, "dense": nn.Linear(1, 1)})
                 sharded = DistributedModelParallel(model, device=cpu)
                 yield cls(sharded.init_torchrec_delta_tracker(DeltaTrackerConfig()), list(tables))
@@ -74,33 +74,33 @@ class TorchRecTracker:
                 torch.distributed.destroy_process_group()
 
     def batch(self, ids: Tensor) -> Any:
-        """Ids I64 [n, tables] in the form in which a sharded module gets them."""
+        """Converts ids I64 [n, tables] to the input of a sharded module."""
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
         lengths = torch.ones(ids.numel(), dtype=torch.int32)
         batch = KeyedJaggedTensor.from_lengths_sync(self._names, ids.t().reshape(-1), lengths)
-        batch.offset_per_key()  # computed once for a batch: not the tracker's work
+        batch.offset_per_key()  # computed here, because it is not the tracker's work
         return batch
 
     def record(self, batch: Any) -> None:
-        """What a sharded module and the step call for each batch."""
+        """Makes the calls that a sharded module and the step make for each batch."""
         self._tracker.record_lookup(batch, None)
         self._tracker.step()
 
     def stored_bytes(self) -> int:
-        """Bytes of the ids that are kept."""
+        """Returns the bytes of the ids that the tracker keeps."""
         lookups = self._tracker.store.per_fqn_lookups.values()
         return sum(lookup.ids.nbytes for of_table in lookups for lookup in of_table)
 
     def take(self) -> list[Tensor]:
-        """The distinct ids of each table since the last call."""
+        """Returns the distinct ids of each table since the last call."""
         found = self._tracker.get_unique_ids()
         return [found[f"sparse.embedding_bags.table_{name}"] for name in self._names]
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Their warnings are about set-ups of many hosts."""
+    """Silences warnings of TorchRec and FBGEMM about set-ups of many hosts."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)

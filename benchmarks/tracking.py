@@ -1,9 +1,9 @@
-"""Marking rows against the training step it belongs to, and against TorchRec's tracker.
+"""Measures marking of rows against the training step around it, and against TorchRec's tracker.
 
-Everything the plugin does in a step between two checkpoints is timed inside real training steps:
-its hooks before and after `optimizer.step()`, between two clocks that are hooks as well, and
-`Checkpointer.step()`. The difference of two whole steps would show the machine's noise. Where the
-plugin hooks into lookups, what that adds to them is the difference to a model without hooks.
+All work of the plugin in a step between two checkpoints is timed inside real training steps: its
+hooks before and after `optimizer.step()`, between two clocks that are hooks too, and
+`Checkpointer.step()`. The difference of two whole steps would mostly be noise. If the plugin hooks
+into lookups, their cost is the difference to the lookups of a model without hooks.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ _ROUNDS_FEWER = {"retail": 1, "Criteo": 3, "MLPerf": 10}
 
 
 def run(*, smoke: bool) -> Report:
-    """Measure it for the DLRM of the example, that of the Criteo Kaggle data, and that of MLPerf.
+    """Measures the DLRMs of the example, of the Criteo Kaggle data, and of MLPerf.
 
-    `mark_share_of_step` is the worst of the two small ones, with sparse gradients, at 2,048
-    samples, the batch that ECRM (2021) trains Criteo with. Marking costs nearly the same at any
-    batch, so its share is larger in the shorter step of 512 samples: that is
-    `mark_share_of_step_512`. It costs the same in a model of the size that MLPerf trains, too:
-    `mark_share_of_step_mlperf` (26 tables of at most 2^18 rows of 128 values, so that they fit in
-    memory; top layers of 1024-1024-512-256-1). With dense gradients rows are marked at the lookup,
-    and those of the gradient after the step: `mark_share_of_step_dense`.
+    `mark_share_of_step` is the worst of the two small models, with sparse gradients, at 2,048
+    samples, the batch with which ECRM (2021) trains Criteo. Marking costs nearly the same at any
+    batch size, so its share is larger in the shorter step of 512 samples:
+    `mark_share_of_step_512`. `mark_share_of_step_mlperf` is the share in a model of the size that
+    MLPerf trains (26 tables of at most 2^18 rows of 128 values, so that they fit in memory; top
+    layers of 1024-1024-512-256-1); marking costs the same there. With dense gradients, rows are
+    marked at the lookup, and the gradient's rows after the step: `mark_share_of_step_dense`.
     """
     torch.sparse.check_sparse_tensor_invariants.disable()
     examples_on_path()
@@ -152,7 +152,7 @@ def _built(case: _Case, reader: Any) -> tuple[Any, list[Optimizer]]:
 
 
 class _Clock:
-    """Nanoseconds between hooks registered by `open` and, later, by `close`: those in between."""
+    """Measures the nanoseconds of the hooks registered between the calls of `open` and `close`."""
 
     def __init__(self) -> None:
         self.ns = self._since = 0
@@ -170,7 +170,7 @@ class _Clock:
     def close(self, optimizers: list[Optimizer]) -> None:
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._stop)
-            # Marking goes before all hooks that are there when it begins.
+            # Marking registers its hook before all hooks that exist when it begins.
             hooks = optimizer._optimizer_step_post_hooks
             between = dict(hooks)
             hooks.clear()
@@ -180,7 +180,7 @@ class _Clock:
 
 
 class _Measured(NamedTuple):
-    """Of each round: seconds of a step and of marking in it; of which lookups, in the median."""
+    """Each round's seconds of a step and of marking in it; median seconds of marking at lookups."""
 
     step_s: list[float]
     marking_s: list[float]
@@ -237,7 +237,7 @@ def _training(
 
 
 def _added_to_lookups(plain: Any, hooked: Any, batches: list[Any], rounds: int) -> float:
-    """Seconds that hooks add to a batch's lookups."""
+    """Returns the seconds that hooks add to a batch's lookups."""
 
     def lookups(model: Any) -> Callable[[], None]:
         turn = itertools.cycle(batches)
@@ -255,8 +255,8 @@ def _added_to_lookups(plain: Any, hooked: Any, batches: list[Any], rounds: int) 
 
 
 def _evaluation_marks(tracked: StagedRun, model: Any, batches: list[Any]) -> int:
-    """Rows that an increment holds after lookups that train nothing."""
-    tracked.cut_and_persist()  # the full: everything before is stored
+    """Returns the number of rows in an increment after lookups that train nothing."""
+    tracked.cut_and_persist()  # the full, after which no row is marked
     with torch.no_grad():
         model(batches[0].dense, batches[0].sparse)
     model.eval()
@@ -269,7 +269,7 @@ def _evaluation_marks(tracked: StagedRun, model: Any, batches: list[Any]) -> int
 
 
 def _against_torchrec(report: Report, *, batches: int, smoke: bool) -> None:
-    """One interval of `batches` batches on the same ids: recording, then asking for the rows."""
+    """Measures one interval of batches on the same ids: recording, then collecting the rows."""
     if not installed():
         report.leave_out(_OF_TORCHREC, f"TorchRec is not installed: {INSTALL}")
         return
@@ -323,7 +323,7 @@ def _against_torchrec(report: Report, *, batches: int, smoke: bool) -> None:
 
 
 class _Ours:
-    """The calls that a watched step makes, without the step."""
+    """Makes recpoint's calls of a training step, without the step."""
 
     def __init__(self, tables: dict[str, int]) -> None:
         model = nn.ModuleDict(
@@ -335,7 +335,7 @@ class _Ours:
         OptimizerWatch([optimizer], {t.table.name: t for t in self.trackers})
 
     def gradients(self, ids: Tensor) -> list[Tensor]:
-        """Sparse gradients of lookups of `ids`, I64 [n, tables]."""
+        """Returns sparse gradients of lookups of `ids`, I64 [n, tables]."""
         values = torch.zeros(len(ids), 1)
         return [
             torch.sparse_coo_tensor(ids[:, c].clone()[None], values, tracker.weight.shape)
@@ -354,5 +354,5 @@ class _Ours:
         return [dirty_bitmap.collect(dirty.bitmap, rows=tracker.rows) for tracker, dirty in taken]
 
     def bitmap_bytes(self) -> int:
-        """Of both bitmaps of all tables."""
+        """Returns the bytes of both bitmaps of all tables."""
         return 2 * sum(tracker.bitmap_bytes for tracker in self.trackers)

@@ -1,4 +1,4 @@
-"""Embedding rows as training leaves them: the example's DLRM after some batches of purchases."""
+"""Provides trained embedding rows: of the example's DLRM after some batches of purchases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["trained_rows"]
 
 
 def trained_rows(*, dim: int, batches: int, rows: int) -> Tensor:
-    """F32 [rows, dim]: rows that were looked up, drawn from all tables."""
+    """Returns F32 [rows, dim]: rows that were looked up in training, drawn from all tables."""
     examples_on_path()
     from retail import RetailReader
     from train_dlrm import DLRM

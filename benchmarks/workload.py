@@ -1,4 +1,4 @@
-"""What the benchmarks work on: tables of any size under a real Checkpointer, and bare persists."""
+"""Builds the benchmarks' workload: tables of any size, a real Checkpointer, persists on call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def examples_on_path() -> None:
-    """Make the modules of `examples/` importable, as they are for its scripts."""
+    """Makes the modules of `examples/` importable, as they are for its scripts."""
     folder = str(ROOT / "examples")
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -38,7 +38,7 @@ def examples_on_path() -> None:
 
 @contextmanager
 def scratch(*, in_memory: bool = True) -> Iterator[Path]:
-    """A directory that is gone afterwards; in memory where there is room, else on disk."""
+    """Yields a temporary directory, in memory if there is room, else on disk."""
     memory = Path("/dev/shm")
     parent = memory if in_memory and memory.is_dir() else Path(tempfile.gettempdir())
     path = Path(tempfile.mkdtemp(prefix="recpoint-bench-", dir=parent))
@@ -64,13 +64,13 @@ class Tables(nn.Module):
         self.top = nn.Sequential(nn.Linear(dim, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def table(self, index: int) -> nn.Embedding:
-        """Table `index`."""
+        """Returns table `index`."""
         table = self.tables[index]
         assert isinstance(table, nn.Embedding)
         return table
 
     def optimizers(self, *, state: bool) -> list[torch.optim.Optimizer]:
-        """Adagrad, with its state for each value, or SGD for the tables; Adagrad for the MLP."""
+        """Returns optimizers: Adagrad (`state`) or SGD for the tables, and Adagrad for the MLP."""
         kind = torch.optim.Adagrad if state else torch.optim.SGD
         return [
             kind(self.tables.parameters(), lr=0.1),
@@ -79,7 +79,7 @@ class Tables(nn.Module):
 
 
 class StagedRun:
-    """A checkpointer whose jobs are persisted when the benchmark says so, in this process."""
+    """A checkpointer whose jobs this process persists when the benchmark calls `persist`."""
 
     def __init__(self, checkpointer: Checkpointer, staging: Path, url: str) -> None:
         self.checkpointer = checkpointer
@@ -88,18 +88,18 @@ class StagedRun:
         self.directory = area.run_directory(staging, open_store(url).url)
 
     def cut(self) -> Path:
-        """Take a checkpoint and wait until it is staged; its job file."""
+        """Takes a checkpoint, waits until it is staged, and returns its job file."""
         if not self.checkpointer.checkpoint():
             raise RuntimeError(f"no checkpoint was cut: {self.checkpointer.stats}")
         return wait_for(lambda: next(iter(area.staged_jobs(self.directory)), None))
 
     def cut_and_persist(self) -> tuple[Job, Outcome]:
-        """`cut`, then `persist`."""
+        """Calls `cut`, then `persist`; returns the job and the outcome."""
         job = area.read_job(self.cut())
         return job, self.persist()
 
     def persist(self) -> Outcome:
-        """Persist what is staged bare, and wait until the trainer knows."""
+        """Persists the staged job without Prefect, and waits until the trainer knows of it."""
         before = self.checkpointer.stats.committed
         job_file = area.staged_jobs(self.directory)[0]
         outcome = persist_job(job_file)
@@ -109,12 +109,12 @@ class StagedRun:
         return outcome
 
     def wait_for_commit(self, before: int) -> None:
-        """Wait until the trainer knows of more commits than `before`."""
+        """Waits until the trainer knows of more commits than `before`."""
         wait_for(lambda: self.checkpointer.stats.committed > before or None)
 
 
 def wait_for(look: Callable[[], T | None], *, seconds: float = 120.0) -> T:
-    """What `look` returns once it is not None."""
+    """Polls `look` until it returns something other than None, and returns that."""
     deadline = time.monotonic() + seconds
     while (found := look()) is None:
         if time.monotonic() > deadline:
@@ -133,7 +133,7 @@ def staged_run(
     bits: Precision | FixedBits = "lossless",
     row_local_optimizers: Sequence[type] = (),
 ) -> Iterator[StagedRun]:
-    """A started run without an interval: checkpoints are taken by `cut`."""
+    """Yields a started run without an interval: the benchmark takes checkpoints by `cut`."""
     checkpointer = Checkpointer(
         model,
         optimizers,

@@ -1,4 +1,4 @@
-"""The shipped alert rules and Grafana dashboard, and the rules with other values than theirs."""
+"""Returns the shipped alert rules, with other values if asked, and the Grafana dashboard."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ __all__ = ["alert_rules", "grafana_dashboard", "parameters"]
 
 _HERE: Final = Path(__file__).parent
 _PARAMETER: Final = re.compile(r"^#   (\w+) +(\S+)", re.MULTILINE)
-#: A number, a duration of Prometheus', or a URL or path: nothing that could end the line it is on.
+#: A number, a Prometheus duration, a URL or a path. No character in it can end its line of YAML.
 _VALUE: Final = re.compile(r"[A-Za-z0-9._~:/@%+-]+\Z")
 _NUMBER: Final = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?\Z")
-#: Units at most once each, the largest first, as Prometheus wants them.
+#: Each unit at most once, the largest first, as Prometheus requires.
 _DURATION: Final = re.compile(
     r"(?=[0-9])(0|([0-9]+y)?([0-9]+w)?([0-9]+d)?([0-9]+h)?([0-9]+m)?([0-9]+s)?([0-9]+ms)?)\Z"
 )
-_NEXT_STEP: Final = "recpoint prometheus rules: the parameters are at its top"
+_NEXT_STEP: Final = "run recpoint prometheus rules: its first lines list the parameters"
 
 
 def parameters() -> dict[str, str]:
-    """The parameters of the rules, as the head of their file has them, with the values there."""
+    """Returns the parameters at the head of the rules file, name -> default value."""
     return dict(_PARAMETER.findall(_rules()))
 
 
 def alert_rules(values: Mapping[str, str]) -> str:
-    """The rules, a YAML file for `rule_files:` of Prometheus.
+    """Returns the rules, a YAML file for `rule_files:` of Prometheus.
 
     Args:
-        values: parameter -> value, instead of those in the file.
+        values: parameter -> value that replaces the default.
 
     Raises:
-        SettingsError: there is no such parameter, or the value is not one.
+        SettingsError: there is no such parameter, or Prometheus would not load the value.
     """
     known = parameters()
     lines = _rules().splitlines()
@@ -59,7 +59,7 @@ def alert_rules(values: Mapping[str, str]) -> str:
 
 
 def grafana_dashboard() -> str:
-    """The dashboard, a JSON file that Grafana imports."""
+    """Returns the dashboard, a JSON file that Grafana imports."""
     return (_HERE / "grafana" / "recpoint.json").read_text(encoding="utf-8")
 
 
@@ -68,14 +68,14 @@ def _rules() -> str:
 
 
 def _would_load(name: str, default: str, value: str) -> bool:
-    """Whether a value can be in place of this one: else Prometheus refuses the whole file."""
+    """Whether `value` can replace `default`; otherwise Prometheus would refuse the whole file."""
     kind = next((kind for kind in (_NUMBER, _DURATION) if kind.match(default)), _VALUE)
     nothing = name.endswith("_window") and not value.strip("0ywdhms")
     return bool(kind.match(value)) and not nothing
 
 
 def _with(line: str, name: str, default: str, value: str) -> str:
-    """The line with the parameter's value, if it is one of those that have it."""
+    """Returns the line with the new value if it has this parameter, else the line unchanged."""
     head = f"#   {name} "
     if not line.endswith(f" # {name}") and not line.startswith(head):
         return line

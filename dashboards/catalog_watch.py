@@ -1,7 +1,7 @@
-"""What the store says of the runs that an agent serves, read now and then in the background.
+"""Reads the catalogs of the runs that an agent serves, periodically and in the background.
 
-A scrape never waits for a store: it gets what was read last, and when that was. Each run has a
-thread, so that a store that hangs makes only its own runs' values old.
+A scrape never waits for a store: it gets the values read last and the time of that read. Each run
+has its own thread, so if a store hangs, only the values of its own runs grow old.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ _POLL_SECONDS: Final = 1.0
 
 
 class CatalogFacts(NamedTuple):
-    """A run's catalog at one moment; times in milliseconds since the epoch.
+    """A run's catalog at one moment; times are in milliseconds since the epoch.
 
-    `last_validation_ms` is of the newest validation that compared bytes and passed, by the store's
-    clock; `created_ms` is of the clock of the host that made the run.
+    Attributes:
+        overview: of the run.
+        created_ms: when the run was made, by the clock of the host that made it.
+        last_validation_ms: time of the newest validation that compared bytes and passed, by the
+            store's clock; None: there is none.
     """
 
     overview: RunOverview
@@ -41,19 +44,20 @@ class CatalogFacts(NamedTuple):
 
 
 def current_watch(run_url: str, watch: RunWatch | None) -> RunWatch:
-    """`watch` if the run it watches is still there, else one of the run that is there now.
+    """Returns `watch` if its run is still at `run_url`, else a new watch of the run found there.
 
-    A local store whose mount is gone has empty listings: without this, a run that lost everything.
+    A local store lists nothing if its mount is gone. Without this check, the run would look as if
+    it had lost everything.
 
     Raises:
-        RecpointError: there is no run, or it cannot be read.
+        RecpointError: there is no run at the URL, or it cannot be read.
     """
     run = Run.open(open_store(run_url) if watch is None else watch.run.store)
     return watch if watch is not None and watch.run.id == run.id else RunWatch(run)
 
 
 def look_up(watch: RunWatch) -> CatalogFacts:
-    """Read them: some listings, and the manifests that are new.
+    """Reads the catalog of a run: a few listings, and the manifests that are new.
 
     Raises:
         RecpointError: the run cannot be read.
@@ -72,7 +76,7 @@ def look_up(watch: RunWatch) -> CatalogFacts:
 
 
 class _Watched:
-    """One run: what was read last, since when it is tried, and how often it failed, by cause."""
+    """One run: the facts read last, the time of the first try, and failures counted by cause."""
 
     def __init__(self) -> None:
         self.since_ms = now_ms()
@@ -82,11 +86,11 @@ class _Watched:
 
 
 class CatalogWatch:
-    """Reads the catalogs of the runs that there are, until `stop`.
+    """Reads the catalogs of an agent's runs, until `stop`.
 
     Args:
-        runs: URLs of the runs that there are now; asked every second.
-        refresh_seconds: between two looks at a run.
+        runs: returns the URLs of the agent's runs; called every second.
+        refresh_seconds: between two reads of a run's catalog.
     """
 
     def __init__(
@@ -102,24 +106,24 @@ class CatalogWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End; a thread that waits for a store is left to end with the process."""
+        """Stops reading; a thread that waits for a store is left to end with the process."""
         self._stop.set()
         self._thread.join()
         for watched in self._watched.values():
             watched.stop.set()
 
     def facts(self, run: str) -> CatalogFacts | None:
-        """What was read last; None: nothing yet."""
+        """Returns the facts that were read last; None: none yet."""
         watched = self._watched.get(run)
         return None if watched is None else watched.facts
 
     def since_ms(self, run: str) -> int | None:
-        """When the first look at a run began, since the epoch; None: it is about to."""
+        """Returns when the first read of a run began, since the epoch; None: not yet."""
         watched = self._watched.get(run)
         return None if watched is None else watched.since_ms
 
     def failures(self, run: str) -> Mapping[str, int]:
-        """How often reading has failed, by cause; each cause is there."""
+        """Returns the number of failed reads for each cause in `CAUSES`."""
         watched = self._watched.get(run)
         return dict.fromkeys(CAUSES, 0) if watched is None else dict(watched.failures)
 
@@ -127,8 +131,8 @@ class CatalogWatch:
         while not self._stop.wait(min(_POLL_SECONDS, self._refresh_seconds)):
             try:
                 there = set(self._runs())
-            except Exception:  # or no run that comes would ever be looked at
-                _LOG.exception("the runs that there are cannot be told; asked again")
+            except Exception:  # else the thread would end, and no new run would ever be read
+                _LOG.exception("the agent's runs cannot be listed; trying again")
                 continue
             for gone in self._watched.keys() - there:
                 self._watched.pop(gone).stop.set()
@@ -140,8 +144,8 @@ class CatalogWatch:
                 try:
                     thread.start()
                 except (RuntimeError, MemoryError) as error:  # python's: can't start new thread
-                    _LOG.warning("%s: its catalog is not read yet: %s", run, error)
-                    break  # nor could those after it be: all of them are tried again
+                    _LOG.warning("%s: no thread to read its catalog; trying again: %s", run, error)
+                    break  # the runs after it would fail too; the next round tries them all
                 self._watched[run] = watched
 
     def _watch(self, run: str, watched: _Watched) -> None:
@@ -150,7 +154,7 @@ class CatalogWatch:
             try:
                 watch = current_watch(run, watch)
                 watched.facts = look_up(watch)
-            except Exception as error:  # or this thread would end, and the run's values grow old
+            except Exception as error:  # else the thread would end, and the run's values grow old
                 watch = None
                 watched.failures[cause_of(error)] += 1
                 expected = isinstance(error, RecpointError | OSError | MemoryError)

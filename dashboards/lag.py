@@ -1,4 +1,4 @@
-"""The table of `recpoint lag`: what each run would lose now."""
+"""Makes the table of `recpoint lag`: what each run would lose if its host died now."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ __all__ = ["RunLag", "lag_views"]
 
 
 class RunLag(NamedTuple):
-    """A run, what its catalog says or why it cannot be read, and whether that is too much."""
+    """One run of the table.
+
+    Attributes:
+        url: of the run.
+        found: its overview, or why it cannot be read.
+        above: whether the run would lose more than the caller allows; shown in red.
+    """
 
     url: str
     found: RunOverview | RecpointError
@@ -26,7 +32,7 @@ class RunLag(NamedTuple):
 
 
 _COLUMNS = (
-    FittedColumn("run", drop=5, own_line=True),  # a URL is copied from here, and never cut
+    FittedColumn("run", drop=5, own_line=True),  # people copy the URL from here: it is never cut
     FittedColumn("training"),
     FittedColumn("newest", right=True),
     FittedColumn("would be lost"),
@@ -38,7 +44,7 @@ _COLUMNS = (
 
 
 def lag_views(runs: Sequence[RunLag]) -> list[RenderableType]:
-    """One line a run that can be read; then what is wrong, each in a line of its own."""
+    """Returns a table with a line for each readable run, then a line for each error or alarm."""
     views: list[RenderableType] = []
     rows = [
         ([shown(run.url, limit=2000), *_cells(run, run.found)], Text())

@@ -56,29 +56,34 @@ __all__ = [
 ]
 
 
-# What a person sees in a terminal: checkpoints as tables, sizes and times in readable units.
-#
-# Whatever comes out of a store is data. It is shown as plain text, never as markup, and characters
-# that would move the cursor, change colours or reorder the line are shown as escapes.
+# Text from a store is untrusted data. It is shown as plain text, never as markup. Characters that
+# would move the cursor, change colours or reorder the line are shown as escapes.
 
 
 _SEVERITY_STYLES: dict[Severity, str] = {"error": "red", "warning": "yellow", "info": "dim"}
 
-#: Lines of a table of findings that anybody will read.
+#: A table of findings shows at most so many lines.
 _MOST_FINDINGS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """One line of a listing: a checkpoint, and its manifest or what is wrong with it.
+    """One line of a listing: a checkpoint, and its manifest or the error that reading it gave.
 
-    `to_read`: how many manifests a restore reads, which a merge lowers; None: its own manifest's
-    chain. `merged` is what consolidations have made of it, `pins` are the names of its pins;
-    `expires`: retention has marked it to be deleted.
+    Attributes:
+        name: step and generation.
+        live: whether it is on the live line; None: damage keeps that unknown.
+        manifest: or why it cannot be read.
+        to_read: manifests that a restore reads, which a merge lowers; None: as many as the chain
+            in its own manifest.
+        merged: one word for each consolidation of this checkpoint.
+        pins: the names of its pins.
+        expires: whether retention has marked it for deletion.
+        verdict: of its validations; None: never validated.
     """
 
     name: ManifestName
-    live: bool | None  # None: damage keeps it unknown
+    live: bool | None
     manifest: Manifest | RecpointError
     to_read: int | None = None
     merged: Sequence[str] = ()
@@ -88,7 +93,7 @@ class Listed:
 
 
 def shown(value: object, *, limit: int = 300, style: str = "") -> Text:
-    """`value` as text that a terminal takes literally, cut at `limit` characters."""
+    """Returns `value` as text that a terminal shows literally, cut at `limit` characters."""
     text = str(value)
     if len(text) > limit:
         text = text[: limit - 1] + "…"
@@ -104,10 +109,11 @@ class FittedColumn(NamedTuple):
     """A column of a `FittedTable`.
 
     Attributes:
-        heading: above it.
-        right: its cells are flush right.
-        drop: where there is no room the highest of these goes first; 0: it stays.
-        own_line: what has no room in it stands in a line of its own, above that of its row.
+        heading: text above the column.
+        right: whether its cells are aligned right.
+        drop: if the terminal is too narrow, the column with the highest number is left out first;
+            0: never.
+        own_line: if the column is left out, its cells are printed on a line above their row.
     """
 
     heading: str
@@ -117,13 +123,13 @@ class FittedColumn(NamedTuple):
 
 
 class FittedTable:
-    """A table that leaves out columns where a terminal has no room for them, and breaks no cell.
+    """A table that leaves out columns if the terminal is too narrow, and never wraps a cell.
 
     Args:
-        title: above it; "": none.
-        columns: of the cells.
-        rows: the cells of each line, and a note on it, which may be empty. Notes stand in a last
-            column where all of them have room there, else each below its line.
+        title: above the table; "": none.
+        columns: one for each cell of a row.
+        rows: the cells of each row, and a note, which may be empty. Notes form a last column if
+            all of them fit there, else each note is printed below its row.
         below: lines under the table.
     """
 
@@ -195,7 +201,7 @@ _CHECKPOINT_COLUMNS = (
 
 
 def checkpoints_table(entries: Iterable[Listed], *, title: str) -> FittedTable:
-    """One line a checkpoint, in the order given."""
+    """Returns a table with one line for each checkpoint, in the order given."""
     rows: list[tuple[Sequence[Text], Text]] = []
     below: list[Text] = []
     policies: dict[str, None] = {}  # in order, each once
@@ -226,7 +232,7 @@ def _notes(entry: Listed) -> Text:
 
 
 def verdict_text(verdict: Verdict | None) -> Text:
-    """What validations say of a checkpoint."""
+    """Returns the verdict of a checkpoint's validations in words."""
     if verdict is None:
         return Text("not validated", style="dim")
     if verdict.result == "passed":
@@ -235,7 +241,7 @@ def verdict_text(verdict: Verdict | None) -> Text:
 
 
 def result_text(result: ValidationResult) -> Text:
-    """What came of a validation."""
+    """Returns the result of a validation in words."""
     texts: dict[ValidationResult, tuple[str, str]] = {
         "passed": ("passed", "bold green"),
         "failed": ("failed: rows are damaged or wrong", "bold red"),
@@ -248,7 +254,7 @@ def result_text(result: ValidationResult) -> Text:
 def validation_table(
     findings: Sequence[ValidationFinding], notes: Sequence[ValidationFinding]
 ) -> Table:
-    """One line a finding, the worst first."""
+    """Returns a table with one line for each finding, the errors before the notes."""
     table = plain_table("Findings")
     for heading in ("kind", "object", "row", "what", "found", "expected", "within"):
         table.add_column(heading, overflow="fold")
@@ -280,7 +286,7 @@ def _figures(manifest: Manifest, to_read: int | None) -> Sequence[str]:
 
 
 def tables_table(manifest: Manifest) -> Table:
-    """One line an embedding table: its shape, its row states, and what this checkpoint holds."""
+    """Returns one line for each embedding table: shape, row states, and what is stored of it."""
     table = plain_table("Tables")
     table.add_column("table")
     pieces = any(spec.columns is not None for spec in manifest.tables)
@@ -317,7 +323,7 @@ def tables_table(manifest: Manifest) -> Table:
 
 
 def _columns_text(spec: TableSpec) -> str:
-    """Which columns of its table a piece has."""
+    """Returns the columns of the whole table that this piece of it holds."""
     columns = spec.columns
     if columns is None:
         return "all"
@@ -325,12 +331,12 @@ def _columns_text(spec: TableSpec) -> str:
 
 
 def precision_text(scheme: str | None, bits: int | None) -> str:
-    """How the rows of a chunk are stored."""
+    """Returns the precision of a chunk's rows in words."""
     return "exact" if scheme == "exact" else f"{bits} bit"
 
 
 def quantizer_text(quantizer: Quantizer) -> str:
-    """How the rows of a table were quantized, and on how many of them that was chosen."""
+    """Returns how a table's rows were quantized, and on how many sample rows that was chosen."""
     values = {
         "bins": quantizer.bins,
         "ratio": quantizer.ratio_permille / 1000,
@@ -342,18 +348,18 @@ def quantizer_text(quantizer: Quantizer) -> str:
 
 
 def history_text(history: History) -> str:
-    """How long the state has been trained, and what it has lost on the way."""
+    """Returns the hours that the state was trained, and its restores from quantized rows."""
     hours = history.trained_ms / 3_600_000
     return f"{hours:.3g} h, {history.lossy_restores} restores from quantized rows"
 
 
 def decision_text(precision: ChosenPrecision) -> str:
-    """The width that was chosen by the expected restores, and why."""
+    """Returns the bits that `bits="auto"` chose from the expected restores, and the reason."""
     return f'{precision.bits} bits where bits="auto": {precision.reason}'
 
 
 def chunks_table(manifest: Manifest) -> Table:
-    """One line a stored object."""
+    """Returns a table with one line for each chunk."""
     table = plain_table("Chunks")
     table.add_column("key", overflow="fold")
     table.add_column("content")
@@ -371,7 +377,7 @@ def chunks_table(manifest: Manifest) -> Table:
 
 
 def chain_table(chain: Sequence[Manifest]) -> Table:
-    """What must be read to restore the last of `chain`, in the order in which it is applied."""
+    """Returns the manifests that a restore of the last of `chain` reads, in order."""
     table = plain_table("Chain, in the order in which it is read")
     for heading in ("step", "generation"):
         table.add_column(heading, justify="right")
@@ -390,7 +396,7 @@ def chain_table(chain: Sequence[Manifest]) -> Table:
 
 
 def check_views(report: CheckReport) -> list[RenderableType]:
-    """What a check found, and one line that sums it up."""
+    """Returns a table of a check's findings, and one line that sums them up."""
     views: list[RenderableType] = []
     if report.findings:
         table = plain_table("Findings")
@@ -420,7 +426,7 @@ def check_views(report: CheckReport) -> list[RenderableType]:
 
 
 def sweep_table(plan: SweepPlan) -> Table:
-    """What a sweep removes and what it leaves, each with the reason."""
+    """Returns a table of what a sweep removes and what it keeps, each with the reason."""
     count = len(plan.objects) + len(plan.unfinished)
     table = plain_table(f"to remove: {count} objects, {bytes_text(plan.size_bytes)}")
     table.show_header = bool(count or plan.kept or plan.unrecognised or plan.blocked)
@@ -441,7 +447,7 @@ def sweep_table(plan: SweepPlan) -> Table:
 
 
 def fields_table(fields: Iterable[tuple[str, object]], *, title: str = "") -> Table:
-    """Names and values, one pair a line."""
+    """Returns a table of names and values, one pair on each line."""
     table = Table(title=Text(title) if title else None, show_header=False, box=None)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -452,7 +458,7 @@ def fields_table(fields: Iterable[tuple[str, object]], *, title: str = "") -> Ta
 
 
 def error_text(error: Exception) -> Text:
-    """One message: for our own errors the object, what was found, expected, and what to do."""
+    """Returns an error's message; a RecpointError's has the object, found, expected and next."""
     if not isinstance(error, RecpointError):
         return Text.assemble(("error: ", "bold red"), shown(error, limit=2000))
     return Text.assemble(
@@ -468,21 +474,18 @@ def error_text(error: Exception) -> Text:
 
 
 def plain_table(title: str) -> Table:
-    """An empty table without lines, its headings in bold."""
+    """Returns an empty table without rules, its headings in bold."""
     table = Table(title=shown(title, limit=200), title_justify="left", pad_edge=False)
     table.box = None
     table.header_style = "bold"
     return table
 
 
-# What people see of a retention: every manifest, what becomes of it, and why.
-
-
 _ACTION_STYLES = {"keep": "", "mark": "yellow", "wait": "yellow", "delete": "red"}
 
 
 def retention_table(made: PrunePlan) -> Table:
-    """The plan, for a terminal."""
+    """Returns a table of a retention plan: each manifest, its action, and the reason."""
     counts = {"keep": 0, "mark": 0, "wait": 0, "delete": 0}
     rows = list(made.rows())
     for row in rows:
@@ -511,21 +514,18 @@ def retention_table(made: PrunePlan) -> Table:
 
 
 def _merged(key: str) -> str:
-    """What tells the manifests of one checkpoint apart."""
+    """Returns the words that distinguish the manifests of one checkpoint."""
     name = CONSOLIDATED_KEY.parse(key)
     if name is None:
         return ""
     return "into a full" if name.after is None else f"after {name.after}"
 
 
-# What became, or would become, of the jobs that were staged for a run, as a table.
-
-
 _FATE_STYLES: dict[Fate, str] = {"rejected": "red", "would be rejected": "red", "stays": "yellow"}
 
 
 def staged_views(work: StagedWork, run_url: str) -> list[Table]:
-    """A table of the jobs; none where nothing is staged."""
+    """Returns a table of a run's staged jobs and their fates; nothing if no job is staged."""
     if not work.jobs:
         return []
     table = plain_table(f"staged here: {len(work.jobs)} job{'' if len(work.jobs) == 1 else 's'}")
@@ -538,7 +538,7 @@ def staged_views(work: StagedWork, run_url: str) -> list[Table]:
 
 
 def discard_table(losses: Sequence[StagedLoss], *, dry_run: bool) -> Table:
-    """What is lost with each job of a run that is gone."""
+    """Returns a table of the jobs of a run that is gone, and what is lost with each."""
     count = f"{len(losses)} job{'' if len(losses) == 1 else 's'} of a run that is gone"
     table = plain_table(f"to discard: {count}" if dry_run else f"discarded {count}")
     table.show_header = bool(losses)
@@ -556,7 +556,7 @@ def discard_table(losses: Sequence[StagedLoss], *, dry_run: bool) -> Table:
 
 
 def slots_views(slots: Sequence[FreeSlot], *, dry_run: bool) -> list[Table]:
-    """A table of the slots; none where none is free."""
+    """Returns a table of the free slots; nothing if no slot is free."""
     if not slots:
         return []
     size = bytes_text(sum(slot.size_bytes for slot in slots))

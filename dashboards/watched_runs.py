@@ -1,6 +1,6 @@
-"""Runs that a page shows: each is looked at by a thread of its own, so that none waits for another.
+"""Refreshes the runs that a page shows, each in its own thread, so that none waits for another.
 
-What a page reads is the newest snapshot, at once, however slow or absent the store is.
+A page reads the newest overview at once, even if the store is slow or cannot be reached.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ _LOG = logging.getLogger("recpoint.dashboard")
 
 REFRESH_SECONDS = 5.0
 
-#: After a look that took long, rest so many times as long: a slow store, or fifty runs of ten
-#: thousand checkpoints, are asked less often and not all the time.
+#: After a refresh, rest at least so many times as long as it took: a slow store, or fifty runs of
+#: ten thousand checkpoints, must not be read all the time.
 _REST = 4.0
 
-#: How long a look may take that has taken no time so far: a file server that hangs says nothing.
+#: A refresh is overdue after so long, plus ten times what the refresh before it took: a file server
+#: that hangs raises no error.
 _PATIENCE_SECONDS = 60.0
 
-#: What a run amounts to: `reading`: not seen yet; `no answer`: the newest look failed, or has not
-#: come back.
+#: The state of a run in one word. `reading`: not read yet; `no answer`: the newest refresh failed,
+#: or has not come back.
 Standing = Literal["alarm", "no answer", "reading", "ended", "starting", "fine"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What is known of a run at one moment.
+    """What is known of a run at one moment; times are monotonic, in seconds.
 
     Attributes:
-        overview: as it was last seen; None: never.
+        overview: the last one that was read; None: none yet.
         alarms: of that overview.
-        error: why the newest look failed; None: it did not.
-        at: monotonic time of the overview; None: there is none.
-        failing_since: monotonic time of the first of the failures in a row; None: none.
-        version: grows with every look.
-        due: monotonic time by which the next look should be over; None: nobody looks.
+        error: why the newest refresh failed; None: it succeeded.
+        at: time of the overview; None: there is none.
+        failing_since: time of the first of the consecutive failures up to now; None: none failed.
+        version: grows with every refresh.
+        due: time by which the next refresh should have ended; None: no thread refreshes the run.
     """
 
     overview: RunOverview | None = None
@@ -61,17 +62,17 @@ class Seen:
 
     @property
     def overdue(self) -> bool:
-        """Whether a look has not come back, as from a file server that hangs."""
+        """Whether a refresh has not come back in time, as when a file server hangs."""
         return self.due is not None and time.monotonic() > self.due
 
     @property
     def damaged(self) -> bool:
-        """Whether the newest look failed at the catalog itself: waiting will not mend that."""
+        """Whether the newest refresh found the catalog damaged: waiting does not repair that."""
         return isinstance(self.error, FormatError | ChainError | RunRecordLost)
 
     @property
     def standing(self) -> Standing:
-        """What to say of it in one word: the worst comes first."""
+        """The state of the run in one word; if several apply, the worst."""
         if self.alarms or self.damaged:
             return "alarm"
         if self.error is not None or self.overdue:
@@ -83,17 +84,17 @@ class Seen:
         return "fine" if self.overview.checkpoints else "starting"
 
     def age_seconds(self) -> float | None:
-        """How old the overview is; None: there is none."""
+        """Returns the age of the overview; None: there is none."""
         return None if self.at is None else time.monotonic() - self.at
 
 
 class WatchedRun:
-    """One run, looked at again and again.
+    """Refreshes the overview of one run again and again.
 
     Args:
-        url: as it was given.
-        interval_seconds: from the end of one look to the next, at least.
-        intervals: of a run's own, without a commit, that are an alarm.
+        url: run URL, as the user gave it.
+        interval_seconds: least time from the end of one refresh to the start of the next.
+        intervals: so many checkpoint intervals of the run without a commit raise an alarm.
     """
 
     def __init__(self, url: str, *, interval_seconds: float, intervals: float) -> None:
@@ -106,29 +107,29 @@ class WatchedRun:
         try:
             self.name = parse_run_url(url).url
         except SettingsError as error:
-            # It may hold a credential: not even its own error repeats that.
+            # The URL may hold a credential; the error's subject leaves it out.
             self.name = error.subject
-        # A daemon: a store that hangs must not keep the page's process.
+        # A daemon thread: a store that hangs must not keep the page's process from ending.
         self._thread = threading.Thread(target=self._run, name="recpoint-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Starts the thread that refreshes the run."""
         self.seen = replace(self.seen, due=time.monotonic() + _PATIENCE_SECONDS)
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more; does not wait for a look that is going on."""
+        """Asks the thread to stop; does not wait for a refresh in progress."""
         self._stop.set()
 
     def refresh(self) -> Seen:
-        """Look once, here and now."""
+        """Reads the run once, in the calling thread, and returns what is known of it now."""
         before = self.seen
         version = before.version + 1
         began = time.monotonic()
         try:
             self._watch = current_watch(self._url, self._watch)
             overview = self._watch.refresh()
-        except Exception as raised:  # or the thread would end, and a page be fine for ever
+        except Exception as raised:  # else the thread would end and the page show "fine" for ever
             error = raised if isinstance(raised, RecpointError) else self._unexpected(raised)
             error.next_step = naming_run(error.next_step, self.name)
             since = before.failing_since
@@ -159,13 +160,13 @@ class WatchedRun:
         return max(self._interval_seconds, _REST * took)
 
     def _unexpected(self, raised: Exception) -> RecpointError:
-        _LOG.error("%s cannot be looked at", self.name, exc_info=raised)
+        _LOG.error("%s: the run cannot be read", self.name, exc_info=raised)
         self._watch = None
         return RecpointError(
             self.name,
             found=f"{type(raised).__name__}: {raised}",
             expected="a catalog that this process can read",
-            next_step="see the log of recpoint dashboard; it tries again",
+            next_step="see the log of recpoint dashboard, which tries again by itself",
         )
 
     def _run(self) -> None:
@@ -176,7 +177,7 @@ class WatchedRun:
 
 
 class WatchedRuns:
-    """The runs of a page, in the order given, each URL once.
+    """The runs that a page shows, in the order given, without duplicates.
 
     Args:
         urls: run URLs.
@@ -190,16 +191,16 @@ class WatchedRuns:
         ]
 
     def start(self) -> None:
-        """Begin to look at all of them."""
+        """Starts to refresh all runs."""
         for run in self._runs:
             run.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Asks all threads to stop."""
         for run in self._runs:
             run.stop()
 
     @property
     def runs(self) -> Sequence[WatchedRun]:
-        """All of them."""
+        """All runs."""
         return self._runs

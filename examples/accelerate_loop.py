@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate with recpoint checkpoints: kill it, start it again, it goes on.
+"""Trains with Hugging Face Accelerate and recpoint: kill it, start it again, and it goes on.
 
 accelerate launch examples/accelerate_loop.py --run ./runs/accelerate
 """
@@ -18,7 +18,7 @@ from recpoint import Checkpointer, ResumableLoader
 
 
 def main() -> None:
-    """Train a matrix factorization for some epochs; the last line printed says where it ended."""
+    """Trains a matrix factorization for some epochs; prints a digest of the final weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", required=True, help="URL of the run to checkpoint into")
     parser.add_argument("--staging", help="staging area; default: the agent's default")
@@ -31,8 +31,8 @@ def main() -> None:
     drawn = [torch.randint(500, (4096,)), torch.randint(200, (4096,)), torch.rand(4096)]
     model = nn.ModuleDict({"user": nn.Embedding(500, 8), "item": nn.Embedding(200, 8)})
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    # A loader that was prepared has no position that could be restored: it is not, and a job of
-    # several processes gives its DataLoader a DistributedSampler.
+    # The loader is not prepared, because a prepared loader has no position that could be restored.
+    # A job of several processes gives its DataLoader a DistributedSampler instead.
     loader = ResumableLoader(DataLoader(TensorDataset(*drawn), batch_size=64, shuffle=True))
     prepared, stepper = accelerator.prepare(model, optimizer)
 

@@ -1,4 +1,4 @@
-"""What every reader of the examples hands out, and what it promises to a checkpoint."""
+"""Defines the batches and the reader interface of the examples, and hashes values to rows."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ class Batch(NamedTuple):
 
 
 class Reader(Protocol):
-    """An endless-looking loop over batches that can be left and re-entered between any two.
+    """An iterable over batches whose position can be saved and restored between any two batches.
 
-    `state_dict` taken between two batches, loaded into a new reader of the same data, makes that
-    one go on with the very next batch. Nothing is read ahead, so no batch is ever in flight; a
-    reader with workers also has `batches_until_checkpoint`, which tells it how far it may go.
+    If `state_dict` is taken between two batches and loaded into a new reader of the same data, that
+    reader continues with the very next batch. Nothing is read ahead, so no batch is ever in flight.
+    A reader with workers also has `batches_until_checkpoint`, the number of batches it may read
+    ahead.
     """
 
-    #: Column name to rows of its table, in the order of `Batch.sparse`.
+    #: Column name -> number of rows of its table, in the order of `Batch.sparse`.
     tables: dict[str, int]
     dense_width: int
 
     @property
     def total_batches(self) -> int | None:
-        """Batches in one pass; None when that is not known before the end."""
+        """Batches in one pass; None: not known before the end."""
 
     def __iter__(self) -> Iterator[Batch]: ...
 
     def state_dict(self) -> dict[str, object]:
-        """Where the reader stands, between two batches."""
+        """Returns the reader's position between two batches."""
 
     def load_state_dict(self, state: dict[str, object], /) -> None:
-        """Go on right behind the batch that was the last one when `state` was taken."""
+        """Continues after the last batch that was read before `state` was taken."""
 
 
 def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A bijection of 64-bit integers whose output bits all depend on all input bits.
+    """Maps 64-bit integers one to one so that every output bit depends on all input bits.
 
     Constants: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
     """
@@ -57,6 +58,6 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def hash_rows(values: npt.NDArray[np.uint64], *, column: int, rows: int) -> npt.NDArray[np.int64]:
-    """Rows 0 … rows - 1 for the values of one column; two columns hash the same value apart."""
+    """Hashes values of one column to rows 0 … rows - 1; each column hashes differently."""
     salted = mix64(values ^ mix64(np.full(1, column, np.uint64)))
     return (salted % np.uint64(rows)).astype(np.int64)

@@ -1,9 +1,10 @@
-"""Criteo's click logs, and logs of the same shape at any size, as training tasks.
+"""Reads Criteo's click logs, and draws logs of the same shape at any size, as training tasks.
 
-`CriteoReader` reads the files Criteo publishes: one line a sample, fields separated by tabs: the
-label (0 or 1), 13 integers, 26 categorical values of 8 hexadecimal digits; any of the 39 may be
-missing. `CriteoShapeReader` draws lines whose categorical columns have the frequencies described by
-examples/data/criteo_shape.json, to any length, without a single byte of Criteo's data.
+`CriteoReader` reads the files that Criteo publishes. Each line is a sample, with fields separated
+by tabs: the label (0 or 1), 13 integers, 26 categorical values of 8 hexadecimal digits. Any of the
+39 values may be missing. `CriteoShapeReader` draws any number of samples. The ids in their
+categorical columns have the frequencies in examples/data/criteo_shape.json; it uses no data of
+Criteo's.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ CATEGORIES = 26
 _FIELDS = 1 + INTEGERS + CATEGORIES
 _HEX_DIGITS = 8
 _MAX_LINE_BYTES = 1 << 16
-# Values have 32 bits, so this one is no value: a missing field is a category of its own.
+# Values have 32 bits, so this is not one of them. A missing field is its own category.
 _MISSING = np.uint64(1 << 32)
 
 _NIBBLES = np.full(256, 255, np.uint8)
@@ -48,16 +49,16 @@ _F64 = npt.NDArray[np.float64]
 
 
 class MalformedLine(ValueError):
-    """A line that is not in Criteo's format; the message names the file and where it is in it."""
+    """A line is not in Criteo's format; the message names the file and the line's byte offset."""
 
 
 class CriteoReader:
-    """Streams a Criteo TSV file in its own order; holds one batch in memory, whatever its size.
+    """Streams a Criteo TSV file in the order of its lines; holds only one batch in memory.
 
     Args:
         path: an uncompressed file, such as `train.txt` of the Kaggle challenge.
-        lines: samples a batch; the last batch may have fewer.
-        rows: rows of each of the 26 tables; values are hashed to them.
+        lines: samples in each batch; the last batch may have fewer.
+        rows: rows of each of the 26 tables; values are hashed to rows.
         skip_malformed: leave out lines that do not parse and count them in `malformed_lines`,
             instead of raising MalformedLine.
     """
@@ -95,7 +96,8 @@ class CriteoReader:
                 if not self._skip_malformed:
                     raise self._malformed(file.tell() - len(line), str(error)) from error
                 self.malformed_lines += 1
-        # Counted before it is handed out: a state taken after training on it is the next one's.
+        # Set before the batch is returned, so that a state taken after training on the batch points
+        # to the next batch.
         self._offset_bytes = file.tell()
         return _batch(samples, self._rows) if samples else None
 
@@ -107,7 +109,7 @@ class CriteoReader:
         )
 
     def state_dict(self) -> dict[str, object]:
-        """Where the reader stands, between two batches."""
+        """Returns the reader's position between two batches."""
         return {
             "file_bytes": self._file_bytes,
             "malformed_lines": self.malformed_lines,
@@ -115,24 +117,24 @@ class CriteoReader:
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on right behind the batch that was the last one when `state` was taken.
+        """Continues after the last batch that was read before `state` was taken.
 
         Raises:
-            ValueError: the file is shorter than the one that was read then.
+            ValueError: the file ends before the position in `state`.
         """
         offset, malformed = state["offset_bytes"], state["malformed_lines"]
         if not isinstance(offset, int) or not 0 <= offset <= self._file_bytes:
-            raise ValueError(f"byte {offset!r} of {self._path}, which has {self._file_bytes}")
+            raise ValueError(f"byte {offset!r} of {self._path}, which has {self._file_bytes} bytes")
         if not isinstance(malformed, int):
             raise ValueError(f"{malformed!r} malformed lines")
         self._offset_bytes, self.malformed_lines = offset, malformed
 
 
 def _split(line: bytes) -> list[bytes]:
-    """The 40 fields of a line, each checked to be what `_batch` can convert.
+    """Returns the 40 fields of a line, after checking that `_batch` can convert each of them.
 
     Raises:
-        ValueError: saying what is wrong.
+        ValueError: a field cannot be converted.
     """
     if not line.endswith(b"\n") and len(line) >= _MAX_LINE_BYTES:
         raise ValueError(f"more than {_MAX_LINE_BYTES} bytes without a line end")
@@ -148,10 +150,10 @@ def _split(line: bytes) -> list[bytes]:
     for field in fields[1 + INTEGERS :]:
         if field and len(field) != _HEX_DIGITS:
             raise ValueError(f"categorical value {field!r:.40}")
-    # All of one line at once: the table look-up is far cheaper than 26 conversions.
+    # One table look-up for the whole line is far cheaper than 26 conversions.
     digits_read = _NIBBLES[np.frombuffer(b"".join(fields[1 + INTEGERS :]), np.uint8)]
     if (digits_read == 255).any():
-        raise ValueError("a categorical value with other characters than hexadecimal digits")
+        raise ValueError("a categorical value with characters that are not hexadecimal digits")
     return fields
 
 
@@ -161,7 +163,7 @@ def _batch(samples: list[list[bytes]], rows: int) -> Batch:
         [[int(field or b"0") for field in fields[1 : 1 + INTEGERS]] for fields in samples],
         dtype=np.float64,
     )
-    # Short fields are padded with NUL: a missing one is found by its first byte.
+    # Short fields are padded with NUL, so the first byte of a missing field is 0.
     digits = np.array([fields[1 + INTEGERS :] for fields in samples], dtype=f"S{_HEX_DIGITS}")
     characters = digits.view(np.uint8).reshape(len(samples), CATEGORIES, _HEX_DIGITS)
     missing = characters[:, :, 0] == 0
@@ -175,18 +177,16 @@ def _batch(samples: list[list[bytes]], rows: int) -> Batch:
 
 
 def _compressed(integers: _F64) -> torch.Tensor:
-    """log(1 + x) of counts; the few negative ones, whose meaning is not published, as 0."""
+    """Returns log(1 + x) of counts, F32; the few negative counts, of unknown meaning, become 0."""
     return torch.from_numpy(np.log1p(np.maximum(integers, 0)).astype(np.float32))
-
-
-# --- the same shape, any size ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnShape:
-    """Frequencies of one column's ids: 0 missing, 1 … h the head, then a Zipf-Mandelbrot tail.
+    """The frequencies of one column's ids.
 
-    Tail: id = h + floor(x), x with density proportional to (x + q)^-s on [1, k + 1).
+    Id 0 means missing, ids 1 … h are the head, and the others are a Zipf-Mandelbrot tail: id = h +
+    floor(x), where x has a density proportional to (x + q)^-s on [1, k + 1).
     """
 
     name: str
@@ -199,11 +199,12 @@ class ColumnShape:
     q: float
 
     def draw(self, generator: np.random.Generator, count: int) -> npt.NDArray[np.int64]:
-        """Ids of `count` lines, independent of each other: I64 [count]."""
+        """Draws the ids of `count` lines independently of each other: I64 [count]."""
         uniform = generator.random(count)
         ids = np.zeros(count, np.int64)
         present = uniform >= self.p_missing
-        # What is left of a uniform number above a threshold is uniform again: one draw serves all.
+        # A uniform number above a threshold, rescaled, is uniform again: one draw for each line is
+        # enough.
         rest = (uniform[present] - self.p_missing) / (1 - self.p_missing)
         bounds = np.cumsum(self.head)
         p_head = bounds[-1] if self.k else 1.0  # published frequencies are rounded
@@ -215,19 +216,22 @@ class ColumnShape:
         return ids
 
     def _tail(self, uniform: _F64) -> npt.NDArray[np.int64]:
-        """The tail's distribution function, inverted; s = 1, its only pole, is in no column."""
+        """Maps uniform numbers to ids of the tail by its inverse distribution function.
+
+        The function has a pole at s = 1, which no column has.
+        """
         power = 1 - self.s
         low, high = (1 + self.q) ** power, (self.k + 1 + self.q) ** power
         x = (low - uniform * (low - high)) ** (1 / power) - self.q
-        # Rounding may put the ends of the interval outside of it.
+        # Rounding may move the ends of the interval outside it.
         ids: npt.NDArray[np.int64] = np.clip(np.floor(x), 1, self.k).astype(np.int64)
         return len(self.head) + ids
 
 
 def _rows_of_ids(column: int, shape: ColumnShape, rows: int) -> npt.NDArray[np.int64] | None:
-    """A row for each id of a small column; None: there are too many, they have to share rows.
+    """Returns a row for each id of a small column; None: too many ids, so that they share rows.
 
-    Either way rows are not in the order of frequency that ids are in: no real system's are.
+    Ids are in the order of frequency. Rows are not, because they are not in real systems either.
     """
     ids = 1 + len(shape.head) + shape.k
     if ids > min(rows, 1 << 20):
@@ -237,11 +241,11 @@ def _rows_of_ids(column: int, shape: ColumnShape, rows: int) -> npt.NDArray[np.i
 
 
 def load_shape(path: Path = SHAPE_PATH, *, scale: float = 1.0) -> list[ColumnShape]:
-    """The columns of a shape file.
+    """Reads the columns of a shape file.
 
     Args:
-        path: the file.
-        scale: multiplies cardinality and tail of the columns with more than 100,000 ids.
+        path: of the file.
+        scale: multiplies the cardinality and tail of columns with more than 100,000 ids.
     """
     shapes = []
     for entry in json.loads(path.read_text(encoding="utf-8")):
@@ -264,19 +268,19 @@ def load_shape(path: Path = SHAPE_PATH, *, scale: float = 1.0) -> list[ColumnSha
 class CriteoShapeReader:
     """Draws batches in the shape of a Criteo log.
 
-    The frequencies of the categorical columns are those of the shape file. Everything else is made
-    up so that there is something to learn: the integers are rounded log-normal numbers, and the
-    label is drawn from a logistic model over them and over a hash of each id.
+    The frequencies of the categorical ids come from the shape file. Everything else is invented so
+    that there is something to learn: the integers are rounded log-normal numbers, and the label is
+    drawn from a logistic model over the integers and a hash of each id.
 
-    Each batch has a generator of its own, made from the seed and the batch's number: the position
-    is the whole state, and any batch can be drawn without those before it.
+    Each batch has its own generator, made from the seed and the batch's number. So the position is
+    the whole state, and any batch can be drawn without the batches before it.
 
     Args:
-        lines: samples a batch.
-        rows: most rows a table may have; ids of columns with more are hashed to them.
+        lines: samples in each batch.
+        rows: most rows that a table may have; ids of columns with more ids are hashed to rows.
         scale: see `load_shape`.
         batches: batches in one pass.
-        seed: of the draws. The hidden model does not depend on it.
+        seed: of the draws; the hidden model does not depend on the seed.
     """
 
     dense_width = INTEGERS
@@ -307,7 +311,7 @@ class CriteoShapeReader:
             yield self.batch(self._batches_done - 1)
 
     def batch(self, number: int) -> Batch:
-        """Batch `number`, the same one whenever it is asked for."""
+        """Returns batch `number`; the same number always gives the same batch."""
         generator = np.random.default_rng([self._seed, number])
         integers = np.floor(generator.lognormal(1.0, 1.5, (self._lines, INTEGERS)))
         dense = _compressed(integers)

@@ -1,4 +1,4 @@
-"""What a training run says about itself: progress on the way, digests of everything at its end."""
+"""Reports a training run: progress while it trains, digests of its whole state at the end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["ProgressFile", "digest", "digests", "digests_of_all"]
 
 
 class ProgressFile:
-    """Appends one JSON line a call, each with one write: a killed process leaves whole lines.
+    """Appends one JSON line for each call, in one write, so that a kill leaves whole lines.
 
     Args:
-        path: the file; None: nothing is written.
-        rank: of this process; each but the first has a file beside it, with its number in the name.
+        path: of the file; None: nothing is written.
+        rank: of this process; each rank but 0 has its own file next to `path`, named by its rank.
     """
 
     def __init__(self, path: Path | None, *, rank: int = 0) -> None:
@@ -30,7 +30,7 @@ class ProgressFile:
         self._path = path
 
     def write(self, **values: float) -> None:
-        """Append one line."""
+        """Appends one line."""
         if self._path is not None:
             with self._path.open("ab", buffering=0) as file:
                 file.write((json.dumps(values) + "\n").encode())
@@ -39,10 +39,10 @@ class ProgressFile:
 def digests(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], reader: Reader
 ) -> dict[str, str]:
-    """SHA-256 of all that decides how training would go on, taken between two batches.
+    """Returns SHA-256 digests of all state that determines further training, between two batches.
 
-    The next batch is drawn from the reader, which is therefore spent afterwards; where the log has
-    ended, it is the end that is digested.
+    This draws the next batch from the reader, so the reader must not be used afterwards. At the end
+    of the log, None is digested instead of a batch.
     """
     random_state = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     return {
@@ -55,14 +55,14 @@ def digests(
 
 
 def digests_of_all(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
-    """One digest for each name, of those of all ranks; of a single rank its own."""
+    """Combines the digests of all ranks into one for each name; one rank's stay as they are."""
     if len(of_ranks) == 1:
         return of_ranks[0]
     return {name: digest([one[name] for one in of_ranks]) for name in of_ranks[0]}
 
 
 def digest(value: object) -> str:
-    """SHA-256 over structure, types, shapes and bytes of a tree of tensors, arrays and scalars."""
+    """Returns the SHA-256 of a tree's structure, and of its leaves' types, shapes and bytes."""
     sha256 = hashlib.sha256()
     _add(sha256, value)
     return sha256.hexdigest()

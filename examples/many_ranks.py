@@ -1,4 +1,4 @@
-"""One process, or one of several that torchrun has started: all that differs between the two."""
+"""Lets a training script run as one process or as one of several ranks under torchrun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["gathered", "join", "leave", "of_all_ranks", "replicated"]
 
 
 def join() -> tuple[int, int]:
-    """This process's rank, and how many train together; under torchrun it has met them then."""
+    """Returns (rank, number of ranks); under torchrun, joins the process group first."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return 0, 1
     dist.init_process_group("gloo")
@@ -22,21 +22,21 @@ def join() -> tuple[int, int]:
 
 
 def leave() -> None:
-    """The last call of a process that has met others.
+    """Leaves the process group; the last call of a process that called `join`.
 
-    For a moment after an exchange gloo's threads hold what was exchanged. Where Python is gone when
-    they let go of it, they end the process with SIGABRT, and torchrun takes the job for failed.
+    For a moment after an exchange, gloo's threads hold the exchanged tensors. If they release them
+    after Python has ended, the process ends with SIGABRT, and torchrun reports the job as failed.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def replicated(model: nn.Module) -> nn.Module:
-    """The model on every rank, with the weights of rank 0 and the mean of all ranks' gradients.
+    """Returns the model in DDP: every rank has rank 0's weights and the mean of all gradients.
 
-    `find_unused_parameters` is there for the bits: without it DDP sorts gradients into other
-    buckets after the first step of each life, and with three ranks or more the order in which a
-    gradient is summed follows from its place in a bucket.
+    `find_unused_parameters` keeps resumed training equal bit for bit. Without it, DDP puts
+    gradients into other buckets after the first step of each process. With three ranks or more, the
+    order in which a gradient is summed depends on its place in a bucket.
     """
     if not dist.is_initialized():
         return model
@@ -44,7 +44,7 @@ def replicated(model: nn.Module) -> nn.Module:
 
 
 def of_all_ranks(values: torch.Tensor) -> torch.Tensor:
-    """[ranks * n] of [n] on each rank, in the order of ranks."""
+    """Returns the values of all ranks, [ranks * n] from [n] on each rank, in the order of ranks."""
     if not dist.is_initialized():
         return values
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
@@ -53,7 +53,7 @@ def of_all_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(value: Any) -> list[Any]:
-    """`value` of each rank, in the order of ranks."""
+    """Returns the `value` of each rank, in the order of ranks."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()

@@ -1,8 +1,9 @@
-"""The bundled purchase log of a UK online shop (examples/data/README.md) as a training task.
+"""Reads the bundled purchase log of a UK online shop (examples/data/README.md) as a training task.
 
-Will this customer put this item into the basket now? Each line of the log that is a purchase is a
-positive sample; a negative one is the same line with an item drawn from the 20,000 lines before it,
-so that popularity, season and stock tell nothing. Lines stay in the order of time.
+The task: will this customer put this item into the basket now? Each purchase in the log is a
+positive sample. Its negative sample is the same line with an item drawn from the 20,000 lines
+before it, so that popularity, season and stock do not reveal the label. Lines stay in the order of
+time.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ _Ids = npt.NDArray[np.int64]
 
 
 class RetailReader:
-    """Batches of `lines` purchases, each followed by its negative: 2 * lines samples.
+    """Reads batches of 2 * `lines` samples: `lines` purchases, then a negative for each of them.
 
     Args:
-        lines: purchases a batch; the last batch of the log may have fewer.
+        lines: purchases in each batch; the last batch of the log may have fewer.
         rows: rows of the two tables for crossed columns; other tables have a row for each id.
-        seed: of the generator that draws negatives. Ids do not depend on it.
-        path: the log.
-        rank, ranks: of this process, and how many train together: each takes each `ranks`-th batch.
-            What is left at the end, less than a whole batch for each, none of several reads.
+        seed: of the generator that draws negatives; ids do not depend on the seed.
+        path: of the log.
+        rank, ranks: of this process, and the number of ranks; each rank reads every `ranks`-th
+            batch. Several ranks leave out the end of the log if it is not a batch for each of them.
     """
 
     dense_width = 0
@@ -62,7 +63,7 @@ class RetailReader:
             self._customer = _permuted(log["customer"][bought], customers, column=0)
             self._item = _permuted(log["item"][bought], items, column=1)
             self._country = _permuted(log["country"][bought], countries, column=3)
-        # The item bought right before in the same basket; `items` stands for "first of the basket".
+        # The item bought just before in the same basket; `items` means "first in the basket".
         self._previous = np.full(len(invoice), items, np.int64)
         same_basket = invoice[1:] == invoice[:-1]
         self._previous[1:][same_basket] = self._item[:-1][same_basket]
@@ -85,7 +86,7 @@ class RetailReader:
         self._lines, self._rows, self._items = lines, rows, items
         self._seed, self._rank, self._ranks = seed, rank, ranks
         self._generator = _generator(seed, rank, ranks, 0)
-        self._lines_done = 0  # by all ranks; a life may have other batches than the one before
+        self._lines_done = 0  # by all ranks; lines, because a restart may change the batch size
 
     def __iter__(self) -> Iterator[Batch]:
         needed = 1 if self._ranks == 1 else self._ranks * self._lines
@@ -97,7 +98,8 @@ class RetailReader:
         at = np.arange(start, min(start + self._lines, len(self._item)))
         window = np.minimum(at, NEGATIVE_WINDOW_LINES)
         back = self._generator.integers(0, np.maximum(window, 1), dtype=np.int64) + (window > 0)
-        # Counted before it is handed out: a state taken after training on it is the next one's.
+        # Set before the batch is returned, so that a state taken after training on the batch points
+        # to the next batch.
         self._lines_done = min(self._lines_done + self._ranks * self._lines, len(self._item))
         sparse = np.concatenate([self._columns(at, at), self._columns(at, at - back)])
         label = torch.zeros(len(sparse))
@@ -105,7 +107,7 @@ class RetailReader:
         return Batch(torch.empty(len(sparse), 0), torch.from_numpy(sparse), label)
 
     def _columns(self, at: _Ids, item_at: _Ids) -> _Ids:
-        """The eight columns of lines `at` with the items of lines `item_at`: I64 [len(at), 8]."""
+        """Returns the columns of lines `at` with the items of lines `item_at`: I64 [len(at), 8]."""
         customer, previous, item = self._customer[at], self._previous[at], self._item[item_at]
         columns = (
             customer,
@@ -120,14 +122,14 @@ class RetailReader:
         return np.stack(columns, axis=1)
 
     def state_dict(self) -> dict[str, object]:
-        """Where the reader stands, between two batches."""
+        """Returns the reader's position between two batches."""
         return {
             "lines_done": self._lines_done,
             "generator": self._generator.bit_generator.state,
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on right behind the batch that was the last one when `state` was taken."""
+        """Continues after the last batch that was read before `state` was taken."""
         lines_done, generator = state["lines_done"], state["generator"]
         if not isinstance(lines_done, int) or not 0 <= lines_done <= len(self._item):
             raise ValueError(f"line {lines_done!r} of a log of {len(self._item)} purchases")
@@ -137,13 +139,13 @@ class RetailReader:
         self._lines_done = lines_done
 
     def load_state_dicts(self, states: Sequence[dict[str, object]], rank: int, ranks: int) -> None:
-        """Go on behind what all ranks of a checkpoint have read, now as one of another number.
+        """Continues after the lines that all ranks of a checkpoint have read, with other ranks.
 
-        No purchase is lost, and none read twice; negatives are drawn anew.
+        No purchase is lost or read twice; negatives are drawn anew.
         """
         done = {state["lines_done"] for state in states}
         if len(done) != 1:
-            raise ValueError(f"ranks stood at different lines: {sorted(map(str, done))}")
+            raise ValueError(f"the ranks stopped at different lines: {sorted(map(str, done))}")
         if (rank, ranks) != (self._rank, self._ranks):
             raise ValueError(
                 f"the reader of rank {self._rank} of {self._ranks}, not {rank} of {ranks}"
@@ -160,7 +162,7 @@ def _generator(seed: int, rank: int, ranks: int, lines_done: int) -> np.random.G
 
 
 def _permuted(ids: npt.NDArray[np.integer], count: int, *, column: int) -> _Ids:
-    """The log numbers ids by first appearance, as no real system does: shuffle the numbers."""
+    """Shuffles ids: the log numbers them by first appearance, and real systems do not."""
     order: _Ids = np.random.default_rng(column).permutation(count)
     permuted: _Ids = order[ids]
     return permuted

@@ -1,4 +1,4 @@
-"""Serve predictions of the example's DLRM over HTTP while a trainer trains it.
+"""Serves predictions of the example's DLRM over HTTP while a trainer trains it.
 
 python -m recpoint agent &
 python examples/train_dlrm.py --run ./runs/retail &
@@ -23,35 +23,35 @@ from train_dlrm import DLRM, open_reader
 
 
 def arguments() -> argparse.Namespace:
-    """The command line; what shapes the model must be as the trainer has it."""
+    """Parses the command line; --data and --rows must be the same as the trainer's."""
     add = (parser := argparse.ArgumentParser(description=__doc__.splitlines()[0])).add_argument
     add("--run", required=True, help="URL of the run to follow")
     add("--channel", default="newest", choices=("newest", "validated", "published"))
-    add("--port", type=int, default=8080, help="0: any that is free; it is printed")
-    add("--poll", type=float, default=2.0, help="seconds between two looks at the run")
+    add("--port", type=int, default=8080, help="0: any free port; it is printed")
+    add("--poll", type=float, default=2.0, help="seconds between two reads of the run")
     add("--quantized", action="store_true", help="keep rows as codes")
     add("--threads", type=int, default=1, help="torch threads")
-    add("--data", default="retail", help="as of train_dlrm.py")
-    add("--rows", type=int, default=1 << 18, help="as of train_dlrm.py")
+    add("--data", default="retail", help="same as for train_dlrm.py")
+    add("--rows", type=int, default=1 << 18, help="same as for train_dlrm.py")
     parser.set_defaults(batch=512, steps=None, seed=0)
     return parser.parse_args()
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Each request sees one version, whole: the step it answers with is that of all its numbers."""
+    """Answers each request from one version: all numbers in an answer belong to its step."""
 
     follower: Follower
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """`/status`: what is served, and how far behind that is."""
+        """Answers `/status`: the version that is served, and how far it is behind."""
         status = asdict(self.follower.status)
         serving = self.follower.status.serving
         status["serving"] = None if serving is None else serving.model_dump()
         self._answer(200, status)
 
     def do_POST(self) -> None:
-        """`/predict`: logits of `sparse` [n, columns] and, if the model has it, `dense` [n, w]."""
+        """Answers `/predict`: logits of `sparse` [n, columns] and, if the model has it, `dense`."""
         try:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", "0"))))
             sparse = torch.tensor(body["sparse"], dtype=torch.int64)
@@ -75,11 +75,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """No line for each request."""
+        """Prints nothing: no log line for each request."""
 
 
 def main() -> None:
-    """Serve until the process is ended."""
+    """Serves until the process is ended."""
     args = arguments()
     torch.set_num_threads(args.threads)
     reader = open_reader(args)

@@ -1,4 +1,4 @@
-"""Train a DLRM with recpoint checkpoints: kill it whenever you like, start it again, it goes on.
+"""Trains a DLRM with recpoint checkpoints: kill it at any time, start it again, and it goes on.
 
 python -m recpoint agent &                       # persists what trainers on this host stage
 python examples/train_dlrm.py --run ./runs/retail
@@ -33,7 +33,7 @@ from retail import RetailReader
 
 
 class DLRM(nn.Module):
-    """Naumov et al., 2019: an embedding a column, the dots of all pairs, and an MLP on top."""
+    """The DLRM of Naumov et al., 2019: one embedding for each column, dots of all pairs, an MLP."""
 
     def __init__(self, tables: dict[str, int], dense_width: int, *, dim: int = 16) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class DLRM(nn.Module):
         )
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """Logits F32 [n] of dense F32 [n, dense_width] and sparse I64 [n, columns]."""
+        """Returns logits F32 [n] of dense F32 [n, dense_width] and sparse I64 [n, columns]."""
         vectors = [table(sparse[:, c]) for c, table in enumerate(self.tables.values())]
         if self.bottom is not None:
             vectors.append(self.bottom(dense))
@@ -66,30 +66,30 @@ class DLRM(nn.Module):
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     add = (parser := argparse.ArgumentParser(description=__doc__.splitlines()[0])).add_argument
     add("--data", default="retail", help="retail, criteo-shape, or a Criteo TSV file")
     add("--rows", type=int, default=1 << 18, help="most rows of one table")
-    add("--batch", type=int, default=512, help="samples a batch, of all ranks together")
+    add("--batch", type=int, default=512, help="samples in each batch, of all ranks together")
     add("--steps", type=int, help="batches to train; default: the whole log")
     add("--seed", type=int, default=0)
-    add("--threads", type=int, default=1, help="torch threads; bits do not depend on it at 1")
+    add("--threads", type=int, default=1, help="torch threads; with 1, runs are equal bit for bit")
     add("--run", help="URL of the run to checkpoint into; default: no checkpoints")
     add("--interval", type=int, default=200, help="batches between checkpoints")
     add("--bits", default="lossless", help="lossless, auto, 8, 4, 3 or 2")
     add("--staging", type=Path, help="staging area; default: the agent's default")
     add("--max-staged", type=int, default=1, help="checkpoints that may wait for the agent")
-    add("--progress-file", type=Path, help="append one JSON line a batch; a file for each rank")
+    add("--progress-file", type=Path, help="file for one JSON line a batch; a file for each rank")
     return parser.parse_args()
 
 
 def open_reader(args: argparse.Namespace, rank: int = 0, ranks: int = 1) -> Reader:
-    """The reader that `--data` names, of this rank's part of each batch."""
+    """Returns the reader that `--data` names; several ranks each read their part of the batches."""
     if args.data == "retail":
         lines = args.batch // 2 // ranks
         return RetailReader(lines=lines, rows=args.rows, seed=args.seed, rank=rank, ranks=ranks)
     if ranks > 1:
-        raise SystemExit(f"--data {args.data}: only retail is read by several ranks")
+        raise SystemExit(f"--data {args.data}: several ranks can read only retail")
     if args.data == "criteo-shape":
         return CriteoShapeReader(
             lines=args.batch, rows=args.rows, batches=args.steps or 2000, seed=args.seed
@@ -98,12 +98,12 @@ def open_reader(args: argparse.Namespace, rank: int = 0, ranks: int = 1) -> Read
 
 
 def main() -> None:
-    """Train, one pass; the last line printed is a JSON object with what came out."""
+    """Trains for one pass; prints a JSON object with the results as its last line."""
     args = arguments()
     torch.set_num_threads(args.threads)
     rank, ranks = join()
     for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(args.seed + rank)  # of the weights rank 0's count; dropout is each rank's own
+        seed(args.seed + rank)  # weights come from rank 0; dropout differs between ranks
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
     reader = open_reader(args, rank, ranks)
     model = DLRM(reader.tables, reader.dense_width)

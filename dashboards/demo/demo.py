@@ -1,4 +1,4 @@
-"""Runs the demo: real training, real flows, a real SIGKILL, and the proof that all came back."""
+"""Runs the demo: real training, Prefect flows, a real SIGKILL, and the proof of the restore."""
 
 from __future__ import annotations
 
@@ -40,11 +40,10 @@ from recpoint.tasks.job_name import run_tag
 __all__ = ["DemoSettings", "example_script", "make_fresh", "report_views", "run_demo"]
 
 
-# The demo: real training, real Prefect flows, a real SIGKILL, and the proof that all came back.
-#
-# Two trainers run the same script on the same data. One is left alone. The other checkpoints, is
-# killed, and is started again with another seed, so that whatever is equal at the end was restored.
-# Each trainer is one process, or several ranks under torchrun, of which one is killed.
+# Two trainers run the same script on the same data. One trains without interruption. The other one
+# writes checkpoints, is killed, and is started again with another seed. So state that is equal in
+# both at the end can only come from the restore. Each trainer is one process, or several ranks
+# under torchrun, of which one is killed.
 
 
 BITS = ("lossless", "8", "4", "3", "2")
@@ -55,8 +54,8 @@ _OTHER_SEED = 20_101_201
 _POLL_SECONDS = 0.01
 _LOOK_SECONDS = 0.5
 _PHASE_SECONDS = 600.0
-#: A demo of a few dozen batches is over before a checkpoint can be committed: the trainer is then
-#: stopped where it will be killed, until there is something to come back to.
+#: A demo of a few dozen batches would end before a checkpoint is committed. Its trainer is stopped
+#: at the batch where it will be killed, until so many checkpoints are committed.
 _COMMITS_BEFORE_KILL = 2
 #: Room that several staged checkpoints of the demo's model need in memory.
 _STAGING_BYTES = 1 << 30
@@ -64,15 +63,15 @@ _STAGING_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
-    """What a demo does.
+    """The settings of a demo.
 
     Attributes:
-        directory: for the run, logs and progress; what an earlier demo left there is removed.
+        directory: for the run, logs and progress; files of an earlier demo there are removed.
         store: URL below which the run is stored; None: in `directory`.
         steps: batches to train.
         interval: batches between checkpoints.
         bits: "lossless", "8", "4", "3" or "2".
-        ranks: processes that train together; from 2 on torchrun starts them.
+        ranks: processes that train together; torchrun starts them if there are 2 or more.
     """
 
     directory: Path
@@ -99,14 +98,14 @@ class DemoSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """What came out.
+    """The result of a demo.
 
     Attributes:
-        document: the last line, for programs.
-        manifests: the checkpoints that count, newest first.
-        check: of every byte of the run.
-        run_url: where they are.
-        ui: where to look at the flows.
+        document: the figures that are printed as one line of JSON at the end.
+        manifests: the checkpoints on the live line, newest first.
+        check: the report of a check of every byte of the run.
+        run_url: of the run that the demo made.
+        ui: where Prefect shows the flows.
     """
 
     document: dict[str, Any]
@@ -117,13 +116,13 @@ class DemoResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the demo showed what it is there to show."""
+        """Whether the restore was proven, the check passed, and Prefect ran flows."""
         return bool(self.document["ok"])
 
 
 @dataclass
 class _Demo:
-    """One demo on its way."""
+    """A demo in progress."""
 
     settings: DemoSettings
     script: Path
@@ -162,7 +161,7 @@ class _Demo:
         return trainer
 
     def read_committed(self) -> None:
-        """See what is committed; not at every poll, since on S3 it is a request."""
+        """Lists the committed checkpoints; not at every poll, because on S3 that is a request."""
         if time.monotonic() - self.looked < _LOOK_SECONDS:
             return
         try:
@@ -172,10 +171,10 @@ class _Demo:
         self.looked = time.monotonic()
 
     def watch(self, until: Callable[[], bool], *trainers: Trainer) -> None:
-        """Show progress until `until` says so.
+        """Shows progress until `until` returns True.
 
         Raises:
-            ChildFailed: a process ended badly meanwhile, or it took too long.
+            ChildFailed: a process ended with an error, or it took too long.
         """
         deadline = time.monotonic() + _PHASE_SECONDS
         while not until():
@@ -186,15 +185,15 @@ class _Demo:
             if time.monotonic() > deadline:
                 raise ChildFailed(
                     "the demo",
-                    found=f"nothing new for {_PHASE_SECONDS:.0f} s",
-                    expected="progress",
+                    found=f"a phase that has not ended after {_PHASE_SECONDS:.0f} s",
+                    expected="an end within that time",
                     next_step=f"see the logs in {self.settings.directory}",
                 )
             time.sleep(_POLL_SECONDS)
         self.progress.show(trainers, self.committed)
 
     def kill_in_the_middle(self, victim: Trainer, *others: Trainer) -> int:
-        """SIGKILL between two checkpoints; returns the batches that it had done."""
+        """Kills a trainer between two checkpoints; returns the batches that it had trained."""
         interval = self.settings.interval
         target = self.settings.steps // 2 // interval * interval + (interval + 1) // 2
         self.watch(lambda: victim.step >= target, victim, *others)
@@ -210,15 +209,15 @@ class _Demo:
 
 
 def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
-    """Run it; about a minute.
+    """Runs the demo, which takes about a minute.
 
     Args:
-        settings: what to do.
-        console: for progress.
+        settings: of the demo.
+        console: where progress is shown.
 
     Raises:
-        SettingsError: the directory holds something else.
-        ChildFailed: a process of the demo ended badly.
+        SettingsError: the directory holds files that no demo made.
+        ChildFailed: a process of the demo ended with an error.
         StoreError: the store cannot be used.
     """
     script = example_script()
@@ -248,7 +247,7 @@ def _run(demo: _Demo) -> DemoResult:
     committed_by_then = len(demo.committed)
     demo.progress.killed(killed_at, committed_by_then)
 
-    # Another seed: initial weights and random numbers are different, unless they are restored.
+    # With another seed, initial weights and random numbers differ unless they are restored.
     resumed = demo.start_trainer("resumed", seed=_OTHER_SEED, checkpoints=True)
     demo.watch(lambda: not (alone.running or resumed.running), resumed, alone)
     expected, found = alone.result(), resumed.result()
@@ -311,11 +310,8 @@ def _document(
     }
 
 
-# --- where things are --------------------------------------------------------------------------
-
-
 def example_script() -> Path:
-    """The training script, which ships with this package."""
+    """Returns the path of the training script, which ships with this package."""
     return Path(recpoint.__file__).resolve().parent / "examples" / "train_dlrm.py"
 
 
@@ -323,13 +319,17 @@ _MARK = "recpoint-demo.txt"
 
 
 def make_fresh(directory: Path) -> None:
-    """Make `directory`; empty it when an earlier demo made it, and only then."""
+    """Makes `directory`; empties it if an earlier demo made it, and only then.
+
+    Raises:
+        SettingsError: the directory is not empty, and no demo made it.
+    """
     if directory.exists() and not (directory / _MARK).is_file():
         if not directory.is_dir() or any(directory.iterdir()):
             raise SettingsError(
                 "--dir",
-                found=f"{directory}, which is there and was not made by a demo",
-                expected="a new or empty directory, or that of an earlier demo",
+                found=f"{directory}, which exists and was not made by a demo",
+                expected="a new or empty directory, or the directory of an earlier demo",
                 next_step="choose another directory",
             )
     directory.mkdir(parents=True, exist_ok=True)
@@ -344,7 +344,7 @@ def make_fresh(directory: Path) -> None:
 
 
 def _make_staging(directory: Path) -> Path:
-    """A staging area of its own, so that an agent that serves real trainers is not in the way."""
+    """Makes a staging area for the demo alone, so that no agent of real trainers serves it."""
     memory = Path("/dev/shm")
     if memory.is_dir() and shutil.disk_usage(memory).free > _STAGING_BYTES:
         return Path(tempfile.mkdtemp(prefix="recpoint-demo-", dir=memory))
@@ -358,11 +358,11 @@ def _refused(setting: str, found: str, expected: str) -> SettingsError:
     )
 
 
-# What a demo tells at its end: its checkpoints, where to look, and the proof in words.
-
-
 def report_views(result: DemoResult, *, server_stopped: bool) -> list[RenderableType]:
-    """For a terminal; the JSON line that follows them is not among them."""
+    """Returns the report for a terminal: checkpoints, where to look, and the proof in words.
+
+    The line of JSON that follows the report is not included.
+    """
     entries = [
         Listed(name=ManifestName(manifest.step, manifest.generation), live=True, manifest=manifest)
         for manifest in reversed(result.manifests)

@@ -46,26 +46,23 @@ __all__ = [
 ]
 
 
-# The processes a demo runs: started, watched through files, and ended by their own ids.
-
-
 _PROGRESS_LINE_BYTES = 1 << 10
 _LAST_LINES_BYTES = 1 << 20
 _TERM_SECONDS = 20.0
 
 
 class ChildFailed(RecpointError):
-    """A process of the demo ended, and not well."""
+    """A process of the demo ended with an error, or did not do its work in time."""
 
 
 class Child:
-    """One process; what it prints goes to `log`.
+    """A child process that runs this Python.
 
     Args:
         name: for messages.
-        arguments: of this Python.
-        log: file for stdout and stderr.
-        environment: added to this process's.
+        arguments: of the Python interpreter.
+        log: file to which its stdout and stderr are appended.
+        environment: variables added to the environment of this process.
     """
 
     def __init__(
@@ -89,20 +86,20 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether the process has not ended yet."""
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """SIGSTOP: it keeps everything it has and does nothing."""
+        """Sends SIGSTOP: the process keeps its state and does nothing."""
         self._process.send_signal(signal.SIGSTOP)
 
     def kill(self) -> None:
-        """SIGKILL; it has ended when this returns."""
+        """Sends SIGKILL; the process has ended when this returns."""
         self._process.kill()
         self._process.wait()
 
     def terminate(self) -> None:
-        """SIGTERM, and SIGKILL when that does not help; it has ended when this returns."""
+        """Sends SIGTERM, and SIGKILL if that fails; the process has ended when this returns."""
         self._process.send_signal(signal.SIGCONT)
         self._process.terminate()
         try:
@@ -111,26 +108,26 @@ class Child:
             self.kill()
 
     def check(self) -> None:
-        """Nothing, unless it has ended with an error.
+        """Raises if the process has ended with an error.
 
         Raises:
-            ChildFailed: it has; with the last lines it printed.
+            ChildFailed: with the last lines that the process printed.
         """
         code = self._process.poll()
         if code:
             raise ChildFailed(
                 self.name,
                 found=f"exit code {code}; its last lines:\n{self.last_lines()}",
-                expected="a process that runs, or ends well",
+                expected="a process that runs, or ends with exit code 0",
                 next_step=f"see {self.log}",
             )
 
     def output(self) -> str:
-        """What it printed, the last mebibyte of it."""
+        """Returns the last mebibyte that the process printed."""
         return _tail(self.log, _LAST_LINES_BYTES).decode("utf-8", errors="replace")
 
     def last_lines(self, count: int = 12) -> str:
-        """The end of its log."""
+        """Returns the last `count` lines of its log."""
         return "\n".join(self.output().splitlines()[-count:])
 
 
@@ -138,12 +135,12 @@ class Trainer(Child):
     """One life of the example's training script.
 
     Args:
-        name: for messages, and of its files.
-        script: the script.
-        arguments: of the script, beside those that follow from the others.
-        directory: for its files.
+        name: for messages and file names.
+        script: path of the script.
+        arguments: of the script, besides --steps and --progress-file.
+        directory: for its log and its progress.
         steps: batches to train.
-        launcher: what this Python runs in place of the script, which then starts the script.
+        launcher: Python arguments that go before the script, for a launcher that starts it.
     """
 
     def __init__(
@@ -163,21 +160,21 @@ class Trainer(Child):
             name,
             [*launcher, *own],
             log=directory / f"{name}.log",
-            # One thread: two trainers, an agent and a server share the machine, and the bits of
-            # a sum must not depend on how many threads there happened to be.
+            # One thread: two trainers, an agent and a server share the machine, and the number of
+            # threads could change the bits of a sum.
             environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )
 
     @property
     def step(self) -> int:
-        """Batches done, as it said last; 0 before the first."""
+        """Batches trained, as the trainer last reported; 0 before the first report."""
         return int(last_progress(self._progress).get("step", 0))
 
     def result(self) -> dict[str, Any]:
-        """The object it printed last.
+        """Returns the JSON object that the trainer printed last.
 
         Raises:
-            ChildFailed: it has not ended well, or printed no such line.
+            ChildFailed: the trainer ended with an error, or printed no JSON object.
         """
         self.check()
         for line in reversed(self.last_lines().splitlines()):
@@ -187,16 +184,16 @@ class Trainer(Child):
         raise ChildFailed(
             self.name,
             found=f"no result in its last lines:\n{self.last_lines()}",
-            expected="a JSON object in the last one",
+            expected="a JSON object on the last line",
             next_step=f"see {self.log}",
         )
 
 
 @contextmanager
 def ended(children: list[Child]) -> Iterator[None]:
-    """Whatever happens in the block, every child in the list has ended after it.
+    """Ends every child in the list when the block ends, also by an exception.
 
-    In the main thread also when this process is told to end, or its terminal is closed.
+    In the main thread, it also ends them if this process gets SIGTERM or its terminal is closed.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -215,7 +212,7 @@ def ended(children: list[Child]) -> Iterator[None]:
 
 
 def last_progress(path: Path) -> dict[str, Any]:
-    """The last whole line of a file that is being appended to; {} before there is one."""
+    """Returns the last whole line of a JSON lines file that is being appended to; {}: none yet."""
     for line in reversed(_tail(path, 4 * _PROGRESS_LINE_BYTES).split(b"\n")[:-1]):
         try:
             parsed: dict[str, Any] = json.loads(line)
@@ -235,11 +232,11 @@ def _tail(path: Path, count_bytes: int) -> bytes:
         return b""
 
 
-# How far a demo is: one bar for each trainer, and the checkpoints beside it.
-
-
 class DemoProgress:
-    """A live display on a terminal; elsewhere one line an event."""
+    """Shows the progress of a demo: live bars on a terminal, elsewhere one line for each event.
+
+    Each trainer has a bar; the committed checkpoints stand beside it.
+    """
 
     def __init__(self, console: Console, steps: int, interval: int, *, ranks: int = 1) -> None:
         self._console = console
@@ -276,12 +273,12 @@ class DemoProgress:
         self._bars.stop()
 
     def waiting_for_prefect(self) -> None:
-        """The agent is starting its server, or has found one."""
+        """Shows that the demo waits for the agent to start or find a Prefect server."""
         self._bars.update(self._prefect, note="starting")
         self._print_line("starting the agent, and a local Prefect server unless there is one")
 
     def prefect_is_up(self, url: str) -> None:
-        """It answers."""
+        """Shows that Prefect answers at `url`, and that the training begins."""
         self._bars.update(self._prefect, total=1, completed=1, note="up")
         self._print_line(f"Prefect is up: {url}")
         together = f" on {self._ranks} ranks under torchrun" if self._ranks > 1 else ""
@@ -291,7 +288,7 @@ class DemoProgress:
         )
 
     def show(self, trainers: Sequence[Trainer], committed: Sequence[ManifestName]) -> None:
-        """Where the trainers are, and what is committed."""
+        """Shows how far the trainers are, and how many checkpoints are committed."""
         for trainer in trainers:
             task = self._tasks[trainer.name]
             if trainer.name not in self._started:
@@ -306,7 +303,7 @@ class DemoProgress:
             self._bars.update(task, completed=trainer.step, note=note)
 
     def killed(self, step: int, committed: int) -> None:
-        """SIGKILL was sent."""
+        """Shows that SIGKILL was sent at batch `step`, after `committed` checkpoints."""
         self._bars.update(self._tasks["killed"], completed=step, note=f"SIGKILL at step {step}")
         self._bars.stop_task(self._tasks["killed"])
         who = "the trainer" if self._ranks == 1 else f"rank {self._ranks - 1} of {self._ranks}"
@@ -320,31 +317,28 @@ class DemoProgress:
         self._console.print(Text(text), soft_wrap=True)
 
 
-# What a demo asks of Prefect: that it is up, and which flows it has seen. By HTTP alone.
-
-
 _START_SECONDS = 300.0
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 60.0
 _PAGE = 200
-#: The agent's own words for "from now on persists are flows".
+#: The agent logs this when it begins to run persists as flows.
 _AGENT_IS_READY = "Prefect is at "
 
 
 class PrefectUI(NamedTuple):
-    """Where Prefect is."""
+    """Where Prefect is; `own_server`: it is a local server that an agent started."""
 
     api_url: str
     own_server: bool
 
     @property
     def url(self) -> str:
-        """The page for people."""
+        """The URL of Prefect's web page."""
         return prefect_server.ui_url(self.api_url)
 
 
 def wait_for_prefect(agent: Child, progress: DemoProgress) -> PrefectUI:
-    """Wait until the API answers and the agent uses it.
+    """Waits until Prefect is up and the agent uses it.
 
     Raises:
         ChildFailed: the agent ended, or Prefect did not come up.
@@ -371,7 +365,7 @@ def wait_for_prefect(agent: Child, progress: DemoProgress) -> PrefectUI:
 
 
 def persisted_by_prefect(ui: PrefectUI, run_url: str) -> int:
-    """Steps of the run for which Prefect has a completed `persist` flow run; as the API says."""
+    """Counts the run's steps for which Prefect's API lists a completed `persist` flow run."""
     steps: set[str] = set()
     offset = 0
     while page := _persist_runs(ui, run_url, offset):
@@ -401,10 +395,7 @@ def _persist_runs(ui: PrefectUI, run_url: str, offset: int) -> list[dict[str, An
     return page
 
 
-# A trainer of the demo that is several processes under torchrun, of which one is killed.
-
-
-#: Everything on this host's loopback, at whatever port is free; a rank that dies is noticed soon.
+#: torchrun uses this host's loopback at a free port, and soon notices that a rank has died.
 _TORCHRUN = (
     "-m",
     "torch.distributed.run",
@@ -420,8 +411,8 @@ _TORCHRUN = (
 class RanksTrainer(Trainer):
     """One life of the example's training script, as `ranks` processes under torchrun.
 
-    Arguments as for `Trainer`. After `kill` nothing of it is left: torchrun ends the ranks that
-    are not killed, and then itself.
+    Arguments as for `Trainer`. `kill` leaves no process: torchrun ends the other ranks, and then
+    itself.
     """
 
     def __init__(
@@ -449,31 +440,31 @@ class RanksTrainer(Trainer):
 
     @property
     def step(self) -> int:
-        """Batches done, as the rank says that is furthest; 0 before the first."""
+        """Batches trained, as the rank that is furthest reports; 0 before the first report."""
         return max(int(last_progress(file).get("step", 0)) for file in self._files)
 
     def stop(self) -> None:
-        """SIGSTOP to each rank."""
+        """Sends SIGSTOP to each rank."""
         self._signal(signal.SIGSTOP, self._files)
 
     def kill(self) -> None:
-        """SIGKILL to the last rank; all have ended when this returns."""
+        """Sends SIGKILL to the last rank; all ranks have ended when this returns."""
         self._signal(signal.SIGKILL, self._files[-1:])
         self._signal(signal.SIGCONT, self._files[:-1])
         self._process.wait()
 
     def terminate(self) -> None:
-        """SIGKILL to all ranks, and SIGTERM to torchrun; all have ended when this returns."""
+        """Sends SIGKILL to all ranks and SIGTERM to torchrun; all have ended on return."""
         self._signal(signal.SIGKILL, self._files)
-        self._process.terminate()  # torchrun ends ranks that have not said who they are yet
+        self._process.terminate()  # torchrun ends ranks that have not reported their pid yet
         self._process.wait()
 
     def _signal(self, number: signal.Signals, files: Sequence[Path]) -> None:
-        """To the ranks that write these files, once they have begun to."""
+        """Sends a signal to the ranks that write these files, if they have reported a pid."""
         for file in files:
             pid = last_progress(file).get("pid")
-            # While torchrun runs, a rank of its own that has ended is not forgotten unnoticed:
-            # torchrun ends then, too.
+            # While torchrun runs, this pid cannot belong to another process: torchrun itself ends
+            # soon after a rank has ended.
             if pid is not None and self.running:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), number)

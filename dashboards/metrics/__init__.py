@@ -1,5 +1,5 @@
 """Exports metrics of trainers and agents for Prometheus.
 
-Walk: `table` (every metric by name), `trainer` and `agent` (where values come from), `export`
-(a collector and its server), `samples` (values on their way there).
+Walk: `table` (every metric by name), `trainer` and `agent` (where values come from), `samples`
+(values on their way to the collector), `export` (the collector and its server).
 """

@@ -1,4 +1,4 @@
-"""Metrics of an agent, for Prometheus: `recpoint agent --metrics-port`."""
+"""Collects and serves an agent's metrics for Prometheus: `recpoint agent --metrics-port`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recpoint.flows.agent.observation import AgentObservation, RunObservation
 __all__ = ["TROUBLES", "agent_metrics"]
 
 
-#: Of the failures in a catalog those that somebody has to do something about.
+#: The kinds of failures in a catalog on which somebody has to act.
 TROUBLES: Final = ("validation", "manifest", "chain")
 
 _LOG = logging.getLogger("recpoint.metrics")
@@ -26,15 +26,15 @@ _LOG = logging.getLogger("recpoint.metrics")
 def agent_metrics(
     *, port: int, address: str = "127.0.0.1", refresh_seconds: float = REFRESH_SECONDS
 ) -> Callable[[Agent], AbstractContextManager[object]]:
-    """What `run_agent` takes as `watch` to serve an agent's metrics while it runs.
+    """Returns the argument `watch` of `run_agent` that serves the agent's metrics while it runs.
 
     Args:
-        port: 0: any that is free; the log says which.
+        port: TCP port; 0: any free port, which the log names.
         address: where to listen.
-        refresh_seconds: between two looks at a run's catalog.
+        refresh_seconds: between two reads of a run's catalog.
 
     Raises (on entry):
-        SettingsError: it cannot listen there.
+        SettingsError: the server cannot listen there.
     """
 
     @contextmanager

@@ -1,6 +1,6 @@
-"""Exports metrics with prometheus_client: a collector that looks when it is asked, and a server.
+"""Exports metrics with prometheus_client: a collector that reads values on scrape, and a server.
 
-Nothing is counted here and nothing is kept: a scrape reads what trainer or agent count anyway.
+Nothing is counted or kept here: a scrape reads what the trainer or the agent counts anyway.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class SampleCollector(Collector):
-    """Asks for samples at each scrape, and names them as the table of metrics does.
+    """Collects samples at each scrape, under the names in the table of metrics.
 
     Args:
-        metrics: all that there may be.
-        look: adds the samples of the moment; called from the threads of scrapes.
+        metrics: all metrics that may have samples.
+        look: adds the current samples; called from the threads of scrapes.
     """
 
     def __init__(self, metrics: Sequence[table.Metric], look: Callable[[Samples], None]) -> None:
@@ -46,11 +46,11 @@ class SampleCollector(Collector):
         self._look = look
 
     def describe(self) -> Iterator[Metric]:
-        """The metrics without samples, so that registering looks at nothing."""
+        """Returns the metrics without samples, so that registering them reads no values."""
         return iter([_family(metric) for metric in self._metrics])
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics with the samples of this moment."""
+        """Yields the metrics with their current samples."""
         samples = Samples()
         samples.add("recpoint_build_info", 1, version=version("recpoint"))
         self._look(samples)
@@ -65,7 +65,7 @@ class SampleCollector(Collector):
 
 
 def require_registry(registry: object) -> None:
-    """Raises SettingsError for what is no registry of prometheus_client."""
+    """Raises SettingsError if `registry` is not a registry of prometheus_client."""
     if not isinstance(registry, CollectorRegistry):
         raise SettingsError(
             "registry",
@@ -76,10 +76,10 @@ def require_registry(registry: object) -> None:
 
 
 class MetricsExport:
-    """Metrics that are being exported; `close` ends that.
+    """Exports metrics until `close`.
 
     Attributes:
-        url: where they are; None: in the registry that was given.
+        url: where they are served; None: they are in the registry that was given.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class MetricsExport:
             raise SettingsError(
                 "registry",
                 found=f"metrics of another Checkpointer: {error}",
-                expected="one Checkpointer to a registry",
-                next_step="give each a registry or a port of its own",
+                expected="one Checkpointer for each registry",
+                next_step="give each Checkpointer a registry or a port of its own",
             ) from error
         self._registered = True
         self._server: MetricsServer | None = None
@@ -110,7 +110,7 @@ class MetricsExport:
         self.url = None if self._server is None else self._server.url
 
     def close(self) -> None:
-        """Stop serving, and leave the registry; twice is fine."""
+        """Stops serving and leaves the registry; a second call does nothing."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -130,7 +130,7 @@ class MetricsExport:
         self.close()
 
 
-#: Servers of this process.
+#: The servers that this process runs; a forked child closes its copies of their sockets.
 _serving: weakref.WeakSet[MetricsServer] = weakref.WeakSet()
 
 
@@ -138,12 +138,12 @@ class MetricsServer:
     """Serves a registry over HTTP, from daemon threads.
 
     Args:
-        registry: what to serve.
-        port: 0: any that is free.
-        address: to listen at.
+        registry: holds the metrics to serve.
+        port: TCP port; 0: any free port.
+        address: where to listen.
 
     Raises:
-        SettingsError: it cannot listen there.
+        SettingsError: the server cannot listen there.
     """
 
     def __init__(self, registry: CollectorRegistry, *, port: int, address: str) -> None:
@@ -162,14 +162,17 @@ class MetricsServer:
         _serving.add(self)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stops listening, and waits for the server's thread to end."""
         _serving.discard(self)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def forget_socket(self) -> None:
-        """In a forked child: a reader's worker that outlives its trainer must not keep the port."""
+        """Closes the socket in a forked child.
+
+        Otherwise a reader's worker that outlives its trainer would keep the port.
+        """
         self._server.socket.close()
 
 
@@ -200,12 +203,12 @@ def _add(family: _Family, metric: table.Metric, sample: Sample) -> None:
 
 
 def _writable(label: str) -> str:
-    """As UTF-8 can have it: a name that it cannot would cost the host's other samples."""
+    """Escapes what UTF-8 cannot encode, because such a name would fail the whole scrape."""
     return label.encode(errors="backslashreplace").decode()
 
 
 def _buckets(reading: HistogramReading) -> list[tuple[str, float]]:
-    """Cumulative, as the exposition format wants them."""
+    """Returns (upper bound, cumulative count) pairs, as the exposition format requires."""
     buckets: list[tuple[str, float]] = []
     total = 0
     for bound, count in zip((*reading.bounds, inf), reading.counts, strict=True):

@@ -1,8 +1,8 @@
-"""Every metric that trainer and agent export: its name, kind, labels and what it means.
+"""Lists every metric that trainers and agents export: its name, kind, labels and meaning.
 
-Names and units follow Prometheus' guide: base units, `_total` for counters, a time stamp where
-something happened (`time() - x` is its age). The label `run` is the run URL: as many values as a
-host trains runs. No step, checkpoint or message is ever a label.
+Names and units follow Prometheus' guide: base units, `_total` for counters, a time stamp for an
+event (`time() - x` is its age). The label `run` is the run URL, so it has one value for each run on
+the host. No step, checkpoint or message is ever a label.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["AGENT_METRICS", "METRICS", "Metric", "TRAINER_METRICS"]
 
 
 class Metric(NamedTuple):
-    """One metric: the name as it is exposed, without a histogram's `_bucket`, `_sum`, `_count`."""
+    """One metric; `name` is as exposed, without a histogram's `_bucket`, `_sum`, `_count`."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -38,8 +38,8 @@ TRAINER_METRICS: Final = _table("recpoint", *_BUILD) + _table(
     ("running", "gauge", "run", "1 from restore() to close() of the Checkpointer, else 0."),
     (
         *("lag_seconds", "gauge", "run"),
-        "Age of the newest committed checkpoint, counted from when it was cut; of the training if "
-        "there is none yet. Absent while not running.",
+        "Age of the newest committed checkpoint, counted from when it was cut; before the first "
+        "commit, age of the training. Absent while not running.",
     ),
     (
         *("lag_batches", "gauge", "run"),
@@ -69,8 +69,8 @@ TRAINER_METRICS: Final = _table("recpoint", *_BUILD) + _table(
     ),
     (
         *("failures_total", "counter", "run cause"),
-        "Checkpoints that came to nothing, by the class of their cause; their rows are in the next "
-        "one. The log has the messages.",
+        "Checkpoints that failed, by the class of their cause; the next checkpoint contains their "
+        "rows. The log has the messages.",
     ),
     (
         *("restores_total", "counter", "run"),
@@ -78,8 +78,8 @@ TRAINER_METRICS: Final = _table("recpoint", *_BUILD) + _table(
     ),
     (
         *("unmarked_rows_total", "counter", "run"),
-        "Rows that Options.verify_unmarked_rows found changed, and that nothing had marked; the "
-        "log names them.",
+        "Rows that Options.verify_unmarked_rows found changed although nothing had marked them; "
+        "the log names them.",
     ),
     (
         *("last_commit_timestamp_seconds", "gauge", "run"),
@@ -91,16 +91,16 @@ TRAINER_METRICS: Final = _table("recpoint", *_BUILD) + _table(
     ),
     (
         *("staging_free_bytes", "gauge", "run"),
-        "Room for snapshots in the staging area, that of slots in use counted as free.",
+        "Room for snapshots in the staging area; slots in use count as free.",
     ),
     (
         *("staging_bound_bytes", "gauge", "run"),
-        "The most that this trainer's snapshots take in the staging area.",
+        "The most bytes that this trainer's snapshots may take in the staging area.",
     ),
 )
 
-#: From an agent (`recpoint agent --metrics-port`): what it knows by itself, then what it looks up
-#: in the store in the background.
+#: From an agent (`recpoint agent --metrics-port`): first what it counts itself, then what it reads
+#: from the store in the background.
 AGENT_METRICS: Final = (
     _table("recpoint", *_BUILD)
     + _table(
@@ -115,13 +115,13 @@ AGENT_METRICS: Final = (
         ),
         (
             *("jobs_total", "counter", "run result"),
-            "Staged checkpoints that are done with, by result: committed, cancelled (the trainer "
-            "had a newer one), rejected (it can never be stored).",
+            "Staged checkpoints that the agent has finished, by result: committed, cancelled (the "
+            "trainer had a newer one), rejected (it can never be stored).",
         ),
         (
             *("failures_total", "counter", "run cause"),
-            "Attempts at a staged checkpoint that failed, by the class of their cause; what may "
-            "heal is tried again.",
+            "Failed attempts at storing a staged checkpoint, by the class of their cause; the "
+            "agent tries again unless the error is permanent.",
         ),
         (
             *("stored_bytes_total", "counter", "run kind"),
@@ -165,25 +165,26 @@ AGENT_METRICS: Final = (
         (
             *("refresh_timestamp_seconds", "gauge", "run"),
             "When the agent last read the other recpoint_catalog metrics from the store, since the "
-            "epoch. They are read in the background: a store that is away makes them old.",
+            "epoch. If the store cannot be reached, they grow old.",
         ),
         (
             *("watch_start_timestamp_seconds", "gauge", "run"),
-            "When the agent began to read them, since the epoch: there before anything was read.",
+            "When the agent began to read the catalog, since the epoch; present before the first "
+            "read succeeds.",
         ),
         (
             *("refresh_failures_total", "counter", "run cause"),
-            "Times that they could not be read, by the class of the cause.",
+            "Failed reads of the catalog, by the class of the cause.",
         ),
         ("checkpoints", "gauge", "run", "Checkpoints in the store that count for restores."),
         ("created_timestamp_seconds", "gauge", "run", "When the run was made, since the epoch."),
         (
             *("restarts", "gauge", "run"),
-            "Starts of trainers since the first, each of which went on from a checkpoint.",
+            "Starts of trainers after the first; each continued from a checkpoint.",
         ),
         (
             *("ended", "gauge", "run"),
-            "1 if the newest trainer, on whatever host, has said in the store that it ended.",
+            "1 if the newest trainer, on any host, has recorded in the store that it ended.",
         ),
         (
             *("restore_manifests", "gauge", "run"),
@@ -192,8 +193,8 @@ AGENT_METRICS: Final = (
         ("restore_bytes", "gauge", "run", "Bytes of chunks that such a restore reads."),
         (
             *("troubles", "gauge", "run kind"),
-            "What is wrong with stored checkpoints, by kind: validation (one that failed stands "
-            "against it), manifest (unreadable), chain (what it needs is missing or damaged).",
+            "Stored checkpoints that are damaged, by kind: validation (failed, and passed none "
+            "since), manifest (unreadable), chain (an object that it needs is missing or damaged).",
         ),
         (
             *("last_validation_timestamp_seconds", "gauge", "run"),

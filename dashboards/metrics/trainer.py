@@ -1,4 +1,4 @@
-"""Metrics of a training process, for Prometheus: `recpoint.export_metrics`."""
+"""Collects and exports a training process's metrics for Prometheus: `recpoint.export_metrics`."""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ def export_metrics(
     address: str = "127.0.0.1",
     registry: CollectorRegistry | None = None,
 ) -> MetricsExport:
-    """Export the metrics of a Checkpointer to Prometheus, from now until the process ends.
+    """Exports the metrics of a Checkpointer to Prometheus, from now until the process ends.
 
         recpoint.export_metrics(checkpoints, port=9401)                        # a server of its own
         recpoint.export_metrics(checkpoints, registry=prometheus_client.REGISTRY)  # one you serve
 
-    `step()` does nothing for it: a scrape reads, in a thread of its own and without a lock, what
-    the Checkpointer counts anyway. docs/metrics.md lists the metrics.
+    `step()` does no work for this: a scrape reads, in its own thread and without a lock, what the
+    Checkpointer counts anyway. docs/metrics.md lists the metrics.
 
     Args:
         checkpointer: started, or about to be.
-        port: serve them over HTTP here; 0: any free port, see `url` of what is returned.
-        address: where to listen; all that connect may read. This host alone by default.
-        registry: add them to this one, which the caller serves, pushes or writes to a file.
+        port: TCP port of an HTTP server for the metrics; 0: any free port, named by the `url` of
+            the returned export.
+        address: where to listen; by default only this host can connect. Whoever can connect can
+            read the metrics.
+        registry: where to add the metrics; the caller serves, pushes or writes this registry.
 
     Returns:
-        What `close` ends; it need not be kept.
+        The export, whose `close` ends it early. The caller need not keep it.
 
     Raises:
-        SettingsError: prometheus_client is not installed, the port is taken, or not just one of
-            `port` and `registry` is given.
+        SettingsError: prometheus_client is not installed, the port is taken, or both or neither of
+            `port` and `registry` are given.
     """
     if (port is None) == (registry is None):
         raise SettingsError(

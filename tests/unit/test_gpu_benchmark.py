@@ -83,6 +83,6 @@ def test_without_a_gpu_a_bare_machine_is_told_so_and_no_figure_is_claimed() -> N
     done = run(WITHOUT_THEM + program)
     assert done.returncode == 0, done.stderr
     assert "not run: no CUDA device" in done.stdout
-    assert "what others used is not known: psutil is not installed" in done.stdout
+    assert "the load by others is unknown: psutil is not installed" in done.stdout
     assert json.loads(done.stdout.splitlines()[-1])["figures"] == {}
     assert sorted((ROOT / "benchmarks" / "results").iterdir()) == records

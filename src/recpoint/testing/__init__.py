@@ -1,4 +1,4 @@
-"""What a store's author, or a test of a training job, needs: a contract suite, faults, a server."""
+"""Tests stores and training jobs: a contract suite for stores, planned faults, an S3 server."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Run a program and kill it, with SIGKILL, at its n-th durable step.
+"""Runs a program and kills it, with SIGKILL, at its n-th durable step.
 
     python -m recpoint.testing.die_at N -m package.module arguments…
     python -m recpoint.testing.die_at N script.py arguments…
     python -m recpoint.testing.die_at --count FILE -m package.module arguments…
 
-A step is what `catalog.store.durable.step` announces: every write, fsync, rename, link, unlink,
-upload and deletion, right before it is done. With N larger than the number of steps the program
-ends by itself. `--count` kills nothing and appends a line `number<TAB>pid<TAB>name` to FILE at each
-step, so that a test can go through all of them. With `--children` before the program, the Python
-processes that it starts count and die too, each by itself at its own n-th step.
+`catalog.store.durable.step` announces the steps: every write, fsync, rename, link, unlink, upload
+and deletion, just before it is done. If N is larger than the number of steps, the program ends by
+itself. `--count` kills nothing and appends a line `number<TAB>pid<TAB>name` to FILE at each step,
+so that a test can go through all steps. With `--children` before the program, the Python processes
+that it starts count too, and each dies at its own n-th step.
 
-A program that starts itself in another way can call `install` or `install_from_environment`.
+A program that is started in another way can call `install` or `install_from_environment`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def install(
     count_into: str | os.PathLike[str] | None = None,
     besides: Container[str] = (),
 ) -> None:
-    """Observe the steps of this process: die at step `die_at`, count them into a file, or both.
+    """Observes the steps of this process: kills it at a step, writes the steps to a file, or both.
 
     Args:
-        die_at: the step at which it is killed, from 1 on.
-        count_into: file for a line at each step.
-        besides: kinds of steps that are not counted: the first words of their names.
+        die_at: number of the step at which the process is killed, from 1 on; None: never.
+        count_into: file to which each step appends a line; None: no file.
+        besides: kinds of steps that are not counted, given as the first words of their names.
     """
     lock = threading.Lock()
     taken = 0
@@ -53,7 +53,7 @@ def install(
         nonlocal taken
         if name.partition(" ")[0] in besides:
             return
-        with lock:  # held for ever by a thread that dies: no other takes a step meanwhile
+        with lock:  # a thread that dies keeps the lock, so that no other thread takes a step
             taken += 1
             if count_into is not None:
                 with open(count_into, "a", encoding="utf-8") as file:
@@ -65,14 +65,14 @@ def install(
 
 
 def install_from_environment() -> None:
-    """As `install`, from RECPOINT_DIE_AT and RECPOINT_COUNT_STEPS; without either, nothing."""
+    """Calls `install` with RECPOINT_DIE_AT and RECPOINT_COUNT_STEPS, if one of them is set."""
     die_at, count_into = os.environ.get(DIE_VARIABLE), os.environ.get(COUNT_VARIABLE)
     if die_at or count_into:
         install(die_at=int(die_at) if die_at else None, count_into=count_into or None)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run what `arguments` say, as this module's first lines describe."""
+    """Runs the program in `arguments`, as the module's docstring describes."""
     rest = list(arguments)
     die_at: int | None = None
     count_into: str | None = None
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> None:
     if rest[:1] == ["--"]:
         rest.pop(0)
     is_module = rest[:1] == ["-m"] and len(rest) > 1
-    # Before anything is installed: a caller that gets the usage must not die of it later.
+    # Arguments are checked before `install`: a caller that gets the usage must not be killed later.
     if not is_module and (not rest or rest[0].startswith("-")):
         raise SystemExit(_USAGE)
     if with_children:
@@ -106,9 +106,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _reach_children(die_at: int | None, count_into: str | None) -> None:
-    """Have every Python process started from here on call `install_from_environment`.
+    """Makes every Python process that is started from now on call `install_from_environment`.
 
-    Python imports `sitecustomize` from its path when it starts; there is one beside this module.
+    Python imports `sitecustomize` from its path when it starts; `in_children` has such a module.
     """
     directory = str(Path(__file__).with_name("in_children"))
     path = os.environ.get("PYTHONPATH")

