@@ -1,7 +1,7 @@
-"""Flow: merge a checkpoint's chain, a task for each group of tables, to be seen in Prefect's UI.
+"""Merges a checkpoint's chain as a flow, with one task for each group of tables.
 
-It does what `catalog.consolidate.merge.consolidate` does, through the same functions.
-Killed or failed anywhere, the next one goes on under the same keys.
+The flow does what `catalog.consolidate.merge.consolidate` does, through the same functions. If it
+is killed or fails anywhere, the next one continues under the same keys.
 """
 
 from __future__ import annotations
@@ -76,38 +76,41 @@ async def consolidate(
     after_dead_share: DeadShare | None = None,
     parts_at_once: PartsAtOnce = 1,
 ) -> State[Any]:
-    """Merge the chain of a checkpoint into a full, or its newest links into one increment.
+    """Merge a checkpoint's chain into one full checkpoint, or its newest links into one increment.
+
+    A restore of the checkpoint then reads fewer files and bytes.
 
     Args:
         run_url: the run.
-        step: of the checkpoint; the newest of the live line if None.
-        generation: of the checkpoint; with `step`.
-        links: merge the newest `links` manifests into one increment; None: what costs least
-            for what it saves.
-        only_if_it_pays: do nothing before a trigger is reached.
-        after_links: from so many manifests on it pays, whatever else; the default, 16, if None.
-        after_ratio: from so many times the bytes on that a restore has to read; 1.5 if None.
-        after_dead_share: from this share of dead rows on, which newer ones have replaced; 0.5 if
+        step: the checkpoint's step; the newest checkpoint of the live line if None.
+        generation: the checkpoint's generation; needed with `step`, and only with it.
+        links: merge this many of the newest manifests into one increment; None: choose the merge
+            that costs least for what it saves.
+        only_if_it_pays: merge only if one of the three triggers below is reached.
+        after_links: trigger: number of manifests in the chain; 16 if None.
+        after_ratio: trigger: bytes that a restore reads, divided by the bytes that it needs; 1.5 if
             None.
-        parts_at_once: parts of the plan that the task runner has at a time; each takes up to half a
+        after_dead_share: trigger: share of the chain's rows that newer rows have replaced; 0.5 if
+            None.
+        parts_at_once: number of parts of the plan that run at a time; each takes up to half a
             gigabyte of memory where it runs.
 
     Returns:
         Completed; its message says what was done.
 
     Raises:
-        SettingsError: a step without its generation, or the other way round.
-        RecpointError: of `recpoint.catalog.consolidate.merge`; nothing was committed.
+        SettingsError: `step` is given without `generation`, or the other way round.
+        RecpointError: as from `recpoint.catalog.consolidate.merge`; nothing was committed.
     """
     if (step is None) != (generation is None):
         raise SettingsError(
-            "step, generation", found="one of them", expected="both or none", next_step="name both"
+            "step, generation", found="one of them", expected="both or none", next_step="give both"
         )
     name = None if step is None or generation is None else ManifestName(step, generation)
     triggers = ConsolidationTriggers.chosen(
         links=after_links, restore_ratio=after_ratio, dead_share=after_dead_share
     )
-    # The tags of a task are names of concurrency limits, which the server would be asked for.
+    # Prefect takes a task's tags for names of concurrency limits and asks the server for each.
     with TagsContext(current_tags=set()):
         return await _consolidate(
             run_url, name, links, triggers, only_if_it_pays=only_if_it_pays, at_once=parts_at_once
@@ -123,7 +126,7 @@ async def _consolidate(
     only_if_it_pays: bool,
     at_once: int,
 ) -> State[Any]:
-    """What `consolidate_around_damage` does: by the cheapest chain that turns out to be good."""
+    """Merge by the cheapest chain that proves undamaged, like `consolidate_around_damage`."""
     avoid: tuple[PassedOver, ...] = ()
     first: RecpointError | None = None
     while True:
@@ -143,7 +146,7 @@ async def _consolidate(
             found = await asyncio.to_thread(blamed_source, open_run(run_url), plan, error)
             if found is None:
                 raise first from None
-            _LOG.warning("planned anew without %s: %s", found.key, found.error)
+            _LOG.warning("%s is damaged; planning again without it: %s", found.key, found.error)
             avoid, name = (*avoid, found), plan.target.name
 
 
@@ -176,13 +179,13 @@ async def _merge(run_url: str, plan: ConsolidationPlan, at_once: int) -> State[A
     )
     told: State[Any] = await reporting
     if not told.is_completed():
-        _LOG.warning("consolidated, but not reported: %s", told.message)
+        _LOG.warning("consolidated, but its report task failed: %s", told.message)
     wrote = f"{bytes_text(manifest.stored_bytes)}{passed_over_words(plan)}"
     return Completed(message=f"{outcome}: {plan.target.key}, {wrote}")
 
 
 async def _merge_parts(run_url: str, plan: ConsolidationPlan, at_once: int) -> list[ChunkEntry]:
-    """Every part through the flow's task runner."""
+    """Merge all parts as tasks; return their chunks."""
     merged = await each_part(
         lambda part: merge_tables.submit(run_url, plan, part),
         [part.index for part in plan.parts],
@@ -192,14 +195,22 @@ async def _merge_parts(run_url: str, plan: ConsolidationPlan, at_once: int) -> l
 
 
 def _take_lease(lease: ExitStack, run_url: str, plan: ConsolidationPlan) -> None:
-    """Keep retention, which may have begun to let go of the sources, from it (format §6.6)."""
+    """Take a lease, so that retention keeps the sources during the merge (format §6.6)."""
     run = open_run(run_url)
     ref = run.manifest(*plan.target.name).ref
     lease.enter_context(reading(run, purpose="consolidate", covers=[ref]))
 
 
 def run_consolidate(run_url: str, **settings: Any) -> State[Any]:
-    """Call the flow, tagged with the run, and wait for its final state."""
+    """Run the flow, tagged with the run.
+
+    Args:
+        run_url: the run.
+        settings: the flow's other parameters.
+
+    Returns:
+        The flow run's final state.
+    """
 
     async def call() -> State[Any]:
         with tags(TAG, run_tag(run_url)):

@@ -1,7 +1,7 @@
-"""Flow: finish what is staged on this host when no agent is there to do it.
+"""Finishes the jobs staged on this host as a flow, if no agent is there to do it.
 
-A trainer that died may leave a staged job, and so does an agent that dies. The job is committed, or
-rejected if it can never be; what only has to wait stays staged.
+A trainer or an agent that died may leave staged jobs. Each is committed, or rejected if it can
+never be committed; a job that has to wait stays staged.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ __all__ = ["drain"]
     result_storage=NO_RESULTS,
 )
 async def drain(staging: StagingArea | None = None) -> State[Any]:
-    """Do all jobs of a staging area that can be done now, unless an agent or drain serves it.
+    """Store the checkpoints staged on this host, if no agent or other drain is doing it.
 
-    A sweep that is at work there is waited for.
+    Does all jobs of the staging area that can be done now. If a sweep is at work there, the flow
+    waits for its end.
 
     Args:
         staging: the staging area of this host; the default one if None.
 
     Returns:
-        Completed; its message says how many jobs were done, and how many have to wait.
+        Completed; its message says how many jobs were done, and how many are still staged.
 
     Raises:
         StagingError: the staging area may not be used.
-        OSError: it cannot be read.
+        OSError: the staging area cannot be read.
     """
     root = area.default_staging_root() if staging is None else Path(staging)
     return Completed(message=await asyncio.to_thread(_drain, root))
@@ -54,11 +55,11 @@ def _drain(root: Path) -> str:
     if (other := at_work(root)) is not None and not other.run:
         return _left_to(other, root, before)
     try:
-        # Without flow runs of its own: this one is there to be seen.
+        # Without a flow run for each job: this flow run already shows the work.
         left = run_agent(root, once=True, prefect="off")
     except StagingError:
         if (other := at_work(root)) is not None and not other.ends_by_itself:
-            return _left_to(other, root, before)  # one that was started just now
+            return _left_to(other, root, before)  # an agent has just started
         raise
     return f"{max(0, before - left)} jobs done, {left} still staged"
 

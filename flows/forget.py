@@ -1,9 +1,8 @@
-"""Flow: delete our flow runs that ended long ago, with their artifacts: they would pile up.
+"""Deletes recpoint's old flow runs and their artifacts from Prefect as a flow.
 
-So would those that a schedule made for a host which is gone: they are late for ever.
-
-What must be kept is in the catalog. A server that vacuums by itself, as the local one does, leaves
-nothing to do here.
+They would pile up otherwise. So would flow runs that a schedule makes for a host that is gone: they
+stay late for ever. The catalog has everything that must be kept. If the server deletes old runs
+itself, as the local one does, this flow has nothing to do.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _LOG = logging.getLogger("recpoint.forget")
 _PAGE = 200
 _AT_ONCE = 8
 
-#: An hour at least: what has just ended is looked at.
+#: At least an hour, because people look at runs that have just ended.
 Days = Annotated[float, Field(ge=1 / 24, le=3660, allow_inf_nan=False)]
 
 
@@ -56,16 +55,17 @@ Days = Annotated[float, Field(ge=1 / 24, le=3660, allow_inf_nan=False)]
     result_storage=NO_RESULTS,
 )
 async def forget(older_than_days: Days = 3.0) -> State[Any]:
-    """Delete flow runs tagged `recpoint` that ended so long ago, and the artifacts they made.
+    """Delete old flow runs with the tag `recpoint`, and the artifacts that they made.
 
-    Also those that should have begun so long ago and never did, since no worker took them.
+    Also deletes flow runs that were scheduled long ago and never began, because no worker took
+    them. Flow runs without the tag are left alone.
 
     Args:
-        older_than_days: by the time that Prefect recorded for the end of a run, or planned for the
-            beginning of one that never began.
+        older_than_days: age in days since the flow run ended, or, if it never began, since its
+            scheduled start.
 
     Returns:
-        Completed; its message says how many went. Flow runs of others are never looked at.
+        Completed; its message says how many flow runs and artifacts were deleted.
     """
     before = datetime.now(UTC) - timedelta(days=older_than_days)
     runs = artifacts = 0
@@ -79,7 +79,7 @@ async def forget(older_than_days: Days = 3.0) -> State[Any]:
 
 
 async def _over_before(client: PrefectClient, before: datetime) -> list[UUID]:
-    """A page of runs that ended before that time; when there are none, of those never begun."""
+    """Return a page of runs that ended before a time, or else of runs due before it, not begun."""
     ours, until = FlowRunFilterTags(all_=[TAG]), {"before_": before}
     for chosen in (
         FlowRunFilter(tags=ours, end_time=FlowRunFilterEndTime.model_validate(until)),
@@ -98,10 +98,13 @@ async def _over_before(client: PrefectClient, before: datetime) -> list[UUID]:
 
 
 async def _delete_artifacts(client: PrefectClient, runs: list[UUID]) -> int:
-    """Those of ours that the runs made: an evaluation may have made some of its own.
+    """Delete recpoint's artifacts of these flow runs, but not those of a user's evaluation.
 
-    And those without a key, which Prefect makes of results: a run of an older recpoint that raised
-    has one.
+    Also deletes artifacts without a key. Prefect made them for results of failed runs of older
+    recpoint versions.
+
+    Returns:
+        Number of artifacts deleted.
     """
     count = 0
     for key in (ArtifactFilterKey(like_=f"{ARTIFACT_PREFIX}%"), ArtifactFilterKey(exists_=False)):
@@ -120,6 +123,6 @@ async def _each(delete: Callable[[UUID], Coroutine[Any, Any, object]], ids: Iter
             try:
                 await delete(identity)
             except ObjectNotFound:
-                pass  # somebody else was at it too
+                pass  # deleted by somebody else
 
     await asyncio.gather(*(one(identity) for identity in ids))

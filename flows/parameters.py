@@ -1,4 +1,4 @@
-"""Defines the parameters that flows share, with their bounds, for Prefect's forms."""
+"""Defines the parameter types that flows share, with the bounds that Prefect's forms check."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ __all__ = [
 ]
 
 
-# No results of flow runs: whatever Prefect would store of ours is not stored.
+# Result storage that stores nothing.
 #
-# A flow run that raises has its exception pickled, and an artifact without a key that names the
-# file, even with `persist_result=False`; nobody would delete either. What failed is in the state's
-# message.
+# If a flow run raises, Prefect pickles the exception to a file, and makes an artifact without a key
+# that names the file, even with `persist_result=False`. Nobody would delete either of them. The
+# state's message already says what failed.
 
 
 class _NoResults(WritableFileSystem):
-    """A place that takes nothing and has nothing."""
+    """Refuses to store results, and has none."""
 
     _block_type_name = "recpoint: no results"
-    # A flow takes only blocks that a server has. It would be asked for this one by whoever reads a
-    # result that was stored, and none is.
+    # Prefect requires the id of a block on the server. It would look the block up only to read a
+    # stored result, and there are none.
     _block_document_id: UUID | None = PrivateAttr(UUID(int=0))
 
     async def read_path(self, path: str) -> bytes:
-        """Refuse.
+        """Refuse to read: there are no results.
 
         Raises:
             FileNotFoundError: always.
@@ -54,33 +54,33 @@ class _NoResults(WritableFileSystem):
         raise FileNotFoundError(f"{path}: recpoint stores no results of flow runs")
 
     async def write_path(self, path: str, content: bytes) -> None:
-        """Refuse: what is written counts as stored, and the server would be told where.
+        """Refuse to write: Prefect would tell the server where the result is.
 
         Raises:
             ResultNotStored: always. Prefect logs it and goes on.
         """
-        raise ResultNotStored("recpoint stores none, the state says what happened.")
+        raise ResultNotStored("recpoint stores no results; the state says what happened.")
 
 
-#: The `result_storage` of each flow. Without one each run asks the server twice where it would be.
+#: The `result_storage` of each flow. Without it, each flow run asks the server for one twice.
 NO_RESULTS: Final = _NoResults()
 
 
-# Parameters that flows share, with their bounds: the form in Prefect's UI is made from these.
+# Parameters that flows share, with their bounds. Prefect's UI makes its forms from them.
 
 
-#: Where a run is, such as `s3://bucket/ads-ranker`. A run without it is refused when it is made.
+#: URL of a run, such as `s3://bucket/ads-ranker`. Prefect refuses a flow run without it.
 RunUrl = Annotated[str, Field(min_length=1, max_length=4096, examples=["s3://bucket/ads-ranker"])]
 
-#: A directory on the host that the flow runs on.
+#: A directory on the host where the flow runs.
 StagingArea = Annotated[str, Field(min_length=1, max_length=4096)]
 
-#: Of what deletes: its catalog calls refuse less, too.
+#: Grace of flows that delete, in seconds; the catalog functions have the same lower bound.
 GraceSeconds = Annotated[
     float, Field(ge=GRACE_FLOOR_SECONDS, le=366 * 86400, allow_inf_nan=False, examples=[86400])
 ]
 
-#: A staged job's file: generation, step and rank are its name.
+#: Path of a staged job's file, whose name consists of generation, step and rank.
 JobPath = Annotated[
     str,
     Field(
@@ -95,25 +95,25 @@ JobPath = Annotated[
 StepNumber = Annotated[int, Field(ge=0, le=MAX_STEP)]
 GenerationNumber = Annotated[int, Field(ge=1, le=MAX_GENERATION)]
 
-#: How much training there is between two checkpoints.
+#: Number of batches of training between two checkpoints.
 BatchCount = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
-#: Manifests of a chain; one has nothing to be merged with.
+#: Number of manifests of a chain; a merge needs at least two.
 Links = Annotated[int, Field(ge=2)]
 
-#: Bytes that a restore reads, for one that it has to.
+#: Bytes that a restore reads, divided by the bytes that it needs.
 RestoreRatio = Annotated[float, Field(ge=1, allow_inf_nan=False, examples=[1.5])]
 
-#: Of the rows that a chain stores.
+#: Share of the rows of a chain that newer rows have replaced.
 DeadShare = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, examples=[0.5])]
 
-#: Where a restore writes: a directory, or another URL.
+#: Directory or URL to which a restore writes.
 TargetUrl = Annotated[
     str, Field(min_length=1, max_length=4096, examples=["s3://bucket/exports/ads-ranker"])
 ]
 
-#: Of a file of a restore that holds more than one table.
+#: Largest size, in bytes, of a restored file that holds more than one table.
 ShardBytes = Annotated[int, Field(ge=1, le=1 << 50)]
 
-#: Of a consolidation or a restore, at work at a time.
+#: How many parts of a consolidation or a restore are at work at a time.
 PartsAtOnce = Annotated[int, Field(ge=1, le=1000)]

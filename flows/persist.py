@@ -1,8 +1,8 @@
-"""Flow: a staged job to a committed checkpoint, with every step to be seen in Prefect's UI.
+"""Persists a staged job as a flow, with one task for each step.
 
-It has `catalog.persist.persist.drive` do what the agent does without Prefect, and runs the steps
-as tasks. It is async, because Prefect keeps a sync flow for a second after its end; `drive` and all
-that blocks runs in threads.
+The flow calls `catalog.persist.persist.drive`, as the agent does without Prefect, and runs its
+steps as tasks. It is async, because Prefect keeps a sync flow for a second after its end; `drive`
+and all other blocking calls run in threads.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Tried(NamedTuple):
 
     Attributes:
         state: of the flow run.
-        flow_run: the flow run, with which the next try goes on.
+        flow_run: the flow run's id; the next try continues this flow run.
         error: why the job stays staged; None: it is answered, or waits for other ranks.
     """
 
@@ -74,14 +74,15 @@ class Tried(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """What needs no answer from the server, begun before the flow run was created.
+    """Work that needs no answer from Prefect's server, begun before the flow run is created.
 
     Attributes:
-        job: what it is begun of.
-        verified: everything staged, once for its digests.
-        looked: what the store has of the job.
-        prepared: the first group is encoded, if that went well; its tasks then find it done.
-        deferred: takes the error for which the job stays staged.
+        job: the job.
+        verified: done when all staged data is checked against its digests.
+        looked: done when it is known what the store already has of the job.
+        prepared: done when the first group is encoded, so that its tasks find it done; it also ends
+            if that failed.
+        deferred: receives the error for which the job stays staged.
     """
 
     job: PersistJob
@@ -96,18 +97,18 @@ class _Begun(NamedTuple):
         return cls(job, begin(job.verify), begin(job.find_done), begin(_prepare_first, job), [])
 
     def end(self) -> None:
-        """Wait until nothing of it is at work: whoever takes the job up now writes the same."""
+        """Wait until all of it has ended, because the next try of the job writes the same files."""
         futures: list[Future[Any]] = [self.verified, self.looked, self.prepared]
         wait(futures)
 
 
-#: Of the flow that is called in this context, where `run_persist` calls it.
+#: What `run_persist` has begun for the flow that it calls; None: the flow was not called by it.
 _begun: ContextVar[_Begun | None] = ContextVar("_begun", default=None)
 _beginners = ThreadPoolExecutor(12, thread_name_prefix="begin")
 
 
 def _prepare_first(job: PersistJob) -> None:
-    # What goes wrong here goes wrong in the tasks of the group again, and is told there.
+    # An error here occurs again in the tasks of the group, and is reported there.
     with suppress(Exception):
         first = job.groups[0]
         if first.quantized:
@@ -116,9 +117,9 @@ def _prepare_first(job: PersistJob) -> None:
 
 
 class _Tasks:
-    """Steps of a job (`Steps`), each a task of the flow run that this is made in.
+    """Runs the steps of a job (`Steps`) as tasks of the current flow run.
 
-    `drive` calls them from its threads; the tasks run in the loop of the flow.
+    `drive` calls the steps from its threads; the tasks run in the event loop of the flow.
     """
 
     def __init__(self, begun: _Begun) -> None:
@@ -130,7 +131,7 @@ class _Tasks:
         self._ended = False
 
     def find_done(self) -> Found:
-        # Whatever comes next may write, or remove, what is being prepared.
+        # The next steps may write or remove the files that are being prepared.
         wait([self._begun.prepared])
         return self._begun.looked.result()
 
@@ -156,7 +157,7 @@ class _Tasks:
         self._bar.show_meanwhile(done_bytes, total_bytes)
 
     def end(self) -> None:
-        """The flow is over: a task that still runs is cancelled, and none is begun any more."""
+        """Cancel tasks that still run, and begin no more, because the flow is over."""
         self._ended = True
         for task in filter(None, self._running):
             task.cancel()
@@ -192,20 +193,21 @@ def _run_name() -> str:
     validate_parameters=False,
 )
 async def persist(job_path: JobPath) -> State[Any]:
-    """Take a staged job to its end.
+    """Store one staged checkpoint (one rank's part), and commit it if all parts are stored.
 
     Args:
-        job_path: the job file, in `jobs` of its run's directory in this host's staging area.
+        job_path: path of the job file, in `jobs` of its run's directory in this host's staging
+            area.
 
     Returns:
-        Completed when it is committed, dropped as the trainer asked, or waits for other ranks (then
-        the job stays staged); Failed when it was rejected for good; AwaitingRetry when an agent
-        tries again later, with this flow run.
+        Completed if the checkpoint is committed, if its trainer asked to drop it, or if it waits
+        for other ranks (the job then stays staged). Failed if the job was rejected for good.
+        AwaitingRetry if the agent tries again later, with this flow run.
 
     Raises:
-        SettingsError: that is not the path of a job file.
-        StagingError: an agent, a drain or a sweep does the jobs of this staging area.
-        RecpointError: not now; the job stays staged, and no agent tries it again.
+        SettingsError: `job_path` is not the path of a job file.
+        StagingError: an agent, a drain or a sweep is at work in this staging area.
+        RecpointError: the try failed; the job stays staged, and this flow does not try it again.
     """
     begun = _begun.get()
     try:
@@ -218,14 +220,14 @@ async def persist(job_path: JobPath) -> State[Any]:
             next_step="recpoint sweep URL --dry-run on the trainer's host lists what is staged; "
             "the deployment drain does all of it",
         ) from None
-    # The run has its tags by now. Those of a task are names of concurrency limits, which the server
-    # would be asked for before each of them.
+    # The flow run already has its tags. Prefect takes a task's tags for names of concurrency limits
+    # and asks the server for them before each task.
     with TagsContext(current_tags=set()):
         if begun is not None:
             try:
                 return await _persist(begun, log)
             except RecpointError as error:
-                begun.deferred.append(error)  # the agent says it in its log, with the next try
+                begun.deferred.append(error)  # the agent logs it, with the time of the next try
                 return AwaitingRetry(message=f"not now: {error}")
         with _alone(job_path):
             try:
@@ -245,9 +247,9 @@ async def persist(job_path: JobPath) -> State[Any]:
 
 
 def _alone(job_path: str) -> AbstractContextManager[object]:
-    """The lock of the staging area, which an agent that calls the flow holds already.
+    """Return the lock of the staging area; an agent that calls the flow already holds it.
 
-    Of two that do one job, each would remove what the other has encoded.
+    If two processes did one job, each would remove the files that the other has encoded.
     """
     run_dir = Path(job_path).parent.parent
     return AgentLock(run_dir.parent, sweep_of(run_dir)) if run_dir.is_dir() else nullcontext()
@@ -275,14 +277,14 @@ async def _persist(begun: _Begun, log: LoggerAdapter[Logger]) -> State[Any]:
     reporting: Any = report(begun.job, committed, return_state=True)
     told: State[Any] = await reporting
     if not told.is_completed():
-        log.warning("committed, but not reported: %s", told.message)
+        log.warning("committed, but its report task failed: %s", told.message)
     return Completed(
         message=f"{bytes_text(committed.stored_bytes)} in {counted(committed.chunks, 'chunk')}"
     )
 
 
 def _tell_rejected(job: Job | None, outcome: Outcome, log: LoggerAdapter[Logger]) -> State[Any]:
-    """`job` None: it could not be read, so that nobody knows whose it is."""
+    """Log and report a rejected job; `job` None: it could not be read, so there is no event."""
     if outcome.error_type == CheckpointCancelled.__name__:
         log.info("dropped, as the trainer asked")
         return Completed(name="Dropped", message="the trainer asked for it to be dropped")
@@ -327,14 +329,14 @@ def _tell_lag(job: Job, error: RecpointError) -> None:
 def run_persist(
     job: PersistJob, *, flow_run: UUID | None = None, tried_before: bool = False
 ) -> Tried:
-    """Call the flow, tagged with run, step and rank, and wait until the try has ended.
+    """Run the flow for one try of a job, tagged with run, step and rank.
 
-    Whoever calls it holds the lock of the staging area.
+    The caller must hold the lock of the staging area.
 
     Args:
         job: the job.
-        flow_run: the flow run of the try before, which this one goes on with.
-        tried_before: an agent that has ended may have tried it: look for its flow run.
+        flow_run: the flow run of the previous try, which this try continues; None: unknown.
+        tried_before: whether an earlier agent may have tried the job: look for its flow run.
     """
 
     async def call() -> State[Any]:
@@ -354,11 +356,11 @@ def run_persist(
             state: State[Any] = await called
             return state
 
-    # The server takes a tenth of a second to create a flow run.
+    # Begun first, because the server takes a tenth of a second to create a flow run.
     begun = _Begun.of(job)
     before = _begun.set(begun)
     try:
-        # One client for all that Prefect does synchronously: each loads the CA certificates anew.
+        # One client for all of Prefect's sync calls, because each client loads the CA certificates.
         with SyncClientContext.get_or_create():
             state = asyncio.run(call())
             error = begun.deferred[0] if begun.deferred else None
@@ -374,7 +376,7 @@ def _tags_of(job: PersistJob) -> list[str]:
 
 
 async def _flow_run(client: PrefectClient, job: PersistJob, known: UUID | None) -> FlowRun | None:
-    """The flow run that waits for the next try of a job; None: there is none (any more)."""
+    """Return the flow run that waits for the next try of a job; None: there is none."""
     if known is not None:
         try:
             there = await client.read_flow_run(known)
@@ -392,11 +394,11 @@ async def _flow_run(client: PrefectClient, job: PersistJob, known: UUID | None) 
 
 
 def end_flow_run(flow_run: UUID, outcome: Outcome | None) -> None:
-    """End a flow run that awaited a try, and whose job was answered without it.
+    """End a flow run that awaited another try, after its job was answered outside it.
 
     Args:
-        flow_run: the flow run.
-        outcome: the answer; None: nobody knows it any more.
+        flow_run: the flow run's id.
+        outcome: the job's outcome; None: unknown.
     """
     state: State[Any] = Completed(message="the job was answered without this flow run")
     if outcome is not None and outcome.result == "rejected":

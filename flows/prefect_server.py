@@ -1,7 +1,8 @@
-"""One local Prefect server, for whoever has configured none: so that there is a UI to look at.
+"""Starts and stops a local Prefect server, so that there is a UI if the user configured no server.
 
-It has its own directory and database, belongs to the user and outlives the agent that started it.
-Nothing here imports Prefect, which takes seconds and reads its settings once and for all.
+The server has its own directory and database, belongs to the user and outlives the agent that
+started it. Nothing here imports Prefect: that takes seconds, and Prefect reads its settings only
+once in a process.
 """
 
 from __future__ import annotations
@@ -41,21 +42,21 @@ __all__ = [
 _STOP_SECONDS = 10.0
 _ASK_SECONDS = 60.0
 
-#: Given to every process that uses Prefect here.
+#: Settings of each process that uses Prefect here: send no usage data.
 OFFLINE = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
 
 
-#: What the server keeps, unless the user's environment says otherwise. A persist leaves some 100 KB
-#: in its database, so that a trainer that checkpoints every 10 s leaves 1 GB a day. Artifacts go
-#: with their flow run.
+#: How long the server keeps its data, unless the user's environment sets another time. A persist
+#: adds some 100 KB to the database, so a checkpoint every 10 s adds 1 GB a day. Artifacts are
+#: deleted with their flow run.
 RETENTION = {
     "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
     "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": "P3D",
     "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "P3D",
 }
 
-#: Leases of concurrency slots on disk. In memory, as by default, they are gone when the server is
-#: killed, while its database counts the slots as taken: scheduled flows would wait for ever.
+#: Keep leases of concurrency slots on disk. The default is memory: if the server is killed, leases
+#: are lost while its database counts the slots as taken, and scheduled flows would wait for ever.
 _LEASES = {
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": (
         "prefect.server.concurrency.lease_storage.filesystem"
@@ -64,7 +65,7 @@ _LEASES = {
 
 
 class LocalServer(NamedTuple):
-    """A server that was started here; `started` tells its process from later ones of its pid."""
+    """A server that was started here; `started` tells it from later processes with its pid."""
 
     pid: int
     port: int
@@ -72,52 +73,52 @@ class LocalServer(NamedTuple):
 
     @property
     def url(self) -> str:
-        """Its API's URL."""
+        """URL of the server's API."""
         return f"http://127.0.0.1:{self.port}/api"
 
 
 def server_directory() -> Path:
-    """Where the server keeps its things: `prefect` in `RECPOINT_HOME`, else in `~/.recpoint`."""
+    """Return the server's directory: `prefect` in `RECPOINT_HOME`, or else in `~/.recpoint`."""
     home = os.environ.get("RECPOINT_HOME")
     return (Path(home) if home else Path.home() / ".recpoint") / "prefect"
 
 
 def without_key(url: str) -> str:
-    """A URL without the user and password that it may have."""
+    """Return a URL without its user and password, if it has them."""
     scheme, slashes, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}{slashes}{host.rpartition('@')[2]}{slash}{path}"
 
 
 def key_of(url: str) -> str | None:
-    """The `user:password` that a URL has; None if it has none."""
+    """Return the `user:password` of a URL; None if it has none."""
     at = url.partition("://")[2].partition("/")[0].rpartition("@")
     return unquote(at[0]) if at[1] else None
 
 
 def ui_url(api_url: str) -> str:
-    """The page for people that belongs to an API; without the credential that its URL may have."""
+    """Return the URL of the web UI that belongs to an API, without credentials."""
     return without_key(api_url.removesuffix("/").removesuffix("/api"))
 
 
 def is_healthy(api_url: str, *, timeout_seconds: float = 1.0) -> bool:
-    """Whether the API answers in time; that it wants a key is an answer too."""
+    """Whether the API answers in time; a demand for credentials counts as an answer."""
     try:
-        # Which urllib would take for a port, unlike Prefect's own client, which sends it.
+        # Without the key, because urllib would take it for a part of host and port.
         url = f"{without_key(api_url).removesuffix('/')}/health"
         with urllib.request.urlopen(url, timeout=timeout_seconds) as answer:
             return int(answer.status) < 500
     except urllib.error.HTTPError as error:
         error.close()
         return error.code in (401, 403)
-    except (OSError, ValueError, HTTPException):  # the last: whatever else listens there
+    except (OSError, ValueError, HTTPException):  # HTTPException: another program listens there
         return False
 
 
 def configured_url() -> str | None:
-    """The API that the user has configured, in the environment, a profile or a file; None if none.
+    """Return the URL of the API configured in the environment, a profile or a file; None: none.
 
-    Prefect itself is asked, in a process of its own: importing it here would fix its settings.
+    Asks Prefect in a child process, because importing Prefect here would fix its settings.
     """
     if url := os.environ.get("PREFECT_API_URL"):
         return url
@@ -138,7 +139,7 @@ def configured_url() -> str | None:
 
 
 def running_server() -> LocalServer | None:
-    """The local server, if its process is alive; it may still be starting."""
+    """Return the local server if its process is alive (it may still be starting), else None."""
     try:
         fields = json.loads((server_directory() / "server.json").read_text(encoding="utf-8"))
         server = LocalServer(int(fields["pid"]), int(fields["port"]), str(fields["started"]))
@@ -151,7 +152,7 @@ def start_server() -> LocalServer:
     """Start the local server, unless it runs; returns at once, long before it answers.
 
     Raises:
-        OSError: its directory cannot be written, or no process can be started.
+        OSError: the server's directory cannot be written, or no process can be started.
     """
     directory = server_directory()
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -166,7 +167,7 @@ def start_server() -> LocalServer:
             **{name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"},
             **OFFLINE,
             "PREFECT_HOME": str(directory),
-            # Else its pages ask port 4200, whoever listens there.
+            # Without this setting, the web pages would use port 4200.
             "PREFECT_UI_API_URL": f"http://127.0.0.1:{port}/api",
         }
         with claim, (directory / "server.log").open("wb") as log:
@@ -179,9 +180,9 @@ def start_server() -> LocalServer:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 cwd=directory,
-                pass_fds=(claim.fileno(),),  # which holds the port's name as long as it lives
-                # Its own group: it does not hear the signals meant for the agent, and can be
-                # stopped with its child.
+                pass_fds=(claim.fileno(),),  # keeps the claim to the port while the server lives
+                # Its own process group, so that signals to the agent do not reach it, and it can be
+                # stopped together with its child.
                 start_new_session=True,
             )
         server = LocalServer(process.pid, port, _start_time(process.pid) or "")
@@ -193,7 +194,7 @@ def start_server() -> LocalServer:
 
 
 def stop_server() -> bool:
-    """Stop the local server and wait for its end; whether there was one."""
+    """Stop the local server and wait for its end; return whether there was one."""
     directory = server_directory()
     if not directory.is_dir():
         return False
@@ -210,13 +211,13 @@ def stop_server() -> bool:
         return True
 
 
-#: Servers that this process started. They are asked for now and then, so as not to stay zombies.
+#: Servers that this process started. Polled now and then, so that they do not stay zombies.
 _started: dict[int, subprocess.Popen[bytes]] = {}
 
 
 def _signal(server: LocalServer, number: signal.Signals) -> None:
     try:
-        # Stopped processes do not hear the end coming.
+        # A stopped process would not receive SIGTERM.
         os.killpg(server.pid, signal.SIGCONT)
         os.killpg(server.pid, number)
     except ProcessLookupError:
@@ -224,19 +225,19 @@ def _signal(server: LocalServer, number: signal.Signals) -> None:
 
 
 def _start_time(pid: int) -> str | None:
-    """When the process started, in a form that only that process has; None if it is not alive."""
+    """Return a text with the process's start time, unique to it; None if it is not alive."""
     child = _started.get(pid)
     if child is not None and child.poll() is not None:
         _started.pop(pid, None)
         return None
     try:
-        # The name may hold anything, also blanks and parentheses; what follows it does not.
+        # The process name may contain blanks and parentheses; the fields after it do not.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except FileNotFoundError:
         return _start_time_elsewhere(pid) if not Path("/proc/self/stat").exists() else None
     except ProcessLookupError:
         return None
-    # A child that ends is a zombie before its last thread has let go of the port: poll() tells.
+    # A child may be a zombie while its last thread still holds the port, so poll() decided above.
     ended = child is None and fields[0] in (b"Z", b"X")
     return None if ended else fields[19].decode()
 
@@ -249,15 +250,16 @@ def _start_time_elsewhere(pid: int) -> str | None:
 
 
 def _free_port(directory: Path) -> tuple[int, socket.socket]:
-    """The port of last time, so that bookmarks stay good, or another one if it is taken; its claim.
+    """Return a free port and its claim: the port of last time if free, so that bookmarks work.
 
-    The first time it is `RECPOINT_SERVER_PORT`, or 4200.
+    The first time, it is `RECPOINT_SERVER_PORT`, or 4200.
     """
     try:
         before = int(json.loads((directory / "server.json").read_text(encoding="utf-8"))["port"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         before = int(os.environ.get("RECPOINT_SERVER_PORT") or 4200)
-    # Then one near it, outside of what the system gives to connections; several may be looking.
+    # Then a port near 4200, outside the range that the system gives to connections. Chosen at
+    # random, because several servers may start at once.
     others = random.SystemRandom().sample(range(4201, 4300), 8)
     for port in (before, *others, 0):
         with socket.socket() as probe:
@@ -272,17 +274,17 @@ def _free_port(directory: Path) -> tuple[int, socket.socket]:
 
 
 def _claim(port: int) -> socket.socket:
-    """A socket that no other server of ours can have for this port while a process holds it.
+    """Return a socket that claims a port among recpoint's servers while a process holds it.
 
-    A server listens many seconds after its port was chosen; until then another one, of another
-    home or user, would find the port free, and one of the two would be given the other's runs.
+    A server listens only many seconds after its port was chosen. Until then a server of another
+    home or user would find the port free, and one of the two would get the other's flow runs.
 
     Raises:
-        OSError: somebody has it.
+        OSError: another process has claimed the port.
     """
     claim = socket.socket(socket.AF_UNIX)
-    # An abstract name, of the same network as the port, and gone with the last process that has
-    # it. Only Linux has such names: elsewhere the look at the port has to do.
+    # An abstract name belongs to the same network namespace as the port, and ends with the last
+    # process that holds it. Only Linux has such names; elsewhere, checking the port must suffice.
     if sys.platform == "linux":
         try:
             claim.bind(f"\0recpoint-prefect-server-{port}")
@@ -294,7 +296,7 @@ def _claim(port: int) -> socket.socket:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Two agents that start at once start one server."""
+    """Hold a lock, so that two agents that start at once start only one server."""
     descriptor = os.open(directory / "server.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,13 +1,12 @@
-"""The process of a Prefect server on SQLite: Prefect's own, with its garbage collected in a thread.
+"""Runs a Prefect server on SQLite, with garbage collected in a separate thread.
 
     python -m recpoint.flows.prefect_server_process prefect server start --port 4200
 
-Prefect's connections to SQLite wait for each other's transactions in threads, up to a minute, and
-each holds a lock of its connection while it waits. A cursor that became garbage in a cycle is reset
-by whichever thread happens to collect it, which takes the same lock. Where that is the thread of
-the event loop, it waits for a connection that waits for a transaction that only the event loop can
-end: the whole server stands still for that minute, and says `database is locked` after it. A thread
-that does nothing but collect may wait as long as it likes.
+Prefect's threads wait up to a minute for each other's SQLite transactions, and hold the lock of
+their connection meanwhile. Collecting a cursor in a garbage cycle resets it, which takes that lock.
+If the event loop's thread collects it, that thread waits for a connection, which waits for a
+transaction that only the event loop can end. The whole server then stands still for the minute, and
+reports `database is locked`. A thread that only collects garbage may wait without harm.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ import threading
 __all__ = ["collect_in_a_thread", "main"]
 
 _EVERY_SECONDS = 1.0
-#: So many collections of what is young are between two of everything, which stop all threads for
-#: some tenths of a second.
+#: Every so many collections one is full; rarely, because it stops all threads for some tenths of a
+#: second.
 _YOUNG_ONES = 60
 _END_SECONDS = 5.0
 
 
 def collect_in_a_thread() -> None:
-    """From now on garbage is collected in a thread of its own, and nowhere else."""
+    """Collect garbage in a separate thread only, from now on."""
     ended = threading.Event()
     thread = threading.Thread(target=_collect, args=(ended,), name="recpoint-garbage", daemon=True)
 

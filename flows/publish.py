@@ -1,4 +1,4 @@
-"""Flow: decide which checkpoint of a run is served by the followers of what is published."""
+"""Publishes a checkpoint of a run as a flow: followers of `published` move to it."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ async def publish(
 
     Args:
         run_url: the run.
-        which: without a step: the newest that was committed and that no validation speaks against,
-            or the newest that a validation of its bytes has passed.
-        step: this checkpoint; an older one rolls back, and is held unless `hold` says otherwise.
-        generation: with a step: also one that is not on the live line.
-        hold: runs without a step leave the checkpoint published until one says `release`. If None:
-            when a step is given.
+        which: used without `step`. committed: the newest committed checkpoint that no validation
+            has failed. validated: the newest checkpoint that a validation of its bytes has passed.
+        step: publish the checkpoint of this step. An older step rolls back. The checkpoint is held
+            unless `hold` is false.
+        generation: the generation of `step`; it may be off the live line.
+        hold: keep this checkpoint published until a publication with `release` replaces it. If not
+            set: hold if `step` is given.
         release: replace a checkpoint that is held.
-        force: publish the step that is named although a validation speaks against it.
-        why: a note for people, which is shown with the publication.
+        force: publish the given step although a validation of it failed.
+        why: a note for people, shown with the publication.
 
     Returns:
         Completed; its message says whether anything changed.
@@ -62,8 +63,9 @@ async def publish(
     Raises:
         SettingsError: see `Selection`.
         NothingToRestore: there is no such checkpoint.
-        RetentionRefused: a validation speaks against it, another is held, or it is being deleted.
-        RecpointError: it does not restore, or the store cannot be read.
+        RetentionRefused: a validation of the checkpoint failed, another one is held, or retention
+            is deleting it.
+        RecpointError: the checkpoint does not restore, or the store cannot be read.
     """
     held = step is not None if hold is None else hold
     done = await publish_checkpoint(

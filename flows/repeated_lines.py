@@ -1,8 +1,8 @@
-"""What Prefect logs of a flow run that failed with an error of ours, which the agent says itself.
+"""Recognises Prefect's log lines that repeat an error which the agent logs itself.
 
-Of each try it writes the error as a tuple, that its result could not be written, and its state with
-the error once more. Prefect keeps all that, and shows it with the run; in an agent's log it looks
-like several faults. Nothing here imports Prefect.
+For each failed try Prefect logs the error as a tuple, then that the result could not be written,
+and then the state with the error again. Prefect keeps these lines and shows them with the flow run;
+in an agent's log they would look like several faults. Nothing here imports Prefect.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _ENDED: Final = re.compile(r"Finished in state \w+\('Flow run encountered an exc
 
 
 class ResultNotStored(OSError):
-    """A result that Prefect would store, and that is not to be: no fault, see `NO_RESULTS`."""
+    """Raised instead of storing a result for Prefect; not a fault, see `NO_RESULTS`."""
 
 
 def is_repeated(record: logging.LogRecord) -> bool:
-    """Whether a record says of a flow run what the agent's own lines say."""
+    """Whether a log record repeats an error of a flow run that the agent logs itself."""
     if record.name != _FLOW_RUNS:
         return False
     if record.exc_info and isinstance(record.exc_info[1], RecpointError):

@@ -1,8 +1,8 @@
-"""Flow: restore a checkpoint into files of safetensors, a task for each file.
+"""Restores a checkpoint into safetensors files as a flow, with one task for each file.
 
-It does what `catalog.restore.files.restore_shards` does, through the same functions. Killed or
-failed anywhere, the next one goes on with the files that are missing, if it chooses the same
-checkpoint: of a run that trains meanwhile, name the step. An error that refuses says which.
+The flow does what `catalog.restore.files.restore_shards` does, through the same functions. If it is
+killed or fails, the next one writes the missing files, if it chooses the same checkpoint. So give
+the step if the run is still training; if the next one refuses, its error names the step.
 """
 
 from __future__ import annotations
@@ -78,29 +78,30 @@ async def restore(
     shard_bytes: ShardBytes = DEFAULT_SHARD_BYTES,
     parts_at_once: PartsAtOnce = 1,
 ) -> State[Any]:
-    """Restore a checkpoint into files of safetensors with an index, without the model.
+    """Restore a checkpoint into safetensors files with an index; the model's code is not needed.
 
     Args:
         run_url: the run.
-        target: a directory or another URL, which all workers of the task runner reach; the index
-            appears there last. Other files are left alone, another checkpoint's are refused.
-        step: of the checkpoint; the newest good one if None.
-        generation: with a step: also one that is not on the live line.
-        validated_only: without a step: only one that was validated.
-        validated_within: without a step: the newest that was validated, if it is at most so many
-            batches older than the newest; else the newest.
+        target: a directory or URL that all workers of the task runner can reach; the index appears
+            there last. Unrelated files are left alone; files of another checkpoint are refused.
+        step: the checkpoint's step; the newest good checkpoint if None.
+        generation: the generation of `step`; it may be off the live line.
+        validated_only: without `step`: restore only a validated checkpoint.
+        validated_within: without `step`: restore the newest validated checkpoint if it is at most
+            this many batches older than the newest checkpoint; otherwise the newest.
         include: model: what `load_state_dict` takes, under its names. all: also the row states of
             tables, and the state of each rank.
-        shard_bytes: of a file; a table that is larger has one of its own.
-        parts_at_once: files that the task runner has at a time; each takes up to half a gigabyte of
-            memory where it runs, or the dense state if that is more, and disk for the file.
+        shard_bytes: largest size of a file in bytes; a larger table gets a file of its own.
+        parts_at_once: number of files written at a time. Where it runs, each takes up to half a
+            gigabyte of memory (or the size of the dense state, if that is more), and disk space for
+            the file.
 
     Returns:
         Completed; its message says what was restored, and what was skipped.
 
     Raises:
-        SettingsError: something else is in the target; or see `Selection`.
-        RecpointError: of `catalog.restore.files.restore_shards`, which says what is left then.
+        SettingsError: the target holds something else; or see `Selection`.
+        RecpointError: as from `catalog.restore.files.restore_shards`, which says what is left.
     """
     selection = Selection(
         step=step,
@@ -108,7 +109,7 @@ async def restore(
         validated_only=validated_only,
         validated_within=validated_within,
     )
-    # The tags of a task are names of concurrency limits, which the server would be asked for.
+    # Prefect takes a task's tags for names of concurrency limits and asks the server for each.
     with TagsContext(current_tags=set()):
         lease = ExitStack()
         held = await asyncio.to_thread(
@@ -129,7 +130,7 @@ async def restore(
         reporting: Any = report_restore(run_url, target, plan, done, outcome, return_state=True)
         told: State[Any] = await reporting
         if not told.is_completed():
-            _LOG.warning("restored, but not reported: %s", told.message)
+            _LOG.warning("restored, but its report task failed: %s", told.message)
     left_out = [f"skipped {name}: {error}" for name, error in done.skipped]
     left_out += [f"passed over {key}: {error}" for key, error in done.passed_over]
     words = f"{outcome}: {done.restored} in {len(plan.shards)} files, {bytes_text(plan.size_bytes)}"
@@ -146,7 +147,7 @@ async def _restore(
     *,
     leased: bool,
 ) -> tuple[ShardPlan, RestoreReport, str]:
-    """The newest checkpoint of which every file turns out to be good."""
+    """Restore the newest checkpoint whose files all prove undamaged."""
     damaged: dict[ManifestName, str] = {}
     instead_of: ShardPlan | None = None
     while True:
@@ -166,14 +167,14 @@ async def _restore(
             found = partial(damaged_checkpoint, run_url=run_url, named=selection.named)
             damaged |= await asyncio.to_thread(found, open_store(target), plan, error)
             _LOG.warning("skipped %s: %s", plan.name, error)
-            instead_of = plan  # its files are progress until there is another one
+            instead_of = plan  # its files may be replaced by those of the next plan
             continue
         await finish_restore(run_url, target, plan)
         return plan, summary(plan, [one for one in reports if one is not None]), "restored"
 
 
 def run_restore(run_url: str, target: str, **settings: Any) -> State[Any]:
-    """Call the flow, tagged with the run, and wait for its final state."""
+    """Run the flow, tagged with the run, and return its final state."""
 
     async def call() -> State[Any]:
         with tags(TAG, run_tag(run_url)):

@@ -1,4 +1,4 @@
-"""Flow: keep what the policy keeps of a run, mark the rest, and delete it after the grace."""
+"""Applies a retention policy to a run as a flow: marks checkpoints, and deletes marked ones."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def _newest_of_each(units: str) -> Any:
     return Field(
         default=0,
         ge=0,
-        description=f"The newest one of each of the last so many {units} that have any, in UTC, "
-        "by the trainers' stamps and again by the store's times, so that one wrong clock never "
-        "deletes where each has its own: up to twice as many. 0: this rule keeps none.",
+        description=f"Keep the newest checkpoint of each of this many last {units} that have any, "
+        "in UTC. Applied by the trainers' clocks and again by the store's, so that one wrong clock "
+        "deletes nothing; so up to twice as many are kept. 0: this rule keeps none.",
     )
 
 
@@ -40,43 +40,45 @@ class Best(BaseModel):
     """Keep the best checkpoints by a metric that was recorded."""
 
     metric: str = Field(
-        min_length=1, description="Its name, as `recpoint metric` or an evaluation recorded it."
+        min_length=1, description="Name of a metric that `recpoint metric` or an evaluation stored."
     )
     direction: Literal["max", "min"] = Field(
-        description="max: the greatest are the best. min: the least are."
+        description="max: the greatest values are the best. min: the least values are the best."
     )
-    count: int = Field(default=1, ge=1, description="So many of them.")
+    count: int = Field(default=1, ge=1, description="How many of the best checkpoints to keep.")
 
 
 class Keep(BaseModel):
-    """Which checkpoints to keep; any rule keeps. Pinned ones are always kept."""
+    """Which checkpoints to keep: all that at least one rule keeps, and all pinned ones."""
 
-    last: int = Field(default=0, ge=0, description="The newest so many. 0: this rule keeps none.")
+    last: int = Field(
+        default=0, ge=0, description="Keep this many newest checkpoints. 0: this rule keeps none."
+    )
     within_seconds: float = Field(
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="All that were taken at most so many seconds before the newest, superseded "
-        "ones too, by either of the two clocks. 0: this rule keeps none.",
+        description="Keep all checkpoints taken at most this many seconds before the newest, by "
+        "the trainers' or the store's clock, superseded ones too. 0: this rule keeps none.",
     )
     hourly: int = _newest_of_each("hours")
     daily: int = _newest_of_each("days")
     weekly: int = _newest_of_each("weeks, which begin on Monday,")
     monthly: int = _newest_of_each("months")
     best: list[Best] = Field(
-        default_factory=list, description="The best by metrics that were recorded of them."
+        default_factory=list, description="Keep the best checkpoints by recorded metrics."
     )
     require_validated: bool = Field(
         default=True,
-        description="Drop nothing unless a validated checkpoint stays. If not set: unless one does "
-        "that restores as far as its chunks tell.",
+        description="Delete only if a validated checkpoint stays. If not set: only if a checkpoint "
+        "stays that restores, as far as its chunks show.",
     )
 
     def policy(self) -> RetentionPolicy:
-        """The same as the catalog takes it.
+        """Return the same rules as a policy of the catalog.
 
         Raises:
-            SettingsError: no rule at all, or one that cannot be.
+            SettingsError: there is no rule, or an impossible one.
         """
         return RetentionPolicy(
             keep_last=self.last,
@@ -108,22 +110,22 @@ async def retain(
     staging: StagingArea | None = None,
     dry_run: bool = False,
 ) -> State[Any]:
-    """Mark manifests that no rule keeps and no kept chain needs; delete what was marked before.
+    """Mark checkpoints that no rule keeps and no kept chain needs; delete those marked before.
 
     Args:
         run_url: the run.
         keep: the rules.
-        grace_seconds: what is marked is deleted so many seconds later, an hour at least.
-        staging: the staging area of this host; the default one if None. Attempts that its jobs
-            name are kept; so is, on any host, what the newest trainer may still commit.
-        dry_run: only say what would be done.
+        grace_seconds: seconds between marking and deletion; at least an hour.
+        staging: the staging area of this host; the default one if None. The chunks of jobs staged
+            there are kept; so is, on any host, what the newest trainer may still commit.
+        dry_run: only report what would be done.
 
     Returns:
-        Completed; its message says what was done, or why the rules drop nothing yet: nothing that
-        they would keep has been validated.
+        Completed; its message says what was done, or why nothing may be deleted yet: no checkpoint
+        that the rules keep has been validated.
 
     Raises:
-        RecpointError: of `recpoint.catalog.retention.prune`.
+        RecpointError: as from `recpoint.catalog.retention.prune`.
     """
     policy = keep.policy()
     root = area.default_staging_root() if staging is None else Path(staging)
@@ -142,7 +144,7 @@ async def _show(run_url: str, found: Retained, *, dry_run: bool) -> None:
     url = run_url.replace("`", "'")  # a backtick would end the code span
     left = len(found.rows) - _MOST_ROWS
     more = f" The first {_MOST_ROWS} of {len(found.rows)} manifests." if left > 0 else ""
-    # What is deleted or marked first, where a cut would hide it.
+    # Deleted and marked checkpoints first, so that the cut does not hide them.
     rows = sorted(found.rows, key=lambda row: row["action"] == "keep")[:_MOST_ROWS]
     await Artifact(
         type="table",

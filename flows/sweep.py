@@ -1,4 +1,4 @@
-"""Flow: finish what is staged on this host, and remove what killed writers left in a run."""
+"""Sweeps a run as a flow: finishes this host's staged jobs, then removes what dead writers left."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _run_name() -> str:
 async def sweep_store(
     run_url: str, grace_seconds: float, run_dir: Path, include_newest: bool, dry_run: bool
 ) -> tuple[str, str]:
-    """Plan a sweep and, unless it is a dry run, execute it; the run's id, and the findings."""
+    """Plan a sweep and, unless it is a dry run, execute it; return the run's id and a report."""
     return await asyncio.to_thread(
         _sweep_store, run_url, grace_seconds, run_dir, include_newest, dry_run
     )
@@ -64,30 +64,30 @@ async def sweep(
     include_newest: bool = False,
     dry_run: bool = False,
 ) -> State[Any]:
-    """Finish what is staged here, then remove chunks that no manifest names and unfinished uploads.
+    """Finish the jobs staged here, then remove chunks no manifest names and unfinished uploads.
 
-    Only the trainer's own host knows what is staged and will still be committed: run it there.
-    Where an agent serves the staging area, staged jobs are left to it.
+    Run it on the trainer's own host, because only that host knows which jobs are staged and will
+    still be committed. If an agent serves the staging area, the flow leaves the jobs to it.
 
     Args:
         run_url: the run.
-        staging: the staging area of this host; the default one if None. Attempts that its jobs
-            name are kept. Where the newest trainer does not use it, what that one uploaded after
-            its last checkpoint is kept too, however old.
-        grace_seconds: what is younger than so many seconds stays, an hour at least: it may belong
-            to a checkpoint that is being written.
-        include_newest: remove also what only the newest trainer could still commit: when no host
-            has it staged any more.
-        dry_run: only say what would be done.
+        staging: the staging area of this host; the default one if None. The chunks of jobs staged
+            there are kept. If the newest trainer does not use it, everything that this trainer
+            uploaded after its last checkpoint is kept too, however old.
+        grace_seconds: objects younger than this many seconds are kept, because they may belong to a
+            checkpoint that is being written; at least an hour.
+        include_newest: also remove what only the newest trainer could still commit. Set it only if
+            no host has such a job staged any more.
+        dry_run: only report what would be done.
 
     Returns:
         Completed; its message says how much was removed.
 
     Raises:
-        SettingsError: a grace of less than an hour.
-        FormatError: a staged job cannot be read, so that it is unknown which chunks it needs, and
-            an agent is there to reject it.
-        RecpointError: of `recpoint.catalog.retention.sweep`.
+        SettingsError: the grace is less than an hour.
+        FormatError: a staged job cannot be read, so it is unknown which chunks it needs, and an
+            agent is there to reject it.
+        RecpointError: as from `recpoint.catalog.retention.sweep`.
     """
     require_grace(grace_seconds, why=GRACE_NEEDED)
     root = area.default_staging_root() if staging is None else Path(staging)
@@ -103,7 +103,7 @@ async def sweep(
 
 
 def run_sweep(run_url: str, **settings: Any) -> State[Any]:
-    """Call the flow, tagged with the run, and wait for its final state."""
+    """Run the flow, tagged with the run, and return its final state."""
 
     async def call() -> State[Any]:
         with tags(TAG, run_tag(run_url)):
@@ -134,7 +134,7 @@ def _lines(plan: SweepPlan) -> str:
     swept = [f"- `{item.key}`: {item.reason}" for item in plan.objects + plan.unfinished]
     kept = [f"- kept `{item.prefix}`: {item.reason}" for item in plan.kept]
     unknown = [f"- not ours, left alone: `{key.replace('`', '')}`" for key in plan.unrecognised]
-    blocked = [f"- unreadable, so that no chunk goes: `{key}`" for key in plan.blocked]
+    blocked = [f"- unreadable, so no chunk is removed: `{key}`" for key in plan.blocked]
     lines = swept + kept + unknown + blocked
     more = [f"- and {len(lines) - 200} more"] if len(lines) > 200 else []
     return "\n".join([*lines[:200], *more]) or "- nothing"

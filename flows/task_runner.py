@@ -15,19 +15,19 @@ from recpoint.errors import SettingsError
 __all__ = ["VARIABLE", "chosen_task_runner", "each_part", "task_runner_named"]
 
 
-# Parts of a flow's work through its task runner, some at a time.
+# Running the parts of a flow's work through its task runner, some at a time.
 
 
 async def each_part(submit: Callable[[int], Any], parts: Iterable[int], at_once: int) -> list[Any]:
-    """What every part's task returns, in the order in which they end.
+    """Run the tasks of all parts; return their results in the order in which the tasks end.
 
     Args:
-        submit: a part's task to the flow's task runner; returns its future.
-        parts: all of them.
-        at_once: so many are in flight, since each takes memory.
+        submit: submits a part's task to the flow's task runner; returns its future.
+        parts: the numbers of all parts.
+        at_once: how many tasks run at a time, because each takes memory.
 
     Raises:
-        BaseException: of the first part that failed; nothing is at work any more.
+        BaseException: of the first part that failed; all other tasks have ended by then.
     """
     waiting = list(parts)[::-1]
     results: list[Any] = []
@@ -42,7 +42,7 @@ async def each_part(submit: Callable[[int], Any], parts: Iterable[int], at_once:
                 waiting.clear()
                 raise
 
-    # All of them are waited for: nothing may be at work any more when a lease ends.
+    # Wait for all, because no task may still be at work when the caller's lease ends.
     ended = await asyncio.gather(*(work() for _ in range(at_once)), return_exceptions=True)
     for error in ended:
         if error is not None:
@@ -50,33 +50,33 @@ async def each_part(submit: Callable[[int], Any], parts: Iterable[int], at_once:
     return results
 
 
-# Which task runner flows use whose parts may run elsewhere: one setting.
+# Choosing the task runner by an environment variable.
 
 
-#: `threads` (default), `dask`, `dask:ADDRESS`, or `module:name` of what makes another one.
+#: `threads` (default), `dask`, `dask:ADDRESS`, or `module:name` of another task runner.
 VARIABLE: Final = "RECPOINT_TASK_RUNNER"
 
 
 def chosen_task_runner() -> TaskRunner[Any]:
-    """The task runner that the environment names, when a flow's module is imported.
+    """Return the task runner named in the environment; called when a flow's module is imported.
 
     Raises:
-        SettingsError: it is not known, or not installed.
+        SettingsError: the task runner is not known, or not installed.
     """
     return task_runner_named(os.environ.get(VARIABLE) or "threads")
 
 
 def task_runner_named(name: str) -> TaskRunner[Any]:
-    """The task runner of a name.
+    """Return the task runner of a name.
 
     Args:
-        name: `threads`: of this process. `dask`: a cluster of the flow run's own on this host.
-            `dask:ADDRESS`, such as `dask:tcp://10.0.0.7:8786`: a cluster that is there; its workers
-            have recpoint installed, and reach the store with their own credentials. `module:name`:
-            called without arguments, such as `prefect_ray:RayTaskRunner`.
+        name: `threads`: threads of this process. `dask`: a temporary cluster on this host, for one
+            flow run. `dask:ADDRESS`, such as `dask:tcp://10.0.0.7:8786`: an existing cluster; its
+            workers need recpoint installed, and credentials for the store. `module:name`, such as
+            `prefect_ray:RayTaskRunner`: called without arguments.
 
     Raises:
-        SettingsError: it is not known, or not installed.
+        SettingsError: the task runner is not known, or not installed.
     """
     kind, _, rest = name.partition(":")
     if name == "threads":

@@ -1,4 +1,4 @@
-"""Flow: validate a checkpoint, keep the result in the catalog, and show it."""
+"""Validates a checkpoint as a flow, records the result in the catalog, and shows it."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ async def validate(
 
     Args:
         run_url: the run.
-        step: of the checkpoint; the newest of the live line if None.
-        generation: with a step: also one that is not on the live line.
-        level: metadata: records and sizes. sample: every byte that this checkpoint wrote. full:
-            every byte of its chain.
+        step: the checkpoint's step; the newest checkpoint of the live line if None.
+        generation: the generation of `step`; it may be off the live line.
+        level: metadata: check records and sizes. sample: check every byte that this checkpoint
+            wrote. full: check every byte of its chain.
         evaluate_with: `module:function`, called with the restored model's state if the checkpoint
             passes; its metrics are recorded.
 
     Returns:
-        Completed when it passed, Failed when not; either way the result is in the catalog.
+        Completed if it passed, Failed if not; the result is in the catalog in both cases.
 
     Raises:
         NothingToRestore: there is no such checkpoint.
-        RecpointError: the store cannot be read, or the function fails: nothing is recorded.
+        RecpointError: the store cannot be read, or the function failed; nothing is recorded.
     """
     run = await asyncio.to_thread(lambda: Run.open(open_store(run_url)))
     name = await asyncio.to_thread(_checkpoint, run, step, generation)
@@ -110,13 +110,13 @@ def _checkpoint(run: Run, step: int | None, generation: int | None) -> ManifestN
 
 
 def _event(run: Run, found: Validation) -> CheckpointEvent | None:
-    """What to tell; None: it has passed, and does not count as validated for that."""
+    """Return the event to send; None: it passed, but does not count as validated."""
     if not found.passed:
         return "validation_failed"
     if LEVELS.index(found.level) < LEVELS.index("sample"):
         return None  # no byte of it was compared
     known = verdict_of(run, ManifestName(found.checkpoint.step, found.checkpoint.generation))
-    # One that looked at more and failed stands against it.
+    # A failed validation of a higher level outweighs this one.
     return "validated" if known is not None and known.passed("sample") else None
 
 
@@ -128,7 +128,7 @@ def _record(run: Run, found: Validation, metrics: Mapping[str, float], function:
 async def _show(
     run: Run, name: ManifestName, found: Validation, metrics: Mapping[str, float]
 ) -> None:
-    """A table of what was found; one that passed has a line of figures."""
+    """Show findings, notes and figures as a table."""
     url = run.url.replace("`", "'")  # a backtick would end the code span
     marked = [("error", finding) for finding in found.findings]
     marked += [("note", finding) for finding in found.notes]

@@ -1,4 +1,4 @@
-"""Runs the agent of a host: its turn, its loop, its end, and the memory it gives back."""
+"""Runs the agent of a host: takes its lock, serves all runs in a loop, and ends on a signal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from recpoint.tasks.job_name import job_log
 __all__ = ["Agent", "FreedMemory", "run_agent"]
 
 
-# How an agent ends: on a signal, and then soon.
+# The end of an agent: a signal stops it, and it leaves within seconds.
 
 
 _LEAVE_SECONDS: Final = 3.0
@@ -46,11 +46,11 @@ _LEAVE_SECONDS: Final = 3.0
 
 @contextmanager
 def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Have SIGTERM and SIGINT call `stop`; only the main thread can be told of signals.
+    """Have SIGTERM and SIGINT call `stop`; outside the main thread, do nothing.
 
     Args:
-        stop: called between any two steps of the main thread, which may hold any lock there: it
-            must take none, nor set a `threading.Event`, which has one.
+        stop: called between any two steps of the main thread, which may hold any lock at that
+            moment. So it must not take a lock, nor set a `threading.Event`, which contains one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -72,13 +72,13 @@ def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
 def leave_soon(*, at_once: bool, status: int = 0) -> None:
     """End the process in a few seconds, unless it ends by itself.
 
-    Python waits at its end for the threads of an upload, which may take hours, and Prefect for an
-    API that hangs. Both may be stopped anywhere: what is not committed stays staged.
+    A normal exit waits for upload threads, which may take hours, and for Prefect, whose API may
+    hang. Both may be stopped anywhere: a job that is not committed stays staged.
 
     Args:
-        at_once: end it here, since a thread still works. Python's own end takes from it what it
-            works with, piece by piece, and what that leads to would look like a fault of its job.
-        status: of the process, where this ends it.
+        at_once: end the process in this call, because a thread is still at work. Python's normal
+            exit would tear down modules under that thread, and its job would seem to be at fault.
+        status: the exit status if this function ends the process.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -86,47 +86,47 @@ def leave_soon(*, at_once: bool, status: int = 0) -> None:
     leave.daemon = True
     try:
         leave.start()
-    except RuntimeError:  # no thread is left on this host
+    except RuntimeError:  # the host has no thread left
         os._exit(status)
     if at_once:
-        logging.shutdown()  # which may wait, for no longer than the timer
+        logging.shutdown()  # may block; the timer limits that
         sys.stdout.flush()
         os._exit(status)
 
 
-# Giving back to the system what an agent has freed.
+# Returning freed memory to the system.
 #
-# glibc keeps what is freed for who asks next, in an arena for each of a few threads, and gives back
-# only what lies behind the last block that is still used. So an agent whose blocks in use stay the
-# same grows nevertheless, a little with each checkpoint, for as long as it lives.
+# glibc keeps freed memory for later use, in an arena for each of a few threads, and returns only
+# the part behind the last block in use. So the agent's resident memory would grow a little with
+# each checkpoint, although the amount it uses stays the same.
 
 
-#: It takes milliseconds, in which threads that allocate wait for each other.
+#: Rarely, because a call takes milliseconds in which allocating threads wait.
 _EVERY_SECONDS: Final = 60.0
 
 
 class FreedMemory:
-    """What this process has freed and not given back.
+    """Returns memory that this process has freed to the system.
 
     Args:
-        every_seconds: not more often than that.
+        every_seconds: the least time between two calls of `malloc_trim`.
     """
 
     def __init__(self, *, every_seconds: float = _EVERY_SECONDS) -> None:
-        # Of glibc alone: others give back by themselves, or cannot be asked.
+        # Only glibc has it. Other libraries return memory by themselves, or offer no such call.
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._every_seconds = every_seconds
         self._given_at = time.monotonic()
         self._done = 0
 
     def give_back(self, done: int) -> bool:
-        """Give it back if something was done since the last time.
+        """Return freed memory to the system if work was done and the last call is long enough ago.
 
         Args:
-            done: how much was done so far, in any unit that only grows.
+            done: the amount of work done so far, in any unit that only grows.
 
         Returns:
-            Whether it was time, and the system's library can do it.
+            Whether memory was returned.
         """
         now = time.monotonic()
         if self._trim is None or done == self._done or now - self._given_at < self._every_seconds:
@@ -136,17 +136,17 @@ class FreedMemory:
         return True
 
 
-# Giving back this host's memory, once a training that ended by itself has nothing staged.
+# Freeing this host's slots when a training has ended and nothing of it is staged any more.
 
 
 _LOG = logging.getLogger("recpoint.agent")
 
 
 def free_ended_slots(runs: Mapping[Path, RunState]) -> None:
-    """Remove the slots of runs that have ended; cheap where there is nothing to do.
+    """Remove the slots of runs that have ended; cheap if there are none.
 
     Args:
-        runs: the runs by directory.
+        runs: the state of each run, by the run's directory.
     """
     for run_dir, state in runs.items():
         if state.works:
@@ -161,21 +161,21 @@ def free_ended_slots(runs: Mapping[Path, RunState]) -> None:
             _LOG.info("%s has ended: %d bytes of slots are free again", run_dir.name, size)
 
 
-# The turn of an agent: after a sweep or drain, which end by themselves, and beside no other agent.
+# The lock of an agent. It waits for a sweep or drain, which ends by itself, but not for an agent.
 #
-# An agent that ended instead would leave all runs of its host without one until somebody starts it.
-# Its lock may be lost while it serves (`locks.is_lost`). Then nothing would tell trainers that
-# there is an agent, nor keep another one from starting.
+# If it did not wait for a sweep, the host's runs would have no agent until somebody starts one.
+# The lock may be lost while the agent serves (`locks.is_lost`). Trainers would then see no agent,
+# and a second one could start.
 
 
 _POLL_SECONDS = 0.2
 
 
 class Turn:
-    """The lock of an agent that serves.
+    """Keeps the lock of an agent while it serves.
 
     Args:
-        lock: which it holds.
+        lock: the lock, which the agent holds.
     """
 
     def __init__(self, lock: AgentLock) -> None:
@@ -184,10 +184,10 @@ class Turn:
         self._told = ""
 
     def keep(self) -> bool:
-        """Take the lock anew where its file was removed; False: another agent has it by now.
+        """Take the lock again if its file was removed; False: another agent has taken it.
 
-        Beside a sweep or drain that has come meanwhile, and ends by itself, it is tried again, as
-        where there is no directory to make it in.
+        If a sweep or drain holds the lock meanwhile, or its directory is gone, the next call tries
+        again.
         """
         try:
             other = self._lock.keep()
@@ -203,10 +203,10 @@ class Turn:
         return False
 
     def require_kept(self) -> None:
-        """Raise where another agent has it.
+        """Raise if another agent has taken the lock.
 
         Raises:
-            StagingError: naming it.
+            StagingError: names the other agent.
         """
         if self._lost_to is not None:
             raise self._lock.refused(self._lost_to)
@@ -214,13 +214,13 @@ class Turn:
 
 @contextmanager
 def turn_of(who: AtWork, staging: Path) -> Iterator[Turn | None]:
-    """Hold the lock of a staging area once no sweep or drain does.
+    """Take the lock of a staging area, after waiting for a sweep or drain that holds it.
 
     Yields:
-        The turn; None: SIGTERM or SIGINT has ended the waiting.
+        The lock, held; None: SIGTERM or SIGINT ended the wait.
 
     Raises:
-        StagingError: another agent holds it, or the staging area may not be used.
+        StagingError: another agent holds the lock, or the staging area may not be used.
     """
     lock = AgentLock(staging, who)
     try:
@@ -248,18 +248,18 @@ def _wait_for(lock: AgentLock) -> bool:
     return not stopped
 
 
-# The resident agent of a host: takes staged jobs to the store, whatever Prefect is doing.
+# The resident agent of a host: persists staged jobs, also while Prefect is away.
 #
-# It decides which run is next. Runs do not wait for each other: the jobs of each are done by a
-# thread of its own (`jobs.py`). A job stays staged until it is committed or can never be: a
-# store that is away for a week costs retries, not checkpoints.
+# The agent decides which run is next. Runs do not wait for each other, because each has its own
+# thread (`jobs.py`). A job stays staged until it is committed or can never be committed: a store
+# that is away for a week costs retries, not checkpoints.
 
 
 _STATUS_SECONDS = 5.0
 _DRAIN_SECONDS = 25.0
 _TELL_SECONDS = 5.0
 _RUNS_AT_ONCE = 4
-#: Of a process that ends with a StagingError (`cli.reporting.EXIT_CODES`).
+#: Exit status of a process that ends with a StagingError (`cli.reporting.EXIT_CODES`).
 _STATUS_REFUSED = 2
 
 
@@ -276,29 +276,31 @@ def run_agent(
 ) -> int:
     """Serve a staging area until SIGTERM or SIGINT, or, with `once`, until it is drained.
 
-    On a signal the jobs at work are finished within 25 seconds, or stay staged for the next agent.
-    Where a sweep or drain is at work there, it is waited for.
+    On a signal, jobs at work have 25 seconds to finish; the others stay staged for the next agent.
+    If a sweep or drain is at work in the staging area, the agent waits for its end first.
 
     Args:
         staging: the staging area; the default one if None.
-        once: return when nothing is left that can be done now.
+        once: return when no job is left that can be done now.
         prefect: `auto`: run flows when an API answers, and start a local server when none is
-            configured; `off`: never.
-        consolidate: merge chains in the background, when nothing is staged: of runs of policy
-            `continuous` (`auto`), of all, or of none (`off`).
-        consolidate_when: from when on; the defaults if None.
-        name_ranks_after: seconds that a checkpoint of several ranks waits for the others' parts
-            before status, log and metrics name them.
-        sweep_every: seconds between sweeps of a run, in the background, and not with `once`;
-            None: never.
-        watch: entered with the agent while it serves, for who exports what it observes.
+            configured; `off`: never use Prefect.
+        consolidate: whose chains to merge in the background, while nothing is staged: `auto`: runs
+            with policy `continuous`; `all`: all runs; `off`: none.
+        consolidate_when: the chain length, restore cost and dead share from which on merging pays;
+            the defaults if None.
+        name_ranks_after: seconds that a checkpoint waits for other ranks' parts before status, log
+            and metrics name the missing ranks.
+        sweep_every: seconds between background sweeps of a run; None: never. With `once`, there are
+            no sweeps.
+        watch: called with the agent; the agent serves inside the context manager it returns. For
+            exporting what the agent observes.
 
     Returns:
         Number of jobs that are still staged.
 
     Raises:
-        StagingError: another agent serves this staging area, or has begun to after the lock of this
-            one was removed; or, with `once` and after all else is done, jobs cannot be read.
+        StagingError: another agent serves this staging area, or took over after the lock file of
+            this one was removed; or, with `once`, some jobs cannot be read (raised at the end).
         SettingsError: `sweep_every` is less than a second.
     """
     require_sweep_period(sweep_every)
@@ -322,7 +324,7 @@ def run_agent(
             try:
                 turn.require_kept()
             except StagingError as error:
-                if agent.works:  # nothing could be said after that
+                if agent.works:  # `leave_soon` ends the process, so the error is logged here
                     _LOG.error("%s", error)
                     leave_soon(at_once=True, status=_STATUS_REFUSED)
                 raise
@@ -332,13 +334,13 @@ def run_agent(
 
 
 class Agent:
-    """The agent of a staging area that is already locked.
+    """Serves a staging area that the caller has locked.
 
     Args:
         staging: the staging area.
         gate: says when Prefect can be used.
         consolidate, consolidate_when, name_ranks_after, sweep_every: as for `run_agent`.
-        keep_turn: makes sure now and then that it is locked still; False: by another agent.
+        keep_turn: called every few seconds to keep the lock; False: another agent has taken it.
     """
 
     def __init__(
@@ -384,9 +386,9 @@ class Agent:
         )
 
     def stop(self) -> None:
-        """Take no further job; `serve` returns when those at work are done.
+        """Begin no further job; `serve` returns when the jobs at work are done.
 
-        Takes no lock: a signal may call it wherever the main thread is.
+        Takes no lock, because a signal handler may call it anywhere in the main thread.
         """
         self.was_stopped = True
 
@@ -396,11 +398,11 @@ class Agent:
 
     @property
     def works(self) -> bool:
-        """Whether a thread is at work on a job, or tells of one, also after `serve` has ended."""
+        """Whether a thread is at work on a job or reports one to Prefect, even after `serve`."""
         return self._working() or bool(self._persist.telling)
 
     def observe(self) -> AgentObservation:
-        """What there is to be seen of it now; any thread may ask, and nothing waits."""
+        """Return the agent's present state for metrics; any thread may call it; it never waits."""
         return observe_agent(
             self._staging,
             dict(self._runs),
@@ -409,10 +411,13 @@ class Agent:
         )
 
     def serve(self, *, once: bool = False) -> int:
-        """Work until stopped, or until nothing is left to do now; number of jobs still staged.
+        """Persist jobs until stopped, or, with `once`, until no job can be done now.
+
+        Returns:
+            Number of jobs that are still staged.
 
         Raises:
-            StagingError: with `once`, jobs cannot be read, so that nobody knows how many there are.
+            StagingError: with `once`, some jobs cannot be read, so their number is unknown.
         """
         run_dirs = area.run_directories(self._staging)
         for run_dir in run_dirs:
@@ -454,10 +459,10 @@ class Agent:
         return self._queue.left(all_must_be_known=once and not self.was_stopped)
 
     def _begin_due_runs(self) -> bool:
-        """Start a thread for each run that has something to do and nobody who does it.
+        """Start a thread for each run that has a due job and no thread.
 
         Returns:
-            Whether there is such a run, also where no further thread may be started.
+            Whether there is such a run, even if no further thread may be started.
         """
         run_dirs = self._queue.run_directories()
         if run_dirs is None:
@@ -480,7 +485,7 @@ class Agent:
         return found
 
     def _begin(self, run_dir: Path, state: RunState, job_file: Path) -> None:
-        """Start the thread of a run, whose place is taken; later where the host has none left."""
+        """Start the thread of a run, for which `_places` was acquired; if that fails, try later."""
         thread = threading.Thread(
             target=self._serve_run, args=(run_dir, state), name=run_dir.name, daemon=True
         )
@@ -507,7 +512,7 @@ class Agent:
         return any(state.works for state in self._runs.values())
 
     def _tries(self) -> int:
-        """How often anything was done for any job, whatever came of it."""
+        """Return the number of tries of all jobs, whatever their result."""
         return sum(
             state.jobs_done + sum(state.facts.failures.values()) for state in self._runs.values()
         )

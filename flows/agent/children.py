@@ -1,7 +1,8 @@
-"""What the processes that an agent starts beside persists have in common: their place, their word.
+"""Shares the code of the agent's child processes: environment, priority, flow run and answer.
 
-A process of its own, since then its memory is its own, a persist never waits for its interpreter,
-and it is gone when the agent is, however that ends. Its last line on stdout is JSON.
+Consolidations and sweeps run in child processes, so that a persist never waits for their memory or
+interpreter lock, and so that they end with the agent, however it ends. The last line that a child
+prints on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ __all__ = [
 ]
 
 
-#: A child's first line: from then on it may be stopped, since nothing can leave it behind.
+#: A child's first line. From then on it may be stopped (SIGSTOP), because it now ends with the
+#: agent in any case.
 READY: Final = "ready"
 
 _LOWEST: Final = 19
@@ -36,7 +38,7 @@ _END_WITH_PARENT: Final = 1  # prctl's PR_SET_PDEATHSIG
 
 
 def environment_of(prefect_url: str | None) -> dict[str, str]:
-    """Of a child that runs its flow at `prefect_url`; None: that does without Prefect."""
+    """Return the environment of a child that runs its flow at `prefect_url`; None: no Prefect."""
     environment = dict(os.environ)
     environment.pop("PREFECT_API_URL", None)
     if prefect_url is not None:
@@ -45,51 +47,64 @@ def environment_of(prefect_url: str | None) -> dict[str, str]:
 
 
 def answer_of(said: bytes, returncode: int) -> dict[str, Any]:
-    """What a child has said on its last line; an `error` where that is no answer."""
+    """Return the answer on a child's last line of stdout, or an `error` if it is not an answer.
+
+    Args:
+        said: all of the child's stdout.
+        returncode: its exit status.
+    """
     lines = said.decode(errors="replace").strip().splitlines()
     try:
         answer = json.loads(lines[-1]) if lines else {}
     except ValueError:
         answer = {}
     if not isinstance(answer, dict) or not answer:
-        return {"error": f"its process ended with {returncode} and {lines[-1:]}"}
+        return {"error": f"its process ended with status {returncode}; its last line: {lines[-1:]}"}
     return answer
 
 
 def give_way(parent: int) -> None:
-    """Take the processor last, and end with the agent, also where that is killed."""
+    """Give this process the lowest priority, and have the kernel end it when the agent ends.
+
+    Args:
+        parent: process id of the agent.
+    """
     try:
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
     except AttributeError:
-        pass  # not Linux: an orphan finishes what it is at, which harms nobody
+        pass  # not Linux: an orphan finishes its work, which does no harm
     if os.getppid() != parent:
-        sys.exit(1)  # the agent ended before that
+        sys.exit(1)  # the agent ended before the call to prctl
     os.nice(_LOWEST)
 
 
 def log_to_stderr() -> None:
-    """Have the log of the child in that of the agent, but for a line for each request."""
+    """Log to stderr, which the agent shares, without a line for each HTTP request."""
     lines = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=lines)
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def run_flow(call: Callable[[], Any], log: logging.Logger) -> str | None:
-    """Run a flow; its message, or None where Prefect, not the work, failed, or there is none.
+    """Run a flow with Prefect, if there is one.
 
     Args:
-        call: imports and calls the flow; its final state.
-        log: told what of Prefect failed.
+        call: imports and calls the flow, and returns its final state.
+        log: gets a warning if Prefect failed.
+
+    Returns:
+        The message of the final state; None: no Prefect is configured, or Prefect failed, so the
+        caller does the work without it.
 
     Raises:
-        RecpointError: of the work.
+        RecpointError: the work itself failed.
     """
     if not os.environ.get("PREFECT_API_URL"):
         return None
     try:
         state = call()
         failed: Any = None if state.is_completed() else state.result(raise_on_failure=False)
-    except Exception as error:  # of Prefect, its client or its server, in a hundred forms
+    except Exception as error:  # Prefect, its client and its server raise many types
         failed, state = error, None
     if isinstance(failed, RecpointError):
         raise failed
@@ -100,9 +115,9 @@ def run_flow(call: Callable[[], Any], log: logging.Logger) -> str | None:
 
 
 def damage_of(error: BaseException) -> str | None:
-    """What is wrong with a chain, which waiting does not mend; None: it is something else.
+    """Return what is damaged in a chain; None: another error, which may pass.
 
-    The same for each checkpoint that needs what is damaged.
+    The text is equal for all checkpoints that need the damaged object.
     """
     if not isinstance(error, ChainError | CommitConflict | FormatError | ObjectNotFound):
         return None

@@ -1,12 +1,13 @@
-"""The process in which the agent consolidates: of the lowest priority, and gone when the agent is.
+"""Consolidates a run as the agent's child process: lowest priority, ends with the agent.
 
-The agent can stop it in the middle of anything. Killed anywhere, the next one goes on.
+The agent can stop the process anywhere. If it is killed, the next one continues its work.
 
-    python -m recpoint.flows.agent.consolidate_process RUN_URL AFTER_LINKS PARENT_PID
+    python -m recpoint.flows.agent.consolidate_process RUN_URL TRIGGERS_JSON PARENT_PID
 
-Runs the flow where `PREFECT_API_URL` is set, and the same functions bare where it is not or where
-Prefect fails. The first line on stdout is `ready`: from then on it may be stopped, since nothing
-can leave it behind. The last one is JSON: `done`, `nothing`, or `error` and its `damage`.
+Runs the flow if `PREFECT_API_URL` is set. If it is not set, or Prefect fails, calls the same
+functions without Prefect. The first line on stdout is `ready`: from then on the process may be
+stopped, because it ends with the agent in any case. The last line is JSON: `done`, `nothing`, or
+`error` with its `damage`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ _LOG = logging.getLogger("recpoint.consolidate")
 
 
 def main(arguments: list[str]) -> int:
-    """Consolidate the newest checkpoint of a run if that pays; 0, or 1 where it failed."""
+    """Consolidate the newest checkpoint of a run if that pays.
+
+    Returns:
+        Exit status: 0, or 1 if it failed.
+    """
     run_url, parent = arguments[0], int(arguments[2])
     triggers = ConsolidationTriggers(**json.loads(arguments[1]))
     give_way(parent)

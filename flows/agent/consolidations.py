@@ -1,8 +1,8 @@
-"""Consolidation beside persists: one process at a time, stopped while anything is staged.
+"""Consolidates runs in the background, one at a time, in a process that waits while jobs are due.
 
-A staged job never waits for a consolidation: its process has the lowest priority, is stopped
-(SIGSTOP) as long as a job is due or at work, and has its own memory. Where jobs leave it no time at
-all, chains grow, which the trainer's policy sees in its outcomes and ends with a full.
+A staged job never waits for a consolidation: the consolidating process has the lowest priority, is
+stopped (SIGSTOP) while a job is due or at work, and has its own memory. If jobs leave it no time at
+all, chains grow. The trainer's policy sees that in its outcomes, and writes a full checkpoint.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ from recpoint.format.job import Job
 __all__ = ["BackgroundConsolidation", "Which"]
 
 
-#: Which runs: those whose trainer leaves it to the agent, all, or none.
+#: Which runs to consolidate: those with policy `continuous`, all, or none.
 Which = Literal["auto", "all", "off"]
 
 _LOG = logging.getLogger("recpoint.consolidate")
 
 _POLL_SECONDS: Final = 0.1
 _END_SECONDS: Final = 3.0
-#: Pauses after a failure, doubled each time.
+#: Pauses after a failure; each failure in a row doubles the pause.
 _FIRST_PAUSE_SECONDS: Final = 15.0
 _LONGEST_PAUSE_SECONDS: Final = 3600.0
 
 
 @dataclass
 class _Candidate:
-    """A run whose chain may have become worth a consolidation."""
+    """A run that may be worth consolidating."""
 
     run_url: str
-    is_new: bool = True  # something was committed since it was last looked at
-    turn: int = 0  # when it was last looked at: whoever waits longest is next
+    is_new: bool = True  # something was committed since the last turn
+    turn: int = 0  # number of its last turn; the run with the lowest is next
     failures: int = 0
     retry_at: float = 0.0
     done: int = 0
     last: str | None = None
     last_error: str | None = None
-    told: str | None = None  # what kept it from being consolidated, as it was logged last
+    told: str | None = None  # the damage that was logged last
 
 
 class BackgroundConsolidation:
-    """Looks at a run after each of its commits, and consolidates it when that pays.
+    """Checks a run after each of its commits, and consolidates it when that pays.
 
     Args:
-        which: of which runs.
-        triggers: from when on it pays; the defaults if None.
-        prefect_url: where Prefect answers now; None: nowhere.
+        which: which runs to consolidate.
+        triggers: when a consolidation pays; the defaults if None.
+        prefect_url: returns the URL at which Prefect answers now; None: it does not answer.
         tell: called with the run's directory when its status has changed.
     """
 
@@ -90,7 +90,7 @@ class BackgroundConsolidation:
         self._turns = 0
         self._at_work: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._may_be_stopped = False  # a process that is stopped too early outlives a dead agent
+        self._may_be_stopped = False  # if stopped before `ready`, it would outlive a killed agent
         self._paused = False
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -98,7 +98,7 @@ class BackgroundConsolidation:
         )
 
     def start(self, run_dirs: list[Path]) -> None:
-        """Begin, with the runs that an earlier agent had in its care."""
+        """Start the thread, with the runs that an earlier agent consolidated."""
         if self._which == "off":
             return
         for run_dir in run_dirs:
@@ -107,7 +107,12 @@ class BackgroundConsolidation:
         self._thread.start()
 
     def committed(self, run_dir: Path, job: Job) -> None:
-        """A job of the run was committed."""
+        """Note that a job of a run was committed: the run is to be checked.
+
+        Args:
+            run_dir: the run's directory.
+            job: the job.
+        """
         wanted = self._which == "all" or (self._which == "auto" and job.policy == "continuous")
         try:
             area.remember_consolidated_run(run_dir, job.run_url if wanted else None)
@@ -122,12 +127,12 @@ class BackgroundConsolidation:
                 self._candidates[run_dir] = _Candidate(job.run_url)
 
     def forget(self, run_dir: Path) -> None:
-        """The run's directory is gone."""
+        """Forget a run whose directory is gone."""
         with self._lock:
             self._candidates.pop(run_dir, None)
 
     def give_way(self, busy: bool) -> None:
-        """Stop the process at work while jobs are due, and let it go on when none is."""
+        """Stop the consolidating process while jobs are due (`busy`); continue it afterwards."""
         with self._lock:
             if busy == self._paused:
                 return
@@ -144,7 +149,7 @@ class BackgroundConsolidation:
             return self._at_work is None and self._next() is None
 
     def stop(self) -> None:
-        """End; what is not committed is gone on with by the next agent."""
+        """End the thread and kill the process; the next agent continues unfinished work."""
         self._stop.set()
         with self._lock:
             self._signal(signal.SIGKILL)
@@ -152,7 +157,7 @@ class BackgroundConsolidation:
             self._thread.join(_END_SECONDS)
 
     def status(self, run_dir: Path) -> dict[str, object] | None:
-        """What to show of a run; None if it is none of ours."""
+        """Return a run's consolidation for its status file; None: the run is not consolidated."""
         with self._lock:
             candidate = self._candidates.get(run_dir)
             if candidate is None:
@@ -166,7 +171,7 @@ class BackgroundConsolidation:
             }
 
     def done(self, run_dir: Path) -> int:
-        """How many consolidations of a run were done; waits for nothing."""
+        """Return how many consolidations of a run were done; takes no lock."""
         candidate = self._candidates.get(run_dir)
         return 0 if candidate is None else candidate.done
 
@@ -177,7 +182,7 @@ class BackgroundConsolidation:
     # --- the thread ----------------------------------------------------------------------------
 
     def _next(self) -> Path | None:
-        """Who is due, and has waited longest since its last turn; nobody starves the others."""
+        """Return the due run whose last turn is longest ago, so that no run starves another."""
         now = time.monotonic()
         due = [
             (candidate.turn, run_dir)
@@ -199,12 +204,12 @@ class BackgroundConsolidation:
                 self._at_work = run_dir
             try:
                 self._serve(run_dir, candidate)
-            except Exception as error:  # whatever it is, persists go on
+            except Exception as error:  # the thread must go on, whatever the error
                 self._failed(
                     run_dir, candidate, f"{type(error).__name__}: {error}", damage_of(error)
                 )
                 if not isinstance(error, RecpointError | OSError):
-                    _LOG.exception("%s: not foreseen", run_dir.name)
+                    _LOG.exception("%s: unexpected error in a consolidation", run_dir.name)
             finally:
                 with self._lock:
                     self._at_work = self._process = None
@@ -217,7 +222,7 @@ class BackgroundConsolidation:
         except RunRecordLost:
             raise
         except NothingToRestore as gone:
-            # Removed, or moved away: the next commit says that it is there again.
+            # The run was removed or moved away. If there is another commit, it is checked again.
             candidate.last_error = str(gone)
             _LOG.info("%s: there is nothing to consolidate: %s", run_dir.name, gone)
             return
@@ -241,17 +246,17 @@ class BackgroundConsolidation:
                 candidate.last = said
             _LOG.info("%s: %s", run_dir.name, said)
         else:
-            error = str(answer.get("error", "it ended without a word"))
+            error = str(answer.get("error", "its process ended without an answer"))
             self._failed(run_dir, candidate, error, answer.get("damage"))
 
     def _failed(self, run_dir: Path, candidate: _Candidate, error: str, damage: str | None) -> None:
-        """It is tried again after a pause; where a chain is damaged, after the next commit.
+        """Note a failure: try again after a pause, or, if the chain is damaged, after a commit.
 
         Args:
-            run_dir: of the run.
+            run_dir: the run's directory.
             candidate: the run.
             error: what happened.
-            damage: what is wrong with the chain, which no waiting mends; None: something else.
+            damage: what is damaged in the chain (`damage_of`); None: nothing, waiting may help.
         """
         candidate.failures += 1
         candidate.last_error = error
@@ -263,7 +268,7 @@ class BackgroundConsolidation:
             candidate.retry_at = time.monotonic() + pause
             candidate.is_new = True
             then = f"next try in {pause:.0f} s"
-        # Said once, and again when it is something else: each newer checkpoint needs the same link.
+        # A warning only once for each damage: all newer checkpoints need the same damaged link.
         level = (
             logging.DEBUG if damage is not None and damage == candidate.told else logging.WARNING
         )
@@ -271,7 +276,7 @@ class BackgroundConsolidation:
         _LOG.log(level, "%s: not consolidated, %s: %s", run_dir.name, then, error)
 
     def _run_process(self, run_url: str) -> dict[str, Any]:
-        """Consolidate in a process of its own; what it says on its last line."""
+        """Consolidate in a child process; return its answer."""
         arguments = [run_url, json.dumps(asdict(self._triggers)), str(os.getpid())]
         process = subprocess.Popen(
             [sys.executable, "-m", "recpoint.flows.agent.consolidate_process", *arguments],

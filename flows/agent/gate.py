@@ -1,4 +1,4 @@
-"""Finds out in the background whether Prefect can be used, so that no job waits for it."""
+"""Checks in the background whether Prefect can be used, so that no job waits for it."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from recpoint.flows import prefect_server
 __all__ = ["PrefectGate", "growing_pause"]
 
 
-# How long to leave alone what has failed.
+# The pause after a failure.
 
 
-#: Doubled so often, every first pause is longer than the longest. Without a bound the number leaves
-#: the range of a float after a thousand failures, which are days of an outage.
+#: After so many doublings every pause has reached its limit. Without this bound the number would
+#: leave the range of a float after a thousand failures, that is, after days of an outage.
 _MOST_DOUBLINGS: Final = 20
 
 
 def growing_pause(failed_before: int, *, first: float, longest: float) -> float:
-    """Seconds until the next try: doubled with each failure in a row.
+    """Return the seconds until the next try; each failure in a row doubles them.
 
     Args:
         failed_before: how many failures in a row there were before this one.
-        first: seconds after the first failure.
-        longest: seconds, at most.
+        first: the pause after the first failure, in seconds.
+        longest: the longest pause, in seconds.
     """
     return min(first * 2.0 ** min(failed_before, _MOST_DOUBLINGS), longest)
 
 
-# Whether Prefect can be used right now; found out in the background, so that no job ever waits.
+# The gate: whether Prefect can be used now.
 #
-# Prefect is worth having but never needed: while its API does not answer, or has just failed, jobs
-# are persisted by the same functions without it.
+# Prefect is useful, but not needed: while its API does not answer, or has just failed, the agent
+# persists jobs by the same functions without it.
 
 
 _LOG = logging.getLogger("recpoint.agent")
@@ -50,8 +50,8 @@ _LOOK_SECONDS = 2.0
 _SHORTEST_PAUSE_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 120.0
 
-#: How Prefect's client is to behave in this process, unless the user said otherwise: give up on
-#: an API that hangs in seconds, and never start a server by itself.
+#: Settings of Prefect's client in this process, unless the user has set others: give up within
+#: seconds on an API that hangs, and never start a server.
 _CLIENT = {
     "PREFECT_API_REQUEST_TIMEOUT": "3",
     "PREFECT_CLIENT_MAX_RETRIES": "1",
@@ -66,7 +66,7 @@ class PrefectGate:
     """Opens once an API answers and Prefect is imported; closes for a while after each failure.
 
     Args:
-        enabled: stays closed for ever if not.
+        enabled: False: the gate stays closed.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -74,11 +74,11 @@ class PrefectGate:
         self._url: str | None = None
         self._key: str | None = None  # user and password of a configured API
         self._own_server = False
-        self._awaits_server = False  # one that was started here has not answered yet
+        self._awaits_server = False  # the server started here has not answered yet
         self._call: Callable[..., Any] | None = None
         self._end: Callable[..., None] | None = None
         self._open = False
-        self._told_away = False  # since it was open last
+        self._told_away = False  # whether the log says that Prefect is away
         self._failures = 0
         self._closed_until = 0.0
         self._lock = threading.Lock()
@@ -87,43 +87,43 @@ class PrefectGate:
 
     @property
     def ui_url(self) -> str | None:
-        """Where a person can look, once that is known."""
+        """URL of Prefect's web UI; None: not known yet."""
         return None if self._url is None else prefect_server.ui_url(self._url)
 
     @property
     def api_url(self) -> str | None:
-        """Where Prefect answers now; its settings are in this process's environment then."""
+        """URL at which Prefect answers now, with its settings in the environment; None: away."""
         return self._url if self._open else None
 
     def start(self) -> None:
-        """Begin to look for an API, in the background."""
+        """Start looking for an API in the background."""
         if self._enabled:
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop looking. A server that was started goes on running."""
+        """Stop looking. A server that was started here keeps running."""
         self._stop.set()
 
     def end_flow_run(self) -> Callable[..., None] | None:
-        """`flows.persist.end_flow_run`, if Prefect was there at the last look."""
+        """Return `flows.persist.end_flow_run` if Prefect answered at the last check, else None."""
         return self._end if self._open else None
 
     def persist_flow(self) -> Callable[..., Any] | None:
-        """`flows.persist.run_persist`, if it can be called now; takes a second at most."""
+        """Return `flows.persist.run_persist` if it can be called now, else None; takes ≤ 1 s."""
         if not self._open or self._url is None:
             return None
-        # It answered a moment ago, but a call of the flow takes longer to notice that it hangs.
+        # Asked again, because a flow would take longer to notice that the API hangs.
         if not prefect_server.is_healthy(self._url):
             self.failed("it does not answer")
             return None
         return self._call
 
     def worked(self) -> None:
-        """A flow was run."""
+        """Note that a flow was run: the next failure begins with the shortest pause."""
         self._failures = 0
 
     def failed(self, why: object) -> None:
-        """Prefect, not the job, failed: leave it alone for a while."""
+        """Note that Prefect, not the job, failed: close the gate for a while."""
         with self._lock:
             self._open, self._told_away = False, True
             pause = growing_pause(
@@ -138,8 +138,8 @@ class PrefectGate:
             try:
                 self._check_server()
             except Exception as error:
-                # For instance a home directory that is full or read-only: no UI, but no harm. Nor
-                # does what nobody foresaw end this thread: the gate would stay as it is for ever.
+                # For instance, the home directory is full or read-only. No error may end this
+                # thread, or the gate would keep its state for ever.
                 self.failed(f"{type(error).__name__}: {error}")
             self._stop.wait(_LOOK_SECONDS)
 
@@ -158,7 +158,7 @@ class PrefectGate:
                 _LOG.info("Prefect is at %s", self.ui_url)
                 self._open, self._told_away = True, False
         else:
-            # One that was started here takes its time, and whoever waits for it would know.
+            # No warning while the server that was started here is still starting up.
             if self._url is not None and not self._told_away and not self._awaits_server:
                 self._told_away = True
                 _LOG.warning(
@@ -177,13 +177,13 @@ class PrefectGate:
         if server is None and self._awaits_server:
             self._awaits_server = False
             log = prefect_server.server_directory() / "server.log"
-            self.failed(f"the local server has ended before it answered: {log} says why")
+            self.failed(f"the local server ended before it answered; see {log}")
             return
         if server is None:
             self._awaits_server = True
             server = prefect_server.start_server()
         if self._call is not None and self._url not in (None, server.url):
-            # The old port is taken, and Prefect's settings are read once in a process.
+            # Prefect reads its settings once in a process, so the new port needs a new process.
             _LOG.warning("the Prefect server moved to %s; restart the agent to use it", server.url)
             self._enabled = False
             self._stop.set()
@@ -193,8 +193,8 @@ class PrefectGate:
         if "prefect" not in sys.modules:
             os.environ["PREFECT_API_URL"] = url
             if self._key is not None:
-                # From the URL Prefect takes it for requests, but not for events, which its servers
-                # refuse then: and it would log the URL with it.
+                # Not left in the URL: Prefect would log it there, and would send its events without
+                # it, so that the server refuses them.
                 basic = b64encode(self._key.encode()).decode()
                 headers = json.dumps({"Authorization": f"Basic {basic}"})  # for a proxy
                 os.environ.setdefault("PREFECT_API_AUTH_STRING", self._key)
@@ -205,10 +205,10 @@ class PrefectGate:
                 os.environ.setdefault("PREFECT_CLIENT_CSRF_SUPPORT_ENABLED", "false")
             for name, value in _CLIENT.items():
                 os.environ.setdefault(name, value)
-        # A line for each request, in a process that makes a dozen for each checkpoint.
+        # httpx logs a line for each request, and a checkpoint takes a dozen requests.
         logging.getLogger("httpx").setLevel(logging.WARNING)
         collects = gc.isenabled()
-        gc.disable()  # looking for garbage, of which there is none, takes a fifth of these seconds
+        gc.disable()  # an import makes no garbage, and looking for it takes a fifth of the time
         try:
             module = importlib.import_module("recpoint.flows.persist")
         finally:

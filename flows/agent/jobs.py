@@ -1,4 +1,4 @@
-"""Does the staged jobs of a host: picks the next of each run, persists it with Prefect or bare."""
+"""Persists the staged jobs of a host: each run's in order, as Prefect flows or without Prefect."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from recpoint.tasks.job_name import job_log
 __all__ = ["AgentJobs", "AgentPersist", "AgentQueue"]
 
 
-# How an agent has a job persisted: as a flow where Prefect works, by the same steps where not.
+# Persisting one job: as a flow if Prefect can be used, by the same functions if not.
 
 
 _POLL_SECONDS: Final = 0.05
 
 
 class AgentPersist:
-    """Persists jobs; any number of threads may, each another job.
+    """Persists jobs; several threads may use it, each for another job.
 
     Args:
-        gate: says when Prefect can be used, and is told when it fails.
+        gate: says when Prefect can be used, and is told when Prefect fails.
     """
 
     def __init__(self, gate: PrefectGate) -> None:
         self._gate = gate
         self._telling: list[threading.Thread] = []
-        self._started = time.time()  # as files tell the time
+        self._started = time.time()  # not monotonic: compared with times of files
 
     @property
     def telling(self) -> list[threading.Thread]:
-        """Flows that have answered their jobs, and only tell of it."""
+        """Threads of flows whose jobs are answered, and which only report to Prefect."""
         return [thread for thread in self._telling if thread.is_alive()]
 
     def persist(
@@ -51,16 +51,16 @@ class AgentPersist:
         state: RunState,
         log: logging.LoggerAdapter[logging.Logger],
     ) -> None:
-        """Take a job to its end, or, of several ranks, as far as this host can.
+        """Persist a job, or, if it needs other ranks' parts, as much of it as this host can.
 
         Args:
             job_file: the job file.
-            job: the job; None: it cannot be read, and is to be rejected.
-            state: of its run.
-            log: where to say what became of it.
+            job: the job; None: the file cannot be read, and is rejected here.
+            state: the state of the job's run.
+            log: gets the result of a job that is persisted without Prefect.
 
         Raises:
-            RecpointError, OSError, MemoryError: not now; the job stays staged.
+            RecpointError, OSError, MemoryError: the try failed; the job stays staged.
         """
         worth_a_flow = job is not None and state.is_worth_a_flow()
         call = self._gate.persist_flow() if worth_a_flow else None
@@ -75,17 +75,17 @@ class AgentPersist:
         log.info("%s", f"{outcome.result} without Prefect {outcome.error}".rstrip())
 
     def settle(self, state: RunState) -> None:
-        """End, in the background, the flow run of a job that was answered without it."""
+        """End, in the background, the flow run of a job that was answered outside that flow run."""
         awaits = state.awaits
         end = None if awaits is None or awaits.job_file.exists() else self._gate.end_flow_run()
         if awaits is None or end is None:
-            return  # once Prefect is there
+            return  # nothing to end; or Prefect is away, and a later call ends it
         state.awaits = None
 
         def tell() -> None:
             try:
                 end(awaits.flow_run, area.answer_given(awaits.job_file))
-            except Exception as error:  # of Prefect; nothing but what people see depends on it
+            except Exception as error:  # only Prefect's display depends on this call
                 _LOG.info("%s: its flow run still waits in Prefect: %s", awaits.job_file, error)
 
         thread = threading.Thread(target=tell, name="end flow run", daemon=True)
@@ -95,11 +95,16 @@ class AgentPersist:
     def _run_flow(
         self, call: Callable[..., Any], job: PersistJob, state: RunState
     ) -> BaseException | None:
-        """Run the flow; None if the job is answered, or waits for other ranks; else what failed."""
+        """Run the flow for a job.
+
+        Returns:
+            None: the job is answered, or waits for other ranks. Otherwise the error: a
+            `RecpointError` if the work failed, any other type if Prefect failed.
+        """
         results: list[Any] = []
         awaits, state.awaits = state.awaits, None
         known = awaits.flow_run if awaits is not None and awaits.job_file == job.path else None
-        # One that was staged before this agent began may have a flow run of the agent before.
+        # A job staged before this agent began may have a flow run that an earlier agent began.
         tried_before = known is None and staged_before(job.path, self._started)
 
         def run() -> None:
@@ -112,7 +117,7 @@ class AgentPersist:
                 else:
                     results.append(tried.state.result(raise_on_failure=False) or tried.state)
             except Exception as error:
-                # Of Prefect, its client or its server, in a hundred forms.
+                # Prefect, its client and its server raise many types.
                 results.append(error)
 
         thread = threading.Thread(target=run, name=f"flow {job.path.stem}", daemon=True)
@@ -120,27 +125,27 @@ class AgentPersist:
         while thread.is_alive() and job.path.exists():
             thread.join(_POLL_SECONDS)
         if not job.path.exists():
-            # The rest of the flow only tells about it, which an API that hangs drags out.
+            # The rest of the flow only reports to Prefect, whose API may hang: do not wait for it.
             self._telling = [*self.telling, thread]
             return None
-        # None: an exit, or a cancellation, which is none of the job's faults.
+        # No result: the thread exited or was cancelled, which is not the job's fault.
         failed = results[0] if results else "the flow ended without a state"
         if getattr(failed, "name", None) == "Waiting":
             return None
         return failed if isinstance(failed, BaseException) else RuntimeError(str(failed))
 
 
-# What is staged on a host, as its agent sees it: which job of a run is next, and when.
+# The queue: which job of a run is next, and when.
 #
-# A directory that cannot be read holds up nothing but itself: its trouble is told of once, and it
-# counts as one without jobs until it can be read.
+# A directory that cannot be read does not hold up the others: the agent logs the error once, and
+# treats the directory as empty until it can be read.
 
 
 _LOG = logging.getLogger("recpoint.agent")
 
 
 class AgentQueue:
-    """The jobs of a staging area; the threads of its runs may ask for theirs.
+    """Lists the jobs of a staging area; each run's thread may ask for the jobs of its run.
 
     Args:
         staging: the staging area.
@@ -151,9 +156,9 @@ class AgentQueue:
         self._unreadable: dict[Path, OSError | StagingRefused] = {}
 
     def run_directories(self) -> list[Path] | None:
-        """Those of all runs; None while the staging area cannot be read.
+        """Return the directories of all runs; None while the staging area cannot be read.
 
-        Those of other users are named once, and left alone.
+        Directories of other users are logged once, and left out.
         """
         foreign: set[Path] = set()
 
@@ -178,7 +183,7 @@ class AgentQueue:
         return run_dirs
 
     def jobs(self, run_dir: Path) -> list[Path]:
-        """The run's jobs; none while its directory cannot be read: others must not wait for it."""
+        """Return the run's job files; none while its directory cannot be read."""
         try:
             jobs = area.staged_jobs(run_dir)
         except (OSError, StagingRefused) as error:
@@ -190,11 +195,11 @@ class AgentQueue:
         return jobs
 
     def forget(self, run_dir: Path) -> None:
-        """The run's directory is gone."""
+        """Forget a run whose directory is gone."""
         self._unreadable.pop(run_dir, None)
 
     def due_job(self, run_dir: Path, state: RunState) -> Path | None:
-        """The job that a thread is to be started for now."""
+        """Return the job for which to start a thread now; None: there is none."""
         if state.works or not state.is_to_be_looked_at():
             return None
         job_file = self.next_job(run_dir, state)
@@ -204,7 +209,7 @@ class AgentQueue:
         return job_file if due else None
 
     def next_job(self, run_dir: Path, state: RunState) -> Path | None:
-        """The first job that something can be done about now, as far as one knows."""
+        """Return the first job to be done, or whose missing parts are to be looked for, now."""
         jobs = self.jobs(run_dir)
         if jobs:
             state.jobs_seen = time.monotonic()
@@ -214,36 +219,39 @@ class AgentQueue:
         return None
 
     def has_untried(self, runs: Mapping[Path, RunState]) -> bool:
-        """Whether a run has jobs that a drain stays for: not where the last try has failed, nor
-        where all wait for other ranks."""
+        """Whether a run has jobs for which a drain must go on.
+
+        A drain does not go on for a run whose last try failed, or whose jobs all wait for other
+        ranks.
+        """
         return any(
             state.failures == 0 and not all(map(state.waiting.holds, self.jobs(run_dir)))
             for run_dir, state in runs.items()
         )
 
     def left(self, *, all_must_be_known: bool) -> int:
-        """How many jobs are still staged, of those that can be read.
+        """Return how many jobs are still staged in the directories that can be read.
 
         Raises:
-            StagingError: with `all_must_be_known`, some cannot.
+            StagingError: with `all_must_be_known`, some directory cannot be read.
         """
         left = sum(len(self.jobs(run_dir)) for run_dir in self.run_directories() or ())
         if all_must_be_known:
-            for path, error in list(self._unreadable.items()):  # one is enough to mend
+            for path, error in list(self._unreadable.items()):  # reports the first only
                 subject, found = str(path), str(error)
                 if isinstance(error, StagingRefused):
                     subject, found = error.subject, error.found
                 raise StagingError(
                     subject,
-                    found=f"{found}; {left} checkpoints are still staged elsewhere here",
+                    found=f"{found}; {left} checkpoints are still staged in other directories",
                     expected="a directory whose jobs can be read",
-                    next_step="mend it, or take it away; then recpoint agent --once again",
+                    next_step="repair or remove it; then run recpoint agent --once again",
                 )
         return left
 
 
 def staged_before(job_file: Path, moment: float) -> bool:
-    """Whether a job was staged before `moment`, in seconds since the epoch; False: it is gone."""
+    """Whether a job was staged before `moment` (seconds since the epoch); False if it is gone."""
     try:
         return job_file.stat().st_mtime < moment
     except OSError:
@@ -251,31 +259,31 @@ def staged_before(job_file: Path, moment: float) -> bool:
 
 
 def is_dropped(job_file: Path) -> bool:
-    """Whether a job is to be dropped, so that it need not wait for the store to come back."""
+    """Whether the trainer has cancelled a job; dropping it needs no store, so it does not wait."""
     try:
         return is_cancelled(job_file)
     except (FormatError, OSError, StagingRefused):
-        return False  # what is wrong with it is told when its turn comes
+        return False  # the error is reported when the job is tried
 
 
-# How an agent does the jobs of one run: strictly in order, since each increment needs the last.
+# The jobs of one run: strictly in order, because each increment needs the one before it.
 #
-# A job that waits for other ranks has done its part: those after it go on. Whatever goes wrong is
-# that job's, and of no concern to other runs: it is tried again later, or rejected.
+# The exception: if a job's part is stored and it only waits for other ranks, the next jobs go on.
+# An error concerns its own run only: the job is tried again later, or rejected.
 
 
 _Log = logging.LoggerAdapter[logging.Logger]
 
 
 class AgentJobs:
-    """Does jobs; any number of threads may, each those of another run.
+    """Does the jobs of runs; several threads may use it, each for another run.
 
     Args:
-        queue: where they are.
-        persist: takes one of them to the store.
-        ends: whether no further job is to be begun.
+        queue: lists the jobs.
+        persist: persists one job.
+        ends: whether no further job may be begun.
         tell: called with the run's directory when its status has changed.
-        committed: called with the run's directory and a job of its first rank that was committed.
+        committed: called with the run's directory and the job when a job of rank 0 was committed.
     """
 
     def __init__(
@@ -294,7 +302,7 @@ class AgentJobs:
         self._committed = committed
 
     def serve_run(self, run_dir: Path, state: RunState) -> None:
-        """Do what can be done now of the jobs of a run; returns when the rest has to wait."""
+        """Do a run's jobs until none is left or the rest must wait."""
         try:
             while not self._ends():
                 job_file = self._queue.next_job(run_dir, state)
@@ -309,12 +317,12 @@ class AgentJobs:
             state.job = None
 
     def _serve_job(self, run_dir: Path, state: RunState, job_file: Path) -> bool:
-        """Do one job; False if it has to wait, and with it the run."""
+        """Do one job; False if it is to be tried again later, and the run must wait."""
         log = job_log(str(job_file))
         opened: PersistJob | None = None
         job: Job | None = None
         try:
-            # Kept only if it waits for other ranks: a try again opens all of it anew.
+            # Only a job that waits for other ranks stays open; after a failure it is opened again.
             opened = state.opened.pop(job_file, None) or _opened(job_file)
             if opened is not None and state.waiting.holds(job_file) and not is_dropped(job_file):
                 ranks = _ranks_awaited(opened)
@@ -333,7 +341,7 @@ class AgentJobs:
                 self._persist.persist(job_file, opened, state, log)
             state.failures = state.unforeseen = 0
             if opened is not None and job_file.exists():
-                # A flow has ended without an answer: its part is stored.
+                # The part is stored, but the job is not answered: it waits for other ranks.
                 _wait(state, opened, opened.ranks_awaited(), log)
                 return True
             state.jobs_done += 1
@@ -343,7 +351,7 @@ class AgentJobs:
                 self._committed(run_dir, job)
             return True
         except Exception as error:
-            # Whatever it is, it is this job's: the agent goes on with the other runs.
+            # No error of one job may end the agent, which serves the other runs too.
             if not job_file.exists():
                 state.unforeseen = 0
                 state.answered(job_file, job)
@@ -353,7 +361,7 @@ class AgentJobs:
                 _wait(state, opened, error.ranks, log)
                 return True
             if self._ends() and not isinstance(error, RecpointError):
-                return False  # of an end in the middle of it, which says nothing of the job
+                return False  # caused by stopping in the middle of the job, not by the job
             if not postpone_or_reject(state, job_file, error, log):
                 return False
             state.answered(job_file, None)
@@ -371,11 +379,15 @@ def _opened(job_file: Path) -> PersistJob | None:
     try:
         return PersistJob.open(job_file)
     except FormatError:
-        return None  # whoever persists it rejects it
+        return None  # `persist_job` rejects it
 
 
 def _ranks_awaited(job: PersistJob) -> tuple[int, ...]:
-    """Ranks that a job still waits for; none also where persisting it is to find what is wrong."""
+    """Return the ranks a job still waits for; none too if it is broken: persisting it reports that.
+
+    Raises:
+        RecpointError: the store cannot be asked now.
+    """
     try:
         return job.ranks_awaited()
     except RecpointError as error:

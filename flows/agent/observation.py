@@ -1,6 +1,6 @@
-"""What a monitoring thread sees of an agent: its queue, its runs and what became of their jobs.
+"""Collects an agent's state for metrics: its queue, its runs and the results of their jobs.
 
-Nothing here asks the store or Prefect, so that it is as good when both are away.
+Nothing here asks the store or Prefect, so the metrics are right while those are away.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from recpoint.flows.agent.runs import RunFacts, RunState
 __all__ = ["AgentObservation", "RunObservation", "observe_agent"]
 
 
-#: So long after training has ended its run is still shown: what came last is to be seen, and a
-#: host that trains a run a day does not collect them for ever.
+#: How long a run is still shown after its training has ended: long enough to see its last values,
+#: but limited, so that a host does not show all runs it ever trained.
 _SHOWN_AFTER_END_SECONDS = 3600.0
 
 
@@ -30,14 +30,14 @@ class RunObservation:
     """One run of a staging area.
 
     Attributes:
-        run: the run URL; the name of its directory where neither trainer nor job has told it.
+        run: the run URL, or the name of the run's directory if no trainer or job has given the URL.
         has_url: whether `run` is a URL.
-        staged_jobs: that wait or are at work.
-        queue_age_seconds: since the oldest of them was staged; 0 without any.
-        trainer: what has become of the newest trainer on this host.
+        staged_jobs: number of jobs that wait or are at work.
+        queue_age_seconds: seconds since the oldest of them was staged; 0: there is none.
+        trainer: the state of the newest trainer on this host.
         facts: counters since the agent started.
-        consolidations: merges in the background since then.
-        missing_ranks: for how many other ranks checkpoints have waited too long.
+        consolidations: number of background consolidations since the agent started.
+        missing_ranks: number of other ranks for which checkpoints have waited too long.
     """
 
     run: str
@@ -56,9 +56,9 @@ class AgentObservation:
 
     Attributes:
         prefect: whether Prefect can be used.
-        staging_free_bytes, staging_size_bytes: of the file system of the staging area; None: it
-            cannot be asked.
-        runs: what is staged here, is being trained here, or was an hour ago.
+        staging_free_bytes, staging_size_bytes: free and total bytes of the file system with the
+            staging area; None: unknown, because the system call failed.
+        runs: runs that have staged jobs here, are trained here, or were until an hour ago.
     """
 
     prefect: bool
@@ -74,13 +74,13 @@ def observe_agent(
     prefect: bool,
     consolidations: Callable[[Path], int],
 ) -> AgentObservation:
-    """Look at a staging area and at what its agent knows of each run.
+    """Return the state of a staging area and of its agent's runs.
 
     Args:
         staging: the staging area.
-        runs: the runs by directory.
+        runs: the state of each run, by the run's directory.
         prefect: see `AgentObservation`.
-        consolidations: of a run.
+        consolidations: returns the number of consolidations of the run in a directory.
     """
     free, size = _space(staging)
     seen = (_observe_run(run_dir, state, consolidations) for run_dir, state in runs.items())
@@ -93,7 +93,7 @@ def observe_agent(
 
 
 def _space(staging: Path) -> tuple[int | None, int | None]:
-    """Free bytes and size of the file system."""
+    """Return the free and total bytes of a file system; None, None if it cannot be asked."""
     try:
         system = os.statvfs(staging)
     except OSError:
@@ -126,7 +126,7 @@ def _observe_run(
 
 
 def _url(state: RunState) -> str | None:
-    """The run URL as the jobs had it, in the one spelling that is safe to show."""
+    """Return the run URL of the jobs in its normal form, which is safe to show."""
     try:
         return None if state.run_url is None else parse_run_url(state.run_url).url
     except SettingsError:
@@ -134,14 +134,14 @@ def _url(state: RunState) -> str | None:
 
 
 def _staged_at(run_dir: Path) -> list[float]:
-    """When each job that is there was staged, in seconds since the epoch on this host's clock."""
+    """Return when each staged job was staged, in seconds since the epoch on this host's clock."""
     found = []
     try:
         for path in area.staged_jobs(run_dir):
             try:
                 found.append(path.stat().st_mtime)
             except FileNotFoundError:
-                continue  # answered since
+                continue  # the job was answered in the meantime
     except (OSError, StagingRefused):
-        return found  # the agent's log says what cannot be read
+        return found  # the agent logs this error
     return found

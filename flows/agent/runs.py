@@ -48,12 +48,12 @@ __all__ = [
 ]
 
 
-# Jobs whose part is stored and that wait for other ranks, which other agents may serve.
+# Jobs whose part is stored, and which wait for other ranks, whose jobs other agents may serve.
 #
-# Nobody tells an agent when they are done: it looks, soon at first, then less and less often.
+# Nobody tells an agent when those parts are stored: it looks, soon at first, then less often.
 
 
-#: How long a job waits before the ranks that are missing are named.
+#: How long a job waits before status, log and metrics name the missing ranks.
 NAME_AFTER_SECONDS: Final = 60.0
 
 _FIRST_LOOK_SECONDS: Final = 0.25
@@ -61,7 +61,7 @@ _LONGEST_LOOK_SECONDS: Final = 4.0
 
 
 class LateJob(NamedTuple):
-    """A job that has waited for longer than one would expect, and for whom."""
+    """A job that has waited too long for other ranks: the job, the ranks and the time."""
 
     job: str
     ranks: tuple[int, ...]
@@ -81,10 +81,12 @@ class _Waiting:
 
 
 class WaitingJobs:
-    """Those of one run. Changed by the thread that serves the run, read by any.
+    """Keeps one run's jobs that wait for other ranks.
+
+    Only the thread that serves the run may change it; any thread may read it.
 
     Args:
-        name_after_seconds: from then on a job is late.
+        name_after_seconds: a job is late when it has waited for so long.
     """
 
     def __init__(self, name_after_seconds: float = NAME_AFTER_SECONDS) -> None:
@@ -92,7 +94,11 @@ class WaitingJobs:
         self._jobs: dict[Path, _Waiting] = {}
 
     def waits(self, job_file: Path, ranks: tuple[int, ...]) -> LateJob | None:
-        """Note that a job waits for `ranks`; what to tell of it, once for each set of ranks."""
+        """Note that a job waits for `ranks`.
+
+        Returns:
+            The job if it is late and these ranks were not reported before; otherwise None.
+        """
         now = time.monotonic()
         waiting = self._jobs.get(job_file)
         if waiting is None:
@@ -107,26 +113,26 @@ class WaitingJobs:
         return LateJob(job_file.stem, ranks, now - waiting.since)
 
     def holds(self, job_file: Path) -> bool:
-        """Whether a job waits."""
+        """Whether a job waits for other ranks."""
         return job_file in self._jobs
 
     def is_due(self, job_file: Path) -> bool:
-        """Whether to look for the parts of the others again, or to begin with the job."""
+        """Whether a job does not wait, or its missing parts are to be looked for now."""
         waiting = self._jobs.get(job_file)
         return waiting is None or time.monotonic() >= waiting.next_look
 
     def look_soon(self) -> None:
-        """Something was committed: what waits may be, too."""
+        """Look for all missing parts now: a commit makes others likely."""
         for waiting in self._jobs.values():
             waiting.next_look, waiting.pause = 0.0, _FIRST_LOOK_SECONDS
 
     def keep(self, job_files: Collection[Path]) -> None:
-        """Forget those that are not staged any more."""
+        """Forget all jobs but `job_files`, the ones that are still staged."""
         for gone in self._jobs.keys() - set(job_files):
             del self._jobs[gone]
 
     def late(self) -> list[LateJob]:
-        """Those that wait for longer than one would expect, oldest first."""
+        """Return the late jobs, the longest wait first."""
         now = time.monotonic()
         found = [
             LateJob(path.stem, waiting.ranks, now - waiting.since)
@@ -136,44 +142,45 @@ class WaitingJobs:
         return sorted(found, key=lambda late: -late.seconds)
 
 
-# What an agent knows about its runs: what it is doing, and what came of it, in numbers.
+# The state of a run in its agent, and its counters.
 
 
 JobResult = Literal["committed", "cancelled", "rejected"]
 RESULTS: tuple[JobResult, ...] = ("committed", "cancelled", "rejected")
 
-#: Pauses before a job is tried again: doubled from the first on. What no waiting heals (a missing
-#: permission) is asked for less often.
+#: Pauses before a job is tried again; each failure in a row doubles the pause. The limit is higher
+#: (False) for an error that waiting does not repair, such as a missing permission.
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = {True: 60.0, False: 300.0}
 
-#: Of a pause: so much of it is waited at least, since each is drawn from around it.
+#: The shortest wait, as a share of the computed pause, around which each wait is drawn at random.
 SHORTEST_SHARE: Final = 0.75
 
-#: Gaps between checkpoints that are remembered; the median of a few is no outage's.
+#: How many gaps between checkpoints are remembered; one long outage does not change their median.
 _GAPS = 5
 _SHARE_OF_INTERVAL = 1 / 8
 
-#: How long a run has had no job when it is looked at less often, and how often then.
+#: After how long without a job a run is looked at less often, and how often then.
 _QUIET_AFTER_SECONDS = 60.0
 _QUIET_PAUSE_SECONDS = 1.0
 
 
 class RunFacts:
-    """Counters of one run since the agent started.
+    """Counts what became of one run's jobs since the agent started.
 
-    Changed by the thread that serves the run, read by any. No dictionary grows, so that who reads
-    needs no lock.
+    Only the thread that serves the run may change it; any thread may read it. No dictionary grows,
+    so readers need no lock.
 
     Attributes:
-        jobs: how many were answered, by result.
-        failures: attempts at a job that did not commit it, by cause; retries count each time, jobs
-            that their trainer cancelled do not.
-        stored_bytes: bytes of chunks of the committed that were stored here, by kind.
-        full_bytes: what full, exact checkpoints would have taken instead.
-        commit_lag: seconds from the cut to the commit.
-        last_commit_ms: when the newest was committed, on this host's clock; None: none was.
-        links_to_read: manifests that a restore of it reads; None: none was.
+        jobs: number of answered jobs, by result.
+        failures: number of tries that failed, by cause. Each retry counts; a job that its trainer
+            cancelled does not.
+        stored_bytes: bytes of chunks that this host stored for committed checkpoints, by kind.
+        full_bytes: bytes that full, exact checkpoints would have taken instead.
+        commit_lag: seconds from cut to commit of each checkpoint.
+        last_commit_ms: time of the newest commit on this host's clock, in milliseconds since the
+            epoch; None: no commit.
+        links_to_read: number of manifests that a restore of that checkpoint reads; None: no commit.
     """
 
     def __init__(self) -> None:
@@ -186,7 +193,7 @@ class RunFacts:
         self.links_to_read: int | None = None
 
     def answered(self, job: Job | None, outcome: Outcome) -> None:
-        """A job is done with; `job` None: it could not be read."""
+        """Count the outcome of a job; `job` None: it could not be read."""
         if outcome.result == "rejected":
             cancelled = outcome.error_type == CheckpointCancelled.__name__
             self.jobs["cancelled" if cancelled else "rejected"] += 1
@@ -202,7 +209,7 @@ class RunFacts:
             self.commit_lag.add(max(0, outcome.finished_ms - job.snapshot_ms) / 1000)
 
     def failed(self, error: BaseException) -> None:
-        """An attempt at a job failed; the job is tried again."""
+        """Count a failed try of a job that is tried again."""
         self.failures[cause_of(error)] += 1
 
 
@@ -215,11 +222,19 @@ class Awaits(NamedTuple):
 
 @dataclass
 class RunState:
-    """What the agent is doing with one run.
+    """The state of one run in the agent.
 
     Attributes:
+        thread: the thread that serves the run, or the last one that did.
+        job: the name of the job at work.
+        failures: failed tries in a row.
+        unforeseen: how many of the last tries in a row failed with an unexpected error.
+        retry_at: no job is tried before this time (`time.monotonic()`).
         opened: jobs that wait for other ranks, each opened once.
+        newest_cut: generation and step of the newest checkpoint; `newest_cut_ms` is its time.
+        flow_at: when the last try with a flow run began.
         awaits: the flow run of a job that is tried again later, if Prefect has one.
+        gaps_seconds: the last gaps between checkpoints.
     """
 
     thread: threading.Thread | None = None
@@ -245,10 +260,10 @@ class RunState:
     looked_at: float = -math.inf
 
     def is_to_be_looked_at(self) -> bool:
-        """Whether its jobs are to be listed now: after a minute without any once a second is often.
+        """Whether to list its jobs now: after a minute without a job only once a second.
 
-        A host keeps the directory of each run that it ever had, and a thousand of them would be
-        listed thousands of times a second.
+        A host keeps the directory of each run that it ever had. Without this limit, a thousand of
+        them would be listed thousands of times a second.
         """
         now = time.monotonic()
         quiet = now - self.jobs_seen >= _QUIET_AFTER_SECONDS
@@ -258,11 +273,14 @@ class RunState:
         return True
 
     def answered(self, job_file: Path, job: Job | None) -> str | None:
-        """Count what became of a job; why it was rejected, if it was.
+        """Count the outcome of an answered job.
 
         Args:
-            job_file: the job.
-            job: what it was; None: it could not be read.
+            job_file: the job file.
+            job: the job; None: it could not be read.
+
+        Returns:
+            Why the job was rejected; None: it was not.
         """
         outcome = area.answer_given(job_file)
         if outcome is None:
@@ -271,9 +289,13 @@ class RunState:
         return outcome.error or None
 
     def saw_cut(self, generation: int, step: int, snapshot_ms: int) -> None:
-        """Note when a checkpoint was cut, and how long after the one before it.
+        """Note when a checkpoint was cut, and how long after the previous checkpoint.
 
-        Once for all its ranks: they are cut milliseconds apart.
+        Only the first call for a checkpoint counts: its ranks are cut milliseconds apart.
+
+        Args:
+            generation, step: the checkpoint.
+            snapshot_ms: time of the cut, in milliseconds since the epoch.
         """
         cut, cut_ms = (generation, step), self.newest_cut_ms
         if self.newest_cut is not None:
@@ -284,10 +306,11 @@ class RunState:
         self.newest_cut, self.newest_cut_ms = cut, snapshot_ms
 
     def is_worth_a_flow(self) -> bool:
-        """Whether Prefect is to have a flow run of the try that begins now.
+        """Whether to run the try that begins now as a flow in Prefect.
 
-        Every first try; after a failure as often as with long intervals, in the end once a minute:
-        the states and task runs of each stay in Prefect's database.
+        The first try of a job always is. After a failure, the time between two such tries doubles
+        up to a minute, also if the job is tried more often, because the states and task runs of
+        each stay in Prefect's database.
         """
         now = time.monotonic()
         if self.failures and self.flow_at is not None:
@@ -300,8 +323,12 @@ class RunState:
         return True
 
     def pause_seconds(self, *, heals: bool) -> float:
-        """How long to wait after one more failure: doubled each time; for what may heal no longer
-        than a part of an interval, so that a store that is back is used long before one is over."""
+        """Return how long to wait after one more failure; each failure in a row doubles the pause.
+
+        Args:
+            heals: whether the error may pass by itself. The pause is then limited to a part of the
+                checkpoint interval, so that a store that is back is used soon.
+        """
         longest = _LONGEST_PAUSE_SECONDS[heals]
         if heals and self.gaps_seconds:
             interval = statistics.median_low(self.gaps_seconds)
@@ -314,7 +341,7 @@ class RunState:
         return self.thread is not None and self.thread.is_alive()
 
     def status(self) -> Mapping[str, object]:
-        """What its status file says of it."""
+        """Return the run's entries in its status file."""
         pause = self.retry_at - time.monotonic()
         return {
             "job": self.job,
@@ -330,22 +357,22 @@ class RunState:
         }
 
 
-# What becomes of a job that failed: it is tried again later, or rejected once that is in vain.
+# Failed jobs: each is tried again later, or rejected if it always fails.
 #
-# What is wrong with the job itself persisting has found, and rejected it. All that comes here is
-# the store's or the host's, which may pass, or something that nobody foresaw.
+# Persisting has already rejected jobs that are themselves broken. The errors that arrive here are
+# faults of the store or the host, which may pass, or unexpected errors.
 
 
 _Log = logging.LoggerAdapter[logging.Logger]
 
-#: So often in a row a job may fail in a way that nobody foresaw, before it is rejected.
+#: A job is rejected when it has failed with an unexpected error so often in a row.
 _TRIES_UNFORESEEN: Final = 5
-#: What Python and torch say as a RuntimeError where the host has no thread or no memory left.
+#: Texts of the RuntimeErrors of Python and torch when the host has no thread or no memory left.
 _SHORTAGES: Final = ("can't start new thread", "can't allocate memory")
 
 
 def postpone(state: RunState, error: BaseException, log: _Log) -> None:
-    """Have the run wait before its next try, and say why."""
+    """Have the run wait before its next try, and log and note the error."""
     heals = not isinstance(error, RecpointError) or error.retryable
     pause = state.pause_seconds(heals=heals)
     if isinstance(error, StoreThrottled):
@@ -354,17 +381,17 @@ def postpone(state: RunState, error: BaseException, log: _Log) -> None:
     state.failures += 1
     state.facts.failed(error)
     state.retry_at = time.monotonic() + pause
-    # The kind of error says what to do about it: docs/how-to goes by its name.
+    # With the error's type, by which docs/how-to says what to do.
     state.last_error = f"{type(error).__name__}: {error}"
     state.last_error_ms = now_ms()
     log.warning("stays staged, next try in %.0f s: %s", pause, state.last_error)
 
 
 def postpone_or_reject(state: RunState, job_file: Path, error: Exception, log: _Log) -> bool:
-    """As `postpone`, but reject what fails each time in a way that nobody foresaw.
+    """Postpone a job, or reject it after several unexpected errors in a row.
 
-    Once, it may be the host's doing. Each time, it is the job's, and keeps all that is staged after
-    it.
+    One unexpected error may be due to the host. If each try ends with one, the job is at fault, and
+    it would block all jobs that are staged after it.
 
     Returns:
         Whether the job was rejected.
@@ -374,7 +401,7 @@ def postpone_or_reject(state: RunState, job_file: Path, error: Exception, log: _
         postpone(state, error, log)
         return False
     state.unforeseen += 1
-    log.error("fails in a way that nobody foresaw", exc_info=error)
+    log.error("failed with an unexpected error", exc_info=error)
     if state.unforeseen < _TRIES_UNFORESEEN:
         postpone(state, error, log)
         return False
@@ -383,13 +410,13 @@ def postpone_or_reject(state: RunState, job_file: Path, error: Exception, log: _
     except OSError as failed:
         postpone(state, failed, log)
         return False
-    log.error("rejected, since it has failed so %d times in a row", state.unforeseen)
+    log.error("rejected after %d unexpected errors in a row", state.unforeseen)
     state.unforeseen = 0
     return True
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether it is the store's, or that of a host which is short of something."""
+    """Whether an error may pass: a fault of the store, or a shortage on this host."""
     if isinstance(error, RecpointError | OSError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(says in str(error) for says in _SHORTAGES)
@@ -409,8 +436,9 @@ def _reject(job_file: Path, error: Exception) -> None:
 
 # Telling Prefect that a training has ended, so that its silence raises no alert.
 #
-# A trainer never talks to Prefect: it leaves a note in the staging area, which the agent finds.
-# Whose id that run has, only its jobs say: the agent keeps it there, for those that come after it.
+# A trainer never talks to Prefect: it leaves a note in the staging area, which the agent finds. The
+# event needs the run's id, which only jobs contain, so the agent keeps the id for later agents in
+# the run's directory.
 
 
 _LOG = logging.getLogger("recpoint.agent")
@@ -420,7 +448,7 @@ _MOST_BYTES: Final = 65_536
 
 
 class _Expected(NamedTuple):
-    """A run whose commits Prefect may have been told of; `told_ms`: the end that it was told of."""
+    """A run whose commits Prefect may know; `told_ms`: time of the end that Prefect was told of."""
 
     run_id: str
     run_url: str
@@ -428,9 +456,9 @@ class _Expected(NamedTuple):
 
 
 def expect_end(run_dir: Path, job: Job) -> None:
-    """Keep in the run's directory whose jobs are done there; the agent may be another by the end.
+    """Keep the run's id and URL in the run's directory, for the agent that sees the training end.
 
-    A directory that cannot be written costs only that.
+    If the directory cannot be written, a later agent cannot tell Prefect of the end.
     """
     there = _expected(run_dir)
     if there is None or (there.run_id, there.run_url) != (job.run, job.run_url):
@@ -438,13 +466,13 @@ def expect_end(run_dir: Path, job: Job) -> None:
 
 
 def tell_ended_trainings(runs: Mapping[Path, RunState]) -> None:
-    """Send an event for each training that said goodbye, once; returns at once.
+    """Send one event for each training that ended by itself; does not wait for Prefect.
 
-    Only of runs that an agent has persisted something of: of others nobody expects a commit. Called
+    Leaves out runs of which no agent has persisted a job: nobody expects a commit of those. Call it
     while Prefect answers.
 
     Args:
-        runs: the runs by directory.
+        runs: the state of each run, by the run's directory.
     """
     for run_dir, state in runs.items():
         if state.works:
@@ -452,20 +480,21 @@ def tell_ended_trainings(runs: Mapping[Path, RunState]) -> None:
         note = read_note(run_dir)
         if note is None or note.state != "ended" or state.end_told_ms == note.at_ms:
             continue
-        # After its last commit, or that one would begin a new silence.
+        # The event must follow the last commit, because a commit starts the wait for the next one.
         try:
             if trainer_state(run_dir, note) != "ended" or area.staged_jobs(run_dir):
                 continue
         except (OSError, StagingRefused) as error:
-            _LOG.warning("%s: whether it has ended cannot be told: %s", run_dir.name, error)
+            _LOG.warning("%s: cannot check whether training ended: %s", run_dir.name, error)
             continue
         expected = _expected(run_dir)
         if expected is None and state.run_id is not None and state.run_url is not None:
-            expected = _Expected(state.run_id, state.run_url)  # it could not be written
+            expected = _Expected(state.run_id, state.run_url)  # its file could not be written
         if expected is None:
             continue
         if expected.told_ms != note.at_ms:
-            # Imported by now: Prefect takes seconds; the agent does without it where it is away.
+            # Imported only here: the import takes seconds, and an agent without Prefect never needs
+            # it. The gate has already done it.
             from recpoint.tasks.reports import emit
 
             emit("ended", expected.run_id, expected.run_url)
@@ -474,7 +503,7 @@ def tell_ended_trainings(runs: Mapping[Path, RunState]) -> None:
 
 
 def _expected(run_dir: Path) -> _Expected | None:
-    """What was kept; None: nothing was, or it is damaged."""
+    """Read what `expect_end` wrote; None: there is no file, or it is damaged."""
     try:
         found = json.loads(owned.read(run_dir.parent, run_dir / _FILE, _MOST_BYTES))
         run_id, run_url, told_ms = found["run"], found["run_url"], found.get("told_ms")
@@ -494,7 +523,7 @@ def _expected(run_dir: Path) -> _Expected | None:
 
 
 def _write_expected(run_dir: Path, expected: _Expected) -> None:
-    """Replace what was kept; whole at every moment, but not made durable: it is for people."""
+    """Replace the file atomically, but without fsync, because only an alert depends on it."""
     document: dict[str, object] = {"run": expected.run_id, "run_url": expected.run_url}
     if expected.told_ms is not None:
         document["told_ms"] = expected.told_ms

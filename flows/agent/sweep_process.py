@@ -1,11 +1,11 @@
-"""The process in which the agent sweeps a run: of the lowest priority, and gone when the agent is.
+"""Sweeps a run as the agent's child process: lowest priority, ends with the agent.
 
     python -m recpoint.flows.agent.sweep_process RUN_URL RUN_DIRECTORY GRACE_SECONDS PARENT_PID
 
-Runs the flow where `PREFECT_API_URL` is set, and the same function bare where it is not or where
-Prefect fails. Unlike one that consolidates it is never stopped in the middle: what it has looked at
-it removes at once (format §6.5). Its last line on stdout is JSON: `done`, `gone` or `error`;
-beside `done` whether there is `nothing_left` to do for a later sweep.
+Runs the flow if `PREFECT_API_URL` is set. If it is not set, or Prefect fails, calls the same
+function without Prefect. Unlike a consolidation it is never stopped (SIGSTOP), because a sweep must
+remove objects soon after it has checked them (format §6.5). Its last line on stdout is JSON:
+`done`, `gone` or `error`; with `done`, `nothing_left` says whether a later sweep has nothing to do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ _LOG = logging.getLogger("recpoint.sweep")
 
 
 def main(arguments: list[str]) -> int:
-    """Sweep a run; 0, or 1 where it failed."""
+    """Sweep a run.
+
+    Returns:
+        Exit status: 0, or 1 if it failed.
+    """
     run_url, run_dir, grace_seconds = arguments[0], Path(arguments[1]), float(arguments[2])
     give_way(int(arguments[3]))
     log_to_stderr()
@@ -40,7 +44,7 @@ def main(arguments: list[str]) -> int:
     except RunRecordLost as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return 1
-    except NothingToRestore as error:  # nothing is there to be swept, and that stays so
+    except NothingToRestore as error:  # the run is gone, so a later sweep would find nothing either
         print(json.dumps({"gone": str(error)}), flush=True)
         return 0
     except (RecpointError, OSError, MemoryError) as error:

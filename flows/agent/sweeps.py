@@ -1,7 +1,7 @@
-"""Sweeps of a host's runs by its agent, once a day, beside persists.
+"""Sweeps a host's runs once a day in the background.
 
-Only the trainer's own host knows what is staged and will still be committed, so that it is the one
-to sweep its runs. Each in a process of its own, at the lowest priority, begun while no job is due.
+Only the trainer's own host knows which jobs are staged and will still be committed, so its agent
+sweeps the run. Each sweep has a process of the lowest priority, and begins while no job is due.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _LOG = logging.getLogger("recpoint.sweep")
 
 SWEEP_EVERY_SECONDS: Final = 24 * 3600.0
 
-#: As in prefect.yaml: longer than any persist or consolidation takes.
+#: The same as in prefect.yaml: longer than any persist or consolidation takes.
 _GRACE_SECONDS: Final = 24 * 3600.0
 _LOOK_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.1
 _END_SECONDS: Final = 3.0
-#: Where jobs are due without a pause, a sweep begins beside them after so long.
+#: If jobs are due all the time, an overdue sweep waits for so long and then begins nevertheless.
 _PATIENCE_SECONDS: Final = 3600.0
-#: Pauses after a failure, doubled each time.
+#: Pauses after a failure; each failure in a row doubles the pause.
 _FIRST_PAUSE_SECONDS: Final = 60.0
 _LONGEST_PAUSE_SECONDS: Final = 3600.0
-#: How often a run that was swept for good is asked whether it is trained again.
+#: How often to check whether a run that needs no further sweep is trained again.
 _SETTLED_SECONDS: Final = 60.0
 
 
 def require_sweep_period(every_seconds: float | None) -> None:
-    """Raise SettingsError for a period of a sweep that is none."""
+    """Raise SettingsError if the period between sweeps is less than a second."""
     if every_seconds is not None and not every_seconds >= 1.0:
         raise SettingsError(
             "sweep_every",
@@ -60,7 +60,7 @@ def require_sweep_period(every_seconds: float | None) -> None:
 
 @dataclass
 class _Swept:
-    """What is known of one run's sweeps, in this process."""
+    """The sweeps of one run by this agent."""
 
     failures: int = 0
     retry_at: float = 0.0
@@ -72,15 +72,15 @@ class _Swept:
 class BackgroundSweep:
     """Sweeps each run of a staging area when its last sweep is long enough ago.
 
-    When that was is kept in the run's directory, so that an agent that is started often neither
-    sweeps each time nor never. A run that is seen for the first time is due after one period. One
-    whose training has ended is swept until a sweep has found nothing to do now or later, and then
-    not before it was trained again.
+    The time of the last sweep is kept in the run's directory, so that it survives a restart of the
+    agent. A run that is seen for the first time is due after one period. A run whose training has
+    ended is swept until a sweep leaves nothing for a later sweep; after that it is swept only if it
+    is trained again.
 
     Args:
         staging: the staging area.
-        every_seconds: the period; None: never.
-        prefect_url: where Prefect answers now; None: nowhere.
+        every_seconds: the period; None: never sweep.
+        prefect_url: returns the URL at which Prefect answers now; None: it does not answer.
         tell: called with the run's directory when its status has changed.
     """
 
@@ -106,17 +106,20 @@ class BackgroundSweep:
         self._thread = threading.Thread(target=self._keep_sweeping, name="sweep", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread, unless the period is None."""
         if self._every is not None:
             self._thread.start()
 
     def give_way(self, busy: bool) -> None:
-        """Begin nothing while jobs are due. A sweep that has begun goes on: it looks, and removes
-        what it has looked at, and what it has looked at long ago it must not remove."""
+        """Begin no sweep while jobs are due (`busy`).
+
+        A sweep that has begun is not stopped: it must remove objects soon after it has checked
+        them.
+        """
         self._busy = busy
 
     def stop(self) -> None:
-        """End; what a sweep has left is done by the next."""
+        """End the thread and kill a sweep at work; the next sweep does the rest."""
         self._stop.set()
         with self._lock:
             if self._process is not None and self._process.poll() is None:
@@ -125,7 +128,7 @@ class BackgroundSweep:
             self._thread.join(_END_SECONDS)
 
     def status(self, run_dir: Path) -> dict[str, object] | None:
-        """What to show of a run; None: it is not swept."""
+        """Return a run's sweeps for its status file; None: this agent does not sweep."""
         if self._every is None:
             return None
         swept = self._runs.get(run_dir, _Swept())
@@ -144,9 +147,9 @@ class BackgroundSweep:
             try:
                 run_dirs = area.run_directories(self._staging)
             except (OSError, StagingRefused):
-                continue  # the agent's log says so
-            except Exception:  # or this thread would end, and nothing be swept any more
-                _LOG.exception("the runs that there are cannot be told; asked again")
+                continue  # the agent logs this error
+            except Exception:  # no error may end this thread
+                _LOG.exception("cannot list the runs to sweep; next try in a moment")
                 continue
             for gone in self._runs.keys() - set(run_dirs):
                 del self._runs[gone]
@@ -155,10 +158,10 @@ class BackgroundSweep:
                     return
                 try:
                     self._sweep_if_due(run_dir)
-                except Exception as error:  # likewise
+                except Exception as error:  # no error may end this thread
                     self._failed(run_dir, f"{type(error).__name__}: {error}")
                     if not isinstance(error, RecpointError | OSError):
-                        _LOG.exception("%s: not foreseen", run_dir.name)
+                        _LOG.exception("%s: unexpected error in a sweep", run_dir.name)
 
     def _sweep_if_due(self, run_dir: Path) -> None:
         swept = self._runs.setdefault(run_dir, _Swept())
@@ -166,7 +169,7 @@ class BackgroundSweep:
             return
         last = last_sweep(run_dir)
         at_ms = now_ms()
-        if last is None or last.at_ms > at_ms:  # never, or by a clock that was ahead
+        if last is None or last.at_ms > at_ms:  # never swept, or the clock was set back since
             note_sweep(run_dir)
             return
         assert self._every is not None
@@ -181,7 +184,7 @@ class BackgroundSweep:
             return
         run_url = _run_url(run_dir)
         if run_url is None:
-            return  # nobody has said yet which run it is
+            return  # the run's URL is not known yet
         self._at_work = run_dir
         try:
             self._tell(run_dir)
@@ -228,7 +231,10 @@ class BackgroundSweep:
 
 
 def _ended_ms(run_dir: Path) -> int | None:
-    """When training ended, as its trainer said; None: it has not, or something is staged still."""
+    """Return when training ended, in milliseconds since the epoch, as the trainer noted it.
+
+    None: it has not ended, or jobs are still staged.
+    """
     note = read_note(run_dir)
     if note is None or trainer_state(run_dir, note) != "ended" or area.staged_jobs(run_dir):
         return None
@@ -236,7 +242,7 @@ def _ended_ms(run_dir: Path) -> int | None:
 
 
 def _run_url(run_dir: Path) -> str | None:
-    """Whose directory it is, as its trainer, an earlier agent or a staged job says."""
+    """Return the URL of the run, as its trainer, an earlier agent or a staged job gives it."""
     if (note := read_note(run_dir)) is not None:
         return note.run_url
     if (run_url := area.consolidated_run(run_dir)) is not None:

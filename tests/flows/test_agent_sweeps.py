@@ -125,7 +125,7 @@ def test_an_error_that_nobody_foresaw_ends_no_sweeps_of_other_runs(tmp_path: Pat
     assert odd_dir.name < run_dir.name
     with AgentProcess(staging, tmp_path / "log") as agent:
         until(lambda: not has_orphans(run))
-        assert agent.logged("ValueError") >= 1 and agent.logged("not foreseen") == 1
+        assert agent.logged("ValueError") >= 1 and agent.logged("unexpected error") == 1
         assert agent.logged("not swept, next try in 60 s") == 1
         assert agent.logged("Traceback") >= 1
         until(lambda: "ValueError" in str(status_of(odd_dir)["last_error"]))
