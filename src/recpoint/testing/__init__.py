@@ -1,4 +1,4 @@
-"""What a store's author, or a test of a training job, needs: a contract suite, faults, a server."""
+"""Provides a contract suite, planned faults and a server to test stores and training jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a program and kill it, with SIGKILL, at its n-th durable step.
+"""Runs a program and kills it, with SIGKILL, at its n-th durable step.
 
     python -m recpoint.testing.die_at N -m package.module arguments…
     python -m recpoint.testing.die_at N script.py arguments…
@@ -53,7 +53,7 @@ def install(
         nonlocal taken
         if name.partition(" ")[0] in besides:
             return
-        with lock:  # held for ever by a thread that dies: no other takes a step meanwhile
+        with lock:  # never released by the thread that dies, so no other takes a step meanwhile
             taken += 1
             if count_into is not None:
                 with open(count_into, "a", encoding="utf-8") as file:
@@ -65,14 +65,14 @@ def install(
 
 
 def install_from_environment() -> None:
-    """As `install`, from RECPOINT_DIE_AT and RECPOINT_COUNT_STEPS; without either, nothing."""
+    """Install what RECPOINT_DIE_AT and RECPOINT_COUNT_STEPS say; do nothing without either."""
     die_at, count_into = os.environ.get(DIE_VARIABLE), os.environ.get(COUNT_VARIABLE)
     if die_at or count_into:
         install(die_at=int(die_at) if die_at else None, count_into=count_into or None)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run what `arguments` say, as this module's first lines describe."""
+    """Run what `arguments` say, as this module's docstring describes."""
     rest = list(arguments)
     die_at: int | None = None
     count_into: str | None = None
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> None:
     if rest[:1] == ["--"]:
         rest.pop(0)
     is_module = rest[:1] == ["-m"] and len(rest) > 1
-    # Before anything is installed: a caller that gets the usage must not die of it later.
+    # Checked before anything is installed: a caller that catches the error must not die later.
     if not is_module and (not rest or rest[0].startswith("-")):
         raise SystemExit(_USAGE)
     if with_children:

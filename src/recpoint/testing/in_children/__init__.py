@@ -1,4 +1,4 @@
-"""A directory for PYTHONPATH: its `sitecustomize` is imported by every Python that starts."""
+"""Holds a `sitecustomize`, which every Python that starts with this on PYTHONPATH imports."""
 
 from __future__ import annotations
 
