@@ -1,4 +1,4 @@
-"""recpoint: cheap, frequent, proven recovery points for recommender training."""
+"""Saves and restores checkpoints of recommender training, cheaply, often and verified."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ __all__ = [
 
 loggers.guard()
 
-#: Where each public name is. The trainer's side imports torch and compiles kernels: the command
-#: line does without it, so that a module is imported when a name of it is asked for.
+#: The module of each public name, imported when the name is first used: the trainer's modules
+#: import torch and compile kernels, which the command line does without.
 _HOMES = {
     "Checkpointer": "recpoint.trainer_plugin.checkpointer",
     "Consecutive": "recpoint.trainer_plugin.policy",

@@ -1,4 +1,4 @@
-"""`recpoint` and `python -m recpoint`."""
+"""Runs the command line, for `recpoint` and `python -m recpoint`."""
 
 from __future__ import annotations
 

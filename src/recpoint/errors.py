@@ -1,4 +1,4 @@
-"""Every exception recpoint raises, in one tree.
+"""Defines every exception that recpoint raises, in one tree.
 
 A message always answers four questions: which object, what was found there, what was expected,
 and what to run or change next. Callers that want to react rather than read use the attributes.
@@ -55,7 +55,7 @@ class RecpointError(Exception):
     """Base of all recpoint errors.
 
     Args:
-        subject: the object it is about: a key, a path, a table, a setting.
+        subject: the object that the error is about: a key, a path, a table, a setting.
         found: what was there.
         expected: what should have been there.
         next_step: the command to run or the change to make.
@@ -105,8 +105,8 @@ class StoreError(RecpointError):
     """The store did not do what was asked.
 
     Attributes:
-        refused: the store has answered 403 or 409. One that has just restarted, or that other
-            writers keep busy, does so now and then; no copy that was pickled knows it.
+        refused: whether the store answered 403 or 409. A store that just restarted, or that other
+            writers keep busy, does so now and then. A pickled copy of the error says False.
     """
 
     refused = False
@@ -121,7 +121,7 @@ class ObjectExists(StoreError):
 
 
 class StoreAccessDenied(StoreError):
-    """The store knows us and says no, or does not know us (401, 403)."""
+    """The store does not accept the credentials, or not for this request (401, 403)."""
 
 
 class StoreThrottled(StoreError):
@@ -179,7 +179,7 @@ class MissingLink(ChainError):
 
 
 class GenerationRecordLost(MissingLink):
-    """Checkpoints are there, but not the record that says from where their trainer went on."""
+    """Checkpoints exist, but the record of what their trainer went on from is lost."""
 
 
 class CommitError(RecpointError):
@@ -198,7 +198,7 @@ class RanksMissing(RecpointError):
     """Other ranks have not stored their part of a checkpoint yet, so that it stays staged.
 
     Args:
-        ranks: which, ascending; the others as for `RecpointError`.
+        ranks: the missing ranks, ascending; the other arguments as for `RecpointError`.
     """
 
     retryable = False  # in this process: the agent looks again
@@ -229,7 +229,7 @@ class RankLost(RecpointError):
 
 
 class CheckpointCancelled(RecpointError):
-    """The trainer has asked for this checkpoint to be dropped; its rows are in the next one."""
+    """The trainer dropped this checkpoint; its rows are in the next one."""
 
 
 # --- restoring -----------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class NothingToRestore(RestoreError):
 
 
 class RunRecordLost(NothingToRestore):
-    """A run is there, but not the record that says which one it is."""
+    """A run exists, but the record with its id is lost."""
 
 
 class IncompatibleModel(RestoreError):
@@ -279,4 +279,4 @@ class StagingFull(StagingError):
 
 
 class StagingRefused(StagingError):
-    """Something in the staging area is another user's, or a link, or others may write to it."""
+    """Something in the staging area is another user's, is a link, or is writable by others."""

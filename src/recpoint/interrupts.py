@@ -1,12 +1,12 @@
-"""What handlers of signals raise, held back while training's state and a checkpoint's must agree.
+"""Holds back what signal handlers raise while the training's and a checkpoint's state must agree.
 
-Python calls a handler in the main thread, between any two instructions of whatever runs there, and
-what the handler raises goes on from that place: Ctrl-C, a watchdog's time-out, SystemExit. In the
-middle of a cut it would leave rows that are neither dirty nor in a checkpoint. Inside `held()` each
-handler still runs at once; only its exception waits, and is raised where the block ends.
+Python calls a handler in the main thread, between any two instructions, and what the handler raises
+(Ctrl-C, a watchdog's time-out, SystemExit) is raised at that place. In the middle of a cut it would
+leave rows that are neither dirty nor in a checkpoint. Inside `held()` each handler still runs at
+once; only its exception waits, and is raised where the block ends.
 
-Not held: what one thread raises in another (`PyThreadState_SetAsyncExc`). What runs in `__del__`,
-in callbacks of weak references and of the garbage collector cannot raise into other code.
+Not held: what one thread raises in another (`PyThreadState_SetAsyncExc`). Exceptions in `__del__`
+and in callbacks of weak references and of the garbage collector never reach other code.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ T = TypeVar("T")
 
 _CALL: Final = "__call__"
 
-#: glibc's has 152, others less.
+#: glibc's `struct sigaction` has 152 bytes, others have less.
 _MOST_BYTES_OF_SIGACTION: Final = 512
 
-#: Those that a process can handle.
+#: The signals that a process can handle.
 _SIGNALS: Final = tuple(
     sorted(set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP}, key=int)
 )
 
 
 class _Standin:
-    """Stands in for one handler; it does what that one does, but raises only where it may."""
+    """Stands in for one handler: calls it, and keeps what it raises while the block holds."""
 
     __slots__ = ("handler", "hold")
 
@@ -64,13 +64,13 @@ class _Standin:
 
 
 class Hold:
-    """One block of `held()`. Single assignments begin and end it, which nothing interrupts.
+    """One block of `held()`. Single assignments, which nothing interrupts, begin and end it.
 
     Attributes:
         holds: whether what handlers raise is kept now.
-        is_over: its stand-ins that are still in place mean nothing any more.
+        is_over: whether the block has ended; stand-ins still in place then only call the handler.
         kept: what is raised where the block ends.
-        outer: the block around this one, which lets through what this one does not.
+        outer: the block around this one, if this one began in code that the outer lets through.
     """
 
     __slots__ = ("_standins", "holds", "is_over", "kept", "outer")
@@ -83,13 +83,13 @@ class Hold:
 
     def __enter__(self) -> Self:
         global _current
-        # Handlers run in the main thread alone; and what is held already is raised further out.
+        # Handlers run only in the main thread. If an outer block holds, it raises what is kept.
         if threading.current_thread() is threading.main_thread() and not _is_held():
             try:
                 self.outer = _current
                 self._stand_in()
                 _current = self
-                self.holds = True  # last: until here nothing has happened
+                self.holds = True  # last: what a handler raises before this undoes the block
             except BaseException:
                 self.is_over = True
                 self._give_back()
@@ -111,16 +111,16 @@ class Hold:
             self._give_back()
         except BaseException as late:
             self.keep(late)
-            self._give_back()  # the rest
+            self._give_back()  # again, for the rest
         finally:
-            if self.kept is not None:  # no call between here and the end: it would lose this
+            if self.kept is not None:  # no call from here on: a handler could raise in it instead
                 try:
                     raise self.kept
                 finally:
-                    self.kept = None  # its traceback has this frame
+                    self.kept = None  # its traceback refers to this frame: a cycle
 
     def let_through(self, call: Callable[[], T]) -> T:
-        """Call something that may be interrupted at any place; what is kept is raised first."""
+        """Call code that handlers may interrupt anywhere; what is kept is raised first."""
         if not self.holds:
             return call()
         try:
@@ -136,15 +136,15 @@ class Hold:
                 self.holds = True
                 self._stand_in()  # for handlers that are new
         except BaseException:
-            self.holds = True  # also where a handler came between the call and the lines above
+            self.holds = True  # again: a handler may have raised before the lines above ran
             self._stand_in()
             raise
 
     def keep(self, error: BaseException) -> None:
-        """Raise it where the block ends.
+        """Keep an exception, to raise it where the block ends.
 
-        Of several the first that is no `Exception`, as Ctrl-C is not, else the first; the others
-        are its context.
+        Of several, the first that is no `Exception` (such as Ctrl-C) is raised, else the first; the
+        others are its context.
         """
         if self.kept is None:
             self.kept = error
@@ -167,7 +167,7 @@ class Hold:
                 if handler.hold is self:
                     continue
                 if handler.hold.is_over:
-                    handler = handler.handler  # it was interrupted while it gave back
+                    handler = handler.handler  # its block was interrupted in `_give_back`
             if callable(handler):
                 standin = _Standin(handler, self)
                 self._standins.append((number, standin))
@@ -176,7 +176,7 @@ class Hold:
     def _give_back(self) -> None:
         for number, standin in self._standins:
             there: object = signal.getsignal(number)
-            if there is standin:  # else somebody has chosen another
+            if there is standin:  # else the program has set another
                 _put(number, standin.handler)
 
 
@@ -184,7 +184,7 @@ _current: Hold | None = None
 
 
 def held() -> Hold:
-    """A block in which handlers of signals run and do not raise; see above.
+    """Return a block in which signal handlers run but do not raise; see the module's docstring.
 
     In other threads than the main one, and inside another such block, it changes nothing.
     """
@@ -196,7 +196,7 @@ def _is_held() -> bool:
 
 
 def is_interrupted() -> bool:
-    """Whether a handler has raised in the block that the main thread is in: waits end then."""
+    """Return whether a handler raised in the main thread's current block; waits end then."""
     return (
         _current is not None
         and _current.holds
@@ -206,10 +206,10 @@ def is_interrupted() -> bool:
 
 
 def let_into(call: Callable[[], T]) -> T:
-    """Call code of the user's, which handlers may interrupt: it may hang, and they end that.
+    """Call the user's code, which handlers may interrupt, because it may hang.
 
-    What a handler raises there comes out here, as an error of that code would, and once more where
-    the block ends.
+    What a handler raises there is raised here, as an error of that code would be, and once more
+    where the block ends.
     """
     hold = _current
     if hold is None or not hold.holds or threading.current_thread() is not threading.main_thread():
@@ -221,16 +221,16 @@ def let_into(call: Callable[[], T]) -> T:
         finally:
             hold.holds = True
     except BaseException as error:
-        hold.holds = True  # also where a handler came between the call and the line above
+        hold.holds = True  # again: a handler may have raised before the line above ran
         if came_from_handler(error) or not isinstance(error, Exception):
             hold.keep(error)
         raise
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """`thread.start()`, whole: what handlers raise comes after it.
+    """Call `thread.start()`; what handlers raise meanwhile is raised after it.
 
-    In the middle of it Python would make a RuntimeError of that, as if there were no thread left.
+    In the middle of it, Python would turn that into a RuntimeError, as if no thread were left.
 
     Raises:
         RuntimeError: the system has no thread left.
@@ -241,7 +241,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def handler_of(number: signal.Signals) -> object:
-    """What `signal.getsignal` says outside the blocks."""
+    """Return what `signal.getsignal` returns outside the blocks."""
     handler: object = signal.getsignal(number)
     while isinstance(handler, _Standin):
         handler = handler.handler
@@ -249,7 +249,7 @@ def handler_of(number: signal.Signals) -> object:
 
 
 def set_handler(number: signal.Signals, handler: Any) -> None:
-    """`signal.signal`, which in a block leaves what the new handler raises to that block."""
+    """Set a handler as `signal.signal` does; a block around it holds what the handler raises."""
     there: object = signal.getsignal(number)
     while isinstance(there, _Standin) and isinstance(there.handler, _Standin):
         there = there.handler
@@ -260,12 +260,12 @@ def set_handler(number: signal.Signals, handler: Any) -> None:
 
 
 def came_from_handler(error: BaseException) -> bool:
-    """Whether a signal's handler raised it, so that it is not for whoever was interrupted."""
+    """Return whether a signal handler raised `error`: the interrupted code must not handle it."""
     codes = {_code(signal.getsignal(number)) for number in _SIGNALS} - {None}
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
-        # One that has put another in its place is known by what it was called with.
+        # A handler that has set another in its place is known by its arguments.
         if frame.f_code in codes or (
             frame.f_back is not None
             and any(value is frame.f_back for value in frame.f_locals.values())
@@ -277,10 +277,10 @@ def came_from_handler(error: BaseException) -> bool:
 
 
 def _put(number: signal.Signals | int, handler: Any) -> None:
-    """`signal.signal` for Python alone: what the system calls stays.
+    """Sets Python's handler, and leaves the one that the system calls as it is.
 
-    That may be a handler in C which hands on to Python's, as `faulthandler` registers one; and its
-    flags are `signal.siginterrupt`'s.
+    The system may call a C handler that calls Python's in turn, as `faulthandler` registers one;
+    and `signal.siginterrupt` may have set the flags.
     """
     system = _sigaction()
     before = ctypes.create_string_buffer(_MOST_BYTES_OF_SIGACTION)
@@ -301,7 +301,7 @@ def _sigaction() -> Callable[[int, Any, Any], int] | None:
 
 
 def _after_fork() -> None:
-    """A forked child is in no block: nothing would ever raise there what it keeps."""
+    """Ends all blocks in a forked child, where nothing would ever raise what they keep."""
     global _current
     hold, _current = _current, None
     while hold is not None:
@@ -313,7 +313,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _code(handler: Any) -> CodeType | None:
-    """What runs when a handler is called, if it is written in Python."""
+    """Returns the code that runs when a handler is called, if it is written in Python."""
     while isinstance(handler, partial):
         handler = handler.func
     for called in (

@@ -1,8 +1,8 @@
-"""The loggers of recpoint: what a handler raises ends what is logged, and nothing else.
+"""Keeps what log handlers raise away from training: recpoint's loggers print it and go on.
 
-A handler is the user's, and one that sends its lines somewhere may fail just as the store does: the
-line that says so must not end the training, or the thread that follows a run. Python's own handlers
-print what went wrong and go on; so does a logger of recpoint for all others, and for filters.
+Handlers are the user's. One that sends its lines over a network may fail when the store does; the
+line that reports this must not end the training, or the thread that follows a run. Python's own
+handlers print their errors and go on; recpoint's loggers do so for all handlers and filters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 __all__ = ["NAMES", "guard"]
 
-#: All that recpoint logs to.
+#: The names of all loggers of recpoint.
 NAMES: Final = (
     "recpoint",
     "recpoint.agent",
@@ -37,12 +37,12 @@ class _Guarded(logging.Logger):
     """A logger that prints what its handlers and filters raise, as `Handler.handleError` does."""
 
     def handle(self, record: logging.LogRecord) -> None:
-        """Call filters and handlers; `KeyboardInterrupt` and its like pass."""
+        """Call filters and handlers; `KeyboardInterrupt` and its like pass through."""
         try:
             super().handle(record)
         except Exception:
-            # Nor may what keeps it from being printed: where standard error was a pipe that nobody
-            # reads any more, the handler that writes to it has just failed.
+            # Printing may fail too: if standard error is a pipe that nobody reads any more, the
+            # handler that writes to it has just failed.
             with suppress(Exception):
                 if logging.raiseExceptions and sys.stderr:
                     sys.stderr.write(f"a handler failed at {record.msg!r:.500} of {self.name}:\n")

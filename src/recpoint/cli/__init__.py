@@ -1,4 +1,4 @@
-"""The command line: what each command reads, prints and returns."""
+"""Defines the command line: what each command reads, prints and returns."""
 
 from __future__ import annotations
 

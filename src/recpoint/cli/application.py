@@ -1,4 +1,4 @@
-"""The commands, put together."""
+"""Puts the commands together into one application."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from recpoint.cli.reporting import print_json
 
 __all__ = ["app"]
 
-#: The base of all errors of usage, wherever typer keeps its parser.
+#: Base class of all usage errors, found by name: its module depends on typer's version.
 _UsageError: type[Exception] = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError"
 )
 
 
 class _Commands(TyperGroup):
-    """All commands; with `--json` a wrong usage is one JSON object on stdout too."""
+    """Runs a command; with `--json`, a usage error is one JSON object on stdout too."""
 
     def main(
         self,
@@ -91,7 +91,7 @@ def _before_all_commands(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="The version, and no more."
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:

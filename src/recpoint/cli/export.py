@@ -29,10 +29,11 @@ __all__ = ["only_in_torch_files", "size_bytes", "write"]
 
 
 def _write_torch(path: Path, target: MemoryTarget, include: Include) -> None:
-    """A dictionary that `torch.load(path)` reads, which unpickles no code.
+    """Writes a dictionary that `torch.load(path)` reads without unpickling any code.
 
-    It is what `Module.load_state_dict` takes; with all it has that under `model`, buffers that are
-    not persistent under `buffers`, and everything else under `row_states` and `ranks`.
+    With `include="model"` it is what `Module.load_state_dict` takes. With `"all"` that is under
+    `model`, buffers that are not persistent under `buffers`, the rest under `row_states` and
+    `ranks`.
     """
     if target.manifest is None:
         raise ValueError("nothing was restored")
@@ -52,7 +53,7 @@ def _write_torch(path: Path, target: MemoryTarget, include: Include) -> None:
 
 
 def _with_own_memory(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Views of larger memory as copies: `torch.save` writes all of the memory behind a tensor."""
+    """Copies views of larger memory: `torch.save` writes all of the memory behind a tensor."""
     return {
         name: value.clone()
         if isinstance(value, torch.Tensor)
@@ -64,12 +65,12 @@ def _with_own_memory(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_dcp(path: Path, target: MemoryTarget, include: Include) -> None:
-    """A directory that `torch.distributed.checkpoint.load` reads, in any number of processes.
+    """Writes a directory that `torch.distributed.checkpoint.load` reads in any number of processes.
 
-    Keys: `model.NAME`, as in the model's state_dict; with all also `buffers.NAME`, those that are
-    not persistent, `row_states.TABLE.STATE`, and `ranks.RANK.…`, the tensors of each rank's other
-    state. Tensors only: nothing in it has to be unpickled but torch's own metadata. What was
-    restored is in memory once; tensors are written from there one by one.
+    Keys are `model.NAME`, as in the model's state_dict. With `include="all"` there are also
+    `buffers.NAME` (buffers that are not persistent), `row_states.TABLE.STATE`, and `ranks.RANK.…`
+    (tensors of each rank's other state). Only tensors are stored; only torch's own metadata is
+    pickled. Memory holds the restored tensors once; they are written from there one by one.
     """
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -85,19 +86,19 @@ def _write_dcp(path: Path, target: MemoryTarget, include: Include) -> None:
         for rank, tree in without_model(target.state).items():
             collect_tensors(state["ranks"], str(rank), tree, ".")
     with warnings.catch_warnings():
-        # That there is one process, which is what is meant.
+        # torch warns that there is only one process; that is intended here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         save({part: tensors for part, tensors in state.items() if tensors}, checkpoint_id=path)
 
 
 def target_state_dict(target: MemoryTarget) -> dict[str, Any]:
-    """What `Module.state_dict` of the trained model returned."""
+    """Returns what `Module.state_dict` of the trained model returned."""
     tables = {weight_name(name): table.values for name, table in target.tables.items()}
     return state_dict(target.state, tables)
 
 
 def only_in_torch_files(target: MemoryTarget) -> list[str]:
-    """Names of what `Module.load_state_dict` takes, and only a .pt file can hold: no tensors."""
+    """Returns the names of state dict entries that are no tensors: only a .pt file holds them."""
     return sorted(
         name
         for name, value in target_state_dict(target).items()
@@ -106,7 +107,7 @@ def only_in_torch_files(target: MemoryTarget) -> list[str]:
 
 
 def row_states(target: MemoryTarget) -> dict[str, dict[str, torch.Tensor]]:
-    """Table name to state name to tensor [rows, …]."""
+    """Returns, by table name and then state name, tensors of shape [rows, …]."""
     return {
         name: {
             state.name: tensor
@@ -118,7 +119,7 @@ def row_states(target: MemoryTarget) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _without_arrays(value: Any) -> Any:
-    """Arrays as tensors: the restricted loader of torch reads no numpy."""
+    """Replaces arrays by tensors, because torch's restricted loader reads no numpy arrays."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, Mapping):
@@ -132,9 +133,9 @@ def _without_arrays(value: Any) -> Any:
 
 
 def _frame(target: MemoryTarget) -> Any:
-    """A DataFrame: `row`, then one column a value, then one a value of each row state.
+    """Returns a DataFrame: `row`, then a column a value, then a column a value of each row state.
 
-    Columns of a state `s` are `s` when it has one value a row, else `s.0`, `s.1`, …
+    A row state `s` has the column `s` if it has one value a row, else `s.0`, `s.1`, …
     """
     import pandas
 
@@ -145,7 +146,7 @@ def _frame(target: MemoryTarget) -> Any:
     for part, tensor in parts:
         flat = tensor.reshape(len(tensor), -1)
         if flat.dtype == torch.bfloat16:
-            flat = flat.float()  # numpy has no bfloat16; every one is a float32
+            flat = flat.float()  # numpy has no bfloat16; float32 holds each exactly
         single = part != "value" and tensor.dim() == 1
         for index in range(flat.shape[1]):
             columns[part if single else f"{part}.{index}"] = flat[:, index].numpy()
@@ -157,7 +158,7 @@ def _write_parquet(path: Path, target: MemoryTarget, include: Include) -> None:
 
 
 def _write_csv(path: Path, target: MemoryTarget, include: Include) -> None:
-    """Numbers with as many digits as it takes to get the same bits back."""
+    """Writes numbers with enough digits to read the same bits back."""
     _frame(target).to_csv(path, index=False)
 
 
@@ -168,12 +169,12 @@ _WRITERS: Final[dict[str, Callable[[Path, MemoryTarget, Include], None]]] = {
 
 
 def write(path: Path, target: MemoryTarget, include: Include) -> None:
-    """Write a new file or directory of the kind that the ending of its name says."""
+    """Write `target` to a new file or directory, in the format of the ending of `path`."""
     _WRITERS[path.suffix](path, target, include)
 
 
 def size_bytes(path: Path) -> int:
-    """Bytes of a file, or of the files that a restore has made in a directory."""
+    """Return the bytes of a file, or of the files that a restore wrote into a directory."""
     if not path.is_dir():
         return path.stat().st_size
     whole = path.suffix in WHOLE_ENDINGS

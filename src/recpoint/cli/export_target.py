@@ -1,6 +1,6 @@
 """Checks what `recpoint restore --to` names, and puts a file or directory there when it is whole.
 
-Nothing here imports torch: a name that cannot be is refused at once.
+Nothing here imports torch, so that a wrong name is refused at once.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ __all__ = [
     "replacing",
 ]
 
-#: Of names for a whole checkpoint.
+#: Endings of file names for a whole checkpoint.
 WHOLE_ENDINGS: Final = (".pt", ".safetensors", ".dcp")
-#: Of names for one table.
+#: Endings of file names for one table.
 TABLE_ENDINGS: Final = (".parquet", ".csv")
 
 
 def is_for_shards(path: Path, *, table: str | None, force: bool) -> bool:
-    """Whether it is a directory that takes files of safetensors with an index.
+    """Return whether `path` is a directory that takes safetensors files with an index.
 
     Raises:
-        SettingsError: it is, and `force` was given.
+        SettingsError: `path` is such a directory, and `force` was given.
     """
     if table is not None or not path.is_dir() or path.suffix in WHOLE_ENDINGS:
         return False
@@ -45,17 +45,17 @@ def is_for_shards(path: Path, *, table: str | None, force: bool) -> bool:
         raise SettingsError(
             "--force",
             found=f"the directory {path}",
-            expected="a file, or a directory .dcp; of others no file is ever replaced",
+            expected="a file or a .dcp directory; no file in another directory is ever replaced",
             next_step="choose another directory, or remove what is there",
         )
     return True
 
 
 def check_ending(path: Path, *, table: str | None) -> None:
-    """Refuse a name that does not say what to write, or not what `table` says.
+    """Refuse a name whose ending is unknown or does not fit `table`.
 
     Raises:
-        SettingsError: the ending is no known one, or pandas is missing.
+        SettingsError: the name is refused, or pandas is missing.
     """
     known = TABLE_ENDINGS if table is not None else WHOLE_ENDINGS
     if path.suffix not in known:
@@ -66,7 +66,7 @@ def check_ending(path: Path, *, table: str | None) -> None:
             + (
                 " for one table"
                 if table is not None
-                else ", or a directory that is there; with --table also .parquet or .csv"
+                else ", or an existing directory; with --table .parquet or .csv"
             ),
             next_step="give the file another ending",
         )
@@ -75,24 +75,24 @@ def check_ending(path: Path, *, table: str | None) -> None:
 
 
 def check_place(path: Path, *, force: bool) -> None:
-    """Refuse before a restore takes minutes what `replacing` would refuse after it."""
+    """Refuse a place that `replacing` would refuse, before a restore spends minutes."""
     if not force and os.path.lexists(path):
         raise _exists(path)
     if not path.parent.is_dir():
         raise SettingsError(
             "--to",
             found=f"no directory {path.parent}",
-            expected="a directory that is there",
+            expected="an existing directory",
             next_step=f"mkdir -p {path.parent}",
         )
 
 
 @contextmanager
 def replacing(path: Path, *, force: bool) -> Iterator[Path]:
-    """A temporary file or directory beside `path`; takes its place, durably, if all goes well.
+    """Yield a temporary path beside `path`; it durably takes `path`'s place if all goes well.
 
     Raises:
-        SettingsError: `path` is there, and `force` was not given.
+        SettingsError: `path` exists, and `force` was not given.
     """
     temporary = path.with_name(f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}{path.suffix}")
     try:
@@ -113,7 +113,7 @@ def _put_file(temporary: Path, path: Path, *, force: bool) -> None:
     if force:
         os.replace(temporary, path)
         return
-    # Not a rename: that would replace a file that was made since it was looked for.
+    # Not a rename, which would replace a file that was made since `check_place` looked.
     try:
         os.link(temporary, path)
     except FileExistsError:

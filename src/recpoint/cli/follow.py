@@ -1,4 +1,4 @@
-"""The commands about what is served: follow and publish."""
+"""Defines the commands about serving: follow and publish."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["follow", "publish"]
 
 
-#: What brings something into a channel.
+#: The command that brings a checkpoint into a channel.
 _NEXT = {"validated": "validate URL", "published": "publish URL"}
 
 
@@ -46,12 +46,12 @@ def follow(
         bool, typer.Option("--quantized", help="Keep rows as codes: less memory.")
     ] = False,
     once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
-    poll_seconds: Annotated[float, typer.Option(help="Between two looks.")] = 5.0,
+    poll_seconds: Annotated[float, typer.Option(help="Seconds between two looks.")] = 5.0,
     json_output: JsonOption = False,
 ) -> Result:
     """Follow a run as a serving process does: read each new version, check it, print it.
 
-    Holds two copies of the tables in memory. Ends with --once, or when it is interrupted.
+    Holds two copies of the tables in memory. Runs until it is interrupted, unless --once is given.
     """
     from recpoint.serving.follower import CHANNELS, Follower
 
@@ -85,17 +85,17 @@ def _next(status: Status, channel: str) -> str:
 
 
 def _follow(follower: Follower, url: str, poll_seconds: float, as_json: bool) -> None:
-    """Until it is interrupted; each version, and each change of what is wrong, is a line."""
+    """Polls until interrupted; prints a line for each version and each change of errors."""
     told: tuple[object, ...] = ()
     console = output_console()
     while True:
-        # A whole model, the first time; increments later, over which no line may be drawn.
+        # Only the first read, of a whole model, has a bar: during increments it would flicker.
         quiet = as_json or follower.version is not None
         try:
             with showing_bytes("reading", quiet=quiet) as on_progress:
                 follower.poll(on_progress=on_progress)
         except (StoreError, NotServing, NothingToRestore, FormatError, ChainError):
-            pass  # in the status; what is served goes on being served
+            pass  # the status has the error; the served version stays served
         status = follower.status
         now = (status.serving, status.error, status.skipped, status.doubt)
         if now != told:
@@ -177,11 +177,11 @@ def publish(
             help="Keep it published until --release. Default: with --step.",
         ),
     ] = None,
-    release: Annotated[bool, typer.Option("--release", help="Replace one that is held.")] = False,
+    release: Annotated[bool, typer.Option("--release", help="Replace a held one.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Also one that a validation speaks against.")
+        bool, typer.Option("--force", help="Publish it even if a validation failed.")
     ] = False,
-    why: Annotated[str, typer.Option(help="For whoever wonders later.")] = "",
+    why: Annotated[str, typer.Option(help="The reason, kept in the record.")] = "",
     json_output: JsonOption = False,
 ) -> Result:
     """Make a checkpoint the one that followers of --channel published serve."""

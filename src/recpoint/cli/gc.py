@@ -1,4 +1,4 @@
-"""Commands that free space or say what is kept: consolidate, retain, pin, metric, sweep."""
+"""Defines commands that free space or say what is kept: consolidate, retain, pin, metric, sweep."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ __all__ = [
 # The command that merges a checkpoint's chain into fewer manifests.
 
 
-#: Merges of a chain that are shown to people; `--json` has all.
+#: How many merges of a chain the table shows; `--json` has all.
 _SHOWN_MERGES: Final = 20
 
 
@@ -63,15 +63,15 @@ _SHOWN_MERGES: Final = 20
 def consolidate_run(
     url: UrlArgument,
     step: Annotated[
-        int | None, typer.Option(help="This checkpoint; default: the newest that counts.")
+        int | None, typer.Option(help="This checkpoint; default: the newest of the live line.")
     ] = None,
     generation: GenerationOption = None,
     links: Annotated[
         int | None,
         typer.Option(
-            help="Merge only so many of its newest links, into one increment; where there are no "
-            "more, all of them into a full. Default: all into a full, also where an agent, or the "
-            "flow, which weigh all merges, would choose another.",
+            help="Merge only this many of its newest links, into one increment; if the chain has "
+            "no more, all of them into a full. Default: all into a full. An agent and the flow "
+            "weigh all merges and may choose another.",
             min=2,
         ),
     ] = None,
@@ -84,7 +84,7 @@ def consolidate_run(
     ] = False,
     json_output: JsonOption = False,
 ) -> Result:
-    """Merge a checkpoint's chain, so that a restore reads less and old links may go."""
+    """Merge a checkpoint's chain: a restore then reads less, and retention can drop old links."""
     from recpoint.catalog.consolidate.merge import consolidate_around_damage
     from recpoint.catalog.consolidate.plan import plan_consolidation
 
@@ -159,7 +159,7 @@ def _plan_fields(plan: ConsolidationPlan) -> list[tuple[str, object]]:
 
 
 def _weighed(plan: ConsolidationPlan) -> tuple[tuple[WeighedMerge, ...], WeighedMerge | None]:
-    """All merges of the plan's chain, and the one that an agent of default triggers chooses."""
+    """Returns all merges of the plan's chain, and the one an agent would choose by default."""
     from recpoint.catalog.consolidate.plan import ConsolidationTriggers, cheapest, weigh
 
     weighed = weigh(plan.merges, ConsolidationTriggers())
@@ -272,8 +272,8 @@ def sweep_run(
         bool,
         typer.Option(
             "--include-newest",
-            help="Also what only the newest trainer could still commit: when no host has it staged "
-            "any more.",
+            help="Also remove what only the newest trainer could still commit. Use it only when no "
+            "host has that staged any more.",
         ),
     ] = False,
     discard: Annotated[
@@ -288,8 +288,8 @@ def sweep_run(
 ) -> Result:
     """Finish what is staged here, then remove chunks that no manifest names and unfinished files.
 
-    Only the trainer's own host knows what is staged and will still be committed. Anywhere else,
-    what the newest trainer uploaded after its last checkpoint stays, however old. Where an agent
+    Only the trainer's own host knows what is staged and will still be committed. On other hosts,
+    what the newest trainer uploaded after its last checkpoint stays, whatever its age. If an agent
     serves the staging area, staged jobs are left to it.
     """
     grace_seconds = seconds_of(grace)
@@ -322,7 +322,7 @@ def _discard(store: Store, here: Path, *, dry_run: bool) -> Result:
     try:
         run = Run.open(store)
     except RunRecordLost:
-        raise  # what it has left can be brought back
+        raise  # the run exists: only its record is lost, and can be written again
     except NothingToRestore:
         pass
     else:
@@ -340,7 +340,7 @@ def _discard(store: Store, here: Path, *, dry_run: bool) -> Result:
 
 
 def staged_here(run: Run, staging: Path | None) -> Path:
-    """The run's directory in the staging area of this host, whether it is there or not."""
+    """Return the run's directory in this host's staging area; it may not exist."""
     return _directory(run.url, staging)
 
 
@@ -357,7 +357,7 @@ def _directory(run_url: str, staging: Path | None) -> Path:
 
 
 def seconds_of(text: str, *, option: str = "--grace") -> float:
-    """Seconds that `text` names, as `90`, `90s`, `1.5h` or `2d`."""
+    """Return the seconds that `text` means, such as `90`, `90s`, `1.5h` or `2d`."""
     match = _DURATION.match(text)
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a number and s, m, h or d", param_hint=option)
@@ -410,7 +410,7 @@ def retain(
         bool,
         typer.Option(
             "--require-validated/--no-require-validated",
-            help="Drop nothing unless a validated one stays.",
+            help="Drop nothing unless a validated checkpoint stays.",
         ),
     ] = True,
     grace: Annotated[
@@ -422,9 +422,10 @@ def retain(
 ) -> Result:
     """Keep what a rule or a pin keeps; mark the rest, and delete it after the grace.
 
-    Hours, days, weeks and months are those of trainers' stamps, and again those of the store's
-    times: what either keeps is kept, so that one wrong clock never deletes where each has its own
-    (a directory of the trainer's host has the trainer's), and --keep-hourly 24 may keep up to 48.
+    The rules for hours, days, weeks and months are applied twice: to the trainers' time stamps and
+    to the store's. What either keeps is kept, so --keep-hourly 24 may keep up to 48. One wrong
+    clock therefore deletes nothing, unless both are the same clock (as for a directory on the
+    trainer's host).
     """
     try:
         policy = RetentionPolicy(
@@ -504,7 +505,7 @@ def pin(
     step: StepArgument,
     generation: GenerationOption = None,
     name: LabelOption = pins.DEFAULT_NAME,
-    why: Annotated[str, typer.Option(help="For whoever wonders later.")] = "",
+    why: Annotated[str, typer.Option(help="The reason, kept with the pin.")] = "",
     json_output: JsonOption = False,
 ) -> Result:
     """Keep a checkpoint, and all it needs, whatever retention's rules say."""
@@ -534,7 +535,7 @@ def unpin(
 
 
 def _pinned_at(run: Run, step: int, generation: int | None, name: str) -> ManifestName:
-    """The checkpoint with this pin: it may be superseded by now, or gone."""
+    """Returns the checkpoint with this pin; it may be superseded by now, or gone."""
     if generation is None:
         there = [at for at, names in pins.pinned(run).items() if at.step == step and name in names]
         if len(there) == 1:
@@ -546,11 +547,11 @@ def _pinned_at(run: Run, step: int, generation: int | None, name: str) -> Manife
 def record_metric(
     url: UrlArgument,
     step: StepArgument,
-    metric: Annotated[str, typer.Argument(help="For instance auc=0.81.")],
+    metric: Annotated[str, typer.Argument(help="NAME=NUMBER, such as auc=0.81.")],
     generation: GenerationOption = None,
     json_output: JsonOption = False,
 ) -> Result:
-    """Record what was measured of a checkpoint, for --best-by."""
+    """Record a metric that was measured for a checkpoint, for retain --best-by."""
     name, equals, text = metric.partition("=")
     try:
         value = float(text) if equals else None
@@ -569,7 +570,7 @@ def record_metric(
 
 
 def _require_label(name: str, option: str) -> None:
-    """That a key can hold a name; `option` is how it was given."""
+    """Refuses a name that a key cannot hold; `option` names where it was given."""
     if not is_label(name):
         raise typer.BadParameter(
             f"{name[:80]!r} is no name of 1 to 64 of a-z, 0-9, _, ., -, "

@@ -1,4 +1,4 @@
-"""Commands that run things on this host, and set up its Prefect: deployments, automations."""
+"""Defines the commands that run things on this host and set up its Prefect server."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def serve_dashboard(
         ),
     ] = INTERVALS_OF_SILENCE,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; whoever reaches it may look.")
+        str, typer.Option(help="Address to listen on; whoever can reach it sees the page.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8470,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8470,
     json_output: JsonOption = False,
 ) -> Result:
     """Serve a page that shows runs live, from their catalogs alone, until SIGTERM or SIGINT."""
@@ -104,7 +104,7 @@ def print_rules(
     ] = None,
     json_output: JsonOption = False,
 ) -> Result:
-    """Print the alert rules, a file for rule_files of Prometheus; its head has the parameters."""
+    """Print the alert rules, a file for Prometheus' rule_files; it begins with the parameters."""
     given = {}
     for text in values or ():
         name, equals, value = text.partition("=")
@@ -127,7 +127,7 @@ def print_dashboard(json_output: JsonOption = False) -> Result:
 
 
 _UP_SECONDS = 120.0
-#: Of a server that answers, on a machine that is busy.
+#: How long a server on a busy machine may take to answer.
 _PATIENCE_SECONDS = 10.0
 _DEMO_DIRECTORY = Path(".recpoint") / "demo"
 
@@ -152,7 +152,8 @@ def agent(
         typer.Option(
             min=2,
             metavar="LINKS",
-            help="Merge a chain when a restore reads so many manifests; the two below merge too.",
+            help="Merge a chain when a restore reads this many manifests. Each of the two options "
+            "below also causes a merge.",
             show_default="16",
         ),
     ] = None,
@@ -161,7 +162,7 @@ def agent(
         typer.Option(
             min=1,
             metavar="RATIO",
-            help="Merge a chain when a restore reads so many times the bytes that it has to.",
+            help="Merge a chain when a restore reads this many times the bytes that it needs.",
             show_default="1.5",
         ),
     ] = None,
@@ -180,7 +181,7 @@ def agent(
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="Name the ranks that a checkpoint of several waits for, after so long.",
+            help="After this time, name the ranks that a checkpoint of several ranks waits for.",
         ),
     ] = 60.0,
     sweep_every: Annotated[
@@ -207,7 +208,7 @@ def agent(
     metrics_refresh: Annotated[
         float,
         typer.Option(
-            min=0.1, metavar="SECONDS", help="Look the metrics of catalogs up in stores so often."
+            min=0.1, metavar="SECONDS", help="Read the catalogs' metrics from stores this often."
         ),
     ] = 60.0,
     json_output: JsonOption = False,
@@ -258,22 +259,22 @@ def agent(
 
 
 class LogFormat(logging.Formatter):
-    """Without a traceback where the error is one of ours: its message says what to do."""
+    """Leaves out the traceback of recpoint's own errors: their messages say what to do."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter.format`."""
         if record.exc_info and isinstance(record.exc_info[1], RecpointError):
-            record = copy.copy(record)  # Prefect's own handlers are to have the traceback
+            record = copy.copy(record)  # Prefect's own handlers still need the traceback
             record.exc_info = record.exc_text = None
         return super().format(record)
 
 
 def worth_showing(record: logging.LogRecord) -> bool:
-    """Whether the agent's log has it: ours, and what goes wrong elsewhere.
+    """Return whether the agent's log shows a record: recpoint's own, and warnings of others.
 
-    A flow's own lines are in the Prefect UI; here a dozen a checkpoint would bury the one that
-    counts, and so would what a flow run says of an error that we say. A handler's filter: a
-    logger's level would keep them from the UI as well.
+    A flow's own lines are in the Prefect UI. In the agent's log a dozen lines a checkpoint, or a
+    flow run's copy of an error that recpoint logs, would bury the line that counts. This is a
+    filter of a handler, because a logger's level would keep the lines from the UI as well.
     """
     if is_repeated(record):
         return False
@@ -326,7 +327,7 @@ def stop_server(json_output: JsonOption = False) -> Result:
 @server.command("status")
 @command
 def server_status(json_output: JsonOption = False) -> Result:
-    """Whether the local Prefect server runs and answers."""
+    """Say whether the local Prefect server runs and answers."""
     from recpoint.flows import prefect_server
 
     local = prefect_server.running_server()
@@ -342,12 +343,12 @@ def server_status(json_output: JsonOption = False) -> Result:
 @command
 def demo(
     directory: Annotated[
-        Path, typer.Option("--dir", help="For the run and the logs; emptied by the next demo.")
+        Path, typer.Option("--dir", help="For the run and the logs; the next demo empties it.")
     ] = _DEMO_DIRECTORY,
     store: Annotated[
         str | None, typer.Option(metavar="URL", help="Store the run below this URL instead.")
     ] = None,
-    bits: Annotated[str, typer.Option(help="lossless, 8, 4, 3 or 2.")] = "lossless",
+    bits: Annotated[str, typer.Option(help="Bits a value: lossless, 8, 4, 3 or 2.")] = "lossless",
     interval: Annotated[int, typer.Option(help="Batches between checkpoints.")] = 200,
     steps: Annotated[int, typer.Option(help="Batches to train.")] = 2000,
     ranks: Annotated[
@@ -392,11 +393,11 @@ deployments = typer.Typer(
 @command
 def write_deployments(
     directory: Annotated[
-        Path, typer.Argument(metavar="[DIRECTORY]", help="Where to write it; made if not there.")
+        Path, typer.Argument(metavar="[DIRECTORY]", help="Where to write it; made if missing.")
     ] = Path(),
     json_output: JsonOption = False,
 ) -> Result:
-    """Write a prefect.yaml to start from, which `prefect deploy --all` reads; replace none."""
+    """Write a prefect.yaml to start from, for `prefect deploy --all`; never replace one."""
     shipped = Path(flows.__file__).with_name(_DEPLOYMENTS).read_bytes()
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / _DEPLOYMENTS
@@ -430,25 +431,26 @@ def apply_automations(
         list[str] | None,
         typer.Argument(
             metavar="[URL]...",
-            help="Runs that alert after --intervals of their own, read from their catalogs now.",
+            help="Runs that get an alert of their own, after --intervals of the run's checkpoint "
+            "interval, which is read from its catalog now.",
         ),
     ] = None,
     intervals: Annotated[
         float | None,
         typer.Option(
             metavar="N",
-            help="Alert when one of these runs commits nothing for N of its intervals; as before "
-            "if not given, or 3. Apply again when an interval was changed.",
+            help="Alert when one of these runs commits nothing for N of its intervals. If not "
+            "given: as before, else 3. Apply again after an interval changes.",
         ),
     ] = None,
     no_commit: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="Alert when any run commits nothing for so long, a number and s, m, h or d. As "
-            "before if not given, or 30m. It is for all runs, and raised to the longest time of "
-            "a run that has --intervals; when that one is gone or shorter, it falls again only "
-            "with --no-commit.",
+            help="Alert when any run commits nothing for this long: a number and s, m, h or d. If "
+            "not given: as before, else 30m. It covers all runs, so it is raised to the longest "
+            "time of a run that has --intervals. When that alert is gone or its time is shorter, "
+            "give --no-commit to lower this time again.",
         ),
     ] = None,
     notify: Annotated[
@@ -456,28 +458,28 @@ def apply_automations(
         typer.Option(
             metavar="TYPE/NAME|none",
             help="A notification block of Prefect's, such as slack-webhook/training; none: alerts "
-            "are only in the event feed. As before if not given.",
+            "are only in the event feed. If not given: as before.",
         ),
     ] = None,
     no_heartbeat: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="Call a flow run of ours crashed when its process gave no sign of life for so "
-            "long: three heartbeats. As before if not given, or 10m.",
+            help="Mark a flow run of recpoint as crashed when its process gave no sign of life for "
+            "this long; give at least three heartbeats. If not given: as before, else 10m.",
         ),
     ] = None,
     publish: Annotated[
         str | None,
         typer.Option(
             metavar="committed|validated",
-            help="Have each checkpoint published as soon as it is that; needs the deployment of "
-            "the flow publish. As before if not given.",
+            help="Publish each checkpoint as soon as it is committed, or validated; needs the "
+            "deployment of the flow publish. If not given: as before.",
         ),
     ] = None,
     json_output: JsonOption = False,
 ) -> Result:
-    """Create the alerts, or bring them up to date: what is not given stays as it is there."""
+    """Create the alerts, or update them: what is not given stays as the server has it."""
     if publish not in (None, "committed", "validated"):
         raise typer.BadParameter(
             f"{publish!r} is neither committed nor validated", param_hint="--publish"
@@ -525,7 +527,7 @@ def _words(
 @automations.command("list")
 @command
 def list_automations(json_output: JsonOption = False) -> Result:
-    """The alerts that the server has."""
+    """List the alerts that the server has."""
     found = _automations("list").find_ours()
     if not found:
         text = "the server has no automations of recpoint; recpoint automations apply makes them"
@@ -542,14 +544,14 @@ def list_automations(json_output: JsonOption = False) -> Result:
 @automations.command("remove")
 @command
 def remove_automations(json_output: JsonOption = False) -> Result:
-    """Remove them."""
+    """Remove these alerts from the server."""
     removed = _automations("remove").remove_ours()
     texts = [f"removed: {name}" for name in removed] or ["the server has none of recpoint"]
     return Result({"removed": removed}, *map(terminal.shown, texts))
 
 
 def _automations(name: str) -> ModuleType:
-    """The module that does it, with the API that is configured, else the local server's."""
+    """Returns the module `automations`, set up for the configured API, else the local server's."""
     require_flows(f"recpoint automations {name}")
     from recpoint.flows import prefect_server
 

@@ -1,4 +1,4 @@
-"""Commands that only look: list, show, check, lag, info; and the JSON forms of what they print."""
+"""Defines the commands that only look (list, show, check, lag, info), and their JSON forms."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ __all__ = [
 
 
 def checkpoint(manifest: Manifest) -> dict[str, Any]:
-    """What a listing says of one checkpoint."""
+    """Return the JSON form of one checkpoint in a listing."""
     return {
         "step": manifest.step,
         "generation": manifest.generation,
@@ -88,7 +88,7 @@ def checkpoint(manifest: Manifest) -> dict[str, Any]:
 
 
 def listed(entry: Listed) -> dict[str, Any]:
-    """One line of a listing, also of a checkpoint whose manifest cannot be read."""
+    """Return the JSON form of one line of a listing; its manifest may be unreadable."""
     if isinstance(entry.manifest, RecpointError):
         problem = {"error": type(entry.manifest).__name__, "message": str(entry.manifest)}
         return {**_name(entry.name), **_standing(entry), **problem}
@@ -96,12 +96,12 @@ def listed(entry: Listed) -> dict[str, Any]:
 
 
 def validation(verdict: Verdict | None) -> dict[str, Any] | None:
-    """What validations say of a checkpoint; None: there was none."""
+    """Return the JSON form of a checkpoint's verdict; None if it was never validated."""
     return None if verdict is None else verdict._asdict()
 
 
 def details(manifest: Manifest, chain: list[Manifest] | None) -> dict[str, Any]:
-    """All there is to say of one checkpoint; `chain` None: it does not join up."""
+    """Return the JSON form of one checkpoint in detail; `chain` is None if it does not join up."""
     return {
         **checkpoint(manifest),
         "run": manifest.run,
@@ -141,7 +141,7 @@ _PACKAGES = ("torch", "triton", "numba", "numpy", "fsspec", "s3fs", "prefect", "
 
 @command
 def info(json_output: JsonOption = False) -> Result:
-    """Versions, which kernels run here and why, devices, staging area."""
+    """Print versions, which kernels run here and why, devices, and the staging area."""
     import torch
 
     from recpoint.kernels.implementation import implementations, vector_extension
@@ -180,7 +180,7 @@ def info(json_output: JsonOption = False) -> Result:
 
 
 def _kernels_table(kernels: list[Implementation]) -> Table:
-    """One line a kernel and device of its tensors."""
+    """Returns a table with a line for each kernel and device of its tensors."""
     table = terminal.plain_table("Kernels")
     for heading in ("kernel", "tensors on", "runs", "why"):
         table.add_column(heading)
@@ -210,25 +210,23 @@ def lag(
         typer.Option(
             min=0.0,
             metavar="SECONDS",
-            help="End with 1 if more training than that would be lost now.",
+            help="Exit with 1 if more training than this would be lost now.",
         ),
     ] = None,
     watch: Annotated[
         float | None,
-        typer.Option(
-            min=0.1, metavar="SECONDS", help="Look again so often, until it is interrupted."
-        ),
+        typer.Option(min=0.1, metavar="SECONDS", help="Look again this often, until interrupted."),
     ] = None,
     json_output: JsonOption = False,
 ) -> Result:
-    """What each run would lose if its trainer died now, from its catalog alone.
+    """Print what each run would lose if its trainer died now, from its catalog alone.
 
-    Exit codes: 0 all could be read, and none is above --max-seconds; 1 one is, or a run is not
-    there; 2 a wrong URL; 3 a store cannot be reached; 4 a catalog is damaged. Of several, the
-    highest. A run that has ended, with everything stored, would lose nothing.
+    Exit codes: 0 all runs could be read, and none is above --max-seconds; 1 a run is above it, or
+    does not exist; 2 a URL is wrong; 3 a store cannot be reached; 4 a catalog is damaged. If
+    several apply, the highest. A run that ended with everything stored would lose nothing.
     """
     if watch is not None and json_output:
-        raise typer.BadParameter("it does not go with --json", param_hint="--watch")
+        raise typer.BadParameter("cannot be combined with --json", param_hint="--watch")
     lags = _Lags(urls, max_seconds)
     if watch is not None:
         with Live(console=output_console(), auto_refresh=False) as live:
@@ -244,7 +242,7 @@ def lag(
 
 
 class _Lags:
-    """Looks at runs again and again; one that cannot be read keeps nobody from the others."""
+    """Looks at runs again and again; a run that cannot be read does not hide the others."""
 
     def __init__(self, urls: Sequence[str], max_seconds: float | None) -> None:
         self._urls = urls
@@ -256,7 +254,7 @@ class _Lags:
 
     def _one(self, url: str) -> RunLag:
         try:
-            # A URL that is refused may carry a credential: it is shown as its error shows it.
+            # A refused URL may carry a credential: only the error's own form of it is shown.
             named = parse_run_url(url).url
         except RecpointError as error:
             return RunLag("", error)
@@ -324,13 +322,13 @@ UrlArgument = Annotated[
 GenerationOption = Annotated[
     int | None,
     typer.Option(
-        min=1, max=MAX_GENERATION, help="With a step: a checkpoint that is not on the live line."
+        min=1, max=MAX_GENERATION, help="With a step: also finds a checkpoint off the live line."
     ),
 ]
 
 
 def open_run(url: str) -> Run:
-    """The run under `url`; NothingToRestore if there is none."""
+    """Return the run under `url`; raises NothingToRestore if there is none."""
     return Run.open(open_store(url))
 
 
@@ -340,16 +338,15 @@ def list_checkpoints(
     everything: Annotated[bool, typer.Option("--all", help="Superseded checkpoints too.")] = False,
     json_output: JsonOption = False,
 ) -> Result:
-    """The checkpoints of a run, newest first: kind, bytes, stall, lag.
+    """List the checkpoints of a run, newest first: kind, bytes, stall, lag.
 
-    With --all they are listed too where damage keeps it unknown which of them count; the exit code
-    is 4 then.
+    With --all they are listed even if damage hides which of them count; the exit code is then 4.
     """
     run = open_run(url)
     live: list[ManifestName] = []
     unknown: FormatError | ChainError | None = None
-    # Generations first (format §6.3, read order, rule 3); and what counts of these very
-    # checkpoints: one that is committed meanwhile would look superseded.
+    # Generations first (format §6.3, read order, rule 3). The live line is taken from this same
+    # listing: a checkpoint that is committed meanwhile would look superseded.
     numbers, forms = run.generation_numbers(), run.representations()
     try:
         live = run.line_of(numbers, forms)
@@ -430,7 +427,7 @@ def _manifests_to_read(
 
 
 def _merged(forms: Iterable[Representation]) -> tuple[str, ...]:
-    """What consolidations have made of a checkpoint, beside its own manifest."""
+    """Returns the forms that consolidations made of a checkpoint, beside its own manifest."""
     return tuple(
         "full" if form.after is None else f"after {form.after}"
         for form in forms
@@ -439,7 +436,7 @@ def _merged(forms: Iterable[Representation]) -> tuple[str, ...]:
 
 
 def _manifest(run: Run, name: ManifestName) -> Manifest | FormatError | ObjectNotFound:
-    # A listing has to come out whole although a checkpoint in it is damaged.
+    # One damaged checkpoint must not keep the others from being listed.
     try:
         return run.manifest(*name)
     except (FormatError, ObjectNotFound) as error:
@@ -452,12 +449,12 @@ def show(
     url: UrlArgument,
     step: Annotated[int, typer.Argument(min=0, max=MAX_STEP, help="Step of the checkpoint.")],
     generation: GenerationOption = None,
-    chunks: Annotated[bool, typer.Option("--chunks", help="Every stored object.")] = False,
+    chunks: Annotated[bool, typer.Option("--chunks", help="List its chunks too.")] = False,
     json_output: JsonOption = False,
 ) -> Result:
-    """One checkpoint: its tables, its chunks, and the chain that restores it.
+    """Show one checkpoint: its tables, its chunks, and the chain that restores it.
 
-    Exit code 1 where no chain does.
+    The exit code is 1 if no chain restores it.
     """
     run = open_run(url)
     name = find_checkpoint(run, step, generation)
@@ -493,7 +490,7 @@ def show(
     if manifest.quantized_by:
         fields.append(("quantized by", manifest.quantized_by))
     if manifest.state_bits is not None:
-        fields.append(("row states", "those of several F32 values a row rounded to BF16"))
+        fields.append(("row states", "F32 states of several values a row are rounded to BF16"))
     views: list[RenderableType] = [terminal.fields_table(fields), terminal.tables_table(manifest)]
     if chunks:
         views.append(terminal.chunks_table(manifest))
@@ -520,7 +517,7 @@ def _members(chain: Chain | None) -> list[Manifest]:
 
 
 def find_checkpoint(run: Run, step: int, generation: int | None) -> ManifestName:
-    """The checkpoint of the live line at `step`, or the one that is named in full."""
+    """Return the live line's checkpoint at `step`, or the one of `step` and `generation`."""
     return candidates(run, Selection(step=step, generation=generation))[0]
 
 
@@ -533,7 +530,7 @@ def check_run(
     step: Annotated[int | None, typer.Option(help="Only this step and what it needs.")] = None,
     json_output: JsonOption = False,
 ) -> Result:
-    """Whether what is stored restores; exit code 1 when it does not, or nothing counts yet."""
+    """Check whether what is stored restores; exit code 1 if not, or if no checkpoint counts."""
     from recpoint.catalog.check.check import check
 
     chosen, run = _level(level), open_run(url)

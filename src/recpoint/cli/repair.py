@@ -1,4 +1,4 @@
-"""Commands that put lost records back: bring-back and relink."""
+"""Defines the commands that put lost records back: bring-back and relink."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["bring_back_run", "relink_generation"]
 
 @command
 def bring_back_run(url: UrlArgument, json_output: JsonOption = False) -> Result:
-    """Make a lost run.json anew, with the id that all other records of the run have.
+    """Write a lost run.json again, with the id that all other records of the run have.
 
-    Put the object itself back instead where there is a copy of it.
+    If there is a copy of the object, put the copy back instead.
     """
     store = open_store(url)
     record, told_by = remake_run_record(store)
@@ -43,19 +43,20 @@ def relink_generation(
     lost: Annotated[
         int,
         typer.Argument(
-            metavar="GENERATION", min=1, max=MAX_GENERATION, help="The one whose record is lost."
+            metavar="GENERATION", min=1, max=MAX_GENERATION, help="The one with the lost record."
         ),
     ],
     step: Annotated[
         int | None,
-        typer.Option(min=0, max=MAX_STEP, help="Of the checkpoint that its trainer went on from."),
+        typer.Option(min=0, max=MAX_STEP, help="Step of the checkpoint its trainer went on from."),
     ] = None,
     generation: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=MAX_GENERATION,
-            help="Of that checkpoint; default: the one that counted before the lost generation.",
+            help="Generation of that checkpoint. Default: of the one at this step that counted "
+            "before the lost generation.",
         ),
     ] = None,
     from_nothing: Annotated[
@@ -65,21 +66,21 @@ def relink_generation(
         bool,
         typer.Option(
             "--never-committed",
-            help="Nothing in the store names it: it was lost before its first checkpoint. Trainers "
-            "before it can commit no more.",
+            help="The generation was lost before its first checkpoint, so nothing in the store "
+            "names it. Trainers of earlier generations can then commit no more.",
         ),
     ] = False,
     json_output: JsonOption = False,
 ) -> Result:
-    """Say from where a trainer went on whose generation record is lost.
+    """Write a lost generation record again: say which checkpoint its trainer went on from.
 
-    Which checkpoints count follows from it: say what that trainer's log says, and no guess. Put the
-    object itself back instead where there is a copy of it.
+    This decides which checkpoints count: take it from that trainer's log, do not guess. If there is
+    a copy of the object, put the copy back instead.
     """
     if from_nothing == (step is not None):
         raise typer.BadParameter("give one of the two", param_hint="--step, --from-nothing")
     if from_nothing and generation is not None:
-        raise typer.BadParameter("it goes with --step", param_hint="--generation")
+        raise typer.BadParameter("needs --step", param_hint="--generation")
     run = open_run(url)
     restored = None if step is None else _restored(run, lost, step, generation)
     record = relink(run, lost, restored, never_committed=never_committed)

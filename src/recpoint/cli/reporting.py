@@ -1,4 +1,4 @@
-"""How a command ends: its result as JSON or for people, its errors as one message and a code."""
+"""Ends a command: prints its result as JSON or for people, or its error, and sets the exit code."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ __all__ = [
 EXIT_CODES: Final[tuple[tuple[type[BaseException], int], ...]] = (
     (NothingToRestore, 1),
     (RetentionRefused, 1),
-    (ObjectNotFound, 1),  # a checkpoint that is not there, or an object of one that is damaged
+    (ObjectNotFound, 1),  # no such checkpoint, or a damaged one lacks an object
     (SettingsError, 2),
     (StagingError, 2),
-    (EvaluationFailed, 2),  # the function that the user names: it says nothing about the bytes
+    (EvaluationFailed, 2),  # the user's function failed: that says nothing about the bytes
     (StoreError, 3),
     (RecpointError, 4),
-    (OSError, 2),  # of the files the user names: every error of a store is a StoreError
+    (OSError, 2),  # about files that the user names: a store raises StoreError only
     (KeyboardInterrupt, 130),
 )
 
@@ -72,11 +72,11 @@ _Parameters = ParamSpec("_Parameters")
 
 
 class Result:
-    """What a command found out.
+    """Holds what a command found out.
 
     Args:
-        document: for `--json`; plain values only.
-        views: for people, printed one after another.
+        document: what `--json` prints; plain values only.
+        views: what people see, printed one after another.
         code: exit code.
     """
 
@@ -87,7 +87,7 @@ class Result:
 
 
 def exit_code(error: BaseException) -> int:
-    """The code that a command ends with after `error`."""
+    """Return the code that a command ends with after `error`."""
     return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 4)
 
 
@@ -115,13 +115,13 @@ def command(function: Callable[_Parameters, Result]) -> Callable[_Parameters, No
                 console.print(view, soft_wrap=isinstance(view, Text))
         raise typer.Exit(result.code)
 
-    # Typer asks the function it is given for its types; those of `run` are the wrapped one's,
-    # apart from the return type, which it does not look at.
+    # Typer reads the types of the function it is given. `wraps` gives `run` the wrapped function's;
+    # only the return type differs, and typer does not read that.
     return run
 
 
 def output_console() -> Console:
-    """Where results go; wide enough for a listing when it is a file or a pipe."""
+    """Return the console for results; wide enough for a listing if it is a file or a pipe."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPE_COLUMNS
@@ -129,16 +129,16 @@ def output_console() -> Console:
 
 
 def progress_console() -> Console:
-    """Where progress goes, so that what is printed on stdout stays alone there."""
+    """Return the console for progress, on stderr, so that stdout has only results."""
     return Console(stderr=True)
 
 
 @contextmanager
 def showing_steps(*, quiet: bool) -> Iterator[OnStep]:
-    """A bar on a terminal for what is done one by one, for instance manifests read.
+    """Show a bar on a terminal for things done one by one, such as reading manifests.
 
     Args:
-        quiet: show none there either.
+        quiet: show no bar on a terminal either.
     """
     console = progress_console()
     with Progress(
@@ -160,11 +160,11 @@ def showing_steps(*, quiet: bool) -> Iterator[OnStep]:
 
 @contextmanager
 def showing_bytes(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal for bytes: of those that were read, and those to read.
+    """Show a bar on a terminal for bytes: how many were read, and how many there are to read.
 
     Args:
-        what: is being done.
-        quiet: show none there either.
+        what: what is being done, such as `reading`.
+        quiet: show no bar on a terminal either.
     """
     console = progress_console()
     with Progress(
@@ -181,7 +181,7 @@ def showing_bytes(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], No
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """One line of JSON on stdout, there at once: what reads a pipe may act on each."""
+    """Print one line of JSON on stdout and flush it, so that a pipe's reader can act on each."""
     # ASCII only: names from a store cannot reach the terminal as control characters.
     print(json.dumps(document, ensure_ascii=True, allow_nan=False), flush=True)
 

@@ -1,4 +1,4 @@
-"""The command that restores a checkpoint, or one table of it, into a file."""
+"""Defines the command that restores a checkpoint, or one table of it, into a file."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def restore_to_file(
     to: Annotated[
         Path,
         typer.Option(
-            help="FILE.pt, FILE.safetensors, DIRECTORY.dcp for torch.distributed.checkpoint, or a "
-            "directory that is there, for files of safetensors with an index; with --table "
-            "FILE.parquet or FILE.csv."
+            help="FILE.pt, FILE.safetensors, DIRECTORY.dcp for torch.distributed.checkpoint, or an "
+            "existing directory, for safetensors files with an index; with --table FILE.parquet or "
+            "FILE.csv."
         ),
     ],
     include: Annotated[
@@ -51,7 +51,7 @@ def restore_to_file(
         typer.Option(
             min=0,
             metavar="BATCHES",
-            help="Without a step: a validated one goes first, if it is at most so much older.",
+            help="Without a step: prefer a validated one that is at most this much older.",
         ),
     ] = None,
     table: Annotated[
@@ -62,8 +62,8 @@ def restore_to_file(
 ) -> Result:
     """Restore a checkpoint into a file, without the model.
 
-    Newest first; a failed validation rules one out; with --validated-within a validated one within
-    so many batches goes first.
+    The newest good checkpoint is taken; a failed validation rules a checkpoint out. With
+    --validated-within, a validated one within so many batches goes first.
 
     \b
     Load the file in plain torch, into the model that was trained:
@@ -81,7 +81,7 @@ def restore_to_file(
         raise typer.BadParameter("goes without --step", param_hint=option)
     if table is not None and include is not None:
         raise typer.BadParameter(
-            "goes without --table: of one table its values and row states are written",
+            "goes without --table, which always writes the table's values and row states",
             param_hint="--include",
         )
     selection = Selection(
@@ -165,7 +165,9 @@ def restore_to_file(
     ]
     views += [
         terminal.shown(
-            f"left out {name}, which is no tensor: a .pt file has it", limit=2000, style="yellow"
+            f"left out {name}, which is no tensor: only a .pt file has it",
+            limit=2000,
+            style="yellow",
         )
         for name in left_out
     ]

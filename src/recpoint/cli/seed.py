@@ -1,4 +1,4 @@
-"""The command that shows what a new run can start with, and how its script asks for it."""
+"""Shows what a new run can take from another run, and how its script asks for it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ def plan_seed(
     ] = None,
     dense: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="Take dense parameters and buffers of such names."),
+        typer.Option(
+            metavar="PATTERN", help="Take dense parameters and buffers with matching names."
+        ),
     ] = None,
     optimizer_states: Annotated[
-        str, typer.Option(help="drop, or carry them for what is taken.")
+        str, typer.Option(help="drop, or carry: take those of the parts too.")
     ] = "drop",
     step: Annotated[
         int | None, typer.Option(help="This checkpoint; default: the newest good one.")
@@ -42,9 +44,9 @@ def plan_seed(
     generation: GenerationOption = None,
     json_output: JsonOption = False,
 ) -> Result:
-    """What a new run would take from a checkpoint of another, and the line for its script.
+    """Print what a new run would take from a checkpoint of another, and the line for its script.
 
-    Nothing is written: the new run's trainer takes the parts, since only its model has the rest.
+    Nothing is written: the new run's trainer takes the parts, because only its model has the rest.
     """
     from recpoint.catalog.restore.restore import MemoryTarget, restore
     from recpoint.catalog.restore.rows import logical_tables
@@ -97,12 +99,12 @@ def _require_known(optimizer_states: str) -> None:
 
 
 def _tables(asked: list[str], there: Collection[str]) -> dict[str, str]:
-    """Tables of the new model, and which ones of the checkpoint they are taken from.
+    """Returns, by name of a new table, the name of the checkpoint's table it is taken from.
 
-    Names may have `=` in them, so NEW=NAME ends in the name of a table that is there.
+    Names may contain `=`; NEW=NAME is split so that NAME is a table of the checkpoint.
 
     Raises:
-        SettingsError: that is so of several names, or one table is taken from two.
+        SettingsError: several splits are possible, or one new table is taken from two.
     """
     named: dict[str, str] = {}
     for one in asked:
@@ -125,7 +127,7 @@ def _tables(asked: list[str], there: Collection[str]) -> dict[str, str]:
                 raise SettingsError(
                     f"--table {new}",
                     found=f"taken from {named[new]!r} and from {old!r}",
-                    expected="one table for each of the new model",
+                    expected="one source for each table of the new model",
                     next_step="leave one out, or take it under another name: --table NEW=NAME",
                 )
     return named
@@ -139,7 +141,7 @@ def _seed(
     step: int | None,
     generation: int | None,
 ) -> Seed | None:
-    """What was asked for; None: nothing, so that everything is listed as left out."""
+    """Returns what was asked for; None if nothing was: everything is then listed as left out."""
     from recpoint.trainer_plugin.restore.target import Seed
 
     if not tables and not dense:
@@ -155,10 +157,10 @@ def _seed(
 
 
 def _parts(target: MemoryTarget, seed: Seed | None) -> list[dict[str, Any]]:
-    """Everything that the checkpoint holds, and as what it is taken.
+    """Returns everything that the checkpoint holds, with the names under which it is taken.
 
     Raises:
-        IncompatibleModel: it does not hold what was asked for.
+        IncompatibleModel: the checkpoint does not hold what was asked for.
     """
     from recpoint.catalog.restore.restore import model_tensors
     from recpoint.catalog.restore.rows import logical_tables
@@ -179,7 +181,7 @@ def _parts(target: MemoryTarget, seed: Seed | None) -> list[dict[str, Any]]:
             f"checkpoint of {target.manifest.ref}",
             found="; ".join(missing),
             expected="parts that it holds",
-            next_step="without --table and --dense everything it holds is listed",
+            next_step="leave out --table and --dense to list everything it holds",
         )
     return [
         {
@@ -209,7 +211,7 @@ def _text(value: object) -> str:
 
 
 def _script(seed: Seed) -> str:
-    """The call for a training script."""
+    """Returns the line for a training script."""
     given: Mapping[str, object] = {
         "tables": seed.tables or None,
         "dense": seed.dense or None,

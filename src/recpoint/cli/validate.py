@@ -1,4 +1,4 @@
-"""The command that validates a checkpoint."""
+"""Defines the command that validates a checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def validate_checkpoint(
         typer.Option(
             "--eval",
             metavar="MODULE:FUNCTION",
-            help="Called with the restored model's state; its metrics are recorded.",
+            help="Call this with the restored model's state, and record the metrics it returns.",
         ),
     ] = "",
     record: Annotated[
