@@ -1,4 +1,4 @@
-"""An agent in a process of its own, as it runs on a host."""
+"""Runs an agent in its own process, as on a host."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class AgentProcess:
     """A running agent; killed at the end of the `with` block.
 
     Args:
-        staging: the staging area it serves.
-        log: file for what it logs.
-        once: let it end when nothing is left to do.
+        staging: the staging area that the agent serves.
+        log: file for its log.
+        once: whether the agent ends when no job is left.
         prefect: as for `run_agent`.
-        die_at: the durable step at which it is killed.
-        consolidate_after: from so many manifests in a chain on.
+        die_at: the durable step at which the agent is killed; None: never.
+        consolidate_after: chains with so many manifests are consolidated.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class AgentProcess:
             output = log, log
             self.process = ForkedProgram(serve, settings, environment=environment, output=output)
             return
-        # One that uses Prefect has to import it, and to settle what it is told before.
+        # With Prefect, the process must import it after its environment is set.
         path = f"{_ROOT / 'src'}{os.pathsep}{_ROOT}"
         with log.open("ab") as file:
             self.process = subprocess.Popen(
@@ -75,10 +75,10 @@ class AgentProcess:
         self.process.wait()
 
     def logged(self, text: str) -> int:
-        """How often it has logged `text`."""
+        """Returns how often the agent has logged `text`."""
         return self._log.read_text(errors="replace").count(text)
 
     def terminate(self) -> int:
-        """Send SIGTERM and wait; the exit code."""
+        """Sends SIGTERM, waits, and returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(PATIENCE_SECONDS)

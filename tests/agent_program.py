@@ -1,4 +1,4 @@
-"""What an agent's process runs; it imports nothing that the agent would not import."""
+"""Runs an agent in a process, and imports nothing that the agent would not import."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["serve"]
 def serve(
     staging: str, once: bool, prefect: Literal["auto", "off"], consolidate_after: int | None
 ) -> None:
-    """Be an agent: `run_agent`, whose log goes to standard error."""
+    """Calls `run_agent` with its log on standard error."""
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     install_from_environment()
     when = ConsolidationTriggers.chosen(links=consolidate_after)

@@ -1,4 +1,4 @@
-"""Real committed checkpoints from torch tensors, for tests: real kernels, bytes and commits."""
+"""Builds committed checkpoints from torch tensors with real kernels, bytes and commits."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ __all__ = [
 
 _TIME_MS = 1_750_000_000_000
 
-#: Of a run whose width nobody chose.
+#: The history of state that is untrained, with a width that no rule chose.
 UNTRAINED = History(trained_ms=0, lossy_restores=0, precision=None)
 
 
 @dataclass
 class Table:
-    """A table as a trainer has it: values [rows, dim], row states, how it is stored."""
+    """A trainer's table: values [rows, dim], row states, and how it is to be stored."""
 
     name: str
     values: Tensor
@@ -91,10 +91,10 @@ class Table:
         )
 
     def cut(self, edges: Sequence[int], *, averaged: Sequence[int] = ()) -> list[Table]:
-        """Its pieces between the columns `edges`, in memory of their own; none: itself.
+        """Returns its pieces between the columns `edges`, copied; without edges, the table itself.
 
-        States of one value a column are cut too. Others are given to each piece as they are, but
-        for those whose numbers are in `averaged`: they are the pieces' own, which differ.
+        States with one value for each column are cut too. Each piece gets a copy of the other
+        states, except for states whose numbers are in `averaged`: these differ between pieces.
         """
         ends = [0, *edges, self.dim]
         if len(ends) == 2:
@@ -120,14 +120,14 @@ class Table:
         )
 
     def train(self, ids: Tensor, generator: torch.Generator) -> None:
-        """Change the rows `ids`, and their states."""
+        """Changes the rows `ids` and their states."""
         for tensor in (self.values, *self.states):
             shape = (ids.numel(), *tensor.shape[1:])
             tensor[ids] = torch.randn(shape, generator=generator).to(tensor.dtype)
 
 
 def tables(*, seed: int = 0, rows: int = 40, dim: int = 3, bits: int | None = None) -> list[Table]:
-    """Two tables of different dtypes, one with row states of two shapes."""
+    """Returns two tables of different dtypes, one with row states of two shapes."""
     generator = torch.Generator().manual_seed(seed)
     return [
         Table(
@@ -142,7 +142,7 @@ def tables(*, seed: int = 0, rows: int = 40, dim: int = 3, bits: int | None = No
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint on its way: the manifest and the chunks it names."""
+    """A checkpoint before its commit: the manifest and the chunks that it names."""
 
     manifest: Manifest
     chunks: dict[str, bytes]
@@ -153,12 +153,12 @@ class Checkpoint:
 
 
 def new_run(directory: Path) -> Run:
-    """A fresh run in a local directory."""
+    """Makes a new run in a local directory."""
     return Run.create(LocalStore(directory))
 
 
 def copy_run(run: Run, directory: Path) -> Run:
-    """The same run in another directory: cheaper than writing every object durably once more."""
+    """Copies a run to another directory, which is cheaper than writing every object durably."""
     shutil.copytree(run.url, directory)
     return Run.open(LocalStore(directory))
 
@@ -180,23 +180,23 @@ def build(
     history: History = UNTRAINED,
     owners: Sequence[Tensor | None] | None = None,
 ) -> Checkpoint:
-    """A full when there is no parent, else an increment with the rows `dirty` of each table.
+    """Builds a full if there is no parent, else an increment with the rows `dirty` of each table.
 
     Args:
-        run: whose checkpoint it will be.
-        tables: what the trainer has.
+        run: to which the checkpoint will belong.
+        tables: the trainer's tables.
         step: batches trained.
-        generation: whose checkpoint it will be.
+        generation: to which the checkpoint will belong.
         parent: the checkpoint before it.
-        dirty: ids int64 ascending for each table; None: all rows.
+        dirty: ascending ids int64 for each table; None: all rows.
         state: the state tree of every rank.
-        states: the state tree of each rank, instead; as many ranks as there are.
-        rows_per_chunk: rows in a chunk, at most.
-        attempt: its name; random when not given.
-        ranks: how many ranks write a state.
+        states: instead of `state` and `ranks`, the state tree of each rank.
+        rows_per_chunk: the most rows in a chunk.
+        attempt: of the checkpoint; None: random.
+        ranks: number of ranks that write a state.
         tensor_elements: larger state tensors are split into pieces, over several chunks.
-        history: what the state has been through.
-        owners: of each table the rank that stores each row, int64 [rows]; None: the first.
+        history: the training time and lossy restores of the state.
+        owners: for each table, the rank that stores each row, int64 [rows]; None: the first rank.
     """
     attempt = attempt or secrets.token_hex(16)
     meta = ChunkMeta(
@@ -240,20 +240,20 @@ def build(
 
 
 def upload(store: Store, checkpoint: Checkpoint) -> None:
-    """Write the chunks (format §6.1, write order, rule 3)."""
+    """Writes the chunks (format §6.1, write order, rule 3)."""
     for key, data in checkpoint.chunks.items():
         store.put(key, data)
 
 
 def publish(run: Run, checkpoint: Checkpoint) -> Manifest:
-    """Write the chunks and commit."""
+    """Writes the chunks and commits the manifest."""
     upload(run.store, checkpoint)
     commit(run, checkpoint.manifest)
     return checkpoint.manifest
 
 
 def single_rows(entry: ChunkEntry, rows: int, *, attempt: str) -> list[ChunkEntry]:
-    """What a manifest says of chunks of one row each, like `entry`; none of them is stored."""
+    """Returns manifest entries of chunks of one row each, like `entry`; stores no chunk."""
     found = parse_chunk_key(entry.key)
     assert found is not None and entry.table is not None
     at = (found.step, found.generation, attempt)

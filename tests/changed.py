@@ -2,8 +2,8 @@
 
     python tests/changed.py [COMMIT]
 
-Prints the files to run. Says on stderr which other test files depend on the change and are left
-out: `make test` runs those.
+Prints the files to run. Lists on stderr the other test files that depend on the change and are left
+out; `make test` runs them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PACKAGES = ("recpoint", "tests", "benchmarks")
 
 
 def changed_files(since: str) -> list[str]:
-    """Paths that differ from the last commit that `since` and HEAD share, new files included."""
+    """Returns paths, new files included, that differ from the merge base of `since` and HEAD."""
     base = _git("merge-base", since, "HEAD").strip()
     return sorted(
         {
@@ -31,7 +31,7 @@ def changed_files(since: str) -> list[str]:
 
 
 def module_of(path: str) -> str:
-    """The dotted name under which a file of this repository is imported."""
+    """Returns the dotted name under which a file of this repository is imported."""
     parts = Path(path.removeprefix("src/recpoint/")).with_suffix("").parts
     if path.startswith("src/recpoint/") or parts[0] not in _PACKAGES:
         parts = ("recpoint", *parts)
@@ -39,14 +39,14 @@ def module_of(path: str) -> str:
 
 
 def nearest_tests(graph: grimp.ImportGraph, changed: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Test modules to run, and those that depend on the change from further away.
+    """Returns the test modules to run, and those that depend on the change less directly.
 
-    Nearest are those that import what changed, themselves or by helpers of the tests. Where there
-    are none, nearest are those of the modules that import what changed.
+    The nearest test modules import a changed module directly or through helpers of the tests. If a
+    changed module has none, the tests of the modules that import it are the nearest.
 
     Args:
         graph: of all imports.
-        changed: modules; those that are gone are in no graph and are left out.
+        changed: modules; deleted modules are not in the graph and are ignored.
     """
     ring = {module for module in changed if module in graph.modules}
     far = {
@@ -89,7 +89,7 @@ def _git(*arguments: str) -> str:
 
 
 def main(since: str = "main") -> None:
-    """Print the files to run; say what is left out."""
+    """Prints the files to run, and on stderr the files that are left out."""
     files = changed_files(since)
     python = [path for path in files if path.endswith(".py")]
     other = [path for path in files if not path.endswith((".py", ".md"))]
@@ -99,10 +99,10 @@ def main(since: str = "main") -> None:
     for module in sorted(near):
         print(_file_of(module))
     if far:
-        print(f"left out, {len(far)} test files from further away:", file=sys.stderr)
+        print(f"left out, {len(far)} test files that depend less directly:", file=sys.stderr)
         print(*(f"  {_file_of(module)}" for module in sorted(far)), sep="\n", file=sys.stderr)
     if other:
-        print(f"no test is known for {', '.join(other)}: make test", file=sys.stderr)
+        print(f"no test is known for {', '.join(other)}. Next: make test", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fixtures for all tests: a real S3 server, started when the first test asks for it."""
+"""Provides fixtures for all tests: a real S3 server, started when the first test needs it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-gc.disable()  # until all is collected: of what is imported until then nothing is garbage
+gc.disable()  # until collection ends: nothing that is imported until then becomes garbage
 
 pytest.register_assert_rewrite("recpoint.testing.store_suite")
 
 from recpoint.testing.seaweed import SeaweedServer  # noqa: E402  (after the rewriting is set up)
 
-# A shell has what it starts in the background ignore Ctrl-C, and that is inherited: processes that
-# tests interrupt would never hear of it.
+# A shell makes background processes ignore Ctrl-C, and child processes inherit that: processes that
+# tests interrupt would ignore it too.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -31,15 +31,15 @@ _FOREIGN_SETTINGS = (
     "FSSPEC_S3_SECRET",
 )
 
-# Each worker's local Prefect servers have a port of their own, where a test that stops one finds it
-# again. The thousands above it are for other servers of this worker.
+# Each worker has its own port for local Prefect servers, so that a test that stops a server finds
+# it again. The ports some thousands higher are for other servers of this worker.
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 os.environ["RECPOINT_SERVER_PORT"] = str(4200 + 100 * _WORKER)
 
 
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
-    """The S3 server of this session (of this worker under xdist). Leave it running."""
+    """The S3 server of this session (under xdist, of this worker); tests must leave it running."""
     with SeaweedServer(tmp_path_factory.mktemp("seaweed")) as server:
         yield server
 
@@ -48,7 +48,7 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]
 def own_seaweed(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SeaweedServer]:
-    """A server for one test, which may kill it and start it again; the environment leads to it."""
+    """A server for one test, which may kill and restart it; the environment points to it."""
     with SeaweedServer(tmp_path_factory.mktemp("own_seaweed")) as server:
         _use(server, monkeypatch)
         yield server
@@ -56,19 +56,19 @@ def own_seaweed(
 
 @pytest.fixture
 def s3_environment(seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> SeaweedServer:
-    """The session's server, found by this process and by those it starts."""
+    """The session's server, to which the environment of this process and its children points."""
     _use(seaweed, monkeypatch)
     return seaweed
 
 
 @pytest.fixture
 def s3_run_url(s3_environment: SeaweedServer) -> str:
-    """A fresh run URL on the session's server, with the environment that leads to it."""
+    """An unused run URL on the session's server; the environment points to the server."""
     return s3_environment.run_url()
 
 
 def _use(server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Point the environment at `server`, whatever else it was set to."""
+    """Points the environment at `server`, whatever it was set to before."""
     for name in _FOREIGN_SETTINGS:
         monkeypatch.delenv(name, raising=False)
     for name, value in server.environment().items():
@@ -76,12 +76,12 @@ def _use(server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest first, and last what uses Prefect in its own process.
+    """Orders the tests: the slowest first, tests that use Prefect in their own process last.
 
-    Prefect's client leaves threads in the process that draw from python's generator now and then.
-    A training process never has them (`test_structure`); tests of bit-identical resumption, which
-    compare that generator, must not have them either. A group is done by one worker, which nobody
-    can help: begun last, it would have the others wait for it.
+    Prefect's client leaves threads in the process that sometimes draw from Python's generator. A
+    training process never has them (`test_structure`). Tests of bit-identical resumption compare
+    that generator, so they must not have these threads either. One worker runs a whole group; if it
+    began a group last, the other workers would wait for it.
     """
 
     def order(item: pytest.Item) -> tuple[bool, bool, bool]:
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what has been imported and collected by now out of each later collection of garbage."""
+    """Excludes everything imported so far from later garbage collections."""
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -1,4 +1,4 @@
-"""Chains to consolidate, and whether two restores gave the same bits."""
+"""Builds chains to consolidate, and checks whether two restores gave the same bits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def name_of(manifest: Manifest) -> ManifestName:
-    """What names the checkpoint."""
+    """Returns the name of the manifest's checkpoint."""
     return ManifestName(manifest.step, manifest.generation)
 
 
@@ -43,17 +43,19 @@ def trained(
     bits: list[int | None] | None = None,
     ranks: int = 1,
 ) -> list[Manifest]:
-    """A checkpoint at each step, the first a full unless it has a parent; rows are 16 a chunk.
+    """Publishes a checkpoint at each step, the first a full unless it has a parent.
+
+    Chunks have 16 rows.
 
     Args:
-        run: whose checkpoints; its newest generation is 1.
+        run: to which the checkpoints belong; its newest generation is 1.
         tables: trained in place.
         steps: ascending.
-        parent: what the first follows.
-        share: of the rows that change between two.
-        seed: of what changes.
-        bits: of the first table's rows in each checkpoint.
-        ranks: how many ranks write a state.
+        parent: of the first checkpoint.
+        share: share of the rows that change between two checkpoints.
+        seed: for the choice of the changed rows.
+        bits: width of the first table's rows in each checkpoint.
+        ranks: number of ranks that write a state.
     """
     generator = torch.Generator().manual_seed(seed)
     made = [] if parent is None else [parent]
@@ -80,7 +82,7 @@ def trained(
 
 
 def spoil(run: Run, manifest: Manifest) -> None:
-    """Damage a chunk of rows, and record the full validation that fails for it."""
+    """Damages a chunk of rows, and records the full validation that fails because of it."""
     key = next(chunk.key for chunk in manifest.chunks if chunk.content == "rows")
     data = bytearray(run.store.get(key, max_bytes=1 << 26))
     data[len(data) // 2] ^= 1
@@ -91,30 +93,30 @@ def spoil(run: Run, manifest: Manifest) -> None:
 
 
 def merge(run: Run, manifest: Manifest, links: int | None = None) -> Consolidated:
-    """Plan and consolidate."""
+    """Plans and consolidates."""
     return consolidate(run, plan_consolidation(run, name_of(manifest), links=links))
 
 
 def chain_of(run: Run, manifest: Manifest, *, original: bool = False) -> tuple[Manifest, ...]:
-    """What a restore reads."""
+    """Returns the manifests that a restore reads."""
     return resolve_chain(run, name_of(manifest), original=original).manifests
 
 
 def chunks_of(run: Run, attempt: str) -> set[str]:
-    """Keys of the chunks of an attempt."""
+    """Returns the keys of the chunks of an attempt."""
     keys = {info.key for info in run.store.list(CHUNKS_PREFIX)}
     return {key for key in keys if (found := parse_chunk_key(key)) and found.attempt == attempt}
 
 
 def restored(run: Run, manifest: Manifest) -> tuple[MemoryTarget, RestoreReport]:
-    """The checkpoint, and how it was restored."""
+    """Restores a checkpoint; returns its contents and the report of the restore."""
     target = MemoryTarget()
     step, generation = name_of(manifest)
     return target, restore(run, target, Selection(step=step, generation=generation), threads=2)
 
 
 def require_same(one: MemoryTarget, other: MemoryTarget) -> None:
-    """Every bit of every table, of every row state, and the state."""
+    """Requires equal bits in every table, in every row state, and in the state."""
     assert one.tables.keys() == other.tables.keys()
     for name, table in one.tables.items():
         ours, theirs = [table.values, *table.row_states], other.tables[name]

@@ -1,7 +1,9 @@
-"""A program whose main thread alone can end what a thread of its own waits for in SQLite.
+"""Reproduces a deadlock of SQLite with garbage collection, as in a Prefect server.
 
-So does the event loop of a Prefect server: it commits what others wait for, while they hold a lock
-that a cursor takes which is collected as garbage. Prints what has become of the one who waits.
+Another thread waits in SQLite for a lock that only the main thread can release. The event loop of a
+Prefect server is such a main thread: it commits what other threads wait for. These threads hold a
+lock which the main thread needs if it collects a cursor as garbage. Prints the outcome of the
+waiting thread.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ _PATIENCE_SECONDS = 60.0
 
 
 class _Statement(list[object]):
-    """A list that can be watched."""
+    """A list to which weak references are possible."""
 
 
 def main() -> None:
-    """Let one connection to the file that is named wait for another, and make garbage."""
+    """Makes one connection to the given file wait for another, and makes garbage meanwhile."""
     (path,) = sys.argv[1:]
     holds = sqlite3.connect(path, isolation_level=None)
     waits = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -37,7 +39,7 @@ def main() -> None:
         except sqlite3.OperationalError as error:
             told.append(str(error))
 
-    # It has more to give, so that it is to be reset.
+    # The cursor has more rows, so that its collection must reset it.
     cycle = _Statement([waits.execute("SELECT 1 UNION SELECT 2")])
     cycle.append(cycle)
     collected = threading.Event()
@@ -50,7 +52,7 @@ def main() -> None:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     kept: list[list[object]] = []
     while not collected.wait(0.01) and time.monotonic() < deadline:
-        kept.extend([] for _ in range(10_000))  # often enough for Python to look for garbage itself
+        kept.extend([] for _ in range(10_000))  # enough objects for Python to collect by itself
     holds.execute("COMMIT")
     thread.join()
     print(*told, "collected" if collected.is_set() else "kept")

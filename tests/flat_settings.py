@@ -1,4 +1,4 @@
-"""Builds the arguments of a Checkpointer from settings by the names of their fields alone."""
+"""Builds the arguments of a Checkpointer from a flat dictionary of settings' field names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PARAMETERS = {field.name: name for name, kind in _KINDS.items() for field in fi
 
 
 def arguments(flat: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a Checkpointer.
+    """Returns the arguments of a Checkpointer.
 
     Args:
-        flat: arguments of a Checkpointer, and fields of what it takes as objects: `jobs` and
-            `directory` for its `staging`, `on_error` for its `options`. A test states a field alone
-            so, and leaves the others of the same object to what its builder says.
+        flat: arguments of a Checkpointer, and fields of its arguments that are objects: `jobs` and
+            `directory` for `staging`, `on_error` for `options`. So a test sets one field, and its
+            builder sets the other fields of the same object.
     """
     found: dict[str, Any] = {}
     objects: dict[str, dict[str, Any]] = {}

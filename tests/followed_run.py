@@ -1,4 +1,4 @@
-"""A run that a follower follows: its trainer, and what is served of it bit for bit."""
+"""Builds a run for a follower, and checks bit for bit what the follower serves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Trainer", "require", "validated"]
 
 @dataclass
 class Trainer:
-    """Commits checkpoints, and remembers what the tables were at each."""
+    """Commits checkpoints, and remembers the tables at each."""
 
     run: Run
     tables: list[Table]
@@ -31,7 +31,7 @@ class Trainer:
     random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
 
     def commit(self, step: int, *, full: bool = False, parent: Manifest | None = None) -> Manifest:
-        """Train some rows, and publish what comes of it; after the newest unless told otherwise."""
+        """Trains some rows and publishes a checkpoint; its parent is the newest by default."""
         if parent is None and self.made and not full:
             parent = self.made[-1]
         dirty = []
@@ -57,7 +57,7 @@ class Trainer:
 
 
 def require(follower: Follower, trainer: Trainer, step: int) -> None:
-    """The follower serves this step, bit for bit, dense layers too."""
+    """Requires that the follower serves this step, bit for bit, dense layers too."""
     with follower.reading() as version:
         assert version.step == step
         assert bool((version.dense["top.weight"] == step).all())
@@ -67,7 +67,7 @@ def require(follower: Follower, trainer: Trainer, step: int) -> None:
 
 
 def validated(run: Run, manifest: Manifest, result: str) -> None:
-    """Record what a validation of a sample has found: `passed`, or `failed` for one row."""
+    """Records the result of a validation of a sample: `passed`, or `failed` for one row."""
     finding = {"subject": "items", "row": 1, "what": "values"}
     finding |= {"found": "1", "expected": "2", "bound": "0"}
     record = ValidationRecord.model_validate(

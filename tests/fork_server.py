@@ -1,7 +1,7 @@
-"""The last thing that the server of `tests.forked` imports: what each process would do again.
+"""Does once, as the last import of the server of `tests.forked`, what each process would repeat.
 
-To make its first S3 client the SDK imports some 190 modules and parses megabytes of JSON, which
-takes longer than all that a test has a process do. `catalog.store.store` keeps what was parsed.
+For its first S3 client, the SDK imports some 190 modules and parses megabytes of JSON. That takes
+longer than all other work of a test's process. `catalog.store.store` keeps the parsed data.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import gc
 
-import s3fs  # noqa: F401  (imported by the first S3 store otherwise)
+import s3fs  # noqa: F401  (otherwise the first S3 store would import it)
 
 from recpoint.catalog.store import store
 
 
 async def _make_a_client() -> None:
-    """Without connecting it to anything."""
+    """Makes an S3 client, without connecting it."""
     async with store._session({}).create_client(
         "s3",
         region_name="us-east-1",
@@ -27,7 +27,7 @@ async def _make_a_client() -> None:
 
 
 asyncio.run(_make_a_client())
-# A collection in a forked process writes to each page that holds an object, which copies it.
+# A garbage collection in a forked process would write to each page with an object, and so copy it.
 gc.collect()
 gc.freeze()
 gc.enable()

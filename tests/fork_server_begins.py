@@ -1,4 +1,4 @@
-"""The first thing that the server of `tests.forked` imports: until its last, nothing is garbage."""
+"""Stops garbage collection, as the first import of the server of `tests.forked`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Processes forked from a server that has imported everything: real ones, started in milliseconds.
+"""Starts real processes in milliseconds, by forking them from a server that has imported all.
 
-There is one such server for each test process, and what it preloads is settled when it starts: so
+Each test process has one such server, whose preloaded modules are fixed when it starts. Therefore
 all tests that fork take their processes from here.
 """
 
@@ -15,7 +15,7 @@ __all__ = ["ForkedProcess"]
 
 _PRELOADED = [
     "tests.fork_server_begins",
-    "torch._dynamo",  # imported by the first optimizer otherwise, for seconds
+    "torch._dynamo",  # otherwise the first optimizer would import it, which takes seconds
     "recpoint.trainer_plugin.checkpointer",
     "recpoint.flows.agent.agent",
     "recpoint.flows.persist",
@@ -44,37 +44,37 @@ _PRELOADED = [
     "tests.fork_server",
 ]
 
-# A start looks for processes that have ended, also those that other threads wait for; an exit code
-# can be read once only.
+# Starting a process also polls ended processes for which other threads wait; an exit code can be
+# read only once.
 _one_at_a_time = threading.RLock()
 
 
 class ForkedProcess(ForkServerProcess):
-    """A process of that server; many threads may start such and wait for theirs.
+    """A process forked from that server; many threads may start and join their own processes.
 
     Targets are pickled by name: they must live in a module, not in a test file.
     """
 
     def start(self) -> None:
-        """Fork it from the server, which is started with the first."""
+        """Forks the process from the server; the first call starts the server."""
         with _one_at_a_time:
             _server().set_forkserver_preload(_PRELOADED)
             super().start()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, for at most `timeout` seconds."""
+        """Waits until the process has ended, for at most `timeout` seconds."""
         if connection.wait([self.sentinel], timeout):
             with _one_at_a_time:
                 super().join()
 
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process has not ended."""
         with _one_at_a_time:
             return super().is_alive()
 
     @property
     def exitcode(self) -> int | None:
-        """Of one that has ended, less than 0 where a signal ended it; else None."""
+        """The exit code, less than 0 if a signal ended the process; None: it has not ended."""
         with _one_at_a_time:
             return super().exitcode
 

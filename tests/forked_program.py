@@ -1,4 +1,4 @@
-"""Programs in forked processes: what `python -m` does, without the seconds of its imports."""
+"""Runs programs in forked processes as `python -m` does, without the seconds for imports."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.polling import PATIENCE_SECONDS
 
 __all__ = ["PARENT", "ForkedProgram", "be_code", "be_module", "run_module"]
 
-#: An argument that stands for the id of the process that a program is forked from.
+#: An argument that is replaced by the id of the process from which a program is forked.
 PARENT = "the parent's pid"
 
 
 class ForkedProgram:
-    """A process that runs `program` with an environment of its own; as `subprocess.Popen` has it.
+    """A process that runs `program` in its own environment, with an interface like Popen's.
 
     Args:
-        program: a function of a module that ends with `sys.exit`, or with what it returns as None.
-        arguments: for it; they travel by pickling.
-        environment: all that it has, also for the processes that it starts.
-        output: files for standard output and standard error, which are appended to.
-        directory: where it runs.
+        program: a function of a module; it ends with `sys.exit`, or returns None.
+        arguments: of the program; they are pickled.
+        environment: the whole environment of the process and its children.
+        output: files to which standard output and standard error are appended.
+        directory: the working directory.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ForkedProgram:
         directory: Path | None = None,
     ) -> None:
         for path in output:
-            path.open("ab").close()  # there to be read at once
+            path.open("ab").close()  # so that a test can read the file at once
         where = Path.cwd() if directory is None else directory
         begun = (program, tuple(arguments), dict(environment), output, where)
         self._process = ForkedProcess(target=_begin, args=begun, daemon=True)
@@ -53,32 +53,32 @@ class ForkedProgram:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process id."""
         assert self._process.pid is not None
         return self._process.pid
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal, unless it has ended."""
+        """Sends a signal to the process, unless it has ended."""
         if self._process.is_alive():
             os.kill(self.pid, number)
 
     def poll(self) -> int | None:
-        """The exit code; None while it has not ended."""
+        """Returns the exit code; None: the process has not ended."""
         return self._process.exitcode
 
     def terminate(self) -> None:
-        """Send it SIGTERM."""
+        """Sends SIGTERM to the process."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send it SIGKILL."""
+        """Sends SIGKILL to the process."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float = PATIENCE_SECONDS) -> int:
-        """The exit code, less than 0 where a signal ended it.
+        """Waits for the end; returns the exit code, less than 0 if a signal ended the process.
 
         Raises:
-            TimeoutError: it has not ended in so many seconds.
+            TimeoutError: the process has not ended in so many seconds.
         """
         self._process.join(timeout)
         code = self._process.exitcode
@@ -90,10 +90,10 @@ class ForkedProgram:
 def run_module(
     arguments: Sequence[str], *, environment: Mapping[str, str], directory: Path
 ) -> subprocess.CompletedProcess[str]:
-    """Do what `python -m` does with these arguments, in a forked process; what it said.
+    """Runs `python -m` with these arguments in a forked process; returns exit code and output.
 
     Raises:
-        TimeoutError: it does not end.
+        TimeoutError: the process does not end.
     """
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder) / "out", Path(folder) / "err"
@@ -108,13 +108,13 @@ def run_module(
 
 
 def be_module(module: str, *arguments: str) -> None:
-    """A program that does what `python -m` does with these."""
+    """Acts as `python -m` with these arguments."""
     sys.argv = [module, *(str(os.getppid()) if one == PARENT else one for one in arguments)]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def be_code(text: str, *arguments: str) -> None:
-    """A program that does what `python -c` does with these."""
+    """Acts as `python -c` with these arguments."""
     sys.argv = ["-c", *arguments]
     exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
 
@@ -134,11 +134,11 @@ def _begin(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
-    # What the server of these processes read from its own environment when it imported them.
+    # Modules that the server imported have read its environment, so they are set again here.
     fsspec.config.set_conf_env(fsspec.config.conf)
     refresh_global_settings_context()
-    # Prefect, which that server has imported, has one of its own there.
+    # The server has imported Prefect, which installed a handler there.
     logging.getLogger().handlers.clear()
-    # The threads of OpenMP that the server may have had are not there in a forked process.
+    # A forked process does not have the OpenMP threads of the server.
     torch.set_num_threads(1)
     program(*arguments)

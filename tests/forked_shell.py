@@ -1,7 +1,7 @@
-"""`recpoint` and `python` for a shell, each in a forked process that has imported everything.
+"""Provides `recpoint` and `python` for a shell, each in a forked process with all imports done.
 
-What the shell starts is a script that imports next to nothing: it hands over its arguments, its
-environment and where its output goes, and ends as the forked process does.
+The shell starts a script that imports next to nothing. It hands over its arguments, its environment
+and its output files, and ends with the exit code of the forked process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ with socket.socket(socket.AF_UNIX) as door:
 
 @functools.cache
 def forked_programs() -> Path | None:
-    """A directory with the two programs, for the path; None where only Linux could have them."""
+    """Returns a directory with the two programs, for PATH; None: this system is not Linux."""
     if sys.platform != "linux":
         return None
     place = Path(tempfile.mkdtemp(prefix="recpoint-programs-"))
@@ -58,7 +58,7 @@ class _Asked(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         arguments, environment, directory, pid = json.loads(self.rfile.readline())
-        # The script waits for the answer: its files are there as long as they are needed.
+        # The script waits for the answer, so its files stay open as long as they are needed.
         output = Path(f"/proc/{pid}/fd/1"), Path(f"/proc/{pid}/fd/2")
         process = ForkedProgram(
             _run, arguments, environment=environment, output=output, directory=Path(directory)

@@ -1,4 +1,4 @@
-"""A real store with something to do before and after each of its calls."""
+"""Wraps a real store, and calls hooks before and after each of its calls."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def _nothing(call: str, key: str) -> None:
 
 
 def unavailable(key: str) -> StoreUnavailable:
-    """What a store says when the answer got lost."""
+    """Returns the error of a store whose answer was lost."""
     return StoreUnavailable(key, found="no answer", expected="one", next_step="try again")
 
 
 class InterposedStore(Store):
     """Passes every call on to `inner`; `before` and `after` get the call's name and its key.
 
-    What they raise is what the caller sees: raised `before`, the call never took place; raised
-    `after`, it did, and only its answer got lost.
+    The caller gets the errors that hooks raise. If `before` raises, the call did not happen; if
+    `after` raises, the call happened and only its answer was lost.
     """
 
     def __init__(self, inner: Store, *, before: Hook = _nothing, after: Hook = _nothing) -> None:

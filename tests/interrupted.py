@@ -1,4 +1,4 @@
-"""Signals that arrive at a chosen place of a call, between two instructions of Python."""
+"""Makes signals arrive at a chosen place in a call, between two instructions of Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Arrival", "Interrupt", "Spot", "TimeOut", "Visits", "arrivals", "handler_raises"]
 
-#: After these, and where a function begins, CPython looks for signals.
+#: CPython checks for signals after these instructions, and at the begin of a function.
 _LOOKS = frozenset(
     dis.opmap[name]
     for name in ("CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD", "RESUME", "SEND")
@@ -27,11 +27,11 @@ _SIGNAL = signal.SIGUSR1
 
 
 class Interrupt(BaseException):
-    """A Ctrl-C by another name: nobody catches it by catching `Exception`."""
+    """Stands for a Ctrl-C: no code that catches `Exception` catches it."""
 
 
 class TimeOut(Exception):
-    """What a watchdog raises."""
+    """Stands for the error that a watchdog raises."""
 
 
 class Spot(NamedTuple):
@@ -55,7 +55,7 @@ class Arrival(NamedTuple):
 
 @contextmanager
 def handler_raises(error: type[BaseException]) -> Iterator[None]:
-    """The signal's handler raises `error`."""
+    """Makes the signal's handler raise `error` within the block."""
 
     def handler(_number: int, _frame: FrameType | None) -> None:
         raise error
@@ -69,10 +69,10 @@ def handler_raises(error: type[BaseException]) -> Iterator[None]:
 
 
 class Visits:
-    """Calls something and looks at each spot it comes to, in this thread.
+    """Calls a function and counts each spot that it reaches in this thread.
 
     Args:
-        arrival: where the signal comes; None: nowhere.
+        arrival: where the signal arrives; None: nowhere.
 
     Attributes:
         counts: how often each spot was reached.
@@ -85,7 +85,7 @@ class Visits:
         self._arrival = arrival
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Call it; raises what it raises."""
+        """Calls the function; raises what it raises."""
         before = sys.gettrace()
         sys.settrace(self._enter)
         try:
@@ -109,8 +109,8 @@ class Visits:
                 looks = operations[frame.f_lasti] in _LOOKS
             return within
 
-        # A generator that is thrown away comes here too, and Python drops what is raised there. One
-        # that is asked for its next value looks for signals at its RESUME.
+        # A generator that is discarded comes here too, and Python drops errors that are raised
+        # there. A generator that continues checks for signals at its RESUME.
         if not code.co_flags & inspect.CO_GENERATOR:
             self._visit(code, -1)
         return within
@@ -120,7 +120,7 @@ class Visits:
         self.counts[spot] += 1
         if self._arrival is not None and self._arrival[:2] == (spot, self.counts[spot]):
             self.arrived = True
-            sys.settrace(None)  # there is nothing more to see, and looking costs most of the time
+            sys.settrace(None)  # no more spots are needed, and tracing takes most of the time
             signal.raise_signal(_SIGNAL)
 
 
@@ -130,12 +130,12 @@ def _operations(code: CodeType) -> bytes:
 
 
 def arrivals(visits: Visits, *, every: int = 1, always: str = "") -> list[Arrival]:
-    """The first and the last visit of each spot that was found.
+    """Returns the first and the last visit of each spot that was found.
 
     Args:
-        visits: that were made without a signal.
-        every: of so many spots one is taken; of a single visit, with either error in turn.
-        always: spots in a file whose name ends so are all taken.
+        visits: recorded without a signal.
+        every: one spot of so many is taken.
+        always: all spots in files whose names end so are taken.
     """
     found = []
     for number, (spot, count) in enumerate(visits.counts.items()):

@@ -1,4 +1,4 @@
-"""Real staged jobs, for tests: slots and job files as a trainer leaves them (format §7)."""
+"""Stages real jobs for tests: slots and job files as a trainer writes them (format §7)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ALIGNMENT_BYTES = 64
 
 
 class Links:
-    """What a trainer remembers between checkpoints: base, parent and length of its chain."""
+    """The trainer's memory between checkpoints: base, parent and length of its chain."""
 
     def __init__(self) -> None:
         self.base: CheckpointRef | None = None
@@ -67,28 +67,28 @@ def stage(
     ranks: int = 1,
     shards: Sequence[tuple[int, int]] | None = None,
 ) -> Path:
-    """Stage a snapshot; returns the job file.
+    """Stages a snapshot; returns the job file.
 
     Args:
-        run: whose checkpoint it will be.
+        run: to which the checkpoint will belong.
         staging: the staging area.
-        tables: what the trainer has.
+        tables: the trainer's tables.
         step: batches trained.
         generation: of the trainer.
-        links: the chain so far, which the job is added to; a full when it is empty or None.
-        dirty: ids int64 ascending for each table; None: all rows of it.
+        links: the chain so far, to which the job is added; if empty or None, the job is a full.
+        dirty: ascending ids int64 for each table; None: all its rows.
         state: the state tree.
         slot: index of the slot.
-        run_url: the run URL in the job, if not the store's.
-        history: what the state has been through.
-        samples: rows of each table to record as they are, with digests of what is staged.
-        method: of the tables that are to be quantized; None: the agent chooses.
-        codes: stage those as codes.
-        attempt: of the job, if not a new one.
+        run_url: the run URL in the job; None: the store's.
+        history: the training time and lossy restores of the state.
+        samples: rows of each table to record exactly, with digests of the staged rows.
+        method: quantizer of the tables that are to be quantized; None: the agent chooses.
+        codes: whether these tables are staged as codes.
+        attempt: of the job; None: a new one.
         policy: of the trainer.
-        rank, ranks: whose job it is.
-        shards: first row and rows of each table that this rank holds; None: all. Ids are of rows
-            of the whole table everywhere.
+        rank, ranks: of the trainer's process that stages the job.
+        shards: first row and number of rows of each table that this rank holds; None: all rows.
+            All ids are of rows of the whole table.
     """
     url = run_url or run.url
     directory = area.run_directory(staging, url)
@@ -111,7 +111,7 @@ def stage(
         chosen = slice(first, first + rows) if ids is None else ids
         quantized = method is not None and table.bits is not None
         if not rows:
-            pass  # nothing of it is here
+            pass  # this rank holds no row of the table
         elif codes and quantized:
             assert shards is None
             arrays += _codes(number, table, ids, method)
@@ -140,7 +140,7 @@ def stage(
     tree, tensors = flatten(state)
     arrays.append(("tree", torch.frombuffer(bytearray(tree), dtype=torch.uint8)))
     arrays.extend((f"tensor.{index}", tensor) for index, tensor in enumerate(tensors))
-    # Without O_TRUNC: a slot is reused, and what an earlier job left behind the end stays there.
+    # Without O_TRUNC: a slot is reused, and bytes of an earlier job stay after the end.
     with os.fdopen(os.open(slot_file, os.O_RDWR | os.O_CREAT, 0o600), "wb") as file:
         for name, tensor in arrays:
             flat = tensor.detach().contiguous().reshape(-1)
@@ -193,7 +193,7 @@ def stage(
 
 
 def _sample(number: int, table: Table, stored: Tensor, ids: Tensor) -> list[tuple[str, Tensor]]:
-    """The arrays of format §3.6: of the rows `ids`, with digests of the rows `stored`."""
+    """Returns the arrays of format §3.6 for the rows `ids`, with digests of the rows `stored`."""
     arrays = {"ids": ids, "values": table.values[ids]}
     arrays |= {f"state.{k}": state[ids] for k, state in enumerate(table.states)}
     if len(stored):
@@ -225,14 +225,14 @@ def _codes(
 
 
 def rewrite(path: Path, **changes: object) -> None:
-    """Replace fields of a job file, with a correct digest: what a hostile trainer could write."""
+    """Replaces fields of a job file and corrects its digest, as a hostile trainer could."""
     job = area.read_job(path)
     fields = {name: getattr(job, name) for name in type(job).model_fields}
     durable.write_atomically(path, pack_record(Job.model_construct(**{**fields, **changes})))
 
 
 def stage_chain(run: Run, staging: Path, *, count: int) -> list[Path]:
-    """Stage a full and increments on it, steps from 1 on; the job files."""
+    """Stages a full and increments on it, steps from 1 on; returns the job files."""
     links = Links()
     return [
         stage(

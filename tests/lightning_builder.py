@@ -1,4 +1,4 @@
-"""A module that Lightning fits, with everything that has a state; and its end as bytes."""
+"""Builds a Lightning module with every kind of state, fits it, and returns its end as bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLES = 6 * BATCH
 
 
 class Samples(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Samples that follow from their number, but for noise of every global generator."""
+    """Samples that depend on their number, plus noise from every global generator."""
 
     def __init__(self, count: int = SAMPLES) -> None:
         self._count = count
@@ -45,7 +45,7 @@ class Samples(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor, Tensor]]):
-    """The same, without a length."""
+    """The same samples, without a length."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         samples = Samples()
@@ -53,7 +53,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor, Tensor]]):
 
 
 class Module(LightningModule):
-    """The recommender under SGD, a schedule for each step and one for each epoch."""
+    """The recommender under SGD, with a schedule for each step and one for each epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Dies(Callback):
 
 
 def loader(kind: str = "shuffled", **settings: Any) -> ResumableLoader:
-    """Six batches an epoch: "shuffled", or "stream", whose length Lightning is not told."""
+    """Returns a loader of six batches an epoch: "shuffled", or "stream", which has no length."""
     data: Any = Samples() if kind == "shuffled" else Stream()
     return ResumableLoader(
         DataLoader(data, batch_size=BATCH, shuffle=kind == "shuffled", **settings)
@@ -147,7 +147,7 @@ def fit(
     trainer_class: Any = Trainer,
     **settings: Any,
 ) -> Trainer:
-    """Fit quietly on one CPU; with a validation in the middle and at the end of each epoch."""
+    """Fits quietly on one CPU, with a validation in the middle and at the end of each epoch."""
     stopping = [EarlyStopping("val", patience=50)] if validate else []
     trainer: Trainer = trainer_class(
         **{
@@ -178,7 +178,7 @@ def batches_have_length(batches: Any) -> bool:
 
 
 def ended(trainer: Trainer) -> list[Any]:
-    """Everything that a fit ended with, as JSON and bytes."""
+    """Returns all state at the end of a fit, as JSON and bytes."""
     module: Any = trainer.lightning_module
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     loops = trainer.fit_loop.state_dict()
@@ -208,9 +208,9 @@ def ended(trainer: Trainer) -> list[Any]:
 
 
 def life(*, run: str, staging: str, evidence: str, seen: str, wait_at: int | None = None) -> None:
-    """Fit in a process of its own; `seen` gets a line for each batch, `evidence` what came out.
+    """Fits in its own process; `seen` gets a line for each batch, `evidence` the final state.
 
-    After batch `wait_at` it waits to be killed.
+    After batch `wait_at`, the process waits to be killed.
     """
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()
@@ -231,7 +231,7 @@ def life(*, run: str, staging: str, evidence: str, seen: str, wait_at: int | Non
 def rank_life(
     rank: int, ranks: int, *, meeting: str, run: str, staging: str, evidence: str, dies_at: int
 ) -> None:
-    """Fit as one rank under DDP, started by others as torchrun does; -1: it does not die."""
+    """Fits as one rank under DDP, started by the test as torchrun does; -1: it does not die."""
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()
     os.environ.update(
@@ -242,7 +242,8 @@ def rank_life(
         GROUP_RANK="0",
         TORCHELASTIC_RUN_ID="test",
     )
-    # Lightning takes a group that is there: met at a file, since a port may be taken meanwhile.
+    # Lightning uses an existing process group. The ranks meet at a file, because another process
+    # could take a port meanwhile.
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     seed_everything(5)
     data = Samples(ranks * SAMPLES)

@@ -1,4 +1,4 @@
-"""A host that has no thread left, for a moment."""
+"""Simulates a host on which no thread can be started, for a moment."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 __all__ = ["no_threads"]
 
-#: No host has room for a stack of this size, so that it starts no thread.
+#: No host has room for a stack of this size, so no thread can be started with it.
 _NO_ROOM = 1 << 47
 
 
 @contextmanager
 def no_threads() -> Iterator[None]:
-    """Whoever starts a thread in the block is told that it cannot be."""
+    """Makes every start of a thread in the block fail."""
     before = threading.stack_size(_NO_ROOM)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a trainer of another user finds in a staging area; its own process, run as that user."""
+"""Runs a trainer's first steps in a staging area as another user, in a separate process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["area_of"]
 
 
 def area_of(user: int, root: Path, run_url: str) -> str:
-    """Have a user take the staging area of a run and reserve a slot; `taken`, or the error."""
+    """Lets a user take a run's staging area and reserve a slot; returns `taken` or the error."""
     said = root.with_name(root.name + f"-said-to-{user}")
     process = ForkedProcess(target=_take, args=(user, root, run_url, said))
     said.touch()

@@ -1,4 +1,4 @@
-"""Persisting in processes of their own, which may be killed."""
+"""Persists jobs in separate processes, which may be killed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["persist_in_process"]
 
 
 def persist_in_process(job_file: Path, *, die_at: int | None = None) -> int | None:
-    """Persist a job, in chunks of 400 bytes, in a process that dies at its `die_at`-th step.
+    """Persists a job, in chunks of 400 bytes, in a process that dies at its `die_at`-th step.
 
     Args:
-        job_file: the job.
-        die_at: the step at which it is killed, from 1 on.
+        job_file: of the job.
+        die_at: number of the step at which the process is killed, from 1 on; None: never.
 
     Returns:
         The exit code; −9 for SIGKILL.

@@ -1,4 +1,4 @@
-"""A persist up to its commit, and what it has stored, as its tests look at it."""
+"""Runs a persist up to its commit, and reads what it has stored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["objects", "restored", "store_groups"]
 
 
 def store_groups(job: PersistJob) -> list[int]:
-    """Quantize, encode and upload each group of a job; the bytes of their chunks."""
+    """Quantizes, encodes and uploads each group of a job; returns each group's chunk bytes."""
     found = []
     for group in job.groups:
         if group.quantized:
@@ -21,12 +21,12 @@ def store_groups(job: PersistJob) -> list[int]:
 
 
 def restored(run: Run) -> MemoryTarget:
-    """The newest checkpoint."""
+    """Restores the newest checkpoint."""
     target = MemoryTarget()
     restore(run, target)
     return target
 
 
 def objects(run: Run, prefix: str = "chunks/") -> dict[str, bytes]:
-    """Every object under a prefix."""
+    """Returns every object under a prefix, key -> contents."""
     return {info.key: run.store.get(info.key, max_bytes=1 << 30) for info in run.store.list(prefix)}

@@ -1,4 +1,4 @@
-"""Waiting for something to become true, with a deadline."""
+"""Waits for a condition to become true, with a deadline."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["PATIENCE_SECONDS", "SERVER_SECONDS", "until"]
 
 T = TypeVar("T")
 
-#: How long what comes true in a second is waited for: a test that passes never waits so long, and
-#: a machine that does ten other things at once may be that slow.
+#: How long to wait for a condition that usually comes true within a second: a passing test never
+#: waits so long, but a busy machine may be that slow.
 PATIENCE_SECONDS = 240.0
 
-#: How often a Prefect server is asked: an answer takes it longer than the usual pause, and one that
-#: is asked again at once has no core left for what the question is about.
+#: The pause between two requests to a Prefect server. Its answer takes longer than the usual pause,
+#: and a server that is asked again at once has no core left for its real work.
 SERVER_SECONDS = 0.3
 
 _SHORTEST_PAUSE_SECONDS = 0.002
@@ -28,15 +28,15 @@ def until(
     seconds: float = PATIENCE_SECONDS,
     longest_pause: float = _LONGEST_PAUSE_SECONDS,
 ) -> T:
-    """What `look` returns, once that is something other than None or False.
+    """Polls `look` until it returns something other than None or False, and returns that.
 
     Args:
-        look: asked at once, and again after pauses that grow.
-        seconds: after which it is given up.
-        longest_pause: in seconds; for what takes its time to answer.
+        look: called at once, and again after growing pauses.
+        seconds: after which to give up.
+        longest_pause: in seconds; longer for a `look` that takes long.
 
     Raises:
-        TimeoutError: it does not become that in time.
+        TimeoutError: `look` still returns None or False after `seconds`.
     """
     deadline = time.monotonic() + seconds
     pause = _SHORTEST_PAUSE_SECONDS

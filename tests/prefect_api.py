@@ -1,4 +1,4 @@
-"""Asking a real Prefect server by HTTP alone, as often as it takes."""
+"""Asks a real Prefect server by HTTP, and asks again while the server is busy."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from tests.polling import until
 
 __all__ = ["ask"]
 
-#: A server that starts, or is stopped for a while, is asked again that soon.
+#: The longest pause before a server that is starting or stopped is asked again.
 _ANSWER_SECONDS = 60.0
 
 
 def ask(url: str, body: Mapping[str, object] | Sequence[object] | None = None) -> Any:
-    """What the API says at `url`, None for nothing; a GET without a body, else a POST.
+    """Returns the API's answer at `url`, None if it is empty.
 
-    A server on SQLite that is busy says 503, or nothing for a while, and Prefect's own client asks
-    again: so a question must do no harm when it is asked twice.
+    Without a body, the request is a GET, else a POST.
+
+    A busy server on SQLite answers 503, or not at all for a while. Then this asks again, as
+    Prefect's own client does, so a request must do no harm if it is sent twice.
 
     Raises:
-        urllib.error.HTTPError: it says anything else that is no answer.
+        urllib.error.HTTPError: the server answers with any other error.
     """
     request = urllib.request.Request(
         url,

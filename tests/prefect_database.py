@@ -1,7 +1,8 @@
-"""The database of a Prefect server that has been started once, for the servers of other tests.
+"""Copies the database of a Prefect server that was started once, for the servers of other tests.
 
-To make its tables takes a server as long as all the rest of its start, seconds of a processor, and
-tests start a dozen. The first of them makes what the others get a copy of; `test_demo` has none.
+Creating the tables takes seconds of a processor, as long as the rest of a server's start, and tests
+start a dozen servers. The first test makes the database, and the others get a copy. `test_demo`
+does without.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ _SECONDS = 400.0
 
 
 def place_database(place: Path, factory: pytest.TempPathFactory) -> None:
-    """Copy the database to the file `place`, for a server that is yet to be started.
+    """Copies the database to the file `place`, for a server that is started later.
 
     Args:
-        factory: of this session; the workers of one have it from the same directory.
+        place: path of the new file.
+        factory: of this session, whose workers share the database's directory.
     """
     shared = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -42,7 +44,7 @@ def place_database(place: Path, factory: pytest.TempPathFactory) -> None:
 
 
 def _make(home: Path) -> Path:
-    """Start a server in `home`, end it, and have all that it wrote in the one file returned."""
+    """Starts a server in `home` and ends it; returns one file with everything that it wrote."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("PREFECT_")]:
             patch.delenv(name)

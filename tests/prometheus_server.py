@@ -1,4 +1,4 @@
-"""Debian's real Prometheus, for tests that skip where it is missing: apt-get install prometheus."""
+"""Runs Debian's Prometheus for tests, which skip if it is missing: apt-get install prometheus."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _JOB = "{{job_name: {name}, static_configs: [{{targets: ['127.0.0.1:{port}']}}]}
 
 
 def free_port() -> int:
-    """A port that nobody listens at now, and that the system gives to no connection."""
+    """Returns a port where nobody listens, and which the system gives to no outgoing connection."""
     return free_ports(1)
 
 
 class PrometheusServer:
-    """A server of its own, on the loopback; killed at the end of the block.
+    """A Prometheus server on the loopback, which is killed at the end of the block.
 
     Args:
-        directory: for its files.
-        rules: the rule file.
+        directory: for the server's files.
+        rules: path of the rule file.
         jobs: name of a job -> port of its target.
     """
 
@@ -73,16 +73,16 @@ class PrometheusServer:
         self.process.wait()
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The samples of an instant query; a refused one is an assertion error that says why."""
+        """Returns the samples of an instant query; a refused query fails with the reason."""
         found: list[dict[str, Any]] = self._get("query", query=expression)["result"]
         return found
 
     def rules(self) -> list[dict[str, Any]]:
-        """All alert rules, with their health and the alerts that they raise."""
+        """Returns all alert rules, with their health and the alerts that they raise."""
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
     def firing(self) -> set[str]:
-        """Names of the alerts that fire now."""
+        """Returns the names of the alerts that fire now."""
         return {rule["name"] for rule in self.rules() if rule["state"] == "firing"}
 
     def _get(self, path: str, **parameters: str) -> Any:

@@ -1,4 +1,4 @@
-"""Staged jobs of all ranks of a trainer of several, for tests: cut from whole tables."""
+"""Stages the jobs of all ranks of a trainer for tests, cut from whole tables."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["RankJobs"]
 
 
 class RankJobs:
-    """A trainer of several ranks: row-wise shards of each table, a state of each rank.
+    """A trainer of several ranks, with row-wise shards of each table and a state for each rank.
 
     Args:
-        run: whose checkpoints they will be; its newest generation is the trainer's.
-        stagings: the staging area of each rank; ranks of one host share one.
-        tables: what they train together.
-        shares: of each table the rows of each rank, in order; None: as equal as can be.
+        run: to which the checkpoints will belong; its newest generation is the trainer's.
+        stagings: the staging area of each rank; ranks on one host share one.
+        tables: the whole tables, which the ranks train together.
+        shares: for each table, the number of rows of each rank, in order; None: nearly equal.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class RankJobs:
         ]  # fmt: skip
 
     def shards(self, rank: int) -> list[tuple[int, int]]:
-        """First row and rows of each table that a rank holds."""
+        """Returns, for each table, the first row and the number of rows that a rank holds."""
         return [
             (sum(shares[:rank]) if shares[rank] else 0, shares[rank]) for shares in self._shares
         ]
 
     def attempt(self, step: int) -> str:
-        """The attempt that all ranks call the checkpoint by."""
+        """Returns the attempt of a step's checkpoint, which all ranks share."""
         return shared_attempt(self._token, step, cut=step)
 
     def ref(self, step: int) -> CheckpointRef:
-        """That of a step."""
+        """Returns the reference to a step's checkpoint."""
         return CheckpointRef(step=step, generation=self.generation, attempt=self.attempt(step))
 
     def stage(
@@ -67,14 +67,14 @@ class RankJobs:
         samples: int = 0,
         slot: int = 0,
     ) -> list[Path]:
-        """Stage a checkpoint: a full at first, then increments with the rows `dirty`.
+        """Stages a checkpoint: a full at first, then increments with the rows `dirty`.
 
         Args:
             step: batches trained.
-            dirty: ids of the whole tables; None: all.
-            only: the ranks that do; None: all.
+            dirty: ids in the whole tables; None: all rows.
+            only: the ranks that stage; None: all ranks.
             samples: see `job_builder.stage`.
-            slot: of each rank.
+            slot: index of each rank's slot.
         """
         return [
             stage(

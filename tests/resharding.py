@@ -1,4 +1,4 @@
-"""Tables in any shape: how they may be sharded when stored, and what may be wanted of them."""
+"""Makes shards and parts of tables in any shape, for tests of restores into other shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["empty_part", "rank_of_rows"]
 def empty_part(
     table: Table, rows: range, columns: range, *, states: Sequence[str] = (), padding: int = 0
 ) -> TablePart:
-    """A part of a whole table in poisoned memory of its own; `padding` columns more a row."""
+    """Returns a part of a table in poisoned memory; each row has `padding` additional columns."""
 
     def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         wide = torch.full((*shape[:-1], shape[-1] + padding), 77, dtype=dtype)
@@ -41,7 +41,7 @@ def empty_part(
 
 
 def rank_of_rows(rows: int, edges: Sequence[int]) -> Tensor:
-    """Which rank stores each row, when the ranks' rows end at `edges`."""
+    """Returns the rank that stores each row, int64 [rows], if the ranks' rows end at `edges`."""
     return torch.bucketize(
         torch.arange(rows), torch.tensor([*edges], dtype=torch.int64), right=True
     )

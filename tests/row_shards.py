@@ -1,7 +1,7 @@
-"""A small library of row-wise sharded embeddings, updated in backward: what recpoint cannot see.
+"""Implements row-wise sharded embeddings updated in backward, which recpoint cannot see by itself.
 
-Each rank holds a range of a table's rows; ids and gradients of all ranks go to everybody, so that
-the same rows come out whatever the number of ranks.
+Each rank holds a range of a table's rows. Every rank gets the ids and gradients of all ranks, so
+that the trained rows are the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["RowShard", "find"]
 
 
 class RowShard(nn.Module):
-    """Rows first … first + n − 1 of a table [rows, dim] that all ranks of the job hold together."""
+    """Holds rows first … first + n − 1 of a table [rows, dim], which is divided among all ranks."""
 
     def __init__(self, rows: int, dim: int, *, learning_rate: float = 0.1) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class RowShard(nn.Module):
         self._anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[n, dim]: the rows of `ids`, int64 [n], from wherever they are."""
+        """Returns the rows of `ids`, int64 [n], from all ranks: [n, dim]."""
         rows: Any = _Lookup.apply(ids, self._anchor, self)  # type: ignore[no-untyped-call]
         return rows  # type: ignore[no-any-return]
 
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of this rank's ids, and the ids of all."""
+        """Returns the rows of this rank's ids, and the ids of all ranks."""
         everywhere = _gathered(ids)
         here = self.here(everywhere)
         if self.marker is not None:
@@ -53,7 +53,7 @@ class RowShard(nn.Module):
         return found[self.rank * len(ids) :][: len(ids)], everywhere
 
     def update(self, everywhere: Tensor, gradient: Tensor) -> None:
-        """One step of row-wise Adagrad."""
+        """Takes one step of row-wise Adagrad."""
         gradients = _gathered(gradient) / self.ranks
         here = self.here(everywhere)
         rows = everywhere[here] - self.first
@@ -67,7 +67,7 @@ class RowShard(nn.Module):
             self.marker.applied()
 
     def here(self, ids: Tensor) -> Tensor:
-        """Which ids are rows of this rank."""
+        """Returns a mask of the ids that are rows of this rank."""
         return (ids >= self.first) & (ids < self.first + len(self.weight))
 
 

@@ -1,4 +1,4 @@
-"""What a scrape finds, parsed by prometheus_client's own parser; and an agent to scrape."""
+"""Scrapes metrics, parsed by prometheus_client's own parser, and runs an agent to scrape."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def scrape(url: str) -> Samples:
-    """Samples by name and labels."""
+    """Returns the samples at a URL, by name and labels."""
     with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as answer:
         text = answer.read().decode()
     return {
@@ -31,7 +31,7 @@ def scrape(url: str) -> Samples:
 
 
 def value(samples: Samples, name: str, **labels: str) -> float | None:
-    """The one sample of this name that has these labels; None: there is none."""
+    """Returns the value of the only sample with this name and these labels; None: there is none."""
     found = [
         number
         for (known, have), number in samples.items()
@@ -46,9 +46,9 @@ class MetricsAgent:
 
     Args:
         staging: the staging area.
-        log: file for what it says.
-        port: 0: any; after a restart the one that is scraped.
-        environment: to be added to this process's.
+        log: file for its log.
+        port: of the metrics; 0: any. After a restart, give the port that is scraped.
+        environment: variables added to this process's environment.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class MetricsAgent:
 
     @property
     def url(self) -> str:
-        """Where its metrics are, once it has said so."""
+        """Waits until the agent logs the URL of its metrics, and returns the URL."""
 
         def told() -> str | None:
             assert self.process.poll() is None, self._log.read_text()

@@ -1,7 +1,7 @@
-"""Prints where `make test` has the tests write: memory, where there is plenty, else nothing.
+"""Prints the directory where `make test` lets tests write: in memory if there is plenty, else none.
 
-What they write, some 6 GB, stays until all have passed. A container's `/dev/shm` is often 64 MB,
-and one that runs no programs is of no use to tests that make some.
+The tests' files, some 6 GB, stay until all tests have passed. A container's `/dev/shm` often has
+only 64 MB. A directory mounted noexec does not do, because tests write programs and run them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Final
 
 _IN_MEMORY: Final = Path("/dev/shm")
 _NEEDED_BYTES: Final = 10_000_000_000
-#: Beside them there are the processes of all workers.
+#: The processes of all workers need memory besides the files.
 _NEEDED_MEMORY_BYTES: Final = 2 * _NEEDED_BYTES
 
 
 def main() -> None:
-    """Print the directory."""
+    """Prints the directory."""
     if (
         os.access(_IN_MEMORY, os.W_OK | os.X_OK)
         and _is_roomy(_IN_MEMORY)
@@ -34,7 +34,7 @@ def _is_roomy(directory: Path) -> bool:
 
 
 def _memory_bytes() -> int:
-    """What is available without swapping, and no more than a container may use; 0: not known."""
+    """Returns the memory available without swapping, within a container's limit; 0: unknown."""
     available = _found("/proc/meminfo", r"^MemAvailable:\s+(\d+) kB$") * 1024
     limit = _found("/sys/fs/cgroup/memory.max", r"^(\d+)$")
     return min(available, limit) if limit else available

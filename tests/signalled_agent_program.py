@@ -1,6 +1,7 @@
-"""An agent that gets SIGTERM while its main thread waits, at the moment that is worst for it.
+"""Runs an agent that gets SIGTERM at the worst moment while its main thread waits.
 
-That is within an Event's own code where it waits for one, and right before a sleep elsewhere.
+The worst moment is inside an Event's own code if the thread waits for an Event, and else just
+before a sleep.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from types import FrameType
 from recpoint.flows.agent.agent import run_agent
 
 _HANGS_SECONDS = 20.0
-#: Where the main thread waits for something to do, and for its turn.
+#: The functions in which the main thread waits for a job, and for its turn.
 _WAITING = ("recpoint.flows.agent.agent", "recpoint.flows.agent.agent")
 _sent = False
 

@@ -1,6 +1,6 @@
-"""An agent whose store stands still: in an upload of one run, and before the persist of another.
+"""Runs an agent whose store hangs: in an upload of one run, and before the persist of another run.
 
-It waits for what is at work for a second where others wait for 25.
+At its end, the agent waits only one second for jobs at work; other agents wait 25 seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.interposed_store import InterposedStore
 
 __all__ = ["UPLOADS"]
 
-#: In the name of the run that stands still in an upload.
+#: Part of the name of the run whose upload hangs.
 UPLOADS = "uploads"
 
 _LONG_SECONDS = 20.0
@@ -38,7 +38,7 @@ def _stand_still_until_python_ends(call: str, key: str) -> None:
         with ThreadPoolExecutor(1) as pool:
             try:
                 pool.submit(int)
-            except RuntimeError:  # it has begun to end: threads are not given work any more
+            except RuntimeError:  # Python has begun to exit: thread pools take no more work
                 return
         time.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""A run kept in memory, to be put under as many URLs as a test needs: cheaper than a new one."""
+"""Keeps a run in memory and copies it to any URL, which is cheaper than making a new run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AT_ONCE = 8
 
 
 class StoredRun:
-    """All objects of a run as they are now."""
+    """All objects of a run at one moment."""
 
     def __init__(self, run: Run) -> None:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -23,13 +23,13 @@ class StoredRun:
             self._objects = dict(zip(keys, read, strict=True))
 
     def copy_to(self, url: str) -> Run:
-        """The same run under `url`: a directory, or a run URL."""
+        """Copies the run to `url`, a directory or a run URL, and opens it there."""
         store = open_store(url)
         if "://" in url:
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 list(pool.map(store.put, self._objects.keys(), self._objects.values()))
         else:
-            for key, data in self._objects.items():  # not durably: no power is cut here
+            for key, data in self._objects.items():  # without fsync: no test cuts power here
                 path = Path(url, key)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)

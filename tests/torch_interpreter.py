@@ -1,10 +1,11 @@
-"""Programs in an interpreter that has imported torch and nothing else, without the second of that.
+"""Runs programs in an interpreter that has only imported torch, which saves that second.
 
-What `tests.forked` forks has all of recpoint imported and ends at once. A program here imports what
-it uses by itself, from where it is told to, and ends as any interpreter does: what is done then is
-done, and a process that would abort aborts. Each is forked from one interpreter that has torch and
-no second thread. What a process takes from its environment before its first line it has from there,
-and nobody's end searches torch for garbage, which takes longer than most programs.
+A process of `tests.forked` has all of recpoint imported and exits at once. A program here imports
+its modules itself, from the path that it is given, and ends like any interpreter: exit handlers
+run, and a process that would abort aborts. Each program is forked from one interpreter that has
+imported torch and has no second thread. Settings that Python reads from the environment before its
+first line come from that interpreter. At its end, a program does not search torch for garbage,
+which would take longer than most programs.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from tests.polling import PATIENCE_SECONDS
 
 __all__ = ["TorchInterpreter", "run_program"]
 
-# A request is a line, and so is its answer: the process id of a program that was started, or the
-# exit code of one that was asked for, null while it has not ended. The program is run where this
-# text ends, in place of it.
+# A request is a line, and so is its answer: the process id of a started program, or the exit code
+# of the program that was asked for, null while it has not ended. In the forked process, the program
+# runs at the end of this text.
 _FORKS = """
 import gc, json, os, sys
 import torch
@@ -62,12 +63,12 @@ exec(program)
 
 
 class TorchInterpreter:
-    """A process that runs the text of a program; as `subprocess.Popen` has it.
+    """A process that runs the text of a program, with an interface like Popen's.
 
     Args:
-        arguments: `sys.argv` behind its first.
-        environment: all that it has; that of this process unless it is given.
-        directory: where it runs, and imports from first.
+        arguments: `sys.argv` after its first element.
+        environment: the whole environment; None: the environment of this process.
+        directory: the working directory, and the first on the import path.
     """
 
     def __init__(
@@ -92,21 +93,21 @@ class TorchInterpreter:
         self.pid: int = _answer(asked)
 
     def poll(self) -> int | None:
-        """The exit code, less than 0 where a signal ended it; None while it has not ended."""
+        """Returns the exit code, less than 0 if a signal ended it; None: it has not ended."""
         if self.returncode is None:
             self.returncode = _answer(self.pid)
         return self.returncode
 
     def kill(self) -> None:
-        """Send it SIGKILL, unless it has ended."""
+        """Sends SIGKILL to the process, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
     def communicate(self, timeout: float = PATIENCE_SECONDS) -> tuple[str, str]:
-        """Wait until it has ended; what it wrote to standard output and standard error.
+        """Waits for the end; returns what was written to standard output and standard error.
 
         Raises:
-            subprocess.TimeoutExpired: it had not ended in so many seconds, and was killed.
+            subprocess.TimeoutExpired: the process did not end in so many seconds, and was killed.
         """
         deadline = time.monotonic() + timeout
         while self.poll() is None:
@@ -125,10 +126,10 @@ def run_program(
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the text of a program until it ends; what it said.
+    """Runs the text of a program until it ends; returns its exit code and output.
 
     Raises:
-        subprocess.TimeoutExpired: it does not end.
+        subprocess.TimeoutExpired: the program does not end.
     """
     process = TorchInterpreter(program, *arguments, environment=environment, directory=directory)
     out, err = process.communicate()
@@ -138,7 +139,7 @@ def run_program(
 
 @functools.cache
 def _forks() -> subprocess.Popen[str]:
-    """The interpreter that programs are forked from, which ends with this process."""
+    """Returns the interpreter from which programs are forked; it ends with this process."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     process = subprocess.Popen(
         [sys.executable, "-c", _FORKS],

@@ -1,4 +1,4 @@
-"""A model of TorchRec's, sharded as a test wants it, and batches of its own."""
+"""Builds a TorchRec model, sharded as a test asks, and its batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH = 4
 
 
 class Ranker(nn.Module):
-    """Bags and rows, and a dense layer over both."""
+    """A model of pooled embeddings (bags), sequence embeddings (rows) and a dense layer."""
 
     def __init__(self, *, sequences: bool = True, dense: bool = True, device: str = "meta") -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Ranker(nn.Module):
         self.over = nn.Linear(DIM, 1) if dense else None
 
     def forward(self, bags: Any, rows: Any) -> Tensor:
-        """Loss of one batch."""
+        """Returns the loss of one batch."""
         found = self.bags(bags).to_dict()
         total = torch.stack([found[name].square() for name in sorted(found)]).sum(0).mean(0)
         if self.rows is not None:
@@ -76,7 +76,7 @@ class Ranker(nn.Module):
 
 
 def batch(step: int, rank: int, *, empty: bool = False) -> tuple[Any, Any]:
-    """The same for each step and rank, whatever happened before."""
+    """Returns the batch of a step and rank, which does not depend on earlier calls."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return _jagged(BAGS, generator, empty), _jagged(ROWS, generator, empty)
 
@@ -101,8 +101,10 @@ def sharded(
     dense: bool = True,
     sequences: bool | None = None,
 ) -> Any:
-    """A `DistributedModelParallel`, each table sharded as `kinds` says; seeded, so that all ranks
-    and all plans begin with what their places hold."""
+    """Returns a `DistributedModelParallel` with each table sharded as `kinds` says.
+
+    It is seeded: initial values depend only on the place in the whole table, not on ranks or plans.
+    """
     import torchrec
     from torchrec.distributed import sharding_plan as plans
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -110,7 +112,7 @@ def sharded(
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
     world = dist.get_world_size()
-    if sequences is None:  # of replicated tables FBGEMM looks up none on a CPU
+    if sequences is None:  # FBGEMM cannot look up sequences in replicated tables on a CPU
         sequences = "data_parallel" not in {kinds[name] for name in ROWS}
     model = Ranker(sequences=sequences, dense=dense)
     ways: dict[str, Callable[[int], Any]] = {
@@ -148,7 +150,7 @@ def sharded(
         model, device=torch.device("cpu"), plan=ShardingPlan(plan=chosen)
     )
     for table in shards(found):
-        # Values that follow from the place in the whole table, whoever holds it.
+        # Values depend on the place in the whole table, not on the rank that holds it.
         rows = torch.arange(table.first_row, table.first_row + table.rows).unsqueeze(1)
         first = 0 if table.columns is None else table.columns.first
         columns = torch.arange(first, first + table.dim).unsqueeze(0)
@@ -158,7 +160,7 @@ def sharded(
 
 
 def shards(model: nn.Module) -> Sequence[Any]:
-    """The tables of a sharded model as recpoint finds them."""
+    """Returns the tables of a sharded model as recpoint finds them."""
     from recpoint.trainer_plugin.integrations.torchrec import find
 
     source = find(model)
@@ -167,7 +169,7 @@ def shards(model: nn.Module) -> Sequence[Any]:
 
 
 def all_tables() -> list[str]:
-    """Full names of all tables of the plain model."""
+    """Returns the full names of all tables of the plain model."""
     return [f"bags.embedding_bags.{name}" for name in BAGS] + [
         f"rows.embeddings.{name}" for name in ROWS
     ]

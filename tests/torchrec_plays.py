@@ -1,4 +1,4 @@
-"""Plays of TorchRec jobs for tests: what a rank does, and what it returns of it."""
+"""Defines the plays of TorchRec jobs for tests: what a rank does, and what it returns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COLLECTIONS = ("bags.", "rows.")
 
 
 def found(kinds: Mapping[str, str], optimizer: str = "RowWiseAdagrad") -> Any:
-    """What there is on this rank, and that it is the live memory."""
+    """Returns what recpoint finds on this rank, and whether that is the live memory."""
     model = sharded(kinds, optimizer=optimizer)
     return [
         {
@@ -48,7 +48,7 @@ def found(kinds: Mapping[str, str], optimizer: str = "RowWiseAdagrad") -> Any:
 
 
 def tracked(kinds: Mapping[str, str], optimizer: str = "RowWiseAdagrad", dense: bool = True) -> Any:
-    """Rows that recpoint marks, that TorchRec's tracker has, and that have changed."""
+    """Returns the rows that recpoint marks, that TorchRec's tracker has, and that have changed."""
     from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
 
     from recpoint.embeddings.marks import Tracker
@@ -104,7 +104,7 @@ def tracked(kinds: Mapping[str, str], optimizer: str = "RowWiseAdagrad", dense: 
 
 
 def tracker_of_theirs() -> dict[str, Any]:
-    """Where TorchRec's tracker does not do what recpoint needs."""
+    """Returns the cases in which TorchRec's tracker does not do what recpoint needs."""
     from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
 
     kinds = dict.fromkeys((*BAGS, *ROWS), "table_wise")
@@ -122,7 +122,7 @@ def tracker_of_theirs() -> dict[str, Any]:
 
 
 def refused() -> dict[str, str]:
-    """What is said of what is not supported."""
+    """Returns the error messages for models that are not supported."""
     import torchrec
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.optim.clipping import GradientClippingOptimizer
@@ -147,7 +147,7 @@ def refused() -> dict[str, str]:
     known, torchrec.__version__ = torchrec.__version__, "1.7.0+cpu"
     version = _error(lambda: find(model))
     torchrec.__version__ = known
-    # On a CPU FBGEMM makes none that is not supported.
+    # Set here, because FBGEMM makes no unsupported optimizer on a CPU.
     model.module.bags._lookups[0]._emb_modules[0].emb_module.optimizer = EmbOptimType.LARS_SGD
     return {
         "version": version,
@@ -163,18 +163,18 @@ def refused() -> dict[str, str]:
 def _error(call: Callable[[], object]) -> str:
     try:
         call()
-    except Exception as error:  # of TorchRec's too, which are of many classes
+    except Exception as error:  # TorchRec raises errors of many classes
         return str(error)
     return "no error"
 
 
 def optimizers(model: nn.Module, kind: str, *, apart: bool = False) -> list[Any]:
-    """Those of torch: of dense layers, and of tables that no fused one trains.
+    """Returns torch's optimizers for dense layers and for tables without a fused optimizer.
 
     Args:
         model: sharded or plain.
-        kind: what fused optimizers do for other tables.
-        apart: whether tables have one of their own, and not a group of their own.
+        kind: the optimizer, the same as the fused one of other tables.
+        apart: whether the tables have a separate optimizer instead of a separate group.
     """
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -190,7 +190,7 @@ def optimizers(model: nn.Module, kind: str, *, apart: bool = False) -> list[Any]
         "SGD": torch.optim.SGD,
         "RowWiseAdagrad": RowWiseAdagrad,
     }
-    # As TorchRec has it for FBGEMM's.
+    # The same value as TorchRec sets for FBGEMM's optimizers.
     own = {"params": tables, "lr": 0.1} | ({} if kind == "SGD" else {"eps": 1e-8})
     if not tables:
         return [torch.optim.Adagrad([dense])]
@@ -210,10 +210,10 @@ def lived(
     policy: PolicyName = "consecutive",
     apart: bool = False,
 ) -> Any:
-    """Train up to batch `steps` with a checkpoint every two, from the newest one on.
+    """Trains from the newest checkpoint up to batch `steps`, with a checkpoint every two batches.
 
     Args:
-        kinds: how each table is sharded; None: by nobody, in one process.
+        kinds: how each table is sharded; None: not at all, in one process.
         apart: see `optimizers`.
     """
     from recpoint import Checkpointer, Options, Staging
@@ -252,7 +252,7 @@ def lived(
 
 
 def replicated_sequences(run: str, staging: str, steps: int) -> Any:
-    """Replicated tables of sequences, with gradients made here: FBGEMM looks none up on a CPU."""
+    """Trains replicated sequence tables with gradients made here: FBGEMM has no CPU lookup."""
     from recpoint import Checkpointer, Options, Staging
 
     model = sharded(dict.fromkeys((*BAGS, *ROWS), "data_parallel"), sequences=True)
@@ -284,15 +284,17 @@ def replicated_sequences(run: str, staging: str, steps: int) -> Any:
 
 
 def _increments(run: str) -> list[int]:
-    """Dirty rows of each increment."""
+    """Returns the number of dirty rows of each increment."""
     opened = Run.open(open_store(run))
     found = [opened.manifest(name.step, name.generation) for name in opened.manifest_names()]
     return [one.dirty_rows for one in found if one.kind == "increment"]
 
 
 def plain(run: str, staging: str, into: str) -> Any:
-    """The model without TorchRec's sharding takes the tables and dense layers of `run` to a run of
-    its own, `into`, from where a sharded model has them again."""
+    """Moves the tables and dense layers of `run` through an unsharded model to another run, `into`.
+
+    A sharded model then restores them from `into`.
+    """
     from recpoint import Seed
 
     model = Ranker(device="cpu")
@@ -327,7 +329,7 @@ def _taking_over(model: nn.Module, trained: Sequence[Tensor], run: str, staging:
 
 
 def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that training goes on from, as tensors; of each table alike, whatever trains it."""
+    """Returns all training state as tensors, in the same form for any optimizer of a table."""
     from recpoint.trainer_plugin.integrations.torchrec import find
 
     source = find(model)
@@ -372,7 +374,7 @@ def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str
 
 
 def _lacks(model: nn.Module) -> list[bool]:
-    """Whether it needs states of further ranks beside none, and beside those of its own tables."""
+    """Whether the model lacks ranks' states, given no states, and given its own tables' states."""
     from recpoint.trainer_plugin.integrations.torchrec import find
 
     source = find(model)

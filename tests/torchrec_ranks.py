@@ -1,10 +1,10 @@
-"""Real ranks of a TorchRec job on this CPU, for tests.
+"""Runs real ranks of a TorchRec job on this CPU, for tests.
 
     python -m tests.torchrec_ranks FOLDER PLAYS
 
-Imports TorchRec once, which takes seconds, and forks the ranks of one play after the other. A play
-is `{"play": function of torchrec_plays, "ranks": N, ...}`; FOLDER/<number>.<r> is what rank r
-returns.
+It imports TorchRec once, which takes seconds, and forks the ranks of one play after the other. A
+play is `{"play": function of torchrec_plays, "ranks": N, ...}`. FOLDER/<number>.<r> holds the value
+that rank r returned.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ __all__ = ["play"]
 
 
 def play(plays: Sequence[Mapping[str, Any]], folder: Path, **environment: str) -> list[list[Any]]:
-    """Have these plays performed, one after the other; what each rank of each returned."""
+    """Runs these plays one after the other; returns the values of each play's ranks."""
     command = [sys.executable, "-m", "tests.torchrec_ranks", str(folder), json.dumps(list(plays))]
     own = {"OMP_NUM_THREADS": "1", **environment}
-    # A session of its own, so that nothing is left of it when it takes too long.
+    # In its own session, so that all its processes can be ended if it takes too long.
     launcher = subprocess.Popen(
         command,
         env=os.environ | own,
@@ -67,7 +67,7 @@ def play(plays: Sequence[Mapping[str, Any]], folder: Path, **environment: str) -
 
 
 def _agent(staging: str) -> None:
-    """What the agent of a host does, for all ranks that stage there; until it is killed."""
+    """Acts as the agent of a host for all ranks that stage there, until it is killed."""
     with AgentLock(Path(staging)):
         while True:
             for run in area.run_directories(Path(staging)):
@@ -90,8 +90,8 @@ def _perform(number: int, rank: int, one: dict[str, Any], folder: Path) -> None:
 
 def _main(folder: Path, plays: list[dict[str, Any]]) -> int:
     warnings.simplefilter("ignore")
-    # Before the forks, so that no rank has to import them anew, which takes each of them longer
-    # than its play. No thread is started by any of it.
+    # Imported before the forks, because these imports would take each rank longer than its play.
+    # They start no thread.
     import torch.distributed.optim  # noqa: F401
     import torchrec.distributed.model_parallel
     import torchrec.distributed.sharding_plan  # noqa: F401
@@ -119,7 +119,7 @@ def _main(folder: Path, plays: list[dict[str, Any]]) -> int:
             wait(alive)
             if any(process.exitcode not in (None, wanted) for process in processes):
                 for process in processes:
-                    process.kill()  # they would wait for the one that failed
+                    process.kill()  # the other ranks would wait for the failed one
         for process in processes:
             process.join()
         if "staging" in one:

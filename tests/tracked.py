@@ -1,4 +1,4 @@
-"""One table whose rows are tracked."""
+"""Builds a model of one table whose rows are tracked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small recommender, a reader with a state, and an agent in a thread: all real, all quick."""
+"""Builds a small training: a recommender, a reader with a state, and an agent in a thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS, DIM, BATCH = 203, 6, 8
 
 
 class Recommender(nn.Module):
-    """Two tables, dense layers, dropout and batch norm: everything that has a state."""
+    """A model with every kind of state: two tables, dense layers, dropout and batch norm."""
 
     def __init__(self, *, sparse: bool = False, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Recommender(nn.Module):
 
 
 class Batches:
-    """An endless reader: shuffled by its own generator, with noise from all global ones."""
+    """An endless reader, shuffled by its own generator, with noise from all global generators."""
 
     def __init__(self, seed: int) -> None:
         self.generator = np.random.default_rng(seed)
@@ -75,7 +75,7 @@ class Batches:
 
 @dataclass
 class Training:
-    """One training process in the small: model, optimizers, schedulers, reader."""
+    """A small training process: model, optimizers, schedulers, reader."""
 
     model: Recommender
     optimizers: list[torch.optim.Optimizer]
@@ -100,7 +100,7 @@ def seed_everything(seed: int) -> None:
 
 
 def everything(training: Training) -> list[object]:
-    """All state as bytes and JSON, so that comparing is comparing bits."""
+    """Returns all state as bytes and JSON, so that a comparison compares every bit."""
     names = {id(p): name for name, p in training.model.named_parameters()}
     state = {
         "model": dict(training.model.state_dict()),
@@ -126,7 +126,7 @@ def everything(training: Training) -> list[object]:
 
 
 class InlineAgent:
-    """Does in a thread what the agent does, without Prefect; holds the agent's lock."""
+    """Does the agent's work in a thread, without Prefect; holds the agent's lock."""
 
     def __init__(self, staging: Path) -> None:
         self.staging = staging
@@ -152,7 +152,7 @@ class InlineAgent:
                 self._has_lock.set()
                 while not self._stop.wait(0.01):
                     for job in _staged_jobs(self.staging):
-                        # Other ranks may come later, and a trainer that takes over clears away.
+                        # Other ranks may stage later; a trainer that takes over removes the job.
                         with suppress(RanksMissing, FileNotFoundError):
                             persist.persist_job(job)
         except BaseException as error:
@@ -164,7 +164,7 @@ def _staged_jobs(staging: Path) -> list[Path]:
 
 
 def persist_all(staging: Path) -> int:
-    """Persist every staged job; how many there were."""
+    """Persists every staged job; returns their number."""
     jobs = _staged_jobs(staging)
     for job in jobs:
         persist.persist_job(job)
@@ -173,7 +173,7 @@ def persist_all(staging: Path) -> int:
 
 @dataclass
 class Place:
-    """Where one test's run and staging area are."""
+    """The places of one test's run and staging area."""
 
     run: str
     staging: Path
@@ -190,14 +190,14 @@ class Place:
 
 
 def simple_training(seed: int = 1, *, lr: float = 0.1) -> Training:
-    """The recommender under plain SGD: only rows that were looked up change."""
+    """Returns a training of the recommender under plain SGD: only looked-up rows change."""
     seed_everything(seed)
     model = Recommender()
     return Training(model, [torch.optim.SGD(model.parameters(), lr=lr)], Batches(seed))
 
 
 def checkpointer(training: Training, place: Place, /, **settings: Any) -> Checkpointer:
-    """A checkpointer of everything in `training`, of quick temper; `settings` as `arguments`."""
+    """Returns a checkpointer of all of `training` with short waits; `settings` as `arguments`."""
     return Checkpointer(
         training.model,
         training.optimizers,
@@ -208,7 +208,7 @@ def checkpointer(training: Training, place: Place, /, **settings: Any) -> Checkp
                 "reader": training.reader,
                 "schedulers": training.schedulers,
                 "interval_batches": 2,
-                "small_table_values": 0,  # all of these are
+                "small_table_values": 0,  # otherwise all these tables would count as small
                 "close_seconds": 120.0,
                 "drain_seconds": 120.0,
                 "handle_sigterm": False,
@@ -220,7 +220,7 @@ def checkpointer(training: Training, place: Place, /, **settings: Any) -> Checkp
 
 
 def train(training: Training, ckpt: Checkpointer, batches: int) -> None:
-    """Train and checkpoint."""
+    """Trains so many batches, with the checkpointer's `step` after each."""
     for _ in range(batches):
         training.batch()
         ckpt.step()

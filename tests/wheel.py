@@ -1,4 +1,4 @@
-"""Builds the wheel of this repository, and runs programs from it as where nothing else is."""
+"""Builds the wheel of this repository, and runs programs from it as if the source was not there."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class InstalledWheel:
     def run(
         self, arguments: Sequence[str], *, directory: Path, home: Path
     ) -> subprocess.CompletedProcess[str]:
-        """Run Python with `arguments` in `directory`, where `import recpoint` finds the wheel's.
+        """Runs Python with `arguments` in `directory`, where `import recpoint` imports the wheel's.
 
         Args:
             arguments: of Python.
-            directory: where the program runs.
-            home: for what recpoint keeps of a host, such as its Prefect server.
+            directory: the working directory.
+            home: for recpoint's files about the host, such as those of its Prefect server.
         """
         environment = {name: v for name, v in os.environ.items() if "PREFECT" not in name}
         environment |= {"PYTHONPATH": str(self.site), "RECPOINT_HOME": str(home)}
@@ -53,13 +53,13 @@ class InstalledWheel:
 
 
 def _build(sources: Path, folder: Path) -> Path:
-    """Build a wheel of a copy: what a build leaves in the repository ends up in the next wheel."""
+    """Builds a wheel from a copy: files that a build leaves behind get into the next wheel."""
     links = [path for path in (ROOT / "src" / "recpoint").iterdir() if path.is_symlink()]
     for name in ("src", *(link.name for link in links)):
         shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=_NO_SOURCES)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources / name)
-    # Without a connection: with the setuptools that is installed here.
+    # Without a network connection: uses the installed setuptools.
     build = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
     done = subprocess.run(
         [sys.executable, *build, "--disable-pip-version-check", f"--wheel-dir={folder}", sources],
