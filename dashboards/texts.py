@@ -1,4 +1,4 @@
-"""What a page says of a run: every figure as one short text with its unit. Pure."""
+"""Words what a page says about a run: each figure as one short text with its unit. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Task: choose a checkpoint of a run and make it the published one."""
+"""Chooses a checkpoint of a run and makes it the published one, as a task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Task: plan a run's retention and carry it out."""
+"""Plans a run's retention and carries it out, as a task."""
 
 from __future__ import annotations
 

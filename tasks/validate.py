@@ -1,4 +1,4 @@
-"""Task: compare a checkpoint with what its trainer recorded, and keep the result in the catalog."""
+"""Compares a checkpoint with what its trainer recorded, and keeps the result, as a task."""
 
 from __future__ import annotations
 
