@@ -45,9 +45,9 @@ def take(images: Path) -> None:
             name: stack.enter_context(AgentProcess(area, work / f"{name}-agent.log"))
             for name, area in areas.items()
         }
-        with _trainer(urls["ranking"], areas["ranking"], work, steps=150) as finished:
+        with _trainer(urls["ranking"], areas["ranking"], work, steps=1200) as finished:
             finished.wait(_SECONDS)
-        for name, interval in (("retrieval", 60), ("feed", 40)):
+        for name, interval in (("retrieval", 480), ("feed", 320)):
             trained = _trainer(urls[name], areas[name], work, interval=interval, bits="8")
             stack.enter_context(trained)
         until(lambda: _checkpoints(urls["feed"]) >= 4, seconds=_SECONDS)
@@ -63,7 +63,7 @@ def take(images: Path) -> None:
             executable_path=shutil.which("chromium"), args=list(CHROMIUM_ARGUMENTS)
         )
         stack.callback(chromium.close)
-        page = chromium.new_page(viewport={"width": 1280, "height": 375})
+        page = chromium.new_page(viewport={"width": 1280, "height": 400})
         page.goto(address)
         for state in ("ended", "fine", "ALARM"):
             page.get_by_text(state, exact=True).wait_for(timeout=1000 * _SECONDS)
@@ -77,7 +77,9 @@ def take(images: Path) -> None:
 def _save(page: Page, path: Path) -> None:
     """A picture of text needs few colours: a third of the bytes."""
     with Image.open(io.BytesIO(page.screenshot())) as picture:
-        picture.convert("RGB").quantize(64).save(path, optimize=True)
+        picture.convert("RGB").quantize(64, method=Image.Quantize.MAXCOVERAGE).save(
+            path, optimize=True
+        )
 
 
 def _settled(page: Page) -> None:
@@ -96,10 +98,11 @@ def _started(url: str) -> bool:
 
 @contextmanager
 def _trainer(
-    url: str, area: Path, work: Path, *, interval: int = 50, bits: str = "8", steps: int = 10**6
+    url: str, area: Path, work: Path, *, interval: int = 400, bits: str = "8", steps: int = 10**6
 ) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, str(_EXAMPLE), "--run", url, "--staging", str(area)]
     command += ["--interval", str(interval), "--bits", bits, "--steps", str(steps)]
+    command += ["--batch", "32"]  # the log lasts until the pictures are taken
     with (work / "trainer.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
