@@ -38,6 +38,15 @@ def test_the_demo_is_there_and_trains_on_data_that_has_its_licence(
     assert not list(empty.iterdir())
 
 
+def test_the_live_page_has_its_style(wheel: InstalledWheel, tmp_path: Path) -> None:
+    pytest.importorskip("nicegui", reason="nicegui is not installed")
+    program = "from recpoint.dashboards import page_elements as e; print(e.__file__, len(e.STYLE))"
+    found = wheel.run(["-c", program], directory=tmp_path, home=tmp_path)
+    assert found.returncode == 0, found.stderr
+    file, length = found.stdout.split()
+    assert Path(file).is_relative_to(wheel.site) and int(length) > 1000
+
+
 def test_deployments_begin_with_the_file_of_the_repository(
     wheel: InstalledWheel, tmp_path: Path
 ) -> None:
