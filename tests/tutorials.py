@@ -356,6 +356,7 @@ def main(names: list[str]) -> int:
             else:
                 outcomes[name] = "passed"
             outcomes[name] += f", {time.monotonic() - begun:.0f} s"
+            print(f"{name}: {outcomes[name]}", flush=True)  # removing what it wrote takes a while
     for name, outcome in outcomes.items():
         print(f"{name}: {outcome}")
     return sum(outcome.startswith("failed") for outcome in outcomes.values())
