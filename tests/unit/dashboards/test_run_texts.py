@@ -109,9 +109,9 @@ def test_durations(seconds: float, words: str) -> None:
 
 def test_a_run_of_which_nothing_is_known_has_texts_for_everything() -> None:
     values = texts.field_texts(NOTHING)
-    assert tuple(values) == texts.FIELDS and all(values.values())
+    assert tuple(values) == texts.FIELDS
     for chart in (page.lag_chart, page.stall_chart, page.bytes_chart):
-        options, words = chart(())
+        options, words = chart(drawn_of())
         assert words.endswith(".") and all(not one["data"] for one in options["series"])
 
 
@@ -131,17 +131,22 @@ def test_a_loss_says_how_well_it_is_known() -> None:
     assert texts.risk_text(stored) == "nothing: ended, all is stored"
 
 
+def drawn_of(*checkpoints: CheckpointFacts) -> page.Drawn:
+    """What the charts draw of these checkpoints, newest first, without a window."""
+    return page.drawn(replace(NOTHING, checkpoints=checkpoints), page.WINDOWS[-1])
+
+
 def test_charts_run_from_old_to_new_and_leave_out_what_cannot_be_read() -> None:
     checkpoints = (
         facts(30, at_risk_seconds=99.0),
         facts(20, error="damaged", stored_bytes=0, full_bytes=0),
         facts(10, at_risk_seconds=None, at_risk_batches=None, stall_seconds=0.009),
     )
-    options, words = page.lag_chart(checkpoints)
+    options, words = page.lag_chart(drawn_of(*checkpoints))
     assert options["series"][0]["data"] == [[30_500, 99.0]] and "before step 30" in words
-    options, words = page.stall_chart(checkpoints)
+    options, words = page.stall_chart(drawn_of(*checkpoints))
     assert options["series"][0]["data"] == [[10_500, 9.0], [30_500, 2.0]] and "at step 10" in words
-    assert "took 200 B" in page.bytes_chart(checkpoints)[1]
+    assert "took 200 B" in page.bytes_chart(drawn_of(*checkpoints))[1]
 
 
 def test_rows_have_a_cell_for_each_heading() -> None:
@@ -193,20 +198,25 @@ def test_rows_have_a_cell_for_each_heading() -> None:
     assert texts.failure_row(failure) == (texts.NONE, "a", "b", "c")
 
 
+def said_of(seen: Seen, now: float = 0.0) -> list[str]:
+    """What a page says is wrong with a run, each with what to do."""
+    return [f"{cause} Next: {step}" for cause, step in texts.alerts(seen, now)]
+
+
 def test_what_stands_for_a_run_is_the_worst_of_it(tmp_path: Path) -> None:
     run = WatchedRun(str(tmp_path / "run"), interval_seconds=1.0, intervals=3.0)
     assert run.seen.standing == "reading"
     assert run.refresh().standing == "no answer"
     first = run.seen.failing_since
     assert run.refresh().failing_since == first and run.seen.version == 2
-    assert texts.run_row(run, 0)[0] == "NO ANSWER"
+    assert texts.run_row(run)[0] == "NO ANSWER"
     new_run(tmp_path / "run")
     assert run.refresh().standing == "starting" and run.seen.error is None
-    assert len(texts.run_row(run, 0)) == len(texts.RUN_HEADINGS)
+    assert len(texts.run_row(run)) == len(texts.RUN_HEADINGS)
     alarm = Alarm("no_commit", "late", "look")
     run.seen = replace(run.seen, alarms=(alarm, alarm))
-    assert texts.run_row(run, 0)[0] == "ALARM (2)"
-    assert texts.alarm_texts(run.seen, time.monotonic()) == ["late. Next: look"] * 2
+    assert texts.run_row(run)[0] == "ALARM (2)"
+    assert texts.alerts(run.seen, time.monotonic()) == [texts.Alert("Late.", "look")] * 2
     assert "1 of 1 run needs a look" in texts.summary_text([run])
 
 
@@ -217,8 +227,8 @@ def test_a_catalog_that_is_damaged_is_an_alarm_and_no_outage(tmp_path: Path) -> 
     assert watched.refresh().standing == "fine"
     (tmp_path / "run" / GENERATION_KEY.of(1)).unlink()
     assert watched.refresh().standing == "alarm"
-    assert texts.run_row(watched, 0)[0] == "ALARM"
-    (said,) = texts.alarm_texts(watched.seen, 0.0)
+    assert texts.run_row(watched)[0] == "ALARM"
+    (said,) = said_of(watched.seen)
     assert (
         said.startswith("The catalog cannot be read")
         and f"recpoint relink {tmp_path / 'run'} 1" in said
@@ -234,7 +244,7 @@ def test_so_is_a_run_that_has_lost_what_makes_it_one(tmp_path: Path) -> None:
     (tmp_path / "run" / "run.json").unlink()
     watched = WatchedRun(str(tmp_path / "run"), interval_seconds=1.0, intervals=1e9)
     assert watched.refresh().standing == "alarm"
-    (said,) = texts.alarm_texts(watched.seen, 0.0)
+    (said,) = said_of(watched.seen)
     assert f"recpoint bring-back {tmp_path / 'run'}" in said
 
 
@@ -258,7 +268,7 @@ def test_an_error_that_nobody_expected_is_no_answer(tmp_path: Path) -> None:
 
     run._watch = RunWatch(Run(InterposedStore(there.store, before=before), there.record))
     assert run.refresh().standing == "no answer"
-    assert "no room for a listing" in " ".join(texts.alarm_texts(run.seen, 0.0))
+    assert "no room for a listing" in " ".join(said_of(run.seen))
     assert run.refresh().standing == "starting"  # the thread has lived on
 
 
@@ -280,7 +290,7 @@ def test_a_look_that_does_not_come_back_is_no_answer(
         later = time.monotonic() + 3600
         monkeypatch.setattr("recpoint.dashboards.watched_runs.time.monotonic", lambda: later)
         assert run.seen.standing == "no answer"
-        assert "has not come back" in " ".join(texts.alarm_texts(run.seen, later))
+        assert "has not come back" in " ".join(said_of(run.seen, later))
         monkeypatch.undo()
         answer.set()
         until(lambda: run.seen.standing == "starting")
@@ -291,9 +301,9 @@ def test_a_look_that_does_not_come_back_is_no_answer(
 
 def test_a_credential_in_a_url_is_not_shown() -> None:
     (run,) = WatchedRuns(["s3://key:secret@bucket/run"] * 2, interval_seconds=1, intervals=3).runs
-    row = " ".join(texts.run_row(run, 0))
+    row = " ".join(texts.run_row(run))
     run.refresh()
-    row += " ".join(texts.run_row(run, 0)) + " ".join(texts.alarm_texts(run.seen, 0.0))
+    row += " ".join(texts.run_row(run)) + " ".join(said_of(run.seen))
     assert "secret" not in row and "key:" not in row and "NO ANSWER" in row
 
 
