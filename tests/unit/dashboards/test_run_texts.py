@@ -133,7 +133,7 @@ def test_a_loss_says_how_well_it_is_known() -> None:
 
 def drawn_of(*checkpoints: CheckpointFacts) -> page.Drawn:
     """What the charts draw of these checkpoints, newest first, without a window."""
-    return page.drawn(replace(NOTHING, checkpoints=checkpoints), page.WINDOWS[-1])
+    return page.drawn(replace(NOTHING, checkpoints=checkpoints), page.WINDOWS["all"])
 
 
 def test_charts_run_from_old_to_new_and_leave_out_what_cannot_be_read() -> None:
