@@ -146,7 +146,7 @@ def test_a_damaged_merge_is_passed_over_and_said(
 
 def test_its_help_says_that_all_is_merged_unless_told_otherwise(recpoint: Invoke) -> None:
     shown = " ".join(recpoint("consolidate", "--help").stdout.split())
-    assert "Default: all into a full, also where an agent, or the flow," in shown
+    assert "Default: all into a full. An agent and the flow" in shown
 
 
 def test_wrong_usage(recpoint: Invoke, run: Run) -> None:
@@ -162,4 +162,4 @@ def test_all_links_of_a_chain_that_has_no_more_go_into_a_full(
         plan = recpoint("consolidate", run.url, "--links", most, "--dry-run", "--json").json
         assert plan["links_after"] == 1
     said = " ".join(recpoint("consolidate", "--help").stdout.replace("│", "").split())
-    assert "into one increment; where there are no more, all of them into a full" in said
+    assert "into one increment; if the chain has no more, all of them into a full" in said

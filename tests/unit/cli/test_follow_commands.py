@@ -31,7 +31,7 @@ def test_looks_once(recpoint: Invoke, tmp_path: Path) -> None:
     assert (document["step"], document["lag_seconds"], document["error"]) == (3, 0.0, None)
     assert (document["fulls_applied"], document["increments_applied"]) == (1, 2)
     text = recpoint("follow", run.url, "--once", "--table", "items", "--quantized").stdout
-    assert "step 3" in text and "1 fulls applied" in text
+    assert "step 3" in text and "1 full applied" in text
     ended = recpoint("follow", run.url, "--once", "--channel", "published", "--json")
     assert ended.code == 1 and "channel published" in ended.json["expected"]
     assert ended.json["next_step"] == f"recpoint publish {run.url}"
