@@ -33,7 +33,7 @@ from recpoint.dashboards.watched_runs import Seen, WatchedRun, WatchedRuns
 from recpoint.errors import SettingsError
 from recpoint.units import bytes_text, counted, duration_text
 
-__all__ = ["bytes_chart", "drawn", "lag_chart", "serve", "stall_chart"]
+__all__ = ["WINDOWS", "bytes_chart", "drawn", "lag_chart", "serve", "stall_chart"]
 
 
 # The charts of one run as options of ECharts, and what they show in words. Pure.

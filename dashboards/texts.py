@@ -158,10 +158,10 @@ def trouble(seen: Seen, now: float) -> Alert | None:
     return worst if not more else worst._replace(cause=f"{worst.cause} And {more} more.")
 
 
-#: A command of recpoint, with the URLs, paths and options that follow it.
+#: A command of recpoint, with the URLs, paths, numbers and options that follow it.
 _COMMAND = re.compile(
     r"recpoint [a-z][a-z-]*"
-    r"(?: (?:'[^']*'|--[a-z-]+(?: \d+)?|[^\s,;'-][^\s,;']*[/:][^\s,;']*[^\s,;.']))*"
+    r"(?: (?:'[^']*'|\d+\b|--[a-z-]+|[^\s,;'-][^\s,;']*[/:][^\s,;']*[^\s,;.']))*"
 )
 
 
