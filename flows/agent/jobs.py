@@ -101,8 +101,10 @@ class AgentPersist:
             None: the job is answered, or waits for other ranks. Otherwise the error: a
             `RecpointError` if the work failed, any other type if Prefect failed.
         """
+        self.settle(state)  # the flow run of a job before this one
         results: list[Any] = []
-        awaits, state.awaits = state.awaits, None
+        ended: list[Any] = []  # `flows.persist.Tried`, whose module imports Prefect
+        awaits = state.awaits
         known = awaits.flow_run if awaits is not None and awaits.job_file == job.path else None
         # A job staged before this agent began may have a flow run that an earlier agent began.
         tried_before = known is None and staged_before(job.path, self._started)
@@ -110,12 +112,11 @@ class AgentPersist:
         def run() -> None:
             try:
                 tried = call(job, flow_run=known, tried_before=tried_before)
-                if tried.error is not None:
-                    if tried.flow_run is not None:
-                        state.awaits = Awaits(job.path, tried.flow_run)
-                    results.append(tried.error)
-                else:
+                ended.append(tried)
+                if tried.error is None:
                     results.append(tried.state.result(raise_on_failure=False) or tried.state)
+                else:
+                    results.append(tried.error)
             except Exception as error:
                 # Prefect, its client and its server raise many types.
                 results.append(error)
@@ -126,8 +127,13 @@ class AgentPersist:
             thread.join(_POLL_SECONDS)
         if not job.path.exists():
             # The rest of the flow only reports to Prefect, whose API may hang: do not wait for it.
+            state.awaits = None
             self._telling = [*self.telling, thread]
             return None
+        if ended:  # else Prefect failed, and the flow run that is known still awaits its end
+            flow_run = ended[0].flow_run
+            again = ended[0].error is not None and flow_run is not None
+            state.awaits = Awaits(job.path, flow_run) if again else None
         # No result: the thread exited or was cancelled, which is not the job's fault.
         failed = results[0] if results else "the flow ended without a state"
         if getattr(failed, "name", None) == "Waiting":

@@ -23,7 +23,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import Artifact, FlowRun, TaskRun
 from prefect.client.schemas.sorting import FlowRunSort
-from prefect.settings import get_current_settings
+from prefect.settings import PREFECT_API_URL, get_current_settings
 
 from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import persist, plan
@@ -33,10 +33,14 @@ from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AgentLock, at_work
 from recpoint.catalog.store.store import Store
 from recpoint.errors import RecpointError, StoreAccessDenied, StoreThrottled, StoreUnavailable
+from recpoint.flows.agent.gate import PrefectGate
+from recpoint.flows.agent.jobs import AgentPersist
+from recpoint.flows.agent.runs import RunState
 from recpoint.flows.persist import end_flow_run, run_persist
 from recpoint.flows.persist import persist as persist_flow
 from recpoint.format.job import Outcome
 from recpoint.tasks import reports
+from recpoint.tasks.job_name import job_log
 from recpoint.testing.faults import Fault, FaultStore
 from tests.catalog_builder import new_run, tables
 from tests.interposed_store import InterposedStore
@@ -300,6 +304,39 @@ def test_a_flow_run_ends_though_its_job_was_answered_without_it(
     end_flow_run(tried.flow_run, outcome)
     (flow_run,) = flow_runs(tmp_path, f"step:{step}")
     assert flow_run.state_name == name
+
+
+def test_an_agent_ends_the_flow_run_of_a_job_that_it_stored_without_prefect(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the next job comes at once."""
+    staging = tmp_path / "two"
+    first, second = (
+        stage(run, staging, tables(), step=step, generation=1, slot=step - 80) for step in (81, 82)
+    )
+    monkeypatch.setenv("PREFECT_API_URL", str(PREFECT_API_URL.value()))
+    gate = PrefectGate(enabled=True)
+    gate.start()
+    try:
+        until(gate.persist_flow)
+        agent, state = AgentPersist(gate), RunState()
+        os.rename(tmp_path / "run", tmp_path / "away")
+        with pytest.raises(RecpointError, match="no run.json"):
+            agent.persist(first, persist.PersistJob.open(first), state, job_log(str(first)))
+        assert state.awaits is not None and state.awaits.job_file == first
+        os.rename(tmp_path / "away", tmp_path / "run")
+        assert persist.persist_job(first).result == "committed"
+        agent.persist(second, persist.PersistJob.open(second), state, job_log(str(second)))
+        assert state.awaits is None
+        for step in (81, 82):
+
+            def completed(step: int = step) -> bool:
+                (flow_run,) = flow_runs(tmp_path, f"step:{step}")
+                return flow_run.state_name == "Completed"
+
+            until(completed, longest_pause=SERVER_SECONDS)
+    finally:
+        gate.stop()
 
 
 def test_without_an_agent_a_job_that_cannot_be_stored_now_is_a_failed_run(
