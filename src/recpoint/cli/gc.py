@@ -147,7 +147,7 @@ def _plan_fields(plan: ConsolidationPlan) -> list[tuple[str, object]]:
         ("merges", f"{len(plan.sources)} manifests"),
         ("reads", size(plan.read_bytes)),
         ("writes", f"{most}{size(plan.write_bytes)}"),
-        ("frees", f"{size(plan.frees_bytes)}, once retention lets go of what it merges"),
+        ("frees", f"{size(plan.frees_bytes)}, once retention deletes the merged manifests"),
         ("dead rows", dead),
         (
             "a restore reads",

@@ -309,3 +309,50 @@ def test_a_credential_in_a_url_is_not_shown() -> None:
 
 def test_nothing_seen_has_no_age() -> None:
     assert Seen().age_seconds() is None
+
+
+def test_a_window_decides_the_time_axis_and_what_is_drawn() -> None:
+    now_ms = 10_000_000
+    checkpoints = tuple(facts(step) for step in (9_999, 9_000, 5_000))
+    seen = replace(NOTHING, checkpoints=checkpoints, live_checkpoints=3, refreshed_ms=now_ms)
+    shown = page.drawn(seen, page.WINDOWS["1h"])
+    assert (shown.first_ms, shown.last_ms) == (now_ms - 3_600_000, now_ms)
+    assert [one.step for one in shown.checkpoints] == [9_000, 9_999]
+    options, words = page.stall_chart(shown)
+    assert (options["xAxis"]["min"], options["xAxis"]["max"]) == (shown.first_ms, now_ms)
+    assert words.startswith("Stall of each of the 2 checkpoints of the last hour: ")
+    # Older checkpoints of the window have not been read.
+    more = page.drawn(replace(seen, live_checkpoints=4), page.WINDOWS["6h"])
+    assert "the newest 3 checkpoints of the last 6 h" in page.stall_chart(more)[1]
+    ahead = page.drawn(replace(seen, refreshed_ms=0), page.WINDOWS["1h"])
+    assert ahead.last_ms == 9_999_500
+
+
+@pytest.mark.parametrize(
+    ("words", "commands"),
+    [
+        ("recpoint check /runs/a", ["recpoint check /runs/a"]),
+        ("recpoint validate s3://b/a --step 12", ["recpoint validate s3://b/a --step 12"]),
+        ("recpoint relink '/runs/of a' 1, then go on", ["recpoint relink '/runs/of a' 1"]),
+        ("recpoint bring-back /runs/a; or a backup", ["recpoint bring-back /runs/a"]),
+        ("is the trainer alive, and recpoint agent running?", ["recpoint agent"]),
+        ("recpoint retain /runs/a finishes it", ["recpoint retain /runs/a"]),
+        ("see the log of the trainer before it", []),
+    ],
+)
+def test_commands_are_told_from_words(words: str, commands: list[str]) -> None:
+    found = texts.spans(words)
+    assert "".join(piece for piece, _ in found) == words
+    assert [piece for piece, command in found if command] == commands
+
+
+def test_an_alarm_says_cause_and_next_step_once() -> None:
+    cause = "m.json: m.json: found no JSON; expected JSON. Next: recpoint check /a, and go back"
+    seen = Seen(alarms=(Alarm("manifest_damaged", cause, "recpoint check /a"),))
+    assert texts.alerts(seen, 0.0) == [
+        ("m.json: found no JSON; expected JSON.", "recpoint check /a, and go back")
+    ]
+    chain = Alarm("chain_broken", "chain of 7: it ends. Next: look", "recpoint check /a --step 7")
+    assert texts.alerts(Seen(alarms=(chain,)), 0.0) == [
+        ("Chain of 7: it ends.", "recpoint check /a --step 7; look")
+    ]
