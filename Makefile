@@ -20,13 +20,17 @@ TEST_FILES ?= $(shell $(PYTHON) tests/scratch_directory.py)
 # Without what they ask for: that would be another torch, or the CUDA build of FBGEMM.
 TORCHREC := torchrec fbgemm-gpu-cpu torchmetrics tensordict pyre-extensions pyvers typing-inspect tqdm
 
+# Compiled once for all Pythons from 3.11 on, by the system's compiler or else Zig's from PyPI.
+NATIVE := kernels/native/_native.abi3.so
+NATIVE_SOURCES := $(wildcard kernels/*/*.cpp kernels/*/*.h) build_backend/recpoint_build.py
+
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint style types format unit docs fuzz faults tutorials clean
+.PHONY: help install demo test check lint style types format unit docs fuzz sanitize faults tutorials clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(INSTALLED) ## make .venv with pinned dependencies
+install: $(NATIVE) ## make .venv with pinned dependencies, compile the kernels
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
@@ -35,7 +39,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 		|| echo "TorchRec does not install here: its tests are skipped"
 	@touch $@
 
-demo: $(INSTALLED) ## train on real purchases, kill the trainer with SIGKILL, restore, prove it
+$(NATIVE): $(NATIVE_SOURCES) | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+
+demo: $(NATIVE) ## train on real purchases, kill the trainer with SIGKILL, restore, prove it
 	@$(BIN)/recpoint demo
 
 # Types take a core for a minute: beside the tests, and what was found after them.
@@ -51,16 +58,14 @@ check: style ## linters, types, and the tests nearest to what changed since main
 	if [ -n "$$tests" ]; then $(BIN)/python -m pytest -n $(TEST_WORKERS) $$tests $(PYTEST_ARGS); unit=$$?; fi; \
 	wait $$types; types=$$?; cat $$said; rm -f $$said; test $$unit$$types = 00
 
-# The kernels are compiled once and not by each worker, and so are, beside them, the modules and tests,
-# which dozens of processes import: a caller's PYTHONDONTWRITEBYTECODE would keep that from lasting.
-# What is wrong with a test is said when they run, not when they are collected. Threads of OpenMP
-# that look for work while they have none would take the cores from the tests of other workers.
+# Modules and tests, which dozens of processes import, are compiled once and not by each worker: a
+# caller's PYTHONDONTWRITEBYTECODE would keep that from lasting. What is wrong with a test is said when
+# they run, not when they are collected. Threads of OpenMP that look for work while they have none would
+# take the cores from the tests of other workers.
 unit: export PYTHONDONTWRITEBYTECODE =
 unit: export OMP_WAIT_POLICY = passive
-unit: $(INSTALLED)
-	@$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 & compiling=$$!; \
-	$(BIN)/python -c 'from recpoint import kernels; kernels.warm_up()'; code=$$?; \
-	wait $$compiling; exit $$code
+unit: $(NATIVE)
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
 	@files=$$(mktemp -d "$(or $(TEST_FILES),$${TMPDIR:-/tmp})/recpoint-tests.XXXXXX") || exit 1; \
 	trap 'rm -rf "$$files"' INT TERM; \
 	chmod 711 "$$files"; \
@@ -70,32 +75,35 @@ unit: $(INSTALLED)
 
 lint: style types ## ruff, mypy --strict, import-linter
 
-style: $(INSTALLED)
+style: $(NATIVE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-types: $(INSTALLED)
+types: $(NATIVE)
 	$(BIN)/mypy
 
-format: $(INSTALLED) ## let ruff put the code in order
+format: $(NATIVE) ## let ruff put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED) ## build the documentation site into site/
+docs: $(NATIVE) ## build the documentation site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-fuzz: $(INSTALLED) ## fuzz each parser a million times, outside CI (tests/fuzz)
+fuzz: $(NATIVE) ## fuzz each parser a million times, outside CI (tests/fuzz)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt atheris
 	for target in records chunk tree; do \
 		$(BIN)/python tests/fuzz/fuzz_parsers.py $$target -runs=1000000 -max_len=8192 -rss_limit_mb=6000 || exit 1; done
 	$(BIN)/python tests/fuzz/fuzz_parsers.py row_set -runs=1000000 -max_len=512 -rss_limit_mb=6000
 
-faults: $(INSTALLED) ## interrupt each call of ours at every place, outside CI (tests/fault)
+sanitize: $(NATIVE) ## run the kernels' tests under sanitizers, outside CI (tests/sanitized)
+	$(BIN)/python tests/sanitized/run.py
+
+faults: $(NATIVE) ## interrupt each call of ours at every place, outside CI (tests/fault)
 	RECPOINT_FAULTS_EVERY=$(FAULTS_EVERY) $(BIN)/python -m pytest -n $(TEST_WORKERS) -o faulthandler_timeout=0 tests/fault/test_interrupted_calls.py $(PYTEST_ARGS)
 
 tutorials: ## play the tutorials in new environments, outside CI (tests/tutorials.py)
 	$(PYTHON) -u tests/tutorials.py $(TUTORIALS)
 
 clean: ## remove what was built here, .venv included
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .recpoint build dist site src/*.egg-info
+	rm -rf $(NATIVE) $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .recpoint build dist site src/*.egg-info

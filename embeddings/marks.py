@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +83,8 @@ class Tracker:
         changes: changes of the weight in steps since the row states were last looked at.
         rewrites: lookups since `version` that were marked and changed the weight once each.
         quick: what `optimizers.after_steps` needs for a table on the CPU that is marked by
-            gradient: the weight, the function that marks (`dirty_bitmap.compiled_mark`), the
-            address of the bitmap and the number of rows. None for other tables.
+            gradient: the weight, the address of the bitmap and the number of rows. None for other
+            tables.
     """
 
     # Slots keep the object compact: between two steps its memory has left the CPU's caches.
@@ -125,7 +125,7 @@ class Tracker:
         self.surprise: str | None = None
         self.version = self.rewrites = 0
         self._know_weight()
-        self.quick: tuple[Tensor, Callable[..., int], int, int] | None = None
+        self.quick: tuple[Tensor, int, int] | None = None
         self._spare: list[Tensor] = [dirty_bitmap.new(self.rows, device=table.weight.device)]
         self._use(dirty_bitmap.new(self.rows, device=table.weight.device))
         self._hook: RemovableHandle | None = None
@@ -143,10 +143,10 @@ class Tracker:
         # Assigned together, after both calls succeeded: an address must never outlive its bitmap.
         self.quick, self._mark, self.bitmap = quick, mark, bitmap
 
-    def _quick(self, bitmap: Tensor) -> tuple[Tensor, Callable[..., int], int, int] | None:
+    def _quick(self, bitmap: Tensor) -> tuple[Tensor, int, int] | None:
         """Build the `quick` attribute for this bitmap."""
         if self.by_gradient and bitmap.is_cpu:
-            return self.weight, dirty_bitmap.compiled_mark(), bitmap.data_ptr(), self.rows
+            return self.weight, bitmap.data_ptr(), self.rows
         return None
 
     @property

@@ -502,25 +502,26 @@ class OptimizerWatch:
 def after_steps(trackers: Sequence[Tracker]) -> list[tuple[Tracker, Tensor]]:
     """Call `after_step` of several tables; return the ids left to mark, for `mark_together`.
 
-    For a sparse gradient on the CPU, the work of `Tracker.after_step` is written out here. The
-    training step has filled the CPU's caches with other data, so speed depends on touching little
-    memory.
+    For sparse gradients on the CPU, the work of `Tracker.after_step` is written out here, and all
+    tables are marked by one native call. The training step has filled the CPU's caches with other
+    data, so speed depends on touching little memory.
     """
-    found = []
+    found: list[tuple[Tracker, Tensor]] = []
+    quick: list[tuple[Tracker, int, Tensor]] = []
+    tables: list[int] = []
     for tracker in trackers:
         try:
             if tracker.quick is not None:
-                weight, mark, bitmap, rows = tracker.quick
+                weight, bitmap, rows = tracker.quick
                 gradient, version = weight.grad, weight._version
                 if gradient is not None and version - tracker.version == 1 and gradient.is_sparse:
                     ids = gradient._indices()
-                    # after_step() handles a weight that moved to another device, a gradient of
-                    # another form, and ids out of range, of which `mark` has marked none.
+                    # `after_step` handles a weight that moved to another device, and a gradient of
+                    # another form.
                     if ids.dtype is _INT64 and ids.is_cpu and ids.is_contiguous():
-                        if mark(bitmap, ids.data_ptr(), ids.numel(), 1, rows) < 0:
-                            tracker.version = version
-                            tracker.changes += 1
-                            continue
+                        tables += bitmap, ids.data_ptr(), ids.numel(), rows
+                        quick.append((tracker, version, ids))
+                        continue
             left = tracker.after_step()
         except Exception as error:
             tracker.give_up(error)
@@ -529,7 +530,39 @@ def after_steps(trackers: Sequence[Tracker]) -> list[tuple[Tracker, Tensor]]:
             continue  # an error must not stop training
         if left is not None:
             found.append((tracker, left))
+    if quick:
+        _mark_quick(quick, tables, found)
     return found
+
+
+def _mark_quick(
+    quick: Sequence[tuple[Tracker, int, Tensor]],
+    tables: Sequence[int],
+    found: list[tuple[Tracker, Tensor]],
+) -> None:
+    """Mark the ids that `after_steps` gathered: tables as `dirty_bitmap.mark_tables` takes them."""
+    done = 0
+    while done < len(quick):
+        first, tracker = done, quick[done][0]
+        try:
+            refused = dirty_bitmap.mark_tables(*tables[4 * done :])
+            marked = len(quick) if refused < 0 else done + refused
+            for tracker, version, _ in quick[done:marked]:
+                tracker.version = version
+                tracker.changes += 1
+            done = marked + 1
+            if refused >= 0:
+                # An id of it is out of range, and none is marked: `after_step` finds out.
+                tracker = quick[marked][0]
+                left = tracker.after_step()
+                if left is not None:
+                    found.append((tracker, left))
+        except Exception as error:
+            # Versions of tables that were marked may not be noted: their next step finds out.
+            tracker.give_up(error)
+            done = max(done, first + 1)
+            if came_from_handler(error):
+                raise
 
 
 def mark_together(found: Sequence[tuple[Tracker, Tensor]]) -> None:

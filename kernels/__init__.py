@@ -1,7 +1,9 @@
 """Tensors in, tensors out, no I/O: the operations on embedding rows.
 
-One folder for each operation: `reference.py` says what is right, `cpu.py` and `triton.py` are fast
-and give the same bits, and the folder's functions choose between them by the tensors' device.
+One folder for each operation: `reference.py` says what is right, `native.cpp` (called by `cpu.py`)
+and `triton.py` are fast and give the same bits, and the folder's functions choose between them by
+the tensors' device. `native/` has what all `native.cpp` files share: threads, the choice of an
+instruction set, and the way in from Python.
 Triton is imported on the first call with a tensor on a GPU, never before.
 """
 
@@ -16,7 +18,6 @@ from recpoint.kernels import (
     row_gather,
     row_set,
 )
-from recpoint.kernels.warm import warm_up
 
 __all__ = [
     "bit_packing",
@@ -26,5 +27,4 @@ __all__ = [
     "row_digest",
     "row_gather",
     "row_set",
-    "warm_up",
 ]

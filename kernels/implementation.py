@@ -5,14 +5,13 @@ A kernel chooses by the device of its tensors and by nothing else, so this can b
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Final, NamedTuple
 
-import llvmlite.binding as llvm
-import numba
 import torch
+
+from recpoint.kernels.native import COMPILER, instruction_set
 
 __all__ = [
     "KERNELS",
@@ -20,7 +19,6 @@ __all__ = [
     "implementations",
     "on_cpu",
     "on_devices",
-    "vector_extension",
 ]
 
 KERNELS: Final = (
@@ -39,9 +37,6 @@ _ON_CPU_ONLY: Final = {
     "row_digest": "rows are digested where they are staged or decoded, in host memory",
 }
 
-#: Widest first.
-_VECTOR_EXTENSIONS = ("avx512f", "avx2", "avx", "sse2", "sve", "neon")
-
 
 class Implementation(NamedTuple):
     """`name` runs for tensors on `device`; None: nothing does, such a tensor is refused."""
@@ -57,7 +52,7 @@ def implementations() -> list[Implementation]:
     name, why = _on_cuda()
     found: list[Implementation] = []
     for kernel in KERNELS:
-        found.append(Implementation(kernel, "cpu", "numba", on_cpu()))
+        found.append(Implementation(kernel, "cpu", "native", f"{on_cpu()}, compiled by {COMPILER}"))
         if kernel in _ON_CPU_ONLY:
             found.append(Implementation(kernel, "cuda", None, _ON_CPU_ONLY[kernel]))
         else:
@@ -66,28 +61,16 @@ def implementations() -> list[Implementation]:
 
 
 def on_cpu() -> str:
-    """What runs on this CPU, in some 30 characters: compiler, threads, vector extension."""
+    """What runs on this CPU, in some 30 characters: instruction set, threads."""
     threads = torch.get_num_threads()
     plural = "" if threads == 1 else "s"
-    return f"numba {numba.__version__}, {threads} thread{plural}, {vector_extension()}"
+    return f"native, {threads} thread{plural}, {instruction_set()}"
 
 
 def on_devices(kinds: Iterable[str]) -> str:
     """What runs on devices of these kinds, "cpu" and "cuda"; "" for none."""
     found = [on_cpu() if kind == "cpu" else _on_cuda()[1] for kind in sorted(kinds)]
     return "; ".join(found)
-
-
-def vector_extension() -> str:
-    """The widest vector instructions that numba compiles for here; "" if none are known."""
-    chosen = os.environ.get("NUMBA_CPU_NAME") or os.environ.get("NUMBA_CPU_FEATURES")
-    if chosen:  # numba compiles for that then, whatever this CPU has
-        return f"{chosen[:40]} as set"
-    try:
-        features = llvm.get_host_cpu_features()
-    except RuntimeError:  # LLVM does not know how to ask on this system
-        return ""
-    return next((name for name in _VECTOR_EXTENSIONS if features.get(name)), "")
 
 
 def _on_cuda() -> tuple[str | None, str]:

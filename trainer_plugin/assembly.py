@@ -12,7 +12,6 @@ from typing import NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from recpoint import kernels
 from recpoint.catalog.staging.area import default_staging_root
 from recpoint.embeddings.marks import Tracker
 from recpoint.embeddings.optimizers import OptimizerWatch
@@ -166,7 +165,6 @@ def assemble(
         )
         memory.measure()
         forms = state.forms()
-        kernels.warm_up()
     replicas = Replicas(
         ranks,
         lambda: state.model.parameters() | copies_of(shards),

@@ -14,13 +14,12 @@ from torch import Tensor
 from recpoint.kernels.arguments import unsupported_device
 from recpoint.kernels.dirty_bitmap import cpu
 
-compiled_mark = cpu.compiled_mark
+mark_tables = cpu.mark_tables
 
 __all__ = [
     "clear",
     "collect",
     "collect_many",
-    "compiled_mark",
     "count",
     "count_many",
     "mark",
@@ -28,6 +27,7 @@ __all__ = [
     "mark_many",
     "mark_new",
     "mark_nonzero",
+    "mark_tables",
     "marker",
     "merge",
     "new",

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from array import array
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from numba.np.numpy_support import carray
 from torch import Tensor
 
 from recpoint.kernels.arguments import require
-from recpoint.kernels.bit_packing.cpu import unpack_row
 from recpoint.kernels.bit_packing.widths import packed_width, require_packed
-from recpoint.kernels.intrinsics import compiled, pointer, prefetch
+from recpoint.kernels.native import library, team_size
 from recpoint.kernels.quantize import grid
 from recpoint.kernels.quantize.method import ASYMMETRIC, Method
-from recpoint.kernels.quantize.plain_rows import quantize_plain
-from recpoint.kernels.quantize.search import search_rows
 from recpoint.kernels.quantize.shapes import (
     PackedRows,
     Quantized,
@@ -25,52 +19,11 @@ from recpoint.kernels.quantize.shapes import (
     require_places,
     require_rows,
 )
-from recpoint.kernels.threads import over_rows
 
 __all__ = ["dequantize", "dequantize_packed", "dequantize_rows", "quantize", "quantize_packed"]
 
-_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-#: How far ahead a row's place is asked for, and at most how much of it (`row_gather`).
-_ROWS_AHEAD = np.uint64(32)
-_REACH_BYTES = 256
-_NO_PAIRS = np.empty((0, 2), np.float32)
-
-
-@compiled(nogil=True)
-def _dequantize(
-    packed: int,
-    width: int,
-    scales: int,
-    offsets: int,
-    rows: int,
-    dim: int,
-    bits: int,
-    positions: int,
-    ids: int,
-    start: int,
-    stop: int,
-) -> None:
-    """Row positions[i] of the codes to row ids[i]; an address of 0 stands for 0, 1, 2, …"""
-    chosen = carray(pointer(positions + 8 * start), stop - start, np.int64)
-    places = carray(pointer(ids + 8 * start), stop - start, np.int64)
-    codes = np.empty(dim, np.uint8)
-    last = np.uint64(max(stop - start, 1) - 1)
-    for i in range(stop - start):
-        if ids:
-            # Rows that lie apart: the processor does not see by itself which one comes next.
-            coming = places[min(np.uint64(i) + _ROWS_AHEAD, last)]
-            for at in range(0, min(4 * dim, _REACH_BYTES), 64):
-                prefetch(rows + 4 * dim * coming + at)
-        position = chosen[i] if positions else start + i
-        place = places[i] if ids else start + i
-        source = carray(pointer(packed + position * width), width, np.uint8)
-        values = carray(pointer(rows + 4 * dim * place), dim, np.float32)
-        unpack_row(source, 0, codes, 0, dim, bits)
-        scale = carray(pointer(scales + 4 * position), 1, np.float32)[0]
-        offset = carray(pointer(offsets + 4 * position), 1, np.float32)[0]
-        for k in range(dim):
-            product = np.float32(np.float32(codes[k]) * scale)
-            values[k] = np.float32(product + offset)
+#: A search takes as long as reading and writing some thirty times as much.
+_SEARCH_BYTES = 32
 
 
 def _encode(
@@ -79,60 +32,47 @@ def _encode(
     """Quantize to `bits` bits and store each code in `code_bits` bits."""
     require_rows(rows, bits)
     n, dim = rows.shape
-    width = packed_width(dim, code_bits)
-    packed = torch.empty(n, width, dtype=torch.uint8, device="cpu")
-    scale = torch.empty(n, dtype=torch.float32, device="cpu")
-    offset = torch.empty(n, dtype=torch.float32, device="cpu")
-    exact = torch.empty(n, dtype=torch.bool, device="cpu")
-    wide = torch.empty(n, dtype=torch.bool, device="cpu")
-    parameters = scale.data_ptr(), offset.data_ptr(), exact.data_ptr(), wide.data_ptr()
-    to = packed.data_ptr(), code_bits, width, *parameters
-    search = _search(dim, bits, method)
-    if search is None:
-        symmetric = method.name == "symmetric"
-        quantize_plain(n, rows.data_ptr(), dim, bits, symmetric, half_parameters, *to)
-        return PackedRows(packed, scale, offset, exact, wide)
-
-    pairs = search.pairs.ctypes.data, len(search.pairs)
-    given = rows.data_ptr(), dim, bits, half_parameters, *pairs, *search.arguments, *to
-
-    def part(start: int, stop: int) -> None:
-        search_rows(*given, start, stop)
-
-    # A search takes as long as reading some thirty times as much.
-    over_rows(part, n, row_bytes=32 * (4 * dim + width))
-    return PackedRows(packed, scale, offset, exact, wide)
+    found = PackedRows(
+        torch.empty(n, packed_width(dim, code_bits), dtype=torch.uint8, device="cpu"),
+        torch.empty(n, dtype=torch.float32, device="cpu"),
+        torch.empty(n, dtype=torch.float32, device="cpu"),
+        torch.empty(n, dtype=torch.bool, device="cpu"),
+        torch.empty(n, dtype=torch.bool, device="cpu"),
+    )
+    given = array(
+        "q",
+        (
+            rows.data_ptr(), dim, bits, code_bits, method.name == "symmetric", half_parameters,
+            *(tensor.data_ptr() for tensor in found),
+        ),
+    )  # fmt: skip
+    given_at, _ = given.buffer_info()
+    traffic = rows.nbytes + found.packed.nbytes
+    if not _search(given_at, n, dim, bits, method, team_size(_SEARCH_BYTES * traffic)):
+        library.quantize_plain(given_at, n, team_size(traffic))
+    return found
 
 
-class _Search(NamedTuple):
-    """What a search takes beside rows and outputs.
-
-    Attributes:
-        pairs: f32 [n, 2], what it tries; kept here for as long as its address is in use, since two
-            threads that make the first one of a kind have one each, and only one of the two stays.
-        arguments: those behind the pairs.
-    """
-
-    pairs: npt.NDArray[Any]
-    arguments: tuple[Any, ...]
-
-
-def _search(dim: int, bits: int, method: Method) -> _Search | None:
-    """None if there is to be none."""
-    if not method.searches:
-        return None
-    limits = np.float32(grid.error_unit(dim)), np.float32(grid.largest_error(dim))
-    none = np.float32(0.0)
+def _search(given_at: int, n: int, dim: int, bits: int, method: Method, threads: int) -> bool:
+    """Whether there is a search for such rows; then it is done."""
+    limits = float(grid.error_unit(dim)), float(grid.largest_error(dim))
     if method.name == "greedy" and dim <= grid.LARGEST_DIM:
         steps = grid.greedy_steps(method.bins, method.ratio_permille)
-        return _Search(_NO_PAIRS, (none, 0, none, method.bins, steps, *limits))
+        none = 0, 0, 0.0, 0, 0.0
+        library.quantize_by_search(given_at, n, *none, method.bins, steps, *limits, threads)
+        return True
     places = grid.fraction_bits(dim, bits) if method.name == "refit" else 0
     if not places:
-        return None
+        return False
+    # Kept here for as long as its address is in use: two threads that make the first one of a kind
+    # have one each, and only one of the two stays.
     pairs = grid.candidates(dim, bits, method.bins)
-    nearby = np.float32(grid.half_spacing(dim, bits, method.bins))
-    fraction = np.float32(1 << places)
-    return _Search(pairs, (nearby, method.refits, fraction, 0, 0, *limits))
+    nearby = grid.half_spacing(dim, bits, method.bins)
+    library.quantize_by_search(
+        given_at, n, pairs.ctypes.data, len(pairs), nearby, method.refits, float(1 << places),
+        0, 0, *limits, threads,
+    )  # fmt: skip
+    return True
 
 
 def _decode(packed: Tensor, scale: Tensor, offset: Tensor, dim: int, bits: int) -> Tensor:
@@ -152,14 +92,12 @@ def _decode_into(
 ) -> None:
     (n, width), dim = packed.shape, rows.shape[1]
     require_parameters(n, packed.device, scale, offset)
-    inputs = packed.data_ptr(), width, scale.data_ptr(), offset.data_ptr(), rows.data_ptr()
-    chosen = [0 if some is None else some.data_ptr() for some in (positions, ids)]
-
-    def part(start: int, stop: int) -> None:
-        _dequantize(*inputs, dim, bits, *chosen, start, stop)
-
     n = n if positions is None else positions.numel()
-    over_rows(part, n, row_bytes=4 * dim + width)
+    chosen = [0 if some is None else some.data_ptr() for some in (positions, ids)]
+    library.dequantize(
+        packed.data_ptr(), scale.data_ptr(), offset.data_ptr(), rows.data_ptr(), dim, bits,
+        *chosen, n, team_size(n * (4 * dim + width)),
+    )  # fmt: skip
 
 
 def quantize(

@@ -136,7 +136,7 @@ def _name(name: ManifestName) -> dict[str, Any]:
 # The command info: versions, and what runs here.
 
 
-_PACKAGES = ("torch", "triton", "numba", "numpy", "fsspec", "s3fs", "prefect", "pandas", "pyarrow")
+_PACKAGES = ("torch", "triton", "numpy", "fsspec", "s3fs", "prefect", "pandas", "pyarrow")
 
 
 @command
@@ -144,7 +144,8 @@ def info(json_output: JsonOption = False) -> Result:
     """Print versions, which kernels run here and why, devices, and the staging area."""
     import torch
 
-    from recpoint.kernels.implementation import implementations, vector_extension
+    from recpoint.kernels.implementation import implementations
+    from recpoint.kernels.native import instruction_set
     from recpoint.trainer_plugin.snapshot import staging
 
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -159,7 +160,7 @@ def info(json_output: JsonOption = False) -> Result:
         "kernels": [kernel._asdict() for kernel in kernels],
         "cuda_devices": devices,
         "cpu_threads": torch.get_num_threads(),
-        "vector_extension": vector_extension(),
+        "instruction_set": instruction_set(),
         "staging": str(area.default_staging_root()),
         "huge_pages": staging.policy(),
         "huge_pages_from_bytes": staging.SMALLEST_BYTES,
@@ -171,7 +172,7 @@ def info(json_output: JsonOption = False) -> Result:
         ("python", f"{document['python']} on {document['platform']}"),
         ("packages", packages),
         ("threads", document["cpu_threads"]),
-        ("vectors", document["vector_extension"] or "not known"),
+        ("instruction set", document["instruction_set"]),
         ("CUDA devices", ", ".join(devices) or "none"),
         ("staging", document["staging"]),
         ("huge pages", f"{document['huge_pages']}; asked for tables of {smallest} and more"),

@@ -1,0 +1,152 @@
+"""Builds recpoint: setuptools, and the C++ kernels in one extension module for all Pythons.
+
+Each native.cpp of the kernels is compiled once for each instruction set. The compiler is the one of
+the environment variable CXX, else the system's, else Zig's, a whole compiler in a wheel: only where
+the system has none, `ziglang` is a requirement of the build. CXXFLAGS and LDFLAGS are added.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from setuptools import Extension, build_meta
+from setuptools.command.build_ext import build_ext
+
+build_wheel = build_meta.build_wheel
+build_sdist = build_meta.build_sdist
+build_editable = build_meta.build_editable
+prepare_metadata_for_build_wheel = build_meta.prepare_metadata_for_build_wheel
+prepare_metadata_for_build_editable = build_meta.prepare_metadata_for_build_editable
+
+#: In order of preference.
+_SYSTEM_COMPILERS: Final = ("c++", "g++", "clang++")
+
+_ZIG: Final = "ziglang>=0.13"
+
+_KERNELS: Final = Path("src/recpoint/kernels")
+
+# Results must not depend on the compiler: format §3.2 rounds after each operation, so no product is
+# joined with a sum. Nobody looks at traps and errno, which would keep loops from being vectorized.
+_COMPILE: Final = (
+    "-std=c++20", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
+    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra",
+)  # fmt: skip
+_LINK: Final = ("-shared", "-pthread")
+
+#: For each kind of processor its sets: level of the ABI, further flags. Others have `baseline`.
+_INSTRUCTION_SETS: Final = {
+    "x86_64": {
+        "baseline": ("x86-64",),
+        "avx2": ("x86-64-v3",),
+        "avx512": ("x86-64-v4", "-mprefer-vector-width=512"),
+    }
+}
+
+
+def get_requires_for_build_sdist(config_settings: Any = None) -> list[str]:
+    """What the build of an sdist needs beside pyproject.toml's."""
+    return build_meta.get_requires_for_build_sdist(config_settings)
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    """What the build of a wheel needs beside pyproject.toml's."""
+    return [*build_meta.get_requires_for_build_wheel(config_settings), *_compiler_to_fetch()]
+
+
+def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
+    """What an editable build needs beside pyproject.toml's."""
+    return [*build_meta.get_requires_for_build_editable(config_settings), *_compiler_to_fetch()]
+
+
+def _compiler_to_fetch() -> list[str]:
+    return [] if _system_compiler() else [_ZIG]
+
+
+def _system_compiler() -> list[str] | None:
+    if given := os.environ.get("CXX"):
+        return shlex.split(given)
+    return next(([found] for name in _SYSTEM_COMPILERS if (found := shutil.which(name))), None)
+
+
+def _compiler() -> list[str]:
+    found = _system_compiler()
+    if found is not None:
+        return found
+    if importlib.util.find_spec("ziglang") is None:
+        raise RuntimeError(
+            "no C++ compiler: found neither CXX nor "
+            + ", ".join(_SYSTEM_COMPILERS)
+            + " nor ziglang. Next: pip install ziglang, or let pip isolate the build"
+        )
+    return [sys.executable, "-m", "ziglang", "c++"]
+
+
+def _flags_of(name: str, command: list[str]) -> list[str]:
+    """What the compiler is told of an instruction set; without that Zig takes this processor's."""
+    is_zig = "ziglang" in command
+    sets = _INSTRUCTION_SETS.get(platform.machine(), {"baseline": ()})
+    if not sets[name]:
+        return ["-mcpu=baseline"] if is_zig else []
+    level, *more = sets[name]
+    return [f"-mcpu={level.replace('-', '_')}" if is_zig else f"-march={level}", *more]
+
+
+def _version(command: list[str]) -> str:
+    told = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    return told.stdout.splitlines()[0].strip()
+
+
+def _digest_of_sources() -> str:
+    spec = importlib.util.spec_from_file_location("sources", _KERNELS / "native" / "sources.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.digest(_KERNELS))
+
+
+class BuildNative(build_ext):
+    """Compiles the kernels for each instruction set, then links all of them together."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build the one extension that there is."""
+        command = _compiler()
+        compile_with = [*command, *_COMPILE, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+        link_with = [*command, *_LINK, *shlex.split(os.environ.get("LDFLAGS", ""))]
+        compiler: Any = self.compiler
+        # The flags with which Python was compiled would be used otherwise, or its compiler.
+        compiler.set_executables(
+            compiler_so=compile_with,
+            compiler_so_cxx=compile_with,
+            linker_so=link_with,
+            linker_so_cxx=link_with,
+        )
+        # For C++ setuptools puts the head of Python's own compiler before the rest of the linker.
+        ext.language = "c"
+        limited = ("Py_LIMITED_API", "0x030B0000")
+        headers = [str(path) for path in sorted(_KERNELS.glob("*/*.h"))]
+        sources = [str(path) for path in sorted(_KERNELS.glob("*/native.cpp"))]
+        for name in _INSTRUCTION_SETS.get(platform.machine(), {"baseline": ()}):
+            ext.extra_objects += compiler.compile(
+                sources,
+                output_dir=os.path.join(self.build_temp, name),
+                macros=[limited, ("RECPOINT_SET", name)],
+                include_dirs=self.include_dirs,
+                extra_postargs=_flags_of(name, command),
+                depends=headers,
+            )
+        ext.extra_compile_args += _flags_of("baseline", command)
+        ext.define_macros += [
+            limited,
+            ("RECPOINT_SOURCES", f'"{_digest_of_sources()}"'),
+            ("RECPOINT_COMPILER", f'"{_version(command)}"'),
+        ]
+        ext.depends += headers
+        super().build_extension(ext)

@@ -1,0 +1,121 @@
+// Eight codes at a time in the bytes of one u64; addresses of any alignment.
+#pragma once
+
+#include "../native/operation.h"
+
+namespace recpoint::RECPOINT_SET {
+
+// Eight codes, one in each byte, as one string of 8 · BITS bits. Neighbours are moved together until
+// all are: bytes to pairs, pairs to fours, fours to eight.
+template <int BITS>
+uint64_t joined(uint64_t word) {
+    constexpr uint64_t code = (1 << BITS) - 1;
+    constexpr uint64_t two = code | code << BITS;
+    constexpr uint64_t four = two | two << 2 * BITS;
+    word &= code * 0x0101010101010101;
+    word = (word | word >> (8 - BITS)) & (two * 0x0001000100010001);
+    word = (word | word >> 2 * (8 - BITS)) & (four * 0x0000000100000001);
+    return (word | word >> 4 * (8 - BITS)) & ((uint64_t{1} << 8 * BITS) - 1);
+}
+
+// Undoes `joined`; bits above 8 · BITS are ignored.
+template <int BITS>
+uint64_t parted(uint64_t word) {
+    constexpr uint64_t code = (1 << BITS) - 1;
+    constexpr uint64_t two = code | code << BITS;
+    constexpr uint64_t four = two | two << 2 * BITS;
+    word &= (uint64_t{1} << 8 * BITS) - 1;
+    word = (word | word << 4 * (8 - BITS)) & (four * 0x0000000100000001);
+    word = (word | word << 2 * (8 - BITS)) & (two * 0x0001000100010001);
+    return (word | word << (8 - BITS)) & (code * 0x0101010101010101);
+}
+
+// The codes of one byte, of 2 or 4 bits each, as a word with one code in each byte.
+template <int BITS>
+struct CodesOfByte;
+template <>
+struct CodesOfByte<2> {
+    using type = uint32_t;
+};
+template <>
+struct CodesOfByte<4> {
+    using type = uint16_t;
+};
+
+// Packs the codes of `n` bytes. Compilers make vectors of this loop.
+template <int BITS>
+void pack_bytes(const uint8_t* codes, uint8_t* packed, int64_t n) {
+    using Word = typename CodesOfByte<BITS>::type;
+    for (int64_t i = 0; i < n; ++i) {
+        Word word = load<Word>(codes + i * sizeof(Word));
+        word &= static_cast<Word>(((1 << BITS) - 1) * 0x01010101);
+        word |= static_cast<Word>(word >> (8 - BITS));
+        if (BITS == 2) word |= static_cast<Word>(word >> 2 * (8 - BITS));
+        packed[i] = static_cast<uint8_t>(word);
+    }
+}
+
+template <int BITS>
+void pack_words(const uint8_t* codes, uint8_t* packed, int64_t n) {
+    const int64_t words = n / 8;
+    if constexpr (BITS == 3) {
+        for (int64_t i = 0; i < words; ++i) {
+            const uint64_t string = joined<BITS>(load<uint64_t>(codes + 8 * i));
+            memcpy(packed + BITS * i, &string, BITS);
+        }
+    } else {
+        pack_bytes<BITS>(codes, packed, words * BITS);
+    }
+    const int64_t left = n % 8;
+    if (left > 0) {
+        uint64_t word = 0;
+        memcpy(&word, codes + 8 * words, left);
+        const uint64_t string = joined<BITS>(word);
+        memcpy(packed + BITS * words, &string, (left * BITS + 7) / 8);
+    }
+}
+
+template <int BITS>
+void unpack_words(const uint8_t* packed, uint8_t* codes, int64_t n) {
+    const int64_t words = n / 8;
+    for (int64_t i = 0; i < words; ++i) {
+        uint64_t string = 0;
+        memcpy(&string, packed + BITS * i, BITS);
+        store(codes + 8 * i, parted<BITS>(string));
+    }
+    const int64_t left = n % 8;
+    if (left > 0) {
+        uint64_t string = 0;
+        memcpy(&string, packed + BITS * words, (left * BITS + 7) / 8);
+        const uint64_t word = parted<BITS>(string);
+        memcpy(codes + 8 * words, &word, left);
+    }
+}
+
+// Packs n codes into ceil(n · bits / 8) bytes; higher bits of a code are dropped.
+inline void pack_codes(const uint8_t* codes, uint8_t* packed, int64_t n, int64_t bits) {
+    if (bits == 2) {
+        pack_words<2>(codes, packed, n);
+    } else if (bits == 3) {
+        pack_words<3>(codes, packed, n);
+    } else if (bits == 4) {
+        pack_words<4>(codes, packed, n);
+    } else {
+        memcpy(packed, codes, n);
+    }
+}
+
+// Undoes `pack_codes`; the spare bits of the last byte are ignored.
+inline void unpack_codes(const uint8_t* packed, uint8_t* codes, int64_t n, int64_t bits) {
+    if (bits == 2) {
+        unpack_words<2>(packed, codes, n);
+    } else if (bits == 3) {
+        unpack_words<3>(packed, codes, n);
+    } else if (bits == 4) {
+        unpack_words<4>(packed, codes, n);
+    } else {
+        memcpy(codes, packed, n);
+    }
+}
+
+}  // namespace recpoint::RECPOINT_SET

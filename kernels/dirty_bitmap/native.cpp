@@ -1,0 +1,271 @@
+#include "bits.h"
+
+namespace recpoint::RECPOINT_SET {
+namespace {
+
+// How many ids ahead words are asked for: the step before has emptied the caches of them.
+constexpr int64_t IDS_AHEAD = 192;
+
+template <typename Id>
+struct Unsigned;
+template <>
+struct Unsigned<int32_t> {
+    using type = uint32_t;
+};
+template <>
+struct Unsigned<int64_t> {
+    using type = uint64_t;
+};
+
+// The sign bit of `id | (last - id)` is set for each id outside 0 … last, and for no other.
+template <typename Id>
+bool all_inside(const Id* ids, int64_t n, int64_t stride, Id last) {
+    using Word = typename Unsigned<Id>::type;
+    Word signs = 0;
+    // A stride that is known lets the compiler use vectors.
+    if (stride == 1) {
+        for (int64_t i = 0; i < n; ++i) {
+            const Word id = static_cast<Word>(ids[i]);
+            signs |= id | (static_cast<Word>(last) - id);
+        }
+    } else {
+        for (int64_t i = 0; i < n; ++i) {
+            const Word id = static_cast<Word>(ids[i * stride]);
+            signs |= id | (static_cast<Word>(last) - id);
+        }
+    }
+    return static_cast<Id>(signs) >= 0;
+}
+
+// Ids of a table, `stride` entries apart.
+template <typename Id>
+struct Ids {
+    uint32_t* words;
+    const Id* ids;
+    int64_t n;
+    int64_t stride;
+    int64_t rows;
+};
+
+template <typename Id>
+void ask_for_word(const Ids<Id>& table, int64_t at) {
+    // An id out of range asks for memory that need not exist.
+    __builtin_prefetch(table.words + (table.ids[at * table.stride] >> 5), 0, 3);
+}
+
+// Whose words are asked for, table after table: the end of a table hides the way to the next one's.
+template <typename Id>
+struct Ahead {
+    const Ids<Id>* table;
+    const Ids<Id>* end;
+    int64_t at = 0;
+
+    // How many of the next `wanted` ids are of one table, which is `table` then; 0 at the end.
+    int64_t stretch(int64_t wanted) {
+        for (; table < end; ++table, at = 0) {
+            if (at < table->n) return least(wanted, table->n - at);
+        }
+        return 0;
+    }
+};
+
+// Marks the ids of a table. Returns -1, or the position of the first id out of range; no id is marked
+// then.
+template <typename Id>
+int64_t mark_table(const Ids<Id>& table, Ahead<Id>& ahead) {
+    const auto [words, ids, n, stride, rows] = table;
+    const int64_t largest = static_cast<int64_t>((~uint64_t{0} >> 1) >> (64 - 8 * sizeof(Id)));
+    const Id last = static_cast<Id>(least(rows - 1, largest));
+    if (!all_inside(ids, n, stride, last)) {
+        for (int64_t i = 0; i < n; ++i) {
+            if (ids[i * stride] < 0 || ids[i * stride] > last) return i;
+        }
+    }
+    const auto set = [=](int64_t i) {
+        const auto row = static_cast<uint64_t>(ids[i * stride]);
+        words[row >> 5] |= uint32_t{1} << (row & 31);
+    };
+    int64_t i = 0;
+    for (int64_t stretch; (stretch = ahead.stretch(n - i)) > 0; ahead.at += stretch) {
+        const Ids<Id> coming = *ahead.table;
+        const int64_t shift = ahead.at - i;
+        for (const int64_t end = i + stretch; i < end; ++i) {
+            ask_for_word(coming, i + shift);
+            set(i);
+        }
+    }
+    for (; i < n; ++i) set(i);
+    return -1;
+}
+
+// Marks the ids of tables. Returns -1, or which table first has an id out of range; it and those after
+// it are not marked.
+template <typename Id>
+int64_t mark_all_of(const Ids<Id>* tables, int64_t count, int64_t& position) {
+    Ahead<Id> ahead = {tables, tables + count};
+    int64_t asked = 0;
+    for (int64_t stretch; (stretch = ahead.stretch(IDS_AHEAD - asked)) > 0; asked += stretch) {
+        for (int64_t k = 0; k < stretch; ++k) ask_for_word(*ahead.table, ahead.at++);
+    }
+    for (int64_t t = 0; t < count; ++t) {
+        position = mark_table(tables[t], ahead);
+        if (position >= 0) return t;
+    }
+    return -1;
+}
+
+template <typename Id>
+int64_t mark(uint32_t* words, const Id* ids, int64_t n, int64_t stride, int64_t rows) {
+    const Ids<Id> table = {words, ids, n, stride, rows};
+    int64_t position = -1;
+    mark_all_of(&table, 1, position);
+    return position;
+}
+
+// Tables that are marked together.
+constexpr Py_ssize_t MOST_TABLES = 128;
+
+// Marks int64 ids of several tables, given as bitmap, ids, how many, rows of the table.
+PyObject* mark_tables(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    Ids<int64_t> tables[MOST_TABLES];
+    for (Py_ssize_t done = 0; done < count / 4; done += MOST_TABLES) {
+        const Py_ssize_t n = least(count / 4 - done, MOST_TABLES);
+        for (Py_ssize_t t = 0; t < n; ++t) {
+            PyObject* const* of_table = given + 4 * (done + t);
+            tables[t] = {
+                Argument<uint32_t*>::from(of_table[0]), Argument<const int64_t*>::from(of_table[1]),
+                Argument<int64_t>::from(of_table[2]), 1, Argument<int64_t>::from(of_table[3]),
+            };
+        }
+        if (PyErr_Occurred() != nullptr) return nullptr;
+        int64_t position = -1;
+        const int64_t refused = mark_all_of(tables, n, position);
+        if (refused >= 0) return PyLong_FromLongLong(done + refused);
+    }
+    return PyLong_FromLong(-1);
+}
+
+// Marks n ids, or n rows from `first` where `ids` is null; writes the positions of those that were
+// not marked. Returns how many these are, or -1 with nothing marked where an id is out of range.
+int64_t mark_new(
+    uint32_t* words, const int64_t* ids, int64_t first, int64_t n, int64_t rows, int64_t* positions
+) {
+    uint64_t largest = 0;
+    if (ids != nullptr) {
+        // A negative id is a huge unsigned one.
+        for (int64_t i = 0; i < n; ++i) largest = greatest(largest, static_cast<uint64_t>(ids[i]));
+        if (n > 0 && largest >= static_cast<uint64_t>(rows)) return -1;
+    }
+    int64_t found = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        const auto row = static_cast<uint64_t>(ids != nullptr ? ids[i] : first + i);
+        const uint32_t word = words[row >> 5];
+        const uint32_t bit = row & 31;
+        // Each position is written, and overwritten by the next where it is not new: whether a row
+        // is, no branch prediction can tell.
+        positions[found] = i;
+        found += 1 - static_cast<int64_t>((word >> bit) & 1);
+        words[row >> 5] = word | (uint32_t{1} << bit);
+    }
+    return found;
+}
+
+bool has_bit(const char* row, int64_t bytes) {
+    uint64_t seen = 0;
+    int64_t i = 0;
+    for (; i + 8 <= bytes; i += 8) seen |= load<uint64_t>(row + i);
+    for (; i < bytes; ++i) seen |= static_cast<unsigned char>(row[i]);
+    return seen != 0;
+}
+
+// Writes one bit a row to the words of a bitmap: whether any bit of the row is set.
+void find_nonzero(
+    const char* values, int64_t row_bytes, int64_t rows, uint32_t* words, int64_t threads
+) {
+    over_rows((rows + 31) / 32, threads, [=](int64_t start, int64_t stop) {
+        for (int64_t word = start; word < stop; ++word) {
+            uint32_t bits = 0;
+            const int64_t count = least<int64_t>(32, rows - 32 * word);
+            for (int64_t k = 0; k < count; ++k) {
+                const char* row = values + (32 * word + k) * row_bytes;
+                bits |= static_cast<uint32_t>(has_bit(row, row_bytes)) << k;
+            }
+            words[word] = bits;
+        }
+    });
+}
+
+void merge(uint32_t* into, const uint32_t* other, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) into[i] |= other[i];
+}
+
+void swap(uint32_t* a, uint32_t* b, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t word = a[i];
+        a[i] = b[i];
+        b[i] = word;
+    }
+}
+
+void clear(uint32_t* words, int64_t n) { memset(words, 0, 4 * n); }
+
+// Writes how many bits of each part are set; returns how many of all are.
+int64_t count(const uint32_t* words, int64_t n, int64_t* part_counts, int64_t threads) {
+    const int64_t parts = parts_of(n);
+    over_rows(parts, threads, [=](int64_t start, int64_t stop) {
+        for (int64_t part = start; part < stop; ++part) {
+            const int64_t first = part * PART_WORDS;
+            part_counts[part] = count_bits(words + first, least(PART_WORDS, n - first));
+        }
+    });
+    int64_t total = 0;
+    for (int64_t part = 0; part < parts; ++part) total += part_counts[part];
+    return total;
+}
+
+// Writes the marked rows, of which each part has as many as `count` wrote. Replaces the counts by
+// how many ids precede each part. Returns how many parts have changed since.
+int64_t collect(
+    const uint32_t* words, int64_t n, int64_t* part_counts, int64_t* ids, int64_t threads
+) {
+    const int64_t parts = parts_of(n);
+    int64_t before = 0;
+    for (int64_t part = 0; part < parts; ++part) {
+        const int64_t room = part_counts[part];
+        part_counts[part] = before;
+        before += room;
+    }
+    int64_t changed = 0;
+    over_rows(parts, threads, [&](int64_t start, int64_t stop) {
+        for (int64_t part = start; part < stop; ++part) {
+            const int64_t first = part * PART_WORDS;
+            const int64_t to = part_counts[part];
+            const int64_t room = (part + 1 < parts ? part_counts[part + 1] : before) - to;
+            const int64_t found = write_ids(
+                words + first, least(PART_WORDS, n - first), 32 * first, ids + to, room
+            );
+            if (found != room) take_turn(changed);
+        }
+    });
+    return changed;
+}
+
+}  // namespace
+
+// Functions that change a bitmap keep the GIL: a trainer thread that marks and a background thread
+// that merges a refused checkpoint back cannot lose each other's bits.
+extern const Operation dirty_bitmap[] = {
+    {"mark64", call<mark<int64_t>, Gil::kept>},
+    {"mark32", call<mark<int32_t>, Gil::kept>},
+    {"mark_tables", mark_tables},
+    {"mark_new", call<mark_new, Gil::kept>},
+    {"merge_bits", call<merge, Gil::kept>},
+    {"swap_bits", call<swap, Gil::kept>},
+    {"clear_bits", call<clear, Gil::kept>},
+    {"find_nonzero", call<find_nonzero>},
+    {"count_bits", call<count>},
+    {"collect_bits", call<collect>},
+    {nullptr, nullptr},
+};
+
+}  // namespace recpoint::RECPOINT_SET

@@ -1,0 +1,97 @@
+"""Calls the C++ functions, in the version for the widest instruction set that this processor has.
+
+`module.cpp` has one table of functions for each set; `library` has those of the one that is used.
+The environment variable RECPOINT_INSTRUCTION_SET names another one. All versions give the same
+bytes.
+
+Functions take addresses and counts as plain integers. Whoever calls them has checked dtypes,
+contiguity and bounds, because they cannot.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+
+from recpoint.kernels.native.sources import digest
+
+try:
+    import recpoint.kernels.native._native as _native
+except ImportError as error:
+    raise ImportError(
+        f"recpoint's kernels are not compiled, or not for this system: {error}. Next: in a"
+        " checkout, make install, or pip install -e ."
+    ) from error
+
+__all__ = [
+    "COMPILER",
+    "INSTRUCTION_SETS",
+    "instruction_set",
+    "library",
+    "team_size",
+    "use",
+]
+
+#: The sets that this processor has, widest first.
+INSTRUCTION_SETS: Final = tuple(_native.instruction_sets)
+
+#: What compiled the kernels.
+COMPILER: Final = str(_native.compiler)
+
+#: Below this many bytes of traffic handing a part to another thread costs more than it saves.
+SPLIT_BYTES: Final = 1 << 20
+
+#: The functions of one instruction set, by their names in the `native.cpp` files.
+library: Any = SimpleNamespace()
+
+
+def _use(name: str) -> None:
+    if name not in INSTRUCTION_SETS:
+        raise ValueError(
+            f"RECPOINT_INSTRUCTION_SET: {name!r}, expected one of {', '.join(INSTRUCTION_SETS)}"
+        )
+    library.__dict__.update(_native.instruction_sets[name], instruction_set=name)
+
+
+def instruction_set() -> str:
+    """The instruction set that is used."""
+    return str(library.instruction_set)
+
+
+@contextmanager
+def use(name: str) -> Iterator[None]:
+    """Use another instruction set for a while; a marker that was made before keeps its own.
+
+    Raises:
+        ValueError: this processor does not have it.
+    """
+    before = instruction_set()
+    _use(name)
+    try:
+        yield
+    finally:
+        _use(before)
+
+
+def team_size(traffic_bytes: int) -> int:
+    """How many threads pay for work that reads and writes so many bytes: 1 or more."""
+    return max(1, min(torch.get_num_threads(), traffic_bytes // SPLIT_BYTES + 1))
+
+
+def _refuse_stale(kernels: Path) -> None:
+    found = digest(kernels)
+    if found is not None and found != _native.sources:
+        raise ImportError(
+            "recpoint's kernels are older than their C++ sources in"
+            f" {kernels}. Next: make install, or pip install -e ."
+        )
+
+
+_refuse_stale(Path(__file__).parent.parent)
+_use(os.environ.get("RECPOINT_INSTRUCTION_SET") or INSTRUCTION_SETS[0])

@@ -1,0 +1,152 @@
+#include "pool.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+
+namespace recpoint {
+namespace {
+
+struct Pool {
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t given = PTHREAD_COND_INITIALIZER;  // a job waits for helpers
+    pthread_cond_t ended = PTHREAD_COND_INITIALIZER;  // a job has no helper at work
+    Job* first = nullptr;
+    int64_t threads = 0;
+};
+
+Pool* made() {
+    Pool* pool = static_cast<Pool*>(malloc(sizeof(Pool)));
+    if (pool != nullptr) *pool = Pool{};
+    return pool;
+}
+
+// Never freed: threads wait on it while the process exits.
+Pool* pool = made();
+
+// A forked child has none of the threads, and another thread may have held the lock.
+void renew_in_child() { pool = made(); }
+
+const int registered = pthread_atfork(nullptr, nullptr, renew_in_child);
+
+void take_out(Pool& pool, Job& job) {
+    for (Job** place = &pool.first; *place != nullptr; place = &(*place)->next) {
+        if (*place == &job) {
+            *place = job.next;
+            return;
+        }
+    }
+}
+
+void* help(void* given) {
+    Pool& pool = *static_cast<Pool*>(given);
+    pthread_mutex_lock(&pool.lock);
+    for (;;) {
+        while (pool.first == nullptr) pthread_cond_wait(&pool.given, &pool.lock);
+        Job& job = *pool.first;
+        if (--job.wanted == 0) pool.first = job.next;
+        ++job.running;
+        pthread_mutex_unlock(&pool.lock);
+        job.work(&job);
+        pthread_mutex_lock(&pool.lock);
+        if (--job.running == 0) pthread_cond_broadcast(&pool.ended);
+    }
+    return nullptr;
+}
+
+// With the lock held.
+bool add_thread(Pool& pool) {
+    pthread_attr_t attributes;
+    if (pthread_attr_init(&attributes) != 0) return false;
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&attributes, 512 << 10);
+    // A thread has the signal mask of the one that makes it. Python's signals must go to Python's
+    // threads: one that arrived here would interrupt no sleep of theirs.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_t thread;
+    const bool made = pthread_create(&thread, &attributes, help, &pool) == 0;
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    pthread_attr_destroy(&attributes);
+    pool.threads += made;
+    return made;
+}
+
+}  // namespace
+
+namespace {
+
+// Lets up to `helpers` threads begin with the job. Fewer begin where no thread can be made.
+void offer(Pool& pool, Job& job, int64_t helpers) {
+    pthread_mutex_lock(&pool.lock);
+    while (pool.threads < helpers && add_thread(pool)) {
+    }
+    job.wanted = helpers < pool.threads ? helpers : pool.threads;
+    if (job.wanted > 0) {
+        Job** last = &pool.first;
+        while (*last != nullptr) last = &(*last)->next;
+        *last = &job;
+        pthread_cond_broadcast(&pool.given);
+    }
+    pthread_mutex_unlock(&pool.lock);
+}
+
+// No thread begins with the job after this, and those that have begun have ended.
+void withdraw(Pool& pool, Job& job) {
+    pthread_mutex_lock(&pool.lock);
+    if (job.wanted > 0) take_out(pool, job);
+    while (job.running > 0) pthread_cond_wait(&pool.ended, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+// `GOMP_parallel(function, data, threads, flags)`: GNU's interface, which LLVM's library has too.
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
+bool is_forked = false;  // OpenMP's threads are not in a forked child, and it would wait for them
+
+const int noted = pthread_atfork(nullptr, nullptr, [] { is_forked = true; });
+
+Parallel openmp() {
+    // Looked up among the libraries in the process: torch has brought one, or there is none.
+    static const auto found = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    return is_forked ? nullptr : found;
+}
+
+// What each thread of an OpenMP team is called with.
+struct Order {
+    Job* job;
+    Errand* errand;
+    pthread_t leader;
+};
+
+void follow(void* given) {
+    const Order& order = *static_cast<Order*>(given);
+    // Not OpenMP's numbers: of two OpenMPs in a process the wrong one may be asked.
+    if (order.errand != nullptr && pthread_equal(pthread_self(), order.leader)) {
+        order.errand->run(order.errand);
+    }
+    order.job->work(order.job);
+}
+
+}  // namespace
+
+void run_in_pool(Job& job, int64_t threads) {
+    Pool* const shared = threads > 1 ? pool : nullptr;
+    if (shared != nullptr) offer(*shared, job, threads - 1);
+    job.work(&job);
+    if (shared != nullptr) withdraw(*shared, job);
+}
+
+void run_beside_torch(Job& job, int64_t threads, Errand* errand) {
+    if (const Parallel parallel = openmp(); parallel != nullptr && threads > 1) {
+        Order order = {&job, errand, pthread_self()};
+        parallel(follow, &order, static_cast<unsigned>(threads), 0);
+        return;
+    }
+    if (errand != nullptr) errand->run(errand);
+    run_in_pool(job, threads);
+}
+
+}  // namespace recpoint

@@ -1,0 +1,57 @@
+// Rounding of binary32 values to those of binary16. Results are binary32. A magnitude beyond the
+// largest of binary16 comes back above LARGEST_HALF: callers test for that.
+#pragma once
+
+#include "../native/operation.h"
+
+namespace recpoint::RECPOINT_SET {
+
+constexpr float LARGEST_HALF = 65504.0f;
+// The smallest normal magnitude; below it lie multiples of 2^-24.
+constexpr float SMALLEST_HALF = 0x1p-14f;
+// A binary32 has 13 bits of fraction more.
+constexpr int32_t HALF_REST = 0x1FFF;
+
+inline int32_t bits_of(float value) { return load<int32_t>(&value); }
+inline float float_of(int32_t bits) { return load<float>(&bits); }
+inline float magnitude(float value) { return float_of(bits_of(value) & 0x7FFFFFFF); }
+
+inline float half_toward_zero(float value) {
+    if (value >= SMALLEST_HALF) return float_of(bits_of(value) & ~HALF_REST);
+    return static_cast<float>(static_cast<int32_t>(value * 0x1p24f)) * 0x1p-24f;
+}
+
+inline float half_from_zero(float value) {
+    if (value >= SMALLEST_HALF) return float_of((bits_of(value) + HALF_REST) & ~HALF_REST);
+    const float units = value * 0x1p24f;  // exact: a power of two, and the result is normal
+    const float whole = static_cast<float>(static_cast<int32_t>(units));
+    return (whole < units ? whole + 1.0f : whole) * 0x1p-24f;
+}
+
+// The largest value of binary16 that is not above a finite value; -0 stays -0.
+inline float half_below(float value) {
+    if (value > 0.0f) return half_toward_zero(value);
+    return value < 0.0f ? -half_from_zero(-value) : value;
+}
+
+// The smallest value of binary16 that is not below a finite value, which is not negative.
+inline float half_above(float value) { return half_from_zero(value); }
+
+// The value of binary16 next to a finite value, ties to the even one; -0 stays -0.
+inline float half_nearest(float value) {
+    if (value == 0.0f) return value;
+    float rounded = magnitude(value);
+    if (rounded >= SMALLEST_HALF) {
+        const int32_t pattern = bits_of(rounded);
+        rounded = float_of((pattern + (HALF_REST >> 1) + ((pattern >> 13) & 1)) & ~HALF_REST);
+    } else {
+        const float units = rounded * 0x1p24f;
+        int32_t whole = static_cast<int32_t>(units);
+        const float rest = units - static_cast<float>(whole);
+        whole += rest > 0.5f || (rest == 0.5f && (whole & 1) == 1);
+        rounded = static_cast<float>(whole) * 0x1p-24f;
+    }
+    return value < 0.0f ? -rounded : rounded;
+}
+
+}  // namespace recpoint::RECPOINT_SET

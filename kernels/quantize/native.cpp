@@ -1,0 +1,286 @@
+#include "code.h"
+#include "ends.h"
+#include "search.h"
+
+namespace recpoint::RECPOINT_SET {
+namespace {
+
+// Rows that are worked on together: what is done once a row is then done side by side.
+constexpr int64_t ROWS = 16;
+
+// Rows, and what becomes of them, as Python gives them: int64 each.
+struct Given {
+    const float* rows;
+    int64_t dim;
+    int64_t bits;
+    int64_t code_bits;  // of a code as it is stored: `bits` or 8
+    int64_t is_symmetric;
+    int64_t in_half;  // choose parameters of binary16 where that is safe
+    uint8_t* packed;
+    float* scale;
+    float* offset;
+    uint8_t* exact;
+    uint8_t* wide;
+
+    int64_t width() const { return (dim * code_bits + 7) / 8; }
+    float levels() const { return static_cast<float>((1 << bits) - 1); }
+};
+
+static_assert(sizeof(Given) == 88);
+
+// Rows of more values are packed one by one: their codes take too much room together.
+constexpr int64_t LONG_DIM = 1024;
+
+int64_t packed_together(const Given& given) { return given.dim <= LONG_DIM ? ROWS : 1; }
+
+// Room for codes that are packed afterwards.
+int64_t scratch_bytes(const Given& given) {
+    return given.code_bits == 8 ? 0 : packed_together(given) * given.dim;
+}
+
+// Up to this length rows are coded as one string of values, each with its row's scale and offset.
+constexpr int64_t SHORT_DIM = 16;
+
+// Writes one code a byte of ROWS rows whose scales and offsets are stored.
+template <int64_t DIM>
+void code_short_rows(
+    const Given& given, int64_t first, const float* inverse, uint8_t* codes
+) {
+    float inverses[ROWS * DIM];
+    float offsets[ROWS * DIM];
+    for (int64_t i = 0; i < ROWS; ++i) {
+        for (int64_t k = 0; k < DIM; ++k) {
+            inverses[i * DIM + k] = inverse[i];
+            offsets[i * DIM + k] = given.offset[first + i];
+        }
+    }
+    const float* values = given.rows + first * DIM;
+    code_values<ROWS * DIM>(values, inverses, offsets, given.levels(), codes);
+}
+
+// Writes the packed codes of `n` rows, ROWS at most, whose scales and offsets are stored. DIM is 0
+// where it is not known.
+template <int64_t DIM>
+void write_codes(const Given& given, int64_t first, int64_t n, uint8_t* scratch) {
+    const int64_t dim = DIM > 0 ? DIM : given.dim;
+    const int64_t width = given.width();
+    const float top = given.levels();
+    const int64_t together = least(n, packed_together(given));
+    for (int64_t end = first + n; first < end; first += together) {
+        uint8_t* packed = given.packed + first * width;
+        uint8_t* codes = given.code_bits == 8 ? packed : scratch;
+        float inverses[ROWS];
+        if (together == ROWS) {
+            // Side by side: one by one, they take a fourth of the time of short rows.
+            for (int64_t i = 0; i < ROWS; i += LANES) {
+                const Floats scale = load<Floats>(given.scale + first + i);
+                store(inverses + i, scale > 0.0f ? 1.0f / scale : Floats{});
+            }
+        } else {
+            for (int64_t i = 0; i < together; ++i) inverses[i] = inverse_of(given.scale[first + i]);
+        }
+        if constexpr (0 < DIM && DIM <= SHORT_DIM) {
+            if (together == ROWS) code_short_rows<DIM>(given, first, inverses, codes);
+        }
+        if (DIM == 0 || DIM > SHORT_DIM || together < ROWS) {
+            for (int64_t i = 0; i < together; ++i) {
+                const int64_t row = first + i;
+                // The next rows' ends are found before their codes: all lines would be waited for.
+                const float* coming = given.rows + (row + together) * dim;
+                for (int64_t k = 0; k < dim; k += 16) ask_for(coming + k);
+                code_row<DIM>(
+                    given.rows + row * dim, dim, inverses[i], given.offset[row], top,
+                    codes + i * dim
+                );
+            }
+        }
+        if (given.code_bits == 8) continue;
+        if (dim * given.code_bits % 8 == 0) {
+            pack_codes(codes, packed, together * dim, given.code_bits);
+            continue;
+        }
+        for (int64_t i = 0; i < together; ++i) {
+            pack_codes(codes + i * dim, packed + i * width, dim, given.code_bits);
+        }
+    }
+}
+
+template <int64_t DIM>
+void quantize_part(const Given& given, int64_t start, int64_t stop, uint8_t* scratch) {
+    const int64_t dim = DIM > 0 ? DIM : given.dim;
+    const float levels = given.levels();
+    for (int64_t first = start; first < stop; first += ROWS) {
+        const int64_t n = least(ROWS, stop - first);
+        if (n == ROWS && !given.is_symmetric && !given.in_half) {
+            for (int64_t at = first; at < first + ROWS; at += LANES) {
+                store_parameters(
+                    ends_of_rows<DIM>(given.rows + at * dim, dim), levels, given.scale + at,
+                    given.offset + at, given.exact + at, given.wide + at
+                );
+            }
+        } else {
+            for (int64_t row = first; row < first + n; ++row) {
+                const Parameters found = parameters_of_row(
+                    ends_of_row(given.rows + row * dim, dim), levels, given.is_symmetric,
+                    given.in_half
+                );
+                given.scale[row] = found.scale;
+                given.offset[row] = found.offset;
+                given.exact[row] = found.is_exact;
+                given.wide[row] = found.is_wide;
+            }
+        }
+        write_codes<DIM>(given, first, n, scratch);
+    }
+}
+
+// Lengths that tables have get loops of their own.
+template <template <int64_t> typename For>
+auto of_length(int64_t dim) {
+    switch (dim) {
+        case 4: return For<4>::function;
+        case 8: return For<8>::function;
+        case 16: return For<16>::function;
+        case 32: return For<32>::function;
+        case 64: return For<64>::function;
+        case 128: return For<128>::function;
+        default: return For<0>::function;
+    }
+}
+
+template <int64_t DIM>
+struct WriteCodes {
+    static constexpr auto function = write_codes<DIM>;
+};
+
+template <int64_t DIM>
+struct QuantizePart {
+    static constexpr auto function = quantize_part<DIM>;
+};
+
+// Quantizes rows by their ends.
+Room quantize_plain(const Given* given, int64_t rows, int64_t threads) {
+    Scratch scratch(threads, scratch_bytes(*given));
+    if (!scratch.is_there()) return {false};
+    const auto quantize = of_length<QuantizePart>(given->dim);
+    over_rows_with<beside_torch>(rows, threads, scratch, [&](int64_t start, int64_t stop, char* own) {
+        quantize(*given, start, stop, reinterpret_cast<uint8_t*>(own));
+    });
+    return {true};
+}
+
+// Puts a row into its lane, and stores what it has without a search.
+void load_lane(const Given& given, int64_t row, int lane, Block& block) {
+    const float* values = given.rows + row * given.dim;
+    const Ends ends = ends_of_row(values, given.dim);
+    const Parameters step = parameters_of_row(ends, block.levels, false, false);
+    const Parameters plain = parameters_of_row(ends, block.levels, false, given.in_half);
+    const bool is_live = plain.scale > 0.0f;
+    block.step[lane] = is_live ? step.scale : 1.0f;
+    block.low[lane] = is_live ? step.offset : 0.0f;
+    block.per_step[lane] = is_live ? 1.0f / step.scale : 1.0f;
+    block.plain.scale[lane] = is_live ? plain.scale : 1.0f;
+    block.plain.offset[lane] = is_live ? plain.offset : 0.0f;
+    block.halves[lane] = given.in_half && !plain.is_wide ? -1 : 0;
+    for (int64_t k = 0; k < given.dim; ++k) block.values[k][lane] = is_live ? values[k] : 0.0f;
+    given.scale[row] = plain.scale;
+    given.offset[row] = plain.offset;
+    given.exact[row] = plain.is_exact;
+    given.wide[row] = plain.is_wide;
+}
+
+void search_part(
+    const Given& given, const Search& search, int64_t start, int64_t stop, char* scratch
+) {
+    Block block{};
+    block.dim = given.dim;
+    block.levels = given.levels();
+    block.values = reinterpret_cast<Floats*>(scratch);
+    block.in_units = block.values + given.dim;
+    auto* codes = reinterpret_cast<uint8_t*>(block.in_units + given.dim);
+    const auto write = of_length<WriteCodes>(given.dim);
+    const Floats margin = spread(static_cast<float>(given.dim) * COST_MARGIN);
+    for (int64_t first = start; first < stop; first += LANES) {
+        const int64_t n = least<int64_t>(LANES, stop - first);
+        for (int lane = 0; lane < LANES; ++lane) {
+            // The last block repeats its last row.
+            load_lane(given, least(first + lane, stop - 1), lane, block);
+        }
+        judge(search, block, block.plain);
+        const Trial found = search.bins > 0 ? greedy(search, block) : refit(search, block);
+        const Words is_better = found.cost + margin <= block.plain.cost;
+        for (int lane = 0; lane < n; ++lane) {
+            if (!is_better[lane] || !(given.scale[first + lane] > 0.0f)) continue;
+            given.scale[first + lane] = found.scale[lane];
+            given.offset[first + lane] = found.offset[lane];
+        }
+        write(given, first, n, codes);
+    }
+}
+
+// Quantizes rows by the greedy search if there are `bins`, else by the refit search.
+Room quantize_by_search(
+    const Given* given, int64_t rows, const float* pairs, int64_t pair_count, float nearby,
+    int64_t refits, float fraction, int64_t bins, int64_t steps, float unit, float largest,
+    int64_t threads
+) {
+    const Search search = {
+        pairs, pair_count, nearby, refits, fraction, bins, steps, unit, largest
+    };
+    const int64_t block_bytes = 2 * given->dim * static_cast<int64_t>(sizeof(Floats));
+    Scratch scratch(threads, block_bytes + scratch_bytes(*given));
+    if (!scratch.is_there()) return {false};
+    over_rows_with(rows, threads, scratch, [&](int64_t start, int64_t stop, char* own) {
+        search_part(*given, search, start, stop, own);
+    });
+    return {true};
+}
+
+// Places of decoded rows are asked for so many rows ahead, and at most so much of each.
+constexpr int64_t ROWS_AHEAD = 32;
+constexpr int64_t PLACE_BYTES = 256;
+
+// Decodes row positions[i] of the codes to row ids[i] of `rows`; a null list stands for 0, 1, 2, …
+Room dequantize(
+    const uint8_t* packed, const float* scales, const float* offsets, float* rows, int64_t dim,
+    int64_t bits, const int64_t* positions, const int64_t* ids, int64_t n, int64_t threads
+) {
+    const int64_t width = (dim * bits + 7) / 8;
+    Scratch scratch(threads, bits == 8 ? 0 : dim);
+    if (!scratch.is_there()) return {false};
+    over_rows_with(n, threads, scratch, [=](int64_t start, int64_t stop, char* own) {
+        auto* unpacked = reinterpret_cast<uint8_t*>(own);
+        for (int64_t i = start; i < stop; ++i) {
+            if (ids != nullptr) {
+                // Rows that lie apart: the processor does not see by itself which one comes next.
+                const char* coming =
+                    reinterpret_cast<const char*>(rows + ids[least(i + ROWS_AHEAD, stop - 1)] * dim);
+                for (int64_t at = 0; at < least(4 * dim, PLACE_BYTES); at += 64) {
+                    ask_for(coming + at);
+                }
+            }
+            const int64_t position = positions != nullptr ? positions[i] : i;
+            const uint8_t* codes = packed + position * width;
+            if (bits != 8) {
+                unpack_codes(codes, unpacked, dim, bits);
+                codes = unpacked;
+            }
+            const float scale = scales[position];
+            const float offset = offsets[position];
+            float* row = rows + (ids != nullptr ? ids[i] : i) * dim;
+            for (int64_t k = 0; k < dim; ++k) row[k] = static_cast<float>(codes[k]) * scale + offset;
+        }
+    });
+    return {true};
+}
+
+}  // namespace
+
+extern const Operation quantize[] = {
+    {"quantize_plain", call<quantize_plain>},
+    {"quantize_by_search", call<quantize_by_search>},
+    {"dequantize", call<dequantize>},
+    {nullptr, nullptr},
+};
+
+}  // namespace recpoint::RECPOINT_SET

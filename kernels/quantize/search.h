@@ -1,0 +1,195 @@
+// The searches for a better scale and offset (README of this folder): a row in each lane.
+#pragma once
+
+#include "lanes.h"
+#include "plain.h"
+
+namespace recpoint::RECPOINT_SET {
+
+// Units a value by which rounded sums of errors must differ for the exact ones to differ.
+constexpr float COST_MARGIN = 1.25f;
+
+// How to search, the same for all rows; see grid.py.
+struct Search {
+    const float* pairs;  // refit: [pair_count, 2], slope and shift of each candidate
+    int64_t pair_count;
+    float nearby;
+    int64_t refits;
+    float fraction;
+    int64_t bins;  // greedy, else 0
+    int64_t steps;
+    float unit;
+    float largest;
+};
+
+// What is tried for the rows of all lanes, and what it costs them.
+struct Trial {
+    Floats scale;
+    Floats offset;
+    Floats cost;
+};
+
+// The rows of all lanes.
+struct Block {
+    int64_t dim;
+    float levels;
+    Floats* values;    // [dim]
+    Floats* in_units;  // [dim], room for refit
+    Floats step;       // the plain scale, in binary32
+    Floats low;
+    Floats per_step;
+    Words halves;  // where parameters have to be of binary16: all bits
+    Trial plain;   // as it would be stored
+};
+
+// Fills in the cost of a trial: squared errors of rows decoded with its parameters, in whole units.
+inline void judge(const Search& search, const Block& block, Trial& trial) {
+    const Floats scale = trial.scale;
+    const Floats offset = trial.offset;
+    const Floats inverse = 1.0f / scale;
+    const Floats per_step = block.per_step;
+    const Floats top = spread(block.levels);
+    const Floats unit = spread(search.unit);
+    const Floats largest = spread(search.largest);
+    Floats total{};
+    for (int64_t k = 0; k < block.dim; ++k) {
+        const Floats value = block.values[k];
+        const Floats place = (value - offset) * inverse + 0.5f;
+        const Floats code = whole(maximum(minimum(place, top), Floats{}));
+        const Floats steps = (value - (code * scale + offset)) * per_step;
+        // An infinite error is the largest one; there is no NaN, since code · scale is finite.
+        total = minimum(total + rounded(minimum(steps * steps * unit, largest)), largest);
+    }
+    trial.cost = total;
+}
+
+// Makes parameters such as are stored, the plain ones if need be.
+inline void keep_representable(const Block& block, Trial& trial) {
+    for (int lane = 0; lane < LANES; ++lane) {
+        float scale = trial.scale[lane];
+        float offset = trial.offset[lane];
+        constexpr float finite = 0x1.fffffep127f;
+        bool is_usable = scale >= TINY && scale <= finite && magnitude(offset) <= finite;
+        if (is_usable && block.halves[lane]) {
+            scale = half_nearest(scale);
+            offset = half_nearest(offset);
+            is_usable = scale > 0.0f && scale <= LARGEST_HALF && magnitude(offset) <= LARGEST_HALF;
+        }
+        trial.scale[lane] = is_usable ? scale : block.plain.scale[lane];
+        trial.offset[lane] = is_usable ? offset : block.plain.offset[lane];
+    }
+}
+
+// Sums of least squares for the codes of a slope and shift: of codes, count · covariance and count ·
+// variance of the codes, and what of the row's squares they explain, 0 where codes do not rise with
+// the values.
+struct Explained {
+    Floats codes;
+    Floats along;
+    Floats square;
+    Floats score;
+};
+
+inline Explained explain(const Block& block, Floats slope, Floats shift, Floats total) {
+    const Floats top = spread(block.levels);
+    const Floats count = spread(static_cast<float>(block.dim));
+    Floats codes{};
+    Floats products{};
+    Floats squares{};
+    for (int64_t k = 0; k < block.dim; ++k) {
+        const Floats value = block.in_units[k];
+        const Floats code = rounded(maximum(minimum(value * slope + shift, top), Floats{}));
+        codes += code;
+        products = exact_multiply_add(code, value, products);
+        squares = exact_multiply_add(code, code, squares);
+    }
+    const Floats along = count * products - codes * total;
+    const Floats square = count * squares - codes * codes;
+    const Words is_usable = (square > Floats{}) & (along > Floats{});
+    return {codes, along, square, is_usable ? along * along / square : Floats{}};
+}
+
+// The best of the grid, then of the nine around it, then least squares.
+inline Trial refit(const Search& search, const Block& block) {
+    const Floats unit = spread(search.fraction);
+    const Floats top = spread(block.levels);
+    const Floats half_levels = spread(block.levels * 0.5f);
+    const Floats middle = half_levels * unit;
+    Floats total{};
+    for (int64_t k = 0; k < block.dim; ++k) {
+        const Floats steps = (block.values[k] - block.low) * block.per_step;
+        block.in_units[k] = rounded(steps * unit) - middle;
+        total += block.in_units[k];
+    }
+    Floats best{};
+    Floats slope = spread(search.pairs[0]);
+    Floats shift = spread(search.pairs[1]);
+    const auto consider = [&](Floats its_slope, Floats its_shift) {
+        const Floats score = explain(block, its_slope, its_shift, total).score;
+        const Words is_better = best < score;
+        best = is_better ? score : best;
+        slope = is_better ? its_slope : slope;
+        shift = is_better ? its_shift : shift;
+    };
+    for (int64_t i = 0; i < search.pair_count; ++i) {
+        consider(spread(search.pairs[2 * i]), spread(search.pairs[2 * i + 1]));
+    }
+    const Floats low = 0.0f - shift / slope;
+    const Floats high = (top - shift) / slope;
+    for (int i = 0; i < 9; ++i) {
+        const Floats its_low = low + search.nearby * static_cast<float>(i / 3 - 1);
+        const Floats its_high = high + search.nearby * static_cast<float>(i % 3 - 1);
+        const Floats its_slope = top / (its_high - its_low);
+        consider(its_slope, 0.0f - its_low * its_slope);
+    }
+    for (int64_t i = 0; i < search.refits; ++i) {
+        const Explained found = explain(block, slope, shift, total);
+        const Floats its_slope = found.square / found.along;
+        const Floats start = (total - found.along / found.square * found.codes) /
+                             spread(static_cast<float>(block.dim));
+        const Words is_usable = found.score > Floats{};
+        slope = is_usable ? its_slope : slope;
+        shift = is_usable ? 0.0f - start * its_slope : shift;
+    }
+    const Floats unit_steps = 1.0f / unit;
+    Trial trial = {
+        block.step * (unit_steps / slope),
+        block.low + block.step * (half_levels - shift / slope * unit_steps),
+        Floats{},
+    };
+    keep_representable(block, trial);
+    judge(search, block, trial);
+    return trial;
+}
+
+// Moves in the end that costs less, step by step; the best pair of ends seen.
+inline Trial greedy(const Search& search, const Block& block) {
+    const Floats levels = spread(block.levels);
+    Floats low = block.low;
+    Floats high = block.low + block.step * levels;
+    const Floats move = block.step * levels / spread(static_cast<float>(search.bins));
+    Trial best = block.plain;
+    for (int64_t i = 0; i < search.steps; ++i) {
+        Trial raised = {(high - (low + move)) / levels, low + move, Floats{}};
+        Trial lowered = {((high - move) - low) / levels, low, Floats{}};
+        keep_representable(block, raised);
+        judge(search, block, raised);
+        keep_representable(block, lowered);
+        judge(search, block, lowered);
+        const Words is_raised = raised.cost < lowered.cost;
+        low = is_raised ? low + move : low;
+        high = is_raised ? high : high - move;
+        const Trial now = {
+            is_raised ? raised.scale : lowered.scale,
+            is_raised ? raised.offset : lowered.offset,
+            is_raised ? raised.cost : lowered.cost,
+        };
+        const Words is_better = now.cost < best.cost;
+        best.scale = is_better ? now.scale : best.scale;
+        best.offset = is_better ? now.offset : best.offset;
+        best.cost = is_better ? now.cost : best.cost;
+    }
+    return best;
+}
+
+}  // namespace recpoint::RECPOINT_SET

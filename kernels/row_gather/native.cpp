@@ -1,0 +1,43 @@
+#include "rows.h"
+
+namespace recpoint::RECPOINT_SET {
+namespace {
+
+// The position of the first id that is not in 0 … limit - 1; -1 if there is none.
+int64_t first_outside(const int64_t* ids, int64_t n, int64_t limit) {
+    uint64_t largest = 0;
+    // A negative id is a huge unsigned one.
+    for (int64_t i = 0; i < n; ++i) largest = greatest(largest, static_cast<uint64_t>(ids[i]));
+    if (n == 0 || largest < static_cast<uint64_t>(limit)) return -1;
+    int64_t i = 0;
+    while (static_cast<uint64_t>(ids[i]) < static_cast<uint64_t>(limit)) ++i;
+    return i;
+}
+
+// Copies row from[i] of `source` to row to[i] of `dest`; a null list stands for 0, 1, 2, …
+template <Runner run>
+void move_rows(
+    const char* source, const int64_t* from, char* dest, const int64_t* to, int64_t row_bytes,
+    int64_t n, int64_t threads
+) {
+    const int64_t lines = lines_to_stream(row_bytes, n, dest);
+    over_rows<run>(n, threads, [=](int64_t start, int64_t stop) {
+        copy_rows(
+            from != nullptr ? source : source + start * row_bytes,
+            from != nullptr ? from + start : nullptr,
+            to != nullptr ? dest : dest + start * row_bytes,
+            to != nullptr ? to + start : nullptr, row_bytes, lines, stop - start
+        );
+    });
+}
+
+}  // namespace
+
+extern const Operation row_gather[] = {
+    {"first_outside", call<first_outside>},
+    {"move_rows", call<move_rows<run_in_pool>>},
+    {"move_rows_beside_torch", call<move_rows<beside_torch>>},
+    {nullptr, nullptr},
+};
+
+}  // namespace recpoint::RECPOINT_SET
