@@ -98,9 +98,6 @@ def _main(folder: Path, plays: list[dict[str, Any]]) -> int:
 
     import recpoint.trainer_plugin.checkpointer
     import recpoint.trainer_plugin.integrations.torchrec_source  # noqa: F401
-    from recpoint import kernels
-
-    kernels.warm_up()
 
     context = multiprocessing.get_context("fork")
     failed = 0

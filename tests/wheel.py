@@ -13,7 +13,7 @@ from zipfile import ZipFile
 __all__ = ["ROOT", "InstalledWheel"]
 
 ROOT = Path(__file__).resolve().parents[1]
-_NO_SOURCES = shutil.ignore_patterns("__pycache__", "*.egg-info")
+_NO_SOURCES = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
 
 
 class InstalledWheel:
@@ -55,9 +55,9 @@ class InstalledWheel:
 def _build(sources: Path, folder: Path) -> Path:
     """Builds a wheel from a copy: files that a build leaves behind get into the next wheel."""
     links = [path for path in (ROOT / "src" / "recpoint").iterdir() if path.is_symlink()]
-    for name in ("src", *(link.name for link in links)):
+    for name in ("src", "build_backend", *(link.name for link in links)):
         shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=_NO_SOURCES)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources / name)
     # Without a network connection: uses the installed setuptools.
     build = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recpoint import Staging, Timeouts, kernels
+from recpoint import Staging, Timeouts
 from recpoint.catalog.consolidate.merge import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.run.run import Run
@@ -59,9 +59,6 @@ _BEFORE_A_REQUEST = {"create", "delete", "put"}
 #: are there with a run on a local disk too. Right before a request the store is as it was right
 #: after the last one, and there all die: once between any two requests, and after the last.
 BESIDES_ON_S3 = frozenset(_OF_STAGING | _BEFORE_A_REQUEST)
-
-# Once, in the server that lives are forked from, and not in each of them.
-kernels.warm_up()
 
 
 def begin(

@@ -25,17 +25,7 @@ import crc32c
 ROOT = Path(__file__).parents[2]
 
 
-def compiled() -> list[str]:
-    """Modules that numba compiles: it knows nothing of the calls that atheris puts into code."""
-    kernels = [path.relative_to(ROOT) for path in (ROOT / "kernels").rglob("*.py")]
-    return [
-        ".".join(["recpoint", *path.with_suffix("").parts])
-        for path in kernels
-        if path.parts[1] != "row_set" or path.name == "cpu.py"
-    ]
-
-
-with atheris.instrument_imports(include=["recpoint"], exclude=compiled()):
+with atheris.instrument_imports(include=["recpoint"]):
     import torch
 
     from recpoint.errors import FormatError

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: What a machine that only measures kernels need not have.
 MISSING = [
-    *("numba", "llvmlite", "zstandard", "rich", "pydantic", "crc32c", "fsspec", "safetensors"),
-    "psutil",
+    *("zstandard", "rich", "pydantic", "crc32c", "fsspec", "safetensors", "psutil"),
+    "recpoint.kernels.native._native",
 ]
 WITHOUT_THEM = f"import sys\nfor name in {MISSING}: sys.modules[name] = None\n"
 

@@ -38,6 +38,18 @@ def test_the_demo_is_there_and_trains_on_data_that_has_its_licence(
     assert not list(empty.iterdir())
 
 
+def test_one_library_serves_all_pythons_and_brings_no_sources(
+    wheel: InstalledWheel, tmp_path: Path
+) -> None:
+    assert "-cp311-abi3-" in wheel.path.name
+    assert [path.name for path in wheel.site.rglob("*.so")] == ["_native.abi3.so"]
+    assert not [path for kind in ("*.cpp", "*.h") for path in wheel.site.rglob(kind)]
+    program = "from recpoint.kernels import native; print(native.__file__)"
+    found = wheel.run(["-c", program], directory=tmp_path, home=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert Path(found.stdout.strip()).is_relative_to(wheel.site)
+
+
 def test_the_live_page_has_its_style(wheel: InstalledWheel, tmp_path: Path) -> None:
     pytest.importorskip("nicegui", reason="nicegui is not installed")
     program = "from recpoint.dashboards import page_elements as e; print(e.__file__, len(e.STYLE))"

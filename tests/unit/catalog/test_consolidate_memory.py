@@ -19,14 +19,12 @@ from tests.torch_interpreter import run_program
 _PROGRAM = """
 import json, sys, threading
 import psutil
-from recpoint import kernels
 from recpoint.catalog.consolidate.merge import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.format.naming import ManifestName
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 
-kernels.warm_up()
 run = Run.open(open_store(sys.argv[1]))
 process = psutil.Process()
 consolidate(run, plan_consolidation(run, ManifestName(2, 1)))

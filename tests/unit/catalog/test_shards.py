@@ -482,7 +482,6 @@ def test_a_file_that_was_cut_off_is_said_to_be_so(
 # The peak of what is not mapped from a file, after everything has been imported and warmed up.
 _PROGRAM = """
 import json, sys, threading
-from recpoint import kernels
 from recpoint.catalog.restore.files import restore_shards
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.run.run import Run
@@ -492,7 +491,6 @@ def anonymous_bytes():
     with open("/proc/self/status") as status:
         return next(int(l.split()[1]) << 10 for l in status if l.startswith("RssAnon"))
 
-kernels.warm_up()
 run = Run.open(open_store(sys.argv[1]))
 restore_shards(run, open_store(sys.argv[2] + "/small"), Selection(step=1))
 idle = peak = anonymous_bytes()

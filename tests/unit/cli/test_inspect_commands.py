@@ -396,7 +396,7 @@ def test_info_names_versions_and_kernels(recpoint: Invoke) -> None:
     runs = {(kernel["kernel"], kernel["device"]): kernel for kernel in document["kernels"]}
     assert {device for _, device in runs} == {"cpu", "cuda"}
     quantize = runs["quantize", "cpu"]
-    assert quantize["name"] == "numba" and document["packages"]["numba"] in quantize["why"]
+    assert quantize["name"] == "native" and document["instruction_set"] in quantize["why"]
     on_gpu = runs["quantize", "cuda"]
     if document["cuda_devices"]:
         assert on_gpu["name"] == "triton" and document["cuda_devices"][0] in on_gpu["why"]
@@ -420,13 +420,13 @@ def test_show_tells_how_tables_were_quantized(recpoint: Invoke, tmp_path: Path) 
         sample_rows=4096,
         seed=10,
     )
-    by = {"quantizers": (quantizer,), "quantized_by": "numba 1, 2 threads"}
+    by = {"quantizers": (quantizer,), "quantized_by": "native, 2 threads"}
     publish(run, replace(made, manifest=made.manifest.model_copy(update=by)))
     document = recpoint("show", tmp_path / "run", "10", "--json").json
     assert document["quantizers"] == [quantizer.model_dump()]
-    assert document["quantized_by"] == "numba 1, 2 threads"
+    assert document["quantized_by"] == "native, 2 threads"
     shown = " ".join(recpoint("show", tmp_path / "run", "10").stdout.split())
-    assert "quantized by numba 1, 2 threads" in shown
+    assert "quantized by native, 2 threads" in shown
     assert quantizer_text(quantizer) == "greedy, bins 25, ratio 0.4 (chosen on 4,096 rows)"
 
 

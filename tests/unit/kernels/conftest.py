@@ -20,6 +20,6 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Splits even the smallest work over this many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    monkeypatch.setattr("recpoint.kernels.threads.SPLIT_BYTES", 1)
+    monkeypatch.setattr("recpoint.kernels.native.SPLIT_BYTES", 1)
     yield request.param
     torch.set_num_threads(before)

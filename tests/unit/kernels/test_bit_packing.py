@@ -6,7 +6,7 @@ import torch
 
 from recpoint.kernels import bit_packing
 from recpoint.kernels.bit_packing import reference
-from recpoint.kernels.bit_packing.cpu import pack_row, unpack_row
+from recpoint.kernels.native import library
 
 DIMS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 64, 65, 128]
 
@@ -35,11 +35,11 @@ def test_nothing_beside_a_row_is_touched(dim: int, bits: int) -> None:
     (expected,) = reference.pack(torch.from_numpy(codes[None]), bits)
     for at in range(9):
         packed = np.full(at + width + 9, 171, np.uint8)
-        pack_row(codes, packed, at, dim, bits)
+        library.pack(codes.ctypes.data, packed.ctypes.data + at, dim, bits, 1, 1)
         assert packed[at : at + width].tolist() == expected.tolist()
         assert set(packed[:at]) | set(packed[at + width :]) == {171}
         found = np.full(at + dim + 9, 171, np.uint8)
-        unpack_row(packed, at, found, at, dim, bits)
+        library.unpack(packed.ctypes.data + at, found.ctypes.data + at, dim, bits, 1, 1)
         assert found[at : at + dim].tolist() == codes.tolist()
         assert set(found[:at]) | set(found[at + dim :]) == {171}
 

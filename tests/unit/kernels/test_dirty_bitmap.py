@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from recpoint.kernels import dirty_bitmap
-from recpoint.kernels.dirty_bitmap import cpu, reference
+from recpoint.kernels.dirty_bitmap import reference
+from recpoint.kernels.native import library
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -259,11 +260,32 @@ def test_no_id_is_written_past_its_room(words: int, density: float) -> None:
     marked = torch.rand(32 * words, generator=generator) < density
     bitmap = dirty_bitmap.new(32 * words)
     dirty_bitmap.mark(bitmap, marked.nonzero().reshape(-1), rows=32 * words)
-    wanted = (marked.nonzero().reshape(-1) + 1000).tolist()
+    wanted = marked.nonzero().reshape(-1).tolist()
     for room in {0, 1, 2, 7, 8, 511, 512, 513, len(wanted) // 2, len(wanted), len(wanted) + 600}:
         out = torch.full((room + 64,), -1)
-        at = out[:room].data_ptr() if room else out.data_ptr()
-        assert cpu.write_ids(bitmap.data_ptr(), words, 1000, at, room) == len(wanted)
+        counted = torch.tensor([room])
+        at = bitmap.data_ptr(), words, counted.data_ptr(), out.data_ptr()
+        assert library.collect_bits(*at, 1) == (room != len(wanted))
         written = min(room, len(wanted))
         assert out[:written].tolist() == wanted[:written]
         assert (out[room:] == -1).all()
+
+
+def test_many_tables_are_marked_by_one_call(threads: int) -> None:
+    rows = [40, 1, 2000]
+    bitmaps = [dirty_bitmap.new(n) for n in rows]
+    ids = [torch.tensor([1, 39, 1]), torch.tensor([0]), torch.arange(0, 2000, 7)]
+
+    def flat() -> list[int]:
+        parts = zip(bitmaps, ids, rows, strict=True)
+        return [x for b, i, n in parts for x in (b.data_ptr(), i.data_ptr(), i.numel(), n)]
+
+    assert dirty_bitmap.mark_tables() == -1
+    assert dirty_bitmap.mark_tables(*flat()) == -1
+    found = [dirty_bitmap.collect(b, rows=n) for b, n in zip(bitmaps, rows, strict=True)]
+    assert [f.tolist() for f in found] == [sorted(set(i.tolist())) for i in ids]
+    for bitmap in bitmaps:
+        dirty_bitmap.clear(bitmap)
+    ids[1] = torch.tensor([0, 1])
+    assert dirty_bitmap.mark_tables(*flat()) == 1
+    assert [dirty_bitmap.count(bitmap) for bitmap in bitmaps] == [2, 0, 0]

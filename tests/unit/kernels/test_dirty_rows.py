@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from recpoint.kernels import dirty_bitmap, dirty_rows
-from recpoint.kernels import threads as kernel_threads
 from recpoint.kernels.dirty_rows import into, reference
 
 
@@ -156,7 +155,7 @@ def test_a_forked_child_does_not_wait_for_threads_it_does_not_have() -> None:
     torch.set_num_threads(2)
     try:
         case = _Case()
-        assert case.is_copied()  # OpenMP's threads exist now, in this process
+        assert case.is_copied()  # the pool's threads exist now, in this process
         case.ids.zero_()
         child = multiprocessing.get_context("fork").Process(
             target=lambda: os._exit(0 if case.is_copied() else 1), daemon=True
@@ -168,13 +167,6 @@ def test_a_forked_child_does_not_wait_for_threads_it_does_not_have() -> None:
         assert child.exitcode == 0
     finally:
         torch.set_num_threads(before)
-
-
-def test_without_openmp_other_threads_do_the_work(
-    monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
-    monkeypatch.setattr(kernel_threads, "_openmp", lambda: None)
-    assert _Case().is_copied()
 
 
 def test_equals_the_reference() -> None:

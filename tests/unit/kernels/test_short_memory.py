@@ -30,16 +30,17 @@ def left(room):
 def encode(dim):
     rows = torch.zeros(1, dim)
     rows[0, 7] = 255.0
-    return dim, lambda: quantize.quantize_packed(rows, 8)
+    return dim // 2, lambda: quantize.quantize_packed(rows, 4)
 
 
 def decode(dim):
-    codes, scale, offset = torch.ones(1, dim, dtype=torch.uint8), torch.ones(1), torch.zeros(1)
-    return 4 * dim, lambda: quantize.dequantize_packed(codes, scale, offset, dim=dim, bits=8)
+    codes = torch.full((1, dim // 2), 0x11, dtype=torch.uint8)
+    scale, offset = torch.ones(1), torch.zeros(1)
+    return 4 * dim, lambda: quantize.dequantize_packed(codes, scale, offset, dim=dim, bits=4)
 
 
 make = {"encode": encode, "decode": decode}[sys.argv[1]]
-make(64)[1]()  # compiles
+make(64)[1]()  # imports what is imported late
 out_bytes, work = make(DIM)
 before = resource.getrlimit(resource.RLIMIT_AS)
 resource.setrlimit(resource.RLIMIT_AS, (left(out_bytes + room), before[1]))
@@ -52,7 +53,7 @@ finally:
     resource.setrlimit(resource.RLIMIT_AS, before)
 if sys.argv[1] == "encode":
     codes = found.packed
-    assert not found.exact.any() and codes[0, 7] == 255 and torch.count_nonzero(codes) == 1
+    assert not found.exact.any() and codes[0, 3] == 0xF0 and torch.count_nonzero(codes) == 1
 else:
     assert bool((found == 1).all())
 print("done")

@@ -1,0 +1,105 @@
+"""Runs the kernels under the sanitizers of the system's compiler: `make sanitize`.
+
+Address and undefined behaviour: the tests of the kernels, the hostile row sets among them, and
+their property tests, on each instruction set, with kernels that are compiled with checks, from a
+copy of the repository. Threads: the pool's own program, since ThreadSanitizer does not work inside
+Python.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COPY = ROOT / "build" / "sanitize"
+#: A null pointer with a length of 0 is let pass: the standard of 2026 allows it.
+CHECKS = "-fsanitize=address,undefined -fno-sanitize=nonnull-attribute -fno-sanitize-recover=all"
+TESTS = ("tests/unit/kernels", "tests/property")
+#: They need more memory than the shadow of a checked process leaves, or limit it, or run Triton.
+NOT_CHECKED = ("test_huge.py", "test_short_memory.py", "test_triton_compiles.py")
+
+
+def main() -> int:
+    """Run all of it; 1 where something was found."""
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "c++"))), None)
+    if compiler is None:
+        print("sanitize: not run, since there is no g++")
+        return 0
+    _copy()
+    failed = [*_check_pool(compiler), *_check_kernels(compiler)]
+    print("sanitize:", f"failed: {', '.join(failed)}" if failed else "nothing was found")
+    return 1 if failed else 0
+
+
+def _copy() -> None:
+    shutil.rmtree(COPY, ignore_errors=True)
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
+    COPY.mkdir(parents=True)
+    for path in ROOT.iterdir():
+        if path.name.startswith(".") or path.name in ("build", "dist", "site"):
+            continue
+        if path.is_dir():
+            shutil.copytree(path, COPY / path.name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy2(path, COPY)
+
+
+def _check_pool(compiler: str) -> list[str]:
+    program = COPY / "pool_test"
+    sources = ["tests/sanitized/pool_test.cpp", "kernels/native/pool.cpp"]
+    command = [compiler, "-std=c++20", "-O1", "-g", "-fsanitize=thread", "-pthread", *sources]
+    subprocess.run([*command, "-o", str(program)], cwd=COPY, check=True)
+    # ThreadSanitizer refuses some random layouts of the address space.
+    fixed = ["setarch", "-R"] if shutil.which("setarch") else []
+    environment = os.environ | {"TSAN_OPTIONS": "die_after_fork=0"}
+    ran = subprocess.run([*fixed, str(program)], env=environment, check=False)
+    print(f"the pool under ThreadSanitizer: exit {ran.returncode}")
+    return ["pool"] if ran.returncode else []
+
+
+def _check_kernels(compiler: str) -> list[str]:
+    environment = os.environ | {
+        "CXX": compiler,
+        "CXXFLAGS": f"-O1 -g -fno-omit-frame-pointer {CHECKS}",
+        "LDFLAGS": CHECKS,
+        "PYTHONPATH": os.pathsep.join(map(str, (COPY / "build_backend", COPY / "src", COPY))),
+    }
+    build = [sys.executable, "-c", "from setuptools import setup; setup()", "build_ext", "-qi"]
+    built = subprocess.run(build, cwd=COPY, env=environment, capture_output=True, text=True)
+    if built.returncode:
+        print(built.stderr)
+        return ["build"]
+    asan = subprocess.run(
+        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    # Python itself leaks at its end. An allocation that fails is tested: it returns null then.
+    options = "detect_leaks=0:allocator_may_return_null=1"
+    environment |= {"LD_PRELOAD": asan, "ASAN_OPTIONS": options}
+    sets = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from recpoint.kernels import native; print(*native.INSTRUCTION_SETS)",
+        ],
+        capture_output=True, text=True, check=True, cwd=COPY, env=environment,
+    ).stdout.split()  # fmt: skip
+    failed = []
+    for name in sets:
+        environment["RECPOINT_INSTRUCTION_SET"] = name
+        for tests in TESTS:
+            command = [sys.executable, "-m", "pytest", "-qxs", "-p", "no:cacheprovider", tests]
+            command += [f"--ignore-glob=*/{name}" for name in NOT_CHECKED]
+            if tests == "tests/property":
+                command += ["-k", "kernels"]
+            print(f"{tests} under AddressSanitizer and UBSan, {name}:", flush=True)
+            if subprocess.run(command, cwd=COPY, env=environment, check=False).returncode:
+                failed.append(f"{tests} ({name})")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
