@@ -15,6 +15,7 @@ NAMES = (
     "tracking",
     "quantize",
     "row_set",
+    "start",
     "snapshot",
     "persist",
     "restore",

@@ -52,12 +52,10 @@ _THREADS = 2  # chunks read at once: as many as a consolidation reads
 
 _CHILD = """
 import sys
-from recpoint import kernels
 from recpoint.catalog.consolidate.merge import consolidate
 from recpoint.catalog.consolidate.plan import newest_checkpoint, plan_consolidation
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
-kernels.warm_up()
 run = Run.open(open_store(sys.argv[1]))
 plan = plan_consolidation(run, newest_checkpoint(run))
 def resident(field):

@@ -6,10 +6,7 @@ nothing changes. It is slow, and shares no code with the searches that it judges
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
-import numpy as np
+import torch
 from torch import Tensor
 
 __all__ = ["least_error"]
@@ -20,48 +17,39 @@ _ROUNDS = 12
 
 def least_error(rows: Tensor, bits: int) -> float:
     """Returns the mean, over f32 rows [n, dim], of each row's least sum of squared errors."""
-    return float(_least(rows.double().numpy(), 2**bits - 1, _PLACES, _ROUNDS).mean())
+    return sum(_least(row, 2**bits - 1) for row in rows.double()) / len(rows)
 
 
-@numba.njit(nogil=True)  # type: ignore[misc, unused-ignore]
-def _least(rows: Any, levels: int, places: int, rounds: int) -> Any:
-    best = np.empty(rows.shape[0])
-    for i in range(rows.shape[0]):
-        row = rows[i]
-        low, high = row.min(), row.max()
-        span = high - low
-        best[i] = 0.0 if span == 0 else np.inf
-        # Ends move out by up to one and a half steps or a tenth, and in by up to six tenths.
-        out = max(0.1, 1.5 / levels)
-        for a in range(places):
-            start = low + span * (-out + (0.6 + out) * a / (places - 1))
-            for b in range(places):
-                stop = high - span * (-out + (0.6 + out) * b / (places - 1))
-                if stop - start > span / (4 * levels):
-                    found = _alternated(row, start, (stop - start) / levels, levels, rounds)
-                    best[i] = min(best[i], found)
+def _least(row: Tensor, levels: int) -> float:
+    low, span = row.min(), row.max() - row.min()
+    if span == 0:
+        return 0.0
+    # Ends move out by up to one and a half steps or a tenth, and in by up to six tenths.
+    out = max(0.1, 1.5 / levels)
+    moves = span * torch.linspace(-out, 0.6, _PLACES, dtype=row.dtype)
+    start = (low + moves)[:, None].expand(_PLACES, _PLACES).flatten()
+    stop = (low + span - moves)[None, :].expand(_PLACES, _PLACES).flatten()
+    kept = stop - start > span / (4 * levels)
+    return _alternated(row, start[kept], (stop[kept] - start[kept]) / levels, levels)
+
+
+def _alternated(row: Tensor, offset: Tensor, scale: Tensor, levels: int) -> float:
+    """Returns the least error that least squares reach from these pairs, f64 [pairs] each."""
+    n, total = len(row), row.sum()
+    best = float("inf")
+    before = torch.full_like(scale, float("inf"))
+    for _ in range(_ROUNDS + 1):
+        places = (row - offset[:, None]) / scale[:, None]
+        codes = (places.clamp(0.0, levels) + 0.5).floor()
+        error = (row - (codes * scale[:, None] + offset[:, None])).square().sum(dim=1)
+        best = min(best, float(error.min()))
+        sums, products = codes.sum(dim=1), codes @ row
+        square = n * codes.square().sum(dim=1) - sums * sums
+        along = n * products - sums * total
+        goes_on = (error < before * (1.0 - 1e-9)) & (square > 0.0) & (along > 0.0)
+        if not goes_on.any():
+            break
+        before = error[goes_on]
+        scale = along[goes_on] / square[goes_on]
+        offset = (total - scale * sums[goes_on]) / n
     return best
-
-
-@numba.njit(nogil=True)  # type: ignore[misc, unused-ignore]
-def _alternated(row: Any, offset: float, scale: float, levels: int, rounds: int) -> float:
-    n = len(row)
-    before = np.inf
-    for _ in range(rounds + 1):
-        c, p, q, t, error = 0.0, 0.0, 0.0, 0.0, 0.0
-        inverse = 1.0 / scale
-        for x in row:
-            code = np.floor(min(max((x - offset) * inverse, 0.0), float(levels)) + 0.5)
-            error += (x - (code * scale + offset)) ** 2
-            c += code
-            p += code * x
-            q += code * code
-            t += x
-        square = n * q - c * c
-        along = n * p - c * t
-        if error >= before * (1.0 - 1e-9) or square <= 0.0 or along <= 0.0:
-            return min(error, before)
-        before = error
-        scale = along / square
-        offset = (t - scale * c) / n
-    return before

@@ -1,7 +1,7 @@
 """Imports the Triton kernels and their references with nothing but torch, Triton and numpy.
 
-The kernels' packages import CPU versions that need numba. Without numba, empty packages are put in
-their place, in which the modules are found as usual.
+The kernels' packages import the native versions, which a machine without a compiler cannot build.
+Without these, empty packages are put in their place, in which the modules are found as usual.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ def load() -> dict[str, Kernels]:
         sys.path.insert(0, str(_SOURCE))  # a checkout that is not installed
     try:
         importlib.import_module("recpoint.kernels")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] == "recpoint":
-            raise
+    except ImportError:
         _enter_packages()
     return {
         name: Kernels(

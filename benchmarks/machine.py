@@ -24,7 +24,6 @@ __all__ = ["Busy", "Watch", "commit", "describe", "uncommitted", "watch"]
 _PACKAGES = (
     "torch",
     "numpy",
-    "numba",
     "triton",
     "safetensors",
     "zstandard",

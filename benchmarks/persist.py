@@ -20,7 +20,6 @@ import psutil
 
 from benchmarks.report import Report, Spread, ratio
 from benchmarks.workload import Tables, scratch, staged_run
-from recpoint import kernels
 from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.staging.area import read_job, spool_directory
 from recpoint.catalog.store.store import Store, open_store
@@ -204,7 +203,6 @@ def _in_own_process(
 def _persist(job_file: str, most_bytes: float | None, there: Connection) -> None:
     job = read_job(job_file)
     store = open_store(job.run_url)
-    kernels.warm_up()  # as the resident agent is
     list(store.list("generations/"))  # connected, as the peer is
     if most_bytes is not None:
         _slow_down(store, most_bytes)

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 from benchmarks.report import Report, Spread, spread_of
 from benchmarks.workload import StagedRun, Tables, scratch, staged_run, wait_for
-from recpoint import kernels
 from recpoint.catalog.persist.persist import PersistJob, persist_job
 from recpoint.catalog.staging.area import read_job
 from recpoint.testing.seaweed import SeaweedServer
@@ -49,7 +48,6 @@ def run(*, smoke: bool) -> Report:
     """Measures both ways."""
     mebibytes, rounds = (4, 1) if smoke else (1024, 15)
     size_bytes = mebibytes << 20
-    kernels.warm_up()
     with (
         scratch(in_memory=False) as disk,
         scratch() as memory,

@@ -11,8 +11,9 @@ checks.
 
 A memcpy reads memory in order. Rows that lie far apart cost more, and the cost grows with the
 table. `gather_bound_vs_memcpy` is the time to copy only the rows, with ids known beforehand, over
-the memcpy of everything: no snapshot can be faster (`perfect_gather`). `torch.index_select` of the
-same rows, into a buffer used before, shows what torch reaches.
+the memcpy of everything: no snapshot can be faster (`perfect_gather`). `stall_vs_gather` is the
+stall over that time. `torch.index_select` of the same rows, into a buffer used before, shows what
+torch reaches.
 
 The JSON figures are ratios of medians. The table also shows the fastest of each: on a machine with
 other work, medians contain the wait for a core.
@@ -37,6 +38,7 @@ from recpoint.format.job import Job
 __all__ = ["KEYS", "run"]
 
 KEYS = (
+    "stall_vs_gather",
     "stall_vs_memcpy",
     "stall_50m_vs_1m",
     "stall_vs_index_select",
@@ -78,6 +80,7 @@ def run(*, smoke: bool) -> Report:
             + (1e3 * least, 1e3 * least_copy, least / least_copy)
             + (1e3 * gather, 1e3 * select)
         )
+    report.put("stall_vs_gather", max(ratio(one.stalls, one.gathers) for one in found))
     report.put("stall_vs_memcpy", max(ratio(one.stalls, one.copies) for one in found))
     report.put("stall_50m_vs_1m", ratio(found[-1].stalls, found[0].stalls))
     report.put("stall_vs_index_select", max(ratio(one.stalls, one.selects) for one in found))

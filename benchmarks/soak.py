@@ -28,7 +28,6 @@ from benchmarks.soak_report import Flows, soak_report
 from benchmarks.soak_scene import Scene
 from benchmarks.soak_training import INTERVAL_BATCHES
 from benchmarks.workload import scratch
-from recpoint import kernels
 from recpoint.testing.seaweed import SeaweedServer
 
 __all__ = ["KEYS", "PACES", "run", "soak"]
@@ -98,7 +97,6 @@ def soak(
     checkpoints: int, faults: Sequence[Fault], pace: Pace, seed: int, *, batch_seconds: float
 ) -> Report:
     """Runs until so many checkpoints are committed, with these faults on the way."""
-    kernels.warm_up()
     with (
         scratch(in_memory=False) as disk,
         scratch() as memory,

@@ -345,6 +345,7 @@ class _Ours:
     def backward(self, gradients: list[Tensor]) -> None:
         for tracker, gradient in zip(self.trackers, gradients, strict=True):
             tracker.weight.grad = gradient
+            torch.autograd.graph.increment_version(tracker.weight)  # as the optimizer's step does
 
     def step(self) -> None:
         after_steps(self.trackers)
