@@ -5,6 +5,35 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from recpoint.kernels import native
+
+#: Modules whose tests compare native kernels with their references: on each instruction set.
+_COMPARED = (
+    "test_bit_packing",
+    "test_dirty_bitmap",
+    "test_dirty_rows",
+    "test_many_tables",
+    "test_quantize",
+    "test_quantize_rows",
+    "test_quantize_searches",
+    "test_row_gather",
+    "test_row_set",
+    "test_subnormals",
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__.rpartition(".")[2] in _COMPARED:
+        metafunc.parametrize("instruction_set", native.INSTRUCTION_SETS, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The version of the kernels that the test calls."""
+    name = getattr(request, "param", native.instruction_set())
+    with native.use(name):
+        yield name
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
