@@ -17,6 +17,14 @@ import grimp
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("recpoint", "tests", "benchmarks")
+_NATIVE = (".cpp", ".h")
+
+#: What reads the documents of the repository.
+_TESTS_OF_DOCUMENTS = (
+    "tests/docs/test_blocks.py",
+    "tests/docs/test_site.py",
+    "tests/unit/test_repository.py",
+)
 
 
 def changed_files(since: str) -> list[str]:
@@ -31,7 +39,13 @@ def changed_files(since: str) -> list[str]:
 
 
 def module_of(path: str) -> str:
-    """Returns the dotted name under which a file of this repository is imported."""
+    """Returns the dotted name under which a file of this repository is imported.
+
+    For a C++ file, that is the module that calls it.
+    """
+    if path.endswith(_NATIVE):
+        folder = Path(path).parent.name
+        return "recpoint.kernels." + ("native" if folder == "native" else f"{folder}.cpu")
     parts = Path(path.removeprefix("src/recpoint/")).with_suffix("").parts
     if path.startswith("src/recpoint/") or parts[0] not in _PACKAGES:
         parts = ("recpoint", *parts)
@@ -91,13 +105,15 @@ def _git(*arguments: str) -> str:
 def main(since: str = "main") -> None:
     """Prints the files to run, and on stderr the files that are left out."""
     files = changed_files(since)
-    python = [path for path in files if path.endswith(".py")]
-    other = [path for path in files if not path.endswith((".py", ".md"))]
+    imported = [path for path in files if path.endswith((".py", *_NATIVE))]
+    other = [path for path in files if not path.endswith((".py", *_NATIVE, ".md"))]
     sys.path[:0] = [str(_ROOT), str(_ROOT / "examples")]
     graph = grimp.build_graph(*_PACKAGES, cache_dir=None)
-    near, far = nearest_tests(graph, map(module_of, python))
+    near, far = nearest_tests(graph, map(module_of, imported))
     for module in sorted(near):
         print(_file_of(module))
+    if any(path.endswith(".md") for path in files):
+        print(*_TESTS_OF_DOCUMENTS, sep="\n")
     if far:
         print(f"left out, {len(far)} test files that depend less directly:", file=sys.stderr)
         print(*(f"  {_file_of(module)}" for module in sorted(far)), sep="\n", file=sys.stderr)

@@ -10,6 +10,7 @@ contiguity and bounds, because they cannot.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import torch
 from recpoint.kernels.native.sources import digest
 
 try:
-    import recpoint.kernels.native._native as _native
+    _native: Any = importlib.import_module("recpoint.kernels.native._native")
 except ImportError as error:
     raise ImportError(
         f"recpoint's kernels are not compiled, or not for this system: {error}. Next: in a"

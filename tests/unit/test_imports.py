@@ -53,6 +53,12 @@ def test_a_change_runs_the_tests_that_import_it_and_names_those_further_away() -
     assert far and not near & far
 
 
+def test_a_changed_c_file_runs_the_tests_of_what_calls_it() -> None:
+    assert module_of("kernels/row_set/native.cpp") == "recpoint.kernels.row_set.cpu"
+    assert module_of("kernels/quantize/ends.h") == "recpoint.kernels.quantize.cpu"
+    assert module_of("kernels/native/pool.cpp") == "recpoint.kernels.native"
+
+
 def test_a_changed_test_runs_itself() -> None:
     near, _ = nearest_tests(_graph(), ["tests.unit.test_loggers"])
     assert near == {"tests.unit.test_loggers"}
