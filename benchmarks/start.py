@@ -1,10 +1,10 @@
 """Measures how long a trainer takes from the start of its process to its first step.
 
 Each round starts a new Python process that builds a small model and a Checkpointer and takes one
-training step. `import_seconds` is a process that only imports recpoint and its Checkpointer, and
-`torch_seconds` one that only imports torch, which takes most of the time. For a cold file cache,
-the files of all installed packages and of recpoint are dropped from the kernel's page cache before
-the start.
+training step. `import_seconds` measures a process that only imports recpoint and its Checkpointer.
+`torch_seconds` measures a process that only imports torch, which takes most of the time. For a cold
+start, the files of all installed packages and of recpoint are dropped from the kernel's page cache
+before the start.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ sys.stdin.read()
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures each program in turn, round after round."""
+    """Measures each program once a round."""
     rounds = 1 if smoke else 7
     report = Report(name="start", columns=("program", "file cache", "seconds"))
     programs = {
@@ -97,7 +97,7 @@ def _seconds(program: str) -> float:
 
 
 def _drop_files() -> None:
-    """Drops what a trainer reads at its start from the page cache: packages, library, recpoint."""
+    """Drops the files of packages, the standard library and recpoint from the page cache."""
     folders = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
     for folder in (*map(Path, folders), _ROOT / "src"):
         for parent, _, names in os.walk(folder, followlinks=True):

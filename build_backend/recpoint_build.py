@@ -1,8 +1,8 @@
-"""Builds recpoint: setuptools, and the C++ kernels in one extension module for all Pythons.
+"""Builds recpoint with setuptools, and its C++ kernels as one extension module for all Pythons.
 
-Each native.cpp of the kernels is compiled once for each instruction set. The compiler is the one of
-the environment variable CXX, else the system's, else Zig's, a whole compiler in a wheel: only where
-the system has none, `ziglang` is a requirement of the build. CXXFLAGS and LDFLAGS are added.
+Each native.cpp of the kernels is compiled once for each instruction set. The compiler is taken from
+the environment variable CXX, else from the system. If the system has none, the build requires
+`ziglang`, a whole compiler in a wheel. CXXFLAGS and LDFLAGS are added.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ _ZIG: Final = "ziglang>=0.13"
 
 _KERNELS: Final = Path("src/recpoint/kernels")
 
-# Results must not depend on the compiler: format §3.2 rounds after each operation, so no product is
-# joined with a sum. Nobody looks at traps and errno, which would keep loops from being vectorized.
+# Results must not depend on the compiler: format §3.2 rounds after each operation, so a product and
+# a sum must not be fused. Nothing reads traps and errno, and they would prevent vectorized loops.
 _COMPILE: Final = (
     "-std=c++20", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra",
 )  # fmt: skip
 _LINK: Final = ("-shared", "-pthread")
 
-#: For each kind of processor its sets: level of the ABI, further flags. Others have `baseline`.
+#: The instruction sets of each kind of processor: level of the ABI, further flags. Other processors
+#: have only `baseline`.
 _INSTRUCTION_SETS: Final = {
     "x86_64": {
         "baseline": ("x86-64",),
@@ -52,17 +53,17 @@ _INSTRUCTION_SETS: Final = {
 
 
 def get_requires_for_build_sdist(config_settings: Any = None) -> list[str]:
-    """What the build of an sdist needs beside pyproject.toml's."""
+    """Requirements to build an sdist, in addition to those in pyproject.toml."""
     return build_meta.get_requires_for_build_sdist(config_settings)
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    """What the build of a wheel needs beside pyproject.toml's."""
+    """Requirements to build a wheel, in addition to those in pyproject.toml."""
     return [*build_meta.get_requires_for_build_wheel(config_settings), *_compiler_to_fetch()]
 
 
 def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
-    """What an editable build needs beside pyproject.toml's."""
+    """Requirements of an editable build, in addition to those in pyproject.toml."""
     return [*build_meta.get_requires_for_build_editable(config_settings), *_compiler_to_fetch()]
 
 
@@ -90,7 +91,7 @@ def _compiler() -> list[str]:
 
 
 def _flags_of(name: str, command: list[str]) -> list[str]:
-    """What the compiler is told of an instruction set; without that Zig takes this processor's."""
+    """The compiler's flags for an instruction set. Without any, Zig takes this processor's set."""
     is_zig = "ziglang" in command
     sets = _INSTRUCTION_SETS.get(platform.machine(), {"baseline": ()})
     if not sets[name]:
@@ -113,22 +114,22 @@ def _digest_of_sources() -> str:
 
 
 class BuildNative(build_ext):
-    """Compiles the kernels for each instruction set, then links all of them together."""
+    """Compiles the kernels for each instruction set, then links all versions together."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Build the one extension that there is."""
+        """Build the only extension."""
         command = _compiler()
         compile_with = [*command, *_COMPILE, *shlex.split(os.environ.get("CXXFLAGS", ""))]
         link_with = [*command, *_LINK, *shlex.split(os.environ.get("LDFLAGS", ""))]
         compiler: Any = self.compiler
-        # The flags with which Python was compiled would be used otherwise, or its compiler.
+        # Otherwise setuptools would use the compiler and the flags with which Python was compiled.
         compiler.set_executables(
             compiler_so=compile_with,
             compiler_so_cxx=compile_with,
             linker_so=link_with,
             linker_so_cxx=link_with,
         )
-        # For C++ setuptools puts the head of Python's own compiler before the rest of the linker.
+        # For C++, setuptools would put Python's own compiler before the rest of the linker command.
         ext.language = "c"
         limited = ("Py_LIMITED_API", "0x030B0000")
         headers = [str(path) for path in sorted(_KERNELS.glob("*/*.h"))]

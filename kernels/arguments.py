@@ -1,4 +1,4 @@
-"""Checks of tensor arguments, made before a kernel sees an address."""
+"""Checks tensor arguments before a kernel gets their addresses."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["require", "require_dense", "unsupported_device"]
 
 
 def require(name: str, tensor: Tensor, dtype: torch.dtype, dims: int) -> None:
-    """Refuse a tensor of another dtype or number of dimensions, or one that is not contiguous.
+    """Refuse a tensor with another dtype or number of dimensions, or that is not contiguous.
 
     Raises:
-        ValueError: names the argument and what it should be.
+        ValueError: names the argument and what is expected.
     """
     if tensor.dtype != dtype:
         raise ValueError(f"{name}: dtype {tensor.dtype}, expected {dtype}")

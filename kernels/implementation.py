@@ -1,6 +1,6 @@
-"""Which implementation of a kernel runs for a tensor here, and why: for people and for records.
+"""Tells people and records which implementation of a kernel runs for a tensor here, and why.
 
-A kernel chooses by the device of its tensors and by nothing else, so this can be told ahead.
+A kernel chooses only by the device of its tensors, so the answer is known before it runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KERNELS: Final = (
     "row_set",
 )
 
-#: Kernels without a version for a GPU, and why.
+#: The kernels that have no version for a GPU, and the reason.
 _ON_CPU_ONLY: Final = {
     "dirty_rows": "rows on a GPU go through dirty_bitmap and row_gather",
     "row_digest": "rows are digested where they are staged or decoded, in host memory",
@@ -39,7 +39,7 @@ _ON_CPU_ONLY: Final = {
 
 
 class Implementation(NamedTuple):
-    """`name` runs for tensors on `device`; None: nothing does, such a tensor is refused."""
+    """`name` runs for tensors on `device`. None: nothing runs, and such a tensor is refused."""
 
     kernel: str
     device: str
@@ -48,7 +48,7 @@ class Implementation(NamedTuple):
 
 
 def implementations() -> list[Implementation]:
-    """What runs here for each kernel, for tensors on a CPU and on a CUDA device."""
+    """The implementation of each kernel here, for tensors on a CPU and on a CUDA device."""
     name, why = _on_cuda()
     found: list[Implementation] = []
     for kernel in KERNELS:
@@ -61,14 +61,14 @@ def implementations() -> list[Implementation]:
 
 
 def on_cpu() -> str:
-    """What runs on this CPU, in some 30 characters: instruction set, threads."""
+    """Describes what runs on this CPU, in some 30 characters: threads and instruction set."""
     threads = torch.get_num_threads()
     plural = "" if threads == 1 else "s"
     return f"native, {threads} thread{plural}, {instruction_set()}"
 
 
 def on_devices(kinds: Iterable[str]) -> str:
-    """What runs on devices of these kinds, "cpu" and "cuda"; "" for none."""
+    """Describes what runs on devices of these kinds, "cpu" and "cuda"; "" for none."""
     found = [on_cpu() if kind == "cpu" else _on_cuda()[1] for kind in sorted(kinds)]
     return "; ".join(found)
 

@@ -1,12 +1,12 @@
-// Eight codes at a time in the bytes of one u64; addresses of any alignment.
+// Packs and unpacks eight codes at a time, as the bytes of one u64. Addresses need no alignment.
 #pragma once
 
 #include "../native/operation.h"
 
 namespace recpoint::RECPOINT_SET {
 
-// Eight codes, one in each byte, as one string of 8 · BITS bits. Neighbours are moved together until
-// all are: bytes to pairs, pairs to fours, fours to eight.
+// Joins eight codes, one in each byte, into one string of 8 · BITS bits. Each step moves neighbours
+// together: bytes to pairs, pairs to fours, fours to eight.
 template <int BITS>
 uint64_t joined(uint64_t word) {
     constexpr uint64_t code = (1 << BITS) - 1;
@@ -18,7 +18,7 @@ uint64_t joined(uint64_t word) {
     return (word | word >> 4 * (8 - BITS)) & ((uint64_t{1} << 8 * BITS) - 1);
 }
 
-// Undoes `joined`; bits above 8 · BITS are ignored.
+// Undoes `joined`. Bits above 8 · BITS are ignored.
 template <int BITS>
 uint64_t parted(uint64_t word) {
     constexpr uint64_t code = (1 << BITS) - 1;
@@ -30,7 +30,7 @@ uint64_t parted(uint64_t word) {
     return (word | word << (8 - BITS)) & (code * 0x0101010101010101);
 }
 
-// The codes of one byte, of 2 or 4 bits each, as a word with one code in each byte.
+// A word that holds the codes of one packed byte, of 2 or 4 bits each, with one code in each byte.
 template <int BITS>
 struct CodesOfByte;
 template <>
@@ -42,7 +42,7 @@ struct CodesOfByte<4> {
     using type = uint16_t;
 };
 
-// Packs the codes of `n` bytes. Compilers make vectors of this loop.
+// Packs codes into `n` bytes. Compilers vectorize this loop.
 template <int BITS>
 void pack_bytes(const uint8_t* codes, uint8_t* packed, int64_t n) {
     using Word = typename CodesOfByte<BITS>::type;
@@ -92,7 +92,7 @@ void unpack_words(const uint8_t* packed, uint8_t* codes, int64_t n) {
     }
 }
 
-// Packs n codes into ceil(n · bits / 8) bytes; higher bits of a code are dropped.
+// Packs n codes into ceil(n · bits / 8) bytes. Bits of a code above `bits` are dropped.
 inline void pack_codes(const uint8_t* codes, uint8_t* packed, int64_t n, int64_t bits) {
     if (bits == 2) {
         pack_words<2>(codes, packed, n);
@@ -105,7 +105,7 @@ inline void pack_codes(const uint8_t* codes, uint8_t* packed, int64_t n, int64_t
     }
 }
 
-// Undoes `pack_codes`; the spare bits of the last byte are ignored.
+// Undoes `pack_codes`. The spare bits of the last byte are ignored.
 inline void unpack_codes(const uint8_t* packed, uint8_t* codes, int64_t n, int64_t bits) {
     if (bits == 2) {
         unpack_words<2>(packed, codes, n);

@@ -1,4 +1,4 @@
-"""Bit packing on a CPU: 8 codes fill exactly `bits` bytes; only the end of a row is odd."""
+"""Bit packing on a CPU: 8 codes fill exactly `bits` bytes, so only the end of a row is special."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, *, dim: int, bits: int) -> Tensor:
-    """The codes u8 [n, dim]."""
+    """Unpack to codes u8 [n, dim]."""
     require_packed(packed, dim, bits)
     n = packed.shape[0]
     codes = torch.empty(n, dim, dtype=torch.uint8, device="cpu")

@@ -3,8 +3,8 @@
 namespace recpoint::RECPOINT_SET {
 namespace {
 
-// Calls `row(codes, packed, n)` for rows of `dim` codes, or once for all of them where no row has
-// an odd end.
+// Calls `row(codes, packed, n)` for each row of `dim` codes, or once for all rows of a thread's
+// part if every row ends on a whole byte.
 template <typename Row>
 void each_row(int64_t dim, int64_t bits, int64_t rows, int64_t threads, const Row& row) {
     const int64_t width = (dim * bits + 7) / 8;

@@ -1,4 +1,4 @@
-// The bits of a dirty bitmap: counting them, and writing down which they are.
+// Counts the set bits of a dirty bitmap and writes their positions.
 #pragma once
 
 #if defined(__x86_64__)
@@ -9,16 +9,16 @@
 
 namespace recpoint::RECPOINT_SET {
 
-// 64 for zero.
+// The position of the lowest set bit; 64 if there is none.
 inline int64_t lowest_bit(uint64_t word) {
 #if defined(__BMI__)
-    return static_cast<int64_t>(_tzcnt_u64(word));  // GCC asks whether it is zero otherwise
+    return static_cast<int64_t>(_tzcnt_u64(word));  // otherwise GCC adds a test for zero
 #else
     return word ? __builtin_ctzll(word) : 64;
 #endif
 }
 
-// How many bits of `words` words are set.
+// The number of set bits in n words.
 inline int64_t count_bits(const uint32_t* words, int64_t n) {
     int64_t total = 0;
     for (int64_t i = 0; i < n / 2; ++i) {
@@ -27,11 +27,11 @@ inline int64_t count_bits(const uint32_t* words, int64_t n) {
     return n % 2 ? total + __builtin_popcount(words[n - 1]) : total;
 }
 
-// Writes row + p for each bit p behind n ids; how many there are then. Room for `ALWAYS` ids more
-// than n must be there.
+// Appends row + p to n ids for each set bit p. Returns the number of ids then. There must be room
+// for ALWAYS more ids than n, even if fewer bits are set.
 //
-// How often a word goes on is a toss, which no branch prediction survives. So some ids are always
-// written; what is none yet is overwritten by those that follow.
+// The number of set bits is random, so a branch on each bit would often be mispredicted. Therefore
+// ALWAYS ids are written in any case. Ids that follow overwrite the surplus.
 template <int ALWAYS>
 int64_t write_pair(uint64_t pair, int64_t row, int64_t* ids, int64_t n) {
     const int64_t bits = __builtin_popcountll(pair);
@@ -46,7 +46,7 @@ int64_t write_pair(uint64_t pair, int64_t row, int64_t* ids, int64_t n) {
     return n + bits;
 }
 
-// Pairs of words whose ids are written without a look at the room that each leaves.
+// Pairs of words in a block. The room for ids is checked once a block.
 constexpr int64_t BLOCK_PAIRS = 8;
 
 template <int ALWAYS>
@@ -57,8 +57,8 @@ int64_t write_block(const uint32_t* words, int64_t row, int64_t* ids, int64_t n)
     return n;
 }
 
-// Writes the marked rows of `n` words, the first of which holds row `row`. Writes `room` ids at
-// most; returns how many are marked, also when that is more.
+// Writes the ids of the marked rows of `n` words. The first bit of the first word is row `row`.
+// Writes at most `room` ids. Returns how many rows are marked, even if they are more than `room`.
 inline int64_t write_ids(
     const uint32_t* words, int64_t n, int64_t row, int64_t* ids, int64_t room
 ) {
@@ -66,7 +66,7 @@ inline int64_t write_ids(
     const bool is_crowded = room > 3 * (n / 2);
     const int64_t blocks = n / (2 * BLOCK_PAIRS);
     int64_t done = 0;
-    // Where all 64 bits of each word fit, nothing else has to.
+    // If there is room for all 64 bits of each pair, no other check is needed.
     for (; done < blocks && found + 64 * BLOCK_PAIRS <= room; ++done) {
         const uint32_t* block = words + 2 * BLOCK_PAIRS * done;
         const int64_t first = row + 64 * BLOCK_PAIRS * done;
@@ -86,12 +86,12 @@ inline int64_t write_ids(
     return found;
 }
 
-// Words of a bitmap that a thread takes at a time: 65,536 rows, whose ids stay in the second-level
+// Words of a part, which a thread takes at a time: 65,536 rows. Their ids stay in the second-level
 // cache.
 constexpr int64_t PART_WORDS = 2048;
 
-// Parts that a thread counts before it takes the next: the processor asks for memory by itself once
-// it is read in order for some pages.
+// Parts that a thread counts at a time. The processor prefetches by itself once memory has been
+// read in order for some pages.
 constexpr int64_t COUNTED_PARTS = 8;
 
 inline int64_t parts_of(int64_t words) { return (words + PART_WORDS - 1) / PART_WORDS; }

@@ -1,7 +1,7 @@
 """The dirty bitmap on a CPU.
 
-The functions that change a bitmap keep the GIL: a trainer thread that marks and a background
-thread that merges a refused checkpoint back cannot lose each other's bits.
+The functions that change a bitmap keep the GIL. So no bit is lost if the trainer's thread marks
+while a background thread merges a refused checkpoint back.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = [
 _INT32 = torch.int32
 _INT64 = torch.int64
 
-#: Words of a bitmap that are counted and collected together; as PART_WORDS of bits.h.
+#: Words of a bitmap that are counted and collected together. The same as PART_WORDS of bits.h.
 PART_WORDS: Final = 2048
 
 
 def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
-    """Set the bits of `ids` (int32 or int64, any shape); nothing is marked if one is out of range.
+    """Set the bits of `ids` (int32 or int64, any shape); none is set if an id is out of range.
 
-    This runs for each lookup of a training step, so the checks are the cheapest that are complete.
+    This runs for each lookup of a training step, so the checks are complete but cheap.
     """
     if bitmap.dtype is not _INT32 or not bitmap.is_contiguous():
         require_bitmap("bitmap", bitmap)
@@ -56,7 +56,7 @@ def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
     if not ids.is_cpu:
         ids = ids.cpu()
     if not ids.is_contiguous():
-        # One column of a batch is the usual form of a table's ids: a copy would cost the most here.
+        # The ids of a table are usually a column of a batch. A copy would cost more than all else.
         if ids.dim() == 1:
             stride = ids.stride(0)
         else:
@@ -75,39 +75,40 @@ def mark_tables(*tables: int) -> int:
     """Mark int64 ids of several tables, for callers that have checked everything but the ids.
 
     Args:
-        tables: four for each table: address of its bitmap, address of the ids, which lie one after
-            another, how many, rows of the table.
+        tables: four integers for each table: the address of its bitmap, the address of the ids
+            (contiguous), the number of ids, the rows of the table.
 
     Returns:
-        -1, or which table first has an id out of range: that one and those after it are not marked.
+        -1, or the index of the first table with an id out of range. That table and the tables after
+        it are not marked.
     """
     return int(library.mark_tables(*tables))
 
 
 def marker(bitmap: Tensor, *, rows: int) -> Callable[[Tensor], None]:
-    """`mark` for one bitmap and many batches: the bitmap is checked once, here."""
+    """`mark` for one bitmap and many batches. The bitmap is checked once, here."""
     require_fit(bitmap, rows)
     address, kernel, int64 = bitmap.data_ptr(), library.mark64, _INT64
 
     def mark_ids(ids: Tensor) -> None:
-        # Runs for each table of each step, after work that has filled the caches with other things:
-        # what counts is how little is touched.
+        # This runs for each table of each step, after work that has filled the caches with other
+        # data. So it touches as little memory as possible.
         if ids.dtype is int64 and ids.is_cpu and ids.is_contiguous():
             if kernel(address, ids.data_ptr(), ids.numel(), 1, rows) < 0:
                 return
-        mark(bitmap, ids, rows=rows)  # the closure keeps the bitmap, and with it its address
+        mark(bitmap, ids, rows=rows)  # the closure keeps the bitmap alive, so `address` stays valid
 
     return mark_ids
 
 
 def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequence[int]) -> None:
-    """`mark` for several tables; at an id out of range, the tables before it are marked."""
+    """`mark` for several tables. If an id is out of range, the tables before it are marked."""
     for bitmap, some, length in zip(bitmaps, ids, rows, strict=True):
         mark(bitmap, some, rows=length)
 
 
 def mark_new(bitmap: Tensor, ids: Tensor | range, *, rows: int) -> Tensor:
-    """Set the bits of `ids`; the positions of those that were not set."""
+    """Set the bits of `ids`. Returns the positions of the ids whose bits were not set before."""
     require_fit(bitmap, rows)
     address, first, n = 0, 0, len(ids)
     if isinstance(ids, range):
@@ -133,9 +134,9 @@ def mark_new(bitmap: Tensor, ids: Tensor | range, *, rows: int) -> Tensor:
 
 
 def mark_nonzero(bitmap: Tensor, values: Tensor, *, rows: int) -> None:
-    """Set the bits of the rows of `values` that have a bit set.
+    """Mark the rows of `values` in which any bit is set.
 
-    Rows are looked at without the GIL, into words of their own; only these are merged with it.
+    The rows are read without the GIL, into a bitmap of their own. Only the merge holds the GIL.
     """
     require_fit(bitmap, rows)
     if values.dim() < 1 or values.shape[0] != rows or not values.is_cpu:
@@ -153,7 +154,7 @@ def mark_nonzero(bitmap: Tensor, values: Tensor, *, rows: int) -> None:
 
 
 def mark_all(bitmap: Tensor, *, rows: int) -> None:
-    """Set the bits of all rows; those past the last row stay zero."""
+    """Set the bits of all rows. The bits past the last row stay zero."""
     require_fit(bitmap, rows)
     bitmap.fill_(-1)
     if rows % 32:
@@ -161,19 +162,19 @@ def mark_all(bitmap: Tensor, *, rows: int) -> None:
 
 
 def merge(into: Tensor, other: Tensor) -> None:
-    """Mark in `into` what is marked in `other`."""
+    """Mark in `into` the rows that are marked in `other`."""
     require_pair(into, other)
     library.merge_bits(into.data_ptr(), other.data_ptr(), into.numel())
 
 
 def clear(bitmap: Tensor) -> None:
-    """Mark no row."""
+    """Clear the bits of all rows."""
     require_bitmap("bitmap", bitmap)
     library.clear_bits(bitmap.data_ptr(), bitmap.numel())
 
 
 def count(bitmap: Tensor) -> int:
-    """How many rows are marked."""
+    """The number of marked rows."""
     require_bitmap("bitmap", bitmap)
     return _count(bitmap)[1]
 
@@ -181,8 +182,9 @@ def count(bitmap: Tensor) -> int:
 def collect(bitmap: Tensor, *, rows: int) -> Tensor:
     """The marked rows: int64 [n], ascending.
 
-    Two passes, so that the result has its exact size: the first counts, per part, the second
-    writes. A part writes at most what it counted, even if a bit is set in between.
+    The first pass counts the marked rows of each part, so that the result has its exact size. The
+    second pass writes the ids. A part writes at most as many ids as it counted, even if a bit is
+    set in between.
     """
     require_fit(bitmap, rows)
     counts, total = _count(bitmap)
@@ -198,7 +200,7 @@ def collect(bitmap: Tensor, *, rows: int) -> Tensor:
 
 
 def _count(bitmap: Tensor) -> tuple[Tensor, int]:
-    """The marked rows of each part, int64, and of all."""
+    """The numbers of marked rows: of each part (int64) and of all parts."""
     parts = -(-bitmap.numel() // PART_WORDS)
     counts = torch.empty(parts, dtype=torch.int64, device="cpu")
     total = library.count_bits(

@@ -3,7 +3,8 @@
 namespace recpoint::RECPOINT_SET {
 namespace {
 
-// How many ids ahead words are asked for: the step before has emptied the caches of them.
+// How many ids ahead a word is prefetched. The training step has pushed the words out of the
+// caches.
 constexpr int64_t IDS_AHEAD = 192;
 
 template <typename Id>
@@ -17,12 +18,12 @@ struct Unsigned<int64_t> {
     using type = uint64_t;
 };
 
-// The sign bit of `id | (last - id)` is set for each id outside 0 … last, and for no other.
+// The sign bit of `id | (last - id)` is set exactly if the id lies outside 0 … last.
 template <typename Id>
 bool all_inside(const Id* ids, int64_t n, int64_t stride, Id last) {
     using Word = typename Unsigned<Id>::type;
     Word signs = 0;
-    // A stride that is known lets the compiler use vectors.
+    // A stride known at compile time lets the compiler use vectors.
     if (stride == 1) {
         for (int64_t i = 0; i < n; ++i) {
             const Word id = static_cast<Word>(ids[i]);
@@ -37,7 +38,7 @@ bool all_inside(const Id* ids, int64_t n, int64_t stride, Id last) {
     return static_cast<Id>(signs) >= 0;
 }
 
-// Ids of a table, `stride` entries apart.
+// The ids to mark in a table, `stride` entries apart.
 template <typename Id>
 struct Ids {
     uint32_t* words;
@@ -49,18 +50,20 @@ struct Ids {
 
 template <typename Id>
 void ask_for_word(const Ids<Id>& table, int64_t at) {
-    // An id out of range asks for memory that need not exist.
+    // An id out of range may give an invalid address, which a prefetch ignores.
     __builtin_prefetch(table.words + (table.ids[at * table.stride] >> 5), 0, 3);
 }
 
-// Whose words are asked for, table after table: the end of a table hides the way to the next one's.
+// The position of the prefetch. It moves on from table to table, so that the first words of a table
+// come from memory while the last ids of the table before are marked.
 template <typename Id>
 struct Ahead {
     const Ids<Id>* table;
     const Ids<Id>* end;
     int64_t at = 0;
 
-    // How many of the next `wanted` ids are of one table, which is `table` then; 0 at the end.
+    // Moves `table` to the table of the next id. Returns how many of the next `wanted` ids belong
+    // to it, or 0 if no id is left.
     int64_t stretch(int64_t wanted) {
         for (; table < end; ++table, at = 0) {
             if (at < table->n) return least(wanted, table->n - at);
@@ -69,8 +72,8 @@ struct Ahead {
     }
 };
 
-// Marks the ids of a table. Returns -1, or the position of the first id out of range; no id is marked
-// then.
+// Marks the ids of a table. Returns -1. If an id is out of range, marks none and returns the
+// position of the first such id.
 template <typename Id>
 int64_t mark_table(const Ids<Id>& table, Ahead<Id>& ahead) {
     const auto [words, ids, n, stride, rows] = table;
@@ -98,8 +101,8 @@ int64_t mark_table(const Ids<Id>& table, Ahead<Id>& ahead) {
     return -1;
 }
 
-// Marks the ids of tables. Returns -1, or which table first has an id out of range; it and those after
-// it are not marked.
+// Marks the ids of several tables. Returns -1, or the index of the first table with an id out of
+// range. That table and the tables after it are not marked.
 template <typename Id>
 int64_t mark_all_of(const Ids<Id>* tables, int64_t count, int64_t& position) {
     Ahead<Id> ahead = {tables, tables + count};
@@ -122,10 +125,11 @@ int64_t mark(uint32_t* words, const Id* ids, int64_t n, int64_t stride, int64_t 
     return position;
 }
 
-// Tables that are marked together.
+// How many tables are marked together.
 constexpr Py_ssize_t MOST_TABLES = 128;
 
-// Marks int64 ids of several tables, given as bitmap, ids, how many, rows of the table.
+// Marks int64 ids of several tables. Each table has four arguments: the addresses of its bitmap and
+// of the ids, the number of ids, and the rows of the table.
 PyObject* mark_tables(PyObject*, PyObject* const* given, Py_ssize_t count) {
     Ids<int64_t> tables[MOST_TABLES];
     for (Py_ssize_t done = 0; done < count / 4; done += MOST_TABLES) {
@@ -145,14 +149,15 @@ PyObject* mark_tables(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return PyLong_FromLong(-1);
 }
 
-// Marks n ids, or n rows from `first` where `ids` is null; writes the positions of those that were
-// not marked. Returns how many these are, or -1 with nothing marked where an id is out of range.
+// Marks n ids, or n rows from `first` on if `ids` is null. Writes the positions of the ids that
+// were not marked before, and returns their number. If an id is out of range, marks none and
+// returns -1.
 int64_t mark_new(
     uint32_t* words, const int64_t* ids, int64_t first, int64_t n, int64_t rows, int64_t* positions
 ) {
     uint64_t largest = 0;
     if (ids != nullptr) {
-        // A negative id is a huge unsigned one.
+        // A negative id becomes a huge unsigned id.
         for (int64_t i = 0; i < n; ++i) largest = greatest(largest, static_cast<uint64_t>(ids[i]));
         if (n > 0 && largest >= static_cast<uint64_t>(rows)) return -1;
     }
@@ -161,8 +166,8 @@ int64_t mark_new(
         const auto row = static_cast<uint64_t>(ids != nullptr ? ids[i] : first + i);
         const uint32_t word = words[row >> 5];
         const uint32_t bit = row & 31;
-        // Each position is written, and overwritten by the next where it is not new: whether a row
-        // is, no branch prediction can tell.
+        // Every position is written. If its row is not new, the next position overwrites it. A
+        // branch would be mispredicted, because new rows come at random.
         positions[found] = i;
         found += 1 - static_cast<int64_t>((word >> bit) & 1);
         words[row >> 5] = word | (uint32_t{1} << bit);
@@ -178,7 +183,7 @@ bool has_bit(const char* row, int64_t bytes) {
     return seen != 0;
 }
 
-// Writes one bit a row to the words of a bitmap: whether any bit of the row is set.
+// Writes one bit a row to the words of a bitmap: 1 if any bit of the row is set.
 void find_nonzero(
     const char* values, int64_t row_bytes, int64_t rows, uint32_t* words, int64_t threads
 ) {
@@ -209,7 +214,7 @@ void swap(uint32_t* a, uint32_t* b, int64_t n) {
 
 void clear(uint32_t* words, int64_t n) { memset(words, 0, 4 * n); }
 
-// Writes how many bits of each part are set; returns how many of all are.
+// Writes the number of set bits of each part. Returns the number of all set bits.
 int64_t count(const uint32_t* words, int64_t n, int64_t* part_counts, int64_t threads) {
     const int64_t parts = parts_of(n);
     over_rows(parts, threads, [=](int64_t start, int64_t stop) {
@@ -223,8 +228,9 @@ int64_t count(const uint32_t* words, int64_t n, int64_t* part_counts, int64_t th
     return total;
 }
 
-// Writes the marked rows, of which each part has as many as `count` wrote. Replaces the counts by
-// how many ids precede each part. Returns how many parts have changed since.
+// Writes the ids of the marked rows. `part_counts` holds the counts that `count` wrote; each is
+// replaced by the number of ids before its part. Returns how many parts have changed since they
+// were counted.
 int64_t collect(
     const uint32_t* words, int64_t n, int64_t* part_counts, int64_t* ids, int64_t threads
 ) {
@@ -252,8 +258,8 @@ int64_t collect(
 
 }  // namespace
 
-// Functions that change a bitmap keep the GIL: a trainer thread that marks and a background thread
-// that merges a refused checkpoint back cannot lose each other's bits.
+// Functions that change a bitmap keep the GIL. So no bit is lost if the trainer's thread marks
+// while a background thread merges a refused checkpoint back.
 extern const Operation dirty_bitmap[] = {
     {"mark64", call<mark<int64_t>, Gil::kept>},
     {"mark32", call<mark<int32_t>, Gil::kept>},

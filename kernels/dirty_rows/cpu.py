@@ -1,7 +1,7 @@
-"""Dirty rows on CPUs: one pass over the bitmaps to count, one to copy, however many tables.
+"""Dirty rows on a CPU: one pass over the bitmaps of all tables to count, and one to copy.
 
-A table is cut into parts. Threads take part after part from a shared counter inside one native call
-without the GIL; one that is late, or slow, holds the others up by a part at most.
+A table is cut into parts. Threads take part after part from a shared counter, inside one native
+call without the GIL. A late or slow thread delays the others by one part at most.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NO_ROW = (0, 0, 0)  # a destination
 
 
 class Tally:
-    """What `count` found, of bitmaps that stay as they are until the copy is done.
+    """The result of `count`. The bitmaps must not change until the copy is done.
 
     Attributes:
-        counts: marked rows of each table.
+        counts: the number of marked rows of each table.
     """
 
     def __init__(self, bitmaps: Sequence[Tensor], rows: Sequence[int]) -> None:
@@ -39,9 +39,9 @@ class Tally:
             words = bitmap.numel()
             tables += bitmap.data_ptr(), words, expected
             parts += -(-words // PART_WORDS)
-        self._bitmaps = tuple(bitmaps)  # their addresses are in the tables
+        self._bitmaps = tuple(bitmaps)  # kept alive, because `_tables` holds their addresses
         self._rows = tuple(rows)
-        # Not numpy's arrays, nor tensors: out of cold caches their addresses alone take long.
+        # Neither numpy's arrays nor tensors: with cold caches, getting their addresses takes long.
         self._tables = array("q", tables)
         self._parts = array("q", bytes(8 * parts))
         counts = array("q", bytes(8 * len(self._rows)))
@@ -58,21 +58,22 @@ class Tally:
         *,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Copy the rows out, table by table as they were given to `count`.
+        """Copy the rows out of the tables.
 
         Args:
-            destinations: None: no row of that table is wanted.
-            meanwhile: is called once, while other threads copy; then this thread takes part. It is
-                also called where nothing is to be copied.
+            destinations: one for each table, in the order given to `count`. None: no row of the
+                table is wanted.
+            meanwhile: this thread calls it once while other threads copy, and then takes part in
+                the copy. It is also called if there is nothing to copy.
 
         Raises:
             ValueError: a destination does not fit its table; nothing was copied or called.
-            RuntimeError: a bitmap was changed since it was counted; what was copied is worthless.
-            BaseException: what `meanwhile` raised; the rows are copied nevertheless.
+            RuntimeError: a bitmap was changed since it was counted; the copy must not be used.
+            BaseException: `meanwhile` raised it; the rows are copied nevertheless.
         """
-        arrays: list[int] = []  # row by row
+        arrays: list[int] = []  # three integers for each array, as in native.cpp
         places: list[int] = []
-        # `meanwhile` may give a source other memory: what its address is of stays until the end.
+        # `meanwhile` may give a source other memory, so the old memory is kept until the end.
         kept: list[torch.UntypedStorage] = []
         total_bytes = 0
         for count, rows, to in zip(self.counts, self._rows, destinations, strict=True):
@@ -88,8 +89,8 @@ class Tally:
                 total_bytes += 2 * count * size
             places += to.ids.address, first, len(arrays) // 3
         all_places, all_arrays = array("q", places), array("q", arrays)
-        # One call, in which signals' handlers run inside `meanwhile` alone: no thread writes to the
-        # caller's memory after it.
+        # This is one call. Signal handlers can run only inside `meanwhile`, so they cannot end the
+        # call early. After the call no thread writes to the caller's memory.
         changed = library.copy_tables(
             _address(self._tables), len(self._rows), _address(self._parts), _address(self._counts),
             _address(all_places), _address(all_arrays), len(arrays) // 3, team_size(total_bytes),

@@ -4,21 +4,21 @@
 namespace recpoint::RECPOINT_SET {
 namespace {
 
-// A table as Python gives it: int64 each.
+// A table, in the layout of Python's array: each field is an int64.
 struct Table {
     const uint32_t* bitmap;
     int64_t words;
     int64_t rows;
 };
 
-// Where the dirty rows of a table go, as Python gives it: int64 each.
+// Where the dirty rows of a table go, in the layout of Python's array: each field is an int64.
 struct Destination {
-    int64_t* ids;  // null: no row is wanted
+    int64_t* ids;  // null: no row of the table is wanted
     int64_t first_array;
     int64_t end_array;
 };
 
-// An array of a table, as Python gives it: int64 each.
+// An array of a table, in the layout of Python's array: each field is an int64.
 struct Array {
     const char* source;
     char* out;
@@ -27,10 +27,10 @@ struct Array {
 
 static_assert(sizeof(Table) == 24 && sizeof(Destination) == 24 && sizeof(Array) == 24);
 
-// Dirty rows that a thread copies before it takes the next, or more where they lie close.
+// About how many dirty rows a task has. A task of a single part may have more.
 constexpr int64_t TASK_ROWS = 1 << 14;
 
-// Writes how many bits of each part of each table are set, table after table, and of each table.
+// Writes the number of set bits of each part, table after table, and of each table.
 void count_tables(
     const Table* tables, int64_t n, int64_t* part_counts, int64_t* counts, int64_t threads
 ) {
@@ -42,7 +42,7 @@ void count_tables(
             const int64_t parts = parts_of(tables[t].words);
             while (mine < before + parts) {
                 const int64_t end = least(mine + COUNTED_PARTS, before + parts);
-                // A table's last parts may be fewer: the next table's first are taken with them.
+                // If the table ends within these parts, the next table's first parts are taken too.
                 for (int64_t part = greatest(mine, before); part < end; ++part) {
                     const int64_t first = (part - before) * PART_WORDS;
                     part_counts[part] = count_bits(
@@ -64,28 +64,28 @@ void count_tables(
     }
 }
 
-// A stretch of a table whose ids and rows one thread writes.
+// A stretch of a table. One thread writes its ids and rows.
 struct Task {
     const uint32_t* words;
     int64_t word_count;
     int64_t first_row;
-    int64_t rows;  // of the table, from the first one on
-    int64_t count;
-    int64_t before;  // dirty rows of the table before it
+    int64_t rows;    // rows of the table from `first_row` on
+    int64_t count;   // dirty rows of the task
+    int64_t before;  // dirty rows of the table before the task
     const Destination* to;
 };
 
 struct Copy : Job {
     Task* tasks = nullptr;
     const Array* arrays = nullptr;
-    int64_t* lines = nullptr;  // of each array, where they are streamed
+    int64_t* lines = nullptr;  // of each array: lines of a row to stream, 0 if rows are not streamed
     int64_t task_count = 0;
     int64_t turn = 0;
     int64_t changed = 0;
 };
 
-// Writes ids and rows of a task, or counts it as changed. Nothing is written outside its room, and
-// no row of a task that has changed is copied.
+// Writes the ids and rows of a task, or counts the task as changed. Nothing is written outside the
+// room of the task. If the task has changed, no row is copied.
 void copy_task(Copy& copy, const Task& task) {
     int64_t* ids = task.to->ids + task.before;
     const int64_t found =
@@ -101,9 +101,9 @@ void copy_task(Copy& copy, const Task& task) {
     }
 }
 
-// Adds the tasks of a table of `marked` dirty rows. Neighbouring parts become one task, so that each
-// has TASK_ROWS dirty rows or is one part: small ones would spend most of their time waiting for
-// their first rows.
+// Adds the tasks of a table that has `marked` dirty rows. Neighbouring parts with few dirty rows
+// become one task of some TASK_ROWS rows: a small task would spend most of its time waiting for its
+// first rows.
 void add_tasks(
     Copy& copy, const Table& table, const int64_t* part_counts, int64_t marked,
     const Destination& to
@@ -114,7 +114,7 @@ void add_tasks(
         const int64_t first = part * PART_WORDS;
         const int64_t words = least(PART_WORDS, table.words - first);
         const int64_t count = part_counts[part];
-        // What comes behind the last dirty row joins the task before: alone it would have no id.
+        // Parts behind the last dirty row join the task before, because a task must have an id.
         if (before / TASK_ROWS != full && before < marked) {
             full = before / TASK_ROWS;
             copy.tasks[copy.task_count++] = {
@@ -128,10 +128,10 @@ void add_tasks(
     }
 }
 
-// Calls a function of Python.
+// Calls a Python function.
 struct Call : Errand {
     PyObject* function;
-    PyThreadState* state;  // of this thread while it does not hold the GIL
+    PyThreadState* state;  // the state of this thread while it does not hold the GIL
     bool has_failed = false;
 };
 
@@ -144,9 +144,10 @@ void call_python(Errand* errand) {
     call.state = PyEval_SaveThread();
 }
 
-// Copies the dirty rows of tables that `count_tables` counted. Calls `meanwhile`, unless it is None,
-// once in this thread while others copy. Returns how many tasks have changed since they were counted,
-// or null with the error of `meanwhile` set; the rows are copied then too.
+// Copies the dirty rows of tables that `count_tables` counted. Unless `meanwhile` is None, this
+// thread calls it once while other threads copy. Returns how many tasks have changed since they
+// were counted. If `meanwhile` raised, returns null with that error set; the rows are copied in
+// this case too.
 PyObject* copy_tables(
     const Table* tables, int64_t n, const int64_t* part_counts, const int64_t* counts,
     const Destination* destinations, const Array* arrays, int64_t array_count, int64_t threads,

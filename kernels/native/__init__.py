@@ -1,11 +1,11 @@
-"""Calls the C++ functions, in the version for the widest instruction set that this processor has.
+"""Gives access to the C++ functions, in the version for the processor's widest instruction set.
 
-`module.cpp` has one table of functions for each set; `library` has those of the one that is used.
-The environment variable RECPOINT_INSTRUCTION_SET names another one. All versions give the same
-bytes.
+`module.cpp` has a table of functions for each instruction set. `library` has the functions of the
+set that is used. The environment variable RECPOINT_INSTRUCTION_SET selects another set. All
+versions give the same bytes.
 
-Functions take addresses and counts as plain integers. Whoever calls them has checked dtypes,
-contiguity and bounds, because they cannot.
+The functions take addresses and counts as plain integers. They cannot check dtypes, contiguity and
+bounds, so the caller must have checked these.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ __all__ = [
     "use",
 ]
 
-#: The sets that this processor has, widest first.
+#: The instruction sets of this processor, widest first.
 INSTRUCTION_SETS: Final = tuple(_native.instruction_sets)
 
-#: What compiled the kernels.
+#: The compiler that compiled the kernels.
 COMPILER: Final = str(_native.compiler)
 
-#: Below this many bytes of traffic handing a part to another thread costs more than it saves.
+#: Below this many bytes of traffic, handing a part to another thread costs more than it saves.
 SPLIT_BYTES: Final = 1 << 20
 
-#: The functions of one instruction set, by their names in the `native.cpp` files.
+#: The functions of the instruction set that is used, by their names in the `native.cpp` files.
 library: Any = SimpleNamespace()
 
 
@@ -67,10 +67,10 @@ def instruction_set() -> str:
 
 @contextmanager
 def use(name: str) -> Iterator[None]:
-    """Use another instruction set for a while; a marker that was made before keeps its own.
+    """Use another instruction set for a while. A marker that was made before keeps its own set.
 
     Raises:
-        ValueError: this processor does not have it.
+        ValueError: this processor does not have the set.
     """
     before = instruction_set()
     _use(name)
@@ -81,7 +81,7 @@ def use(name: str) -> Iterator[None]:
 
 
 def team_size(traffic_bytes: int) -> int:
-    """How many threads pay for work that reads and writes so many bytes: 1 or more."""
+    """The number of threads, 1 or more, that pay for work that reads and writes so many bytes."""
     return max(1, min(torch.get_num_threads(), traffic_bytes // SPLIT_BYTES + 1))
 
 

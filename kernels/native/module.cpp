@@ -1,4 +1,4 @@
-// The Python module: for each instruction set that this processor has, a table of functions.
+// The Python module. It has a table of functions for each instruction set of this processor.
 #define RECPOINT_SET module
 #include "operation.h"
 
@@ -45,15 +45,16 @@ bool has_bits(unsigned word, std::initializer_list<int> bits) {
     return true;
 }
 
-// Which level of the x86-64 ABI (x86-64-v3, -v4) the processor and its system have, 4 at most; 1 for
-// all below 3. Not __builtin_cpu_supports, which knows no processor where Zig compiles it.
+// The level of the x86-64 ABI (x86-64-v3, -v4) that the processor and its system support: 4, 3, or
+// 1 for any lower level. __builtin_cpu_supports is not used: it knows no processor when Zig
+// compiles it.
 int abi_level() {
     unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 1;
     // FMA, MOVBE, POPCNT, OSXSAVE, AVX, F16C.
     if (!has_bits(c, {12, 22, 23, 27, 28, 29})) return 1;
     if (!__get_cpuid(0x80000001, &a, &b, &c, &d) || !has_bits(c, {5})) return 1;  // LZCNT
-    unsigned kept, high;  // which registers the system keeps when it changes threads
+    unsigned kept, high;  // the registers that the system saves when it switches threads
     __asm__("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
     if (!has_bits(kept, {1, 2})) return 1;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 1;
@@ -65,7 +66,7 @@ int abi_level() {
 #endif
 
 bool add_function(PyObject* table, const Operation& operation) {
-    // Never freed: Python's functions refer to it.
+    // Never freed, because Python's function objects refer to it.
     auto* definition = static_cast<PyMethodDef*>(calloc(1, sizeof(PyMethodDef)));
     if (definition == nullptr) {
         PyErr_NoMemory();

@@ -1,12 +1,13 @@
-// What each operation's native.cpp is made with: how its functions are called from Python, and how
-// they share their work between threads.
+// What every native.cpp uses: calls from Python, small tools, and the split of work over threads.
 //
-// A native.cpp is compiled once for each instruction set, with RECPOINT_SET as the set's name. All
-// of it lies in a namespace of that name, and uses no template of the standard library: a linker
-// keeps one copy of such a template, which might have instructions that this processor lacks.
+// A native.cpp is compiled once for each instruction set, with RECPOINT_SET as the name of the set.
+// All its code lies in a namespace of that name. It uses no template of the standard library: a
+// linker keeps one copy of such a template, and this copy might have instructions that the
+// processor lacks.
 #pragma once
 
-// Before the libraries' own headers: it says which of their functions are wanted.
+// Python.h comes before the standard headers, because it selects which of their functions they
+// declare.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -19,7 +20,7 @@
 
 namespace recpoint {
 
-// A function of the Python module: entries of a table that ends with a null name.
+// A function of the Python module. A table of them ends with a null name.
 struct Operation {
     const char* name;
     PyObject* (*call)(PyObject*, PyObject* const*, Py_ssize_t);
@@ -31,7 +32,7 @@ namespace RECPOINT_SET {
 
 enum class Gil { kept, released };
 
-// The result of a function that needs room for itself: it fails where there is none.
+// The result of a function that allocates memory: Python gets a MemoryError if there was none.
 struct Room {
     bool was_there;
 };
@@ -128,8 +129,9 @@ PyObject* call_with(
     );
 }
 
-// `function` as Python calls it. Addresses and counts are plain integers: making an array object
-// costs more than marking a whole batch. Whoever calls has checked dtypes, contiguity and bounds.
+// Wraps `function` for Python. Addresses and counts are plain integers, because creating an array
+// object costs more than marking a whole batch. The caller has checked dtypes, contiguity and
+// bounds.
 template <auto function, Gil gil = Gil::released>
 PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return call_with(function, gil, given, count);
@@ -160,15 +162,15 @@ void store(void* to, T value) {
     memcpy(to, &value, sizeof value);
 }
 
-// Each value from the counter's own on comes up once, in whichever thread.
+// Returns the counter and increments it. No two threads get the same value.
 inline int64_t take_turn(int64_t& counter) {
     return __atomic_fetch_add(&counter, 1, __ATOMIC_RELAXED);
 }
 
-// Asks for a line to be brought into the second-level cache; the address need not exist.
+// Prefetches a line into the second-level cache. The address need not be valid.
 inline void ask_for(const void* address) { __builtin_prefetch(address, 0, 2); }
 
-// Room for each of so many threads, on lines of its own, from an address divisible by 64.
+// Memory for each of `threads` threads, on cache lines of its own, from an address divisible by 64.
 class Scratch {
   public:
     Scratch(int64_t threads, int64_t bytes)
@@ -177,7 +179,7 @@ class Scratch {
     ~Scratch() { free(memory_); }
     Scratch(const Scratch&) = delete;
     bool is_there() const { return memory_ != nullptr; }
-    // A thread calls this once.
+    // Returns the memory of one thread. A thread calls this once.
     char* take() { return memory_ + take_turn(taken_) * step_; }
 
   private:
@@ -192,7 +194,7 @@ using Runner = void (*)(Job&, int64_t);
 
 inline void beside_torch(Job& job, int64_t threads) { run_beside_torch(job, threads); }
 
-// Calls `work()` in up to so many threads at once, this one among them.
+// Calls `work()` on up to `threads` threads at once. The calling thread is one of them.
 template <Runner run, typename Work>
 void together(int64_t threads, Work& work) {
     struct Lent : Job {
@@ -203,11 +205,12 @@ void together(int64_t threads, Work& work) {
     run(lent, threads);
 }
 
-// More parts than threads: one that is late, or slow, holds the others up by a part at most.
+// There are more parts than threads, so a late or slow thread delays the others by one part at
+// most.
 constexpr int64_t PARTS_PER_THREAD = 4;
 
-// Calls `part(start, stop, own)` so that the parts cover 0 … rows once; `own` is the thread's part of
-// the scratch.
+// Calls `part(start, stop, own)` for parts that together cover 0 … rows once. `own` is the thread's
+// memory in the scratch.
 template <Runner run = run_in_pool, typename Part>
 void over_rows_with(int64_t rows, int64_t threads, Scratch& scratch, const Part& part) {
     const int64_t parts = threads <= 1 ? 1 : least(threads * PARTS_PER_THREAD, rows);

@@ -10,8 +10,8 @@ namespace {
 
 struct Pool {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    pthread_cond_t given = PTHREAD_COND_INITIALIZER;  // a job waits for helpers
-    pthread_cond_t ended = PTHREAD_COND_INITIALIZER;  // a job has no helper at work
+    pthread_cond_t given = PTHREAD_COND_INITIALIZER;  // signals: a job wants helpers
+    pthread_cond_t ended = PTHREAD_COND_INITIALIZER;  // signals: no helper works on a job any more
     Job* first = nullptr;
     int64_t threads = 0;
 };
@@ -22,10 +22,10 @@ Pool* made() {
     return pool;
 }
 
-// Never freed: threads wait on it while the process exits.
+// Never freed, because threads still wait on it while the process exits.
 Pool* pool = made();
 
-// A forked child has none of the threads, and another thread may have held the lock.
+// A forked child has none of the threads, and another thread may have held the lock at the fork.
 void renew_in_child() { pool = made(); }
 
 const int registered = pthread_atfork(nullptr, nullptr, renew_in_child);
@@ -55,14 +55,14 @@ void* help(void* given) {
     return nullptr;
 }
 
-// With the lock held.
+// The caller holds the lock.
 bool add_thread(Pool& pool) {
     pthread_attr_t attributes;
     if (pthread_attr_init(&attributes) != 0) return false;
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_attr_setstacksize(&attributes, 512 << 10);
-    // A thread has the signal mask of the one that makes it. Python's signals must go to Python's
-    // threads: one that arrived here would interrupt no sleep of theirs.
+    // A thread inherits the signal mask of the thread that creates it. The new thread blocks all
+    // signals: a signal that arrived here would not interrupt a sleep in one of Python's threads.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -78,7 +78,7 @@ bool add_thread(Pool& pool) {
 
 namespace {
 
-// Lets up to `helpers` threads begin with the job. Fewer begin where no thread can be made.
+// Lets up to `helpers` threads begin the job, or fewer if no more threads can be created.
 void offer(Pool& pool, Job& job, int64_t helpers) {
     pthread_mutex_lock(&pool.lock);
     while (pool.threads < helpers && add_thread(pool)) {
@@ -93,7 +93,7 @@ void offer(Pool& pool, Job& job, int64_t helpers) {
     pthread_mutex_unlock(&pool.lock);
 }
 
-// No thread begins with the job after this, and those that have begun have ended.
+// When this returns, no thread will begin the job, and every thread that began it has finished.
 void withdraw(Pool& pool, Job& job) {
     pthread_mutex_lock(&pool.lock);
     if (job.wanted > 0) take_out(pool, job);
@@ -101,20 +101,20 @@ void withdraw(Pool& pool, Job& job) {
     pthread_mutex_unlock(&pool.lock);
 }
 
-// `GOMP_parallel(function, data, threads, flags)`: GNU's interface, which LLVM's library has too.
+// `GOMP_parallel(function, data, threads, flags)`: GNU's interface. LLVM's library has it too.
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
-bool is_forked = false;  // OpenMP's threads are not in a forked child, and it would wait for them
+bool is_forked = false;  // a forked child has no OpenMP threads, but OpenMP would wait for them
 
 const int noted = pthread_atfork(nullptr, nullptr, [] { is_forked = true; });
 
 Parallel openmp() {
-    // Looked up among the libraries in the process: torch has brought one, or there is none.
+    // Looked up among the loaded libraries: either torch has loaded OpenMP, or there is none.
     static const auto found = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
     return is_forked ? nullptr : found;
 }
 
-// What each thread of an OpenMP team is called with.
+// The argument with which OpenMP calls each thread of a team.
 struct Order {
     Job* job;
     Errand* errand;
@@ -123,7 +123,7 @@ struct Order {
 
 void follow(void* given) {
     const Order& order = *static_cast<Order*>(given);
-    // Not OpenMP's numbers: of two OpenMPs in a process the wrong one may be asked.
+    // OpenMP's thread numbers are not used: if a process has two OpenMPs, the wrong one may answer.
     if (order.errand != nullptr && pthread_equal(pthread_self(), order.leader)) {
         order.errand->run(order.errand);
     }

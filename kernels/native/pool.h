@@ -1,36 +1,38 @@
-// The threads that operations share their work with.
+// The threads that share the work of an operation.
 #pragma once
 
 #include <cstdint>
 
 namespace recpoint {
 
-// Work that any number of threads do together. Each thread that calls `work` takes one piece after
-// the other. When the calls that have begun have returned, everything is done.
+// Work that any number of threads do together. Each call of `work` takes one piece after the other.
+// The job is done when all calls that have begun have returned.
 struct Job {
     void (*work)(Job*) = nullptr;
 
-    // For the pool.
+    // Used by the pool.
     Job* next = nullptr;
     int64_t wanted = 0;
     int64_t running = 0;
 };
 
-// Something that the calling thread does before it takes part in a job.
+// What the calling thread does before it takes part in a job.
 struct Errand {
     void (*run)(Errand*) = nullptr;
 };
 
-// Does the job in up to `threads` threads of our own pool, the calling thread among them. It does not
-// wait for a thread that found no free core before the work was done.
+// Runs the job on up to `threads` threads: the calling thread and threads of our own pool. Does not
+// wait for a thread that found no free core in time.
 void run_in_pool(Job& job, int64_t threads);
 
-// Does the job in up to `threads` threads of torch's OpenMP, or in the pool where there is none. The
-// calling thread runs the errand first, while the other threads are at work.
+// Runs the job on up to `threads` threads of torch's OpenMP. The calling thread runs the errand
+// first, while the other threads work. In a forked child, or if the process has no OpenMP, the pool
+// runs the job after the errand.
 //
-// After each operation of torch its threads look for work for some milliseconds, and keep other threads
-// from the cores. So they alone start at once in a training process. But OpenMP keeps threads for each
-// thread that calls it: this is for the training thread and for the one that quantizes.
+// After each operation of torch, its threads look for work for some milliseconds and keep the
+// cores. So in a training process only these threads start at once. But OpenMP keeps a team of
+// threads for each calling thread. So only the training thread and the thread that quantizes should
+// call this.
 void run_beside_torch(Job& job, int64_t threads, Errand* errand = nullptr);
 
 }  // namespace recpoint

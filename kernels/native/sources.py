@@ -1,4 +1,4 @@
-"""Tells whether the compiled kernels were made of the C++ sources that lie beside them."""
+"""Digests the C++ sources, to check that the compiled kernels were built from them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["digest"]
 
 
 def digest(kernels: Path) -> str | None:
-    """Digest of all C++ files below the folder of the kernels; None where there are none.
+    """Digest of all C++ files below the folder of the kernels; None if there are none.
 
-    The build of recpoint loads this file by its path: it imports nothing of recpoint.
+    The build of recpoint loads this file by its path, so the file imports nothing of recpoint.
     """
     files = sorted(path for kind in ("*.cpp", "*.h") for path in kernels.glob(f"*/{kind}"))
     if not files:

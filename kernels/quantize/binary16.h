@@ -1,5 +1,5 @@
-// Rounding of binary32 values to those of binary16. Results are binary32. A magnitude beyond the
-// largest of binary16 comes back above LARGEST_HALF: callers test for that.
+// Rounds binary32 values to values of binary16. The results are binary32. If a magnitude exceeds
+// the largest of binary16, the result exceeds LARGEST_HALF; callers test for this.
 #pragma once
 
 #include "../native/operation.h"
@@ -7,9 +7,9 @@
 namespace recpoint::RECPOINT_SET {
 
 constexpr float LARGEST_HALF = 65504.0f;
-// The smallest normal magnitude; below it lie multiples of 2^-24.
+// The smallest normal magnitude. The values below are multiples of 2^-24.
 constexpr float SMALLEST_HALF = 0x1p-14f;
-// A binary32 has 13 bits of fraction more.
+// The 13 bits of fraction that only binary32 has.
 constexpr int32_t HALF_REST = 0x1FFF;
 
 inline int32_t bits_of(float value) { return load<int32_t>(&value); }
@@ -28,16 +28,16 @@ inline float half_from_zero(float value) {
     return (whole < units ? whole + 1.0f : whole) * 0x1p-24f;
 }
 
-// The largest value of binary16 that is not above a finite value; -0 stays -0.
+// The largest binary16 value that is not above a finite value. -0 stays -0.
 inline float half_below(float value) {
     if (value > 0.0f) return half_toward_zero(value);
     return value < 0.0f ? -half_from_zero(-value) : value;
 }
 
-// The smallest value of binary16 that is not below a finite value, which is not negative.
+// The smallest binary16 value that is not below a value, which must be finite and not negative.
 inline float half_above(float value) { return half_from_zero(value); }
 
-// The value of binary16 next to a finite value, ties to the even one; -0 stays -0.
+// The binary16 value nearest to a finite value, ties to even. -0 stays -0.
 inline float half_nearest(float value) {
     if (value == 0.0f) return value;
     float rounded = magnitude(value);

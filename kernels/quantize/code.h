@@ -1,4 +1,4 @@
-// Codes of values whose row's parameters are known.
+// Computes codes from values and the parameters of their rows.
 #pragma once
 
 #include "lanes.h"
@@ -6,13 +6,13 @@
 
 namespace recpoint::RECPOINT_SET {
 
-// The code of a value; 0 whatever the value is where the inverse is 0.
+// The code of a value. If the inverse is 0, the code of every value is 0.
 inline uint8_t code_of(float value, float inverse, float offset, float top) {
     float place = (value - offset) * inverse + 0.5f;
-    // In this order, so that NaN, which is not quantized, is code 0.
+    // In this order, so that NaN becomes code 0. (A row with NaN is not quantized.)
     place = place > 0.0f ? place : 0.0f;
     place = place < top ? place : top;
-    // Not negative: dropping the fraction is floor.
+    // The value is not negative, so dropping the fraction is floor.
     return static_cast<uint8_t>(static_cast<int32_t>(place));
 }
 
@@ -21,15 +21,15 @@ inline Words codes_of(Floats values, Floats inverses, Floats offsets, Floats top
     return __builtin_convertvector(minimum(places, top), Words);
 }
 
-// Values whose codes are written together, as bytes: compilers take twice as many steps for that as
-// there are instructions.
+// The codes of GROUP values are converted to bytes together, by intrinsics on x86-64: compilers
+// take twice as many steps for this.
 #if defined(__AVX512F__)
 constexpr int64_t GROUP = LANES;
 #else
 constexpr int64_t GROUP = 4 * LANES;
 #endif
 
-// Writes the codes of a group; `codes(i)` are those of its vector i, 0 to 255 each.
+// Writes the codes of a group. `codes(i)` returns the codes of vector i, each from 0 to 255.
 template <typename Codes>
 void store_group(const Codes& codes, uint8_t* to) {
 #if defined(__AVX512F__)
@@ -38,7 +38,8 @@ void store_group(const Codes& codes, uint8_t* to) {
     const auto word = [&](int i) { return reinterpret_cast<__m256i>(codes(i)); };
     const __m256i near = _mm256_packs_epi32(word(0), word(1));
     const __m256i far = _mm256_packs_epi32(word(2), word(3));
-    // Both halves of a register are packed for themselves: fours of bytes are put in order.
+    // The instructions pack each half of a register on its own, so groups of four bytes are
+    // reordered.
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     store(to, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(near, far), order));
 #elif defined(__x86_64__)
@@ -50,7 +51,7 @@ void store_group(const Codes& codes, uint8_t* to) {
 #endif
 }
 
-// Writes the code of each value of a row, one a byte. DIM is 0 where it is not known.
+// Writes the code of each value of a row, one a byte. DIM is 0 if not known at compile time.
 template <int64_t DIM>
 void code_row(
     const float* row, int64_t any_dim, float inverse, float offset, float top, uint8_t* codes
@@ -64,7 +65,7 @@ void code_row(
     const Floats offsets = spread(offset);
     const Floats tops = spread(top);
     for (int64_t k = 0; k < dim; k += GROUP) {
-        // The last values come a second time where the length is odd.
+        // If the length is no multiple of GROUP, the last group overlaps the group before.
         const int64_t first = least(k, dim - GROUP);
         const auto vector = [&](int i) {
             return codes_of(load<Floats>(row + first + i * LANES), inverses, offsets, tops);
@@ -73,7 +74,7 @@ void code_row(
     }
 }
 
-// Writes the code of each of COUNT values, whole groups of them, each with parameters of its own.
+// Writes the codes of COUNT values, a multiple of GROUP. Each value has parameters of its own.
 template <int64_t COUNT>
 void code_values(
     const float* values, const float* inverses, const float* offsets, float top, uint8_t* codes

@@ -1,4 +1,4 @@
-"""Quantization on a CPU: one pass a row, with the row's codes in a buffer that stays in cache."""
+"""Quantization on a CPU: one pass over the rows. Unpacked codes stay in a buffer in the cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from recpoint.kernels.quantize.shapes import (
 
 __all__ = ["dequantize", "dequantize_packed", "dequantize_rows", "quantize", "quantize_packed"]
 
-#: A search takes as long as reading and writing some thirty times as much.
+#: A search takes as long as reading and writing some thirty times as many bytes.
 _SEARCH_BYTES = 32
 
 
@@ -54,7 +54,7 @@ def _encode(
 
 
 def _search(given_at: int, n: int, dim: int, bits: int, method: Method, threads: int) -> bool:
-    """Whether there is a search for such rows; then it is done."""
+    """Quantize by the search of the method. Returns False if there is no search for such rows."""
     limits = float(grid.error_unit(dim)), float(grid.largest_error(dim))
     if method.name == "greedy" and dim <= grid.LARGEST_DIM:
         steps = grid.greedy_steps(method.bins, method.ratio_permille)
@@ -64,8 +64,8 @@ def _search(given_at: int, n: int, dim: int, bits: int, method: Method, threads:
     places = grid.fraction_bits(dim, bits) if method.name == "refit" else 0
     if not places:
         return False
-    # Kept here for as long as its address is in use: two threads that make the first one of a kind
-    # have one each, and only one of the two stays.
+    # This variable keeps the array alive while its address is in use. The cache alone does not: if
+    # two threads compute the same array at once, the cache keeps only one of the two.
     pairs = grid.candidates(dim, bits, method.bins)
     nearby = grid.half_spacing(dim, bits, method.bins)
     library.quantize_by_search(
@@ -138,6 +138,6 @@ def dequantize_rows(
     bits: int,
     positions: Tensor | None = None,
 ) -> None:
-    """`dequantize_packed` of chosen rows to their places in a table."""
+    """`dequantize_packed` for chosen rows, into their places in a table."""
     require_places(packed, table, ids, bits, positions)
     _decode_into(table, packed, scale, offset, bits, positions, ids)

@@ -1,7 +1,8 @@
-// The smallest and the largest key of rows, side by side: on short rows this takes longer than all else.
+// Finds the smallest and the largest key of several rows, side by side. On short rows this takes
+// longer than all else.
 //
-// The ends of one row are found across the lanes of a vector, and each step of that leaves half of the
-// lanes idle. Here each step joins two vectors, so that after the last one each lane holds a row.
+// For a single row, the lanes of one vector would be reduced, and each step would leave half of the
+// lanes idle. Here each step joins two vectors. After the last step each lane holds a row.
 #pragma once
 
 #include "lanes.h"
@@ -11,7 +12,7 @@ namespace recpoint::RECPOINT_SET {
 
 inline Words keys_of(Words patterns) { return patterns ^ ((patterns >> 31) & 0x7FFFFFFF); }
 
-// Of as many rows as there are lanes.
+// The ends of LANES rows, as keys.
 struct EndsOfRows {
     Words low;
     Words high;
@@ -20,8 +21,8 @@ struct EndsOfRows {
 inline Words smaller(Words a, Words b) { return a < b ? a : b; }
 inline Words larger(Words a, Words b) { return a > b ? a : b; }
 
-// Lane i of the result is a lane of `a`, or of `b` behind it: of each group of PARTS lanes the first
-// half, or the second half with SHIFT = PARTS / 2.
+// Takes one half of each group of PARTS lanes, first from `a`, then from `b`. SHIFT is 0 for the
+// first half and PARTS / 2 for the second half.
 template <int PARTS, int SHIFT, size_t... I>
 Words half_of_groups(Words a, Words b, Indices<I...>) {
 #if __has_builtin(__builtin_shufflevector)
@@ -36,8 +37,8 @@ Words half_of_groups(Words a, Words b, Indices<I...>) {
 #endif
 }
 
-// Joins `PARTS` vectors, in which PARTS neighbouring lanes belong to a row, into one with a row in each
-// lane.
+// Joins PARTS vectors into one vector with a row in each lane. In each of the PARTS vectors, PARTS
+// neighbouring lanes belong to one row.
 template <int PARTS>
 EndsOfRows joined_ends(EndsOfRows* ends) {
     if constexpr (PARTS == 1) {
@@ -60,7 +61,7 @@ EndsOfRows joined_ends(EndsOfRows* ends) {
     }
 }
 
-// Of rows that are shorter than a vector, DIM values each: as many vectors as values.
+// The ends of LANES rows of DIM values, if DIM is at most LANES. The rows fill DIM vectors.
 template <int DIM>
 EndsOfRows ends_of_short_rows(const float* rows) {
     EndsOfRows ends[DIM];
@@ -71,20 +72,21 @@ EndsOfRows ends_of_short_rows(const float* rows) {
     return joined_ends<DIM>(ends);
 }
 
-// Of rows of LANES values or more. DIM is 0 where it is not known.
+// The ends of LANES rows of LANES values or more. DIM is 0 if not known at compile time.
 template <int64_t DIM>
 EndsOfRows ends_of_long_rows(const float* rows, int64_t any_dim) {
     const int64_t dim = DIM > 0 ? DIM : any_dim;
     EndsOfRows ends[LANES];
     for (int i = 0; i < LANES; ++i) {
         const float* row = rows + i * dim;
-        // Keys would cost three steps a value. Among patterns as they are, with or without a sign,
-        // negative values lie behind the positive ones, in reverse: three extremes tell both ends.
-        Words smallest = load<Words>(row);  // the least value if none is negative, else the largest
+        // Keys would cost three steps a value. The plain bit patterns order negative values in
+        // reverse: below the positive values if signed, above them if unsigned. So three extremes
+        // of the patterns give both ends.
+        Words smallest = load<Words>(row);  // least if no value is negative, largest if all are
         Words largest = smallest;           // the largest value, unless all are negative
         Marks farthest = reinterpret_cast<Marks>(smallest);  // the least value, if one is negative
         for (int64_t k = LANES; k < dim; k += LANES) {
-            // The last values come a second time where the length is odd.
+            // If the length is no multiple of LANES, the last vector overlaps the vector before.
             const Words patterns = load<Words>(row + least(k, dim - LANES));
             const Marks marks = reinterpret_cast<Marks>(patterns);
             smallest = smaller(smallest, patterns);
@@ -114,8 +116,8 @@ EndsOfRows ends_of_rows(const float* rows, int64_t any_dim) {
     return ends;
 }
 
-// Stores what `parameters_of_row` gives for rows with these ends, for asymmetric parameters of
-// binary32, of which none is wide.
+// Stores the results of `parameters_of_row` for LANES rows with these ends. The parameters are
+// asymmetric and binary32, so no row is wide.
 inline void store_parameters(
     EndsOfRows ends, float levels, float* scales, float* offsets, uint8_t* exact, uint8_t* wide
 ) {
@@ -123,7 +125,8 @@ inline void store_parameters(
     const Floats span = float_of(keys_of(ends.high)) - low;
     const Words is_finite = (ends.low > MINUS_INFINITY_KEY) & (ends.high < INFINITY_KEY);
     const Words is_spread = (span >= TINY * levels) & (span <= LARGE);
-    // Keys, not numbers: see `parameters_of_row`. A row of zeros with a -0 keeps its sign.
+    // Compares keys, not numbers: see `parameters_of_row`. A row of zeros with a -0 is exact, so
+    // the sign stays.
     const Words is_constant = (ends.low == ends.high) & (ends.low != MINUS_ZERO_KEY);
     const Words is_kept = is_finite & (is_constant | is_spread);
     store(scales, (is_finite & is_spread) ? span / levels : Floats{});

@@ -1,8 +1,8 @@
-// Vectors of binary32 values, one for each of several rows, as wide as this instruction set has them.
+// Vectors of binary32 values with one row in each lane, as wide as this instruction set allows.
 //
-// A search does the same to every row, and all its steps depend on sums over a row, whose order must
-// not change. With a row in each lane it does not have to. Each operation rounds once, as its scalar
-// form does.
+// A search does the same to every row. All its steps depend on sums over a row, and the order of
+// these sums must not change. With a row in each lane the order stays. Each operation rounds once,
+// as its scalar form does.
 #pragma once
 
 #if defined(__x86_64__)
@@ -31,12 +31,12 @@ inline Floats spread(float value) { return value - Floats{}; }
 inline Words bits_of(Floats value) { return reinterpret_cast<Words>(value); }
 inline Floats float_of(Words bits) { return reinterpret_cast<Floats>(bits); }
 
-// The second one where the two are equal, or one of them is NaN.
+// Both return `b` if the two are equal or one is NaN.
 inline Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 
-// a · b + c, where neither the product nor the sum needs rounding: it does not matter whether the
-// machine rounds in between, and the faster form is taken.
+// a · b + c, if neither the product nor the sum needs rounding. Then it does not matter whether the
+// machine rounds in between, so the faster form is used.
 inline Floats exact_multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
@@ -47,10 +47,10 @@ inline Floats exact_multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The next integer, ties to the even one; for 0 to 2^23, above which the last place is 1.
+// The nearest integer, ties to even. For values from 0 to 2^23: from there on the last place is 1.
 inline Floats rounded(Floats value) { return (value + 0x1p23f) - 0x1p23f; }
 
-// The value without its fraction; for magnitudes below 2^31.
+// The value without its fraction. For magnitudes below 2^31.
 inline Floats whole(Floats value) {
     return __builtin_convertvector(__builtin_convertvector(value, Words), Floats);
 }

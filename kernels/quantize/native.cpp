@@ -5,17 +5,17 @@
 namespace recpoint::RECPOINT_SET {
 namespace {
 
-// Rows that are worked on together: what is done once a row is then done side by side.
+// How many rows are quantized together, so that the work done once a row is done side by side.
 constexpr int64_t ROWS = 16;
 
-// Rows, and what becomes of them, as Python gives them: int64 each.
+// The rows and their results, in the layout of Python's array: each field is an int64.
 struct Given {
     const float* rows;
     int64_t dim;
     int64_t bits;
-    int64_t code_bits;  // of a code as it is stored: `bits` or 8
+    int64_t code_bits;  // bits of a stored code: `bits` or 8
     int64_t is_symmetric;
-    int64_t in_half;  // choose parameters of binary16 where that is safe
+    int64_t in_half;  // take binary16 parameters if that is safe
     uint8_t* packed;
     float* scale;
     float* offset;
@@ -28,20 +28,21 @@ struct Given {
 
 static_assert(sizeof(Given) == 88);
 
-// Rows of more values are packed one by one: their codes take too much room together.
+// Longer rows are packed one by one, because the codes of ROWS rows would take too much room.
 constexpr int64_t LONG_DIM = 1024;
 
 int64_t packed_together(const Given& given) { return given.dim <= LONG_DIM ? ROWS : 1; }
 
-// Room for codes that are packed afterwards.
+// Bytes of scratch for codes that are packed afterwards.
 int64_t scratch_bytes(const Given& given) {
     return given.code_bits == 8 ? 0 : packed_together(given) * given.dim;
 }
 
-// Up to this length rows are coded as one string of values, each with its row's scale and offset.
+// Rows of at most this length are coded together, as one string of values. Each value has a copy of
+// the scale and offset of its row.
 constexpr int64_t SHORT_DIM = 16;
 
-// Writes one code a byte of ROWS rows whose scales and offsets are stored.
+// Writes the codes of ROWS rows, one a byte. The scales and offsets are already stored.
 template <int64_t DIM>
 void code_short_rows(
     const Given& given, int64_t first, const float* inverse, uint8_t* codes
@@ -58,8 +59,8 @@ void code_short_rows(
     code_values<ROWS * DIM>(values, inverses, offsets, given.levels(), codes);
 }
 
-// Writes the packed codes of `n` rows, ROWS at most, whose scales and offsets are stored. DIM is 0
-// where it is not known.
+// Writes the packed codes of `n` rows, at most ROWS. The scales and offsets are already stored. DIM
+// is 0 if the length is not known at compile time.
 template <int64_t DIM>
 void write_codes(const Given& given, int64_t first, int64_t n, uint8_t* scratch) {
     const int64_t dim = DIM > 0 ? DIM : given.dim;
@@ -71,7 +72,7 @@ void write_codes(const Given& given, int64_t first, int64_t n, uint8_t* scratch)
         uint8_t* codes = given.code_bits == 8 ? packed : scratch;
         float inverses[ROWS];
         if (together == ROWS) {
-            // Side by side: one by one, they take a fourth of the time of short rows.
+            // Side by side, because one by one they would take a fourth of the time of short rows.
             for (int64_t i = 0; i < ROWS; i += LANES) {
                 const Floats scale = load<Floats>(given.scale + first + i);
                 store(inverses + i, scale > 0.0f ? 1.0f / scale : Floats{});
@@ -85,7 +86,7 @@ void write_codes(const Given& given, int64_t first, int64_t n, uint8_t* scratch)
         if (DIM == 0 || DIM > SHORT_DIM || together < ROWS) {
             for (int64_t i = 0; i < together; ++i) {
                 const int64_t row = first + i;
-                // The next rows' ends are found before their codes: all lines would be waited for.
+                // Prefetches a row of the next group: finding its ends would wait for every line.
                 const float* coming = given.rows + (row + together) * dim;
                 for (int64_t k = 0; k < dim; k += 16) ask_for(coming + k);
                 code_row<DIM>(
@@ -134,7 +135,7 @@ void quantize_part(const Given& given, int64_t start, int64_t stop, uint8_t* scr
     }
 }
 
-// Lengths that tables have get loops of their own.
+// Usual row lengths have loops of their own.
 template <template <int64_t> typename For>
 auto of_length(int64_t dim) {
     switch (dim) {
@@ -158,7 +159,7 @@ struct QuantizePart {
     static constexpr auto function = quantize_part<DIM>;
 };
 
-// Quantizes rows by their ends.
+// Quantizes rows by their minimum and maximum.
 Room quantize_plain(const Given* given, int64_t rows, int64_t threads) {
     Scratch scratch(threads, scratch_bytes(*given));
     if (!scratch.is_there()) return {false};
@@ -169,7 +170,7 @@ Room quantize_plain(const Given* given, int64_t rows, int64_t threads) {
     return {true};
 }
 
-// Puts a row into its lane, and stores what it has without a search.
+// Loads a row into its lane, and stores its plain parameters.
 void load_lane(const Given& given, int64_t row, int lane, Block& block) {
     const float* values = given.rows + row * given.dim;
     const Ends ends = ends_of_row(values, given.dim);
@@ -203,7 +204,7 @@ void search_part(
     for (int64_t first = start; first < stop; first += LANES) {
         const int64_t n = least<int64_t>(LANES, stop - first);
         for (int lane = 0; lane < LANES; ++lane) {
-            // The last block repeats its last row.
+            // The last block repeats its last row in the lanes that are left.
             load_lane(given, least(first + lane, stop - 1), lane, block);
         }
         judge(search, block, block.plain);
@@ -218,7 +219,7 @@ void search_part(
     }
 }
 
-// Quantizes rows by the greedy search if there are `bins`, else by the refit search.
+// Quantizes rows by the greedy search if `bins` is not 0, else by the refit search.
 Room quantize_by_search(
     const Given* given, int64_t rows, const float* pairs, int64_t pair_count, float nearby,
     int64_t refits, float fraction, int64_t bins, int64_t steps, float unit, float largest,
@@ -236,11 +237,11 @@ Room quantize_by_search(
     return {true};
 }
 
-// Places of decoded rows are asked for so many rows ahead, and at most so much of each.
+// The place of a decoded row is prefetched ROWS_AHEAD rows ahead, and at most PLACE_BYTES of it.
 constexpr int64_t ROWS_AHEAD = 32;
 constexpr int64_t PLACE_BYTES = 256;
 
-// Decodes row positions[i] of the codes to row ids[i] of `rows`; a null list stands for 0, 1, 2, …
+// Decodes row positions[i] of the codes to row ids[i] of `rows`. A null list stands for 0, 1, 2, …
 Room dequantize(
     const uint8_t* packed, const float* scales, const float* offsets, float* rows, int64_t dim,
     int64_t bits, const int64_t* positions, const int64_t* ids, int64_t n, int64_t threads
@@ -252,7 +253,7 @@ Room dequantize(
         auto* unpacked = reinterpret_cast<uint8_t*>(own);
         for (int64_t i = start; i < stop; ++i) {
             if (ids != nullptr) {
-                // Rows that lie apart: the processor does not see by itself which one comes next.
+                // The rows lie apart, so the processor cannot predict which row comes next.
                 const char* coming =
                     reinterpret_cast<const char*>(rows + ids[least(i + ROWS_AHEAD, stop - 1)] * dim);
                 for (int64_t at = 0; at < least(4 * dim, PLACE_BYTES); at += 64) {

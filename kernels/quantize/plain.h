@@ -1,8 +1,9 @@
-// Scale, offset and codes of rows by their ends (format §3.2).
+// Scale and offset of rows by their minimum and maximum, the ends of the row (format §3.2).
 //
-// Ends are found among integer keys that order binary32 values as numbers (-0 below +0): a compiler
-// may vectorize integer minima but not floating ones, whose result for NaN and ±0 depends on the
-// order. The keys also show NaN and infinities: they lie outside the finite ones.
+// The ends are found as integer keys, which order binary32 values as numbers (-0 below +0). A
+// compiler may vectorize a minimum of integers. It may not vectorize a minimum of floats, whose
+// result for NaN and ±0 depends on the order. The keys also show NaN and infinities, which lie
+// outside the keys of finite values.
 #pragma once
 
 #include "../bit_packing/codes.h"
@@ -13,14 +14,14 @@ namespace recpoint::RECPOINT_SET {
 constexpr int32_t INFINITY_KEY = 0x7F800000;
 constexpr int32_t MINUS_INFINITY_KEY = -0x7F800001;
 constexpr int32_t MINUS_ZERO_KEY = -1;
-// Of the smallest normal value; that of its negative is one less than minus this.
+// The key of the smallest normal value. The key of its negative is -SMALLEST_KEY - 1.
 constexpr int32_t SMALLEST_KEY = 0x00800000;
 constexpr float TINY = 0x1p-126f;
 constexpr float LARGE = 0x1p126f;
-// As WIDEST_STEP of method.py.
+// The same as WIDEST_STEP of method.py.
 constexpr float WIDEST_STEP = 1.0f + 0x1p-6f;
 
-// The key of a value's pattern, and the pattern of a key.
+// Returns the key of a bit pattern, and the bit pattern of a key.
 inline int32_t key_of(int32_t pattern) { return pattern ^ ((pattern >> 31) & 0x7FFFFFFF); }
 
 struct Ends {
@@ -28,7 +29,7 @@ struct Ends {
     int32_t high;
 };
 
-// What is stored of a row beside its codes; scale 0 if it has none.
+// What is stored of a row beside its codes. The scale is 0 if the row has none.
 struct Parameters {
     float scale;
     float offset;
@@ -52,8 +53,9 @@ inline Parameters parameters_of_row(Ends ends, float levels, bool is_symmetric, 
     if (ends.low <= MINUS_INFINITY_KEY || ends.high >= INFINITY_KEY) return exact;
     float low = float_of(key_of(ends.low));
     float high = float_of(key_of(ends.high));
-    // Keys, not numbers: a thread that takes subnormals for zeros (torch.set_flush_denormal) would
-    // find 0 and 1e-40 equal, and 1e-40 a value of binary16.
+    // Compares keys, not numbers: a thread that treats subnormals as zeros
+    // (torch.set_flush_denormal) would take 0 and 1e-40 as equal, and 1e-40 for a value of
+    // binary16.
     if (ends.low == ends.high) {
         if (ends.low == MINUS_ZERO_KEY) return exact;
         const bool is_normal = ends.low >= SMALLEST_KEY || ends.low < -SMALLEST_KEY;

@@ -1,4 +1,4 @@
-// The searches for a better scale and offset (README of this folder): a row in each lane.
+// The searches for a better scale and offset, with a row in each lane. See this folder's README.
 #pragma once
 
 #include "lanes.h"
@@ -6,10 +6,10 @@
 
 namespace recpoint::RECPOINT_SET {
 
-// Units a value by which rounded sums of errors must differ for the exact ones to differ.
+// A lower rounded cost proves a lower exact cost if it is lower by this many units a value.
 constexpr float COST_MARGIN = 1.25f;
 
-// How to search, the same for all rows; see grid.py.
+// The parameters of a search, the same for all rows. See grid.py.
 struct Search {
     const float* pairs;  // refit: [pair_count, 2], slope and shift of each candidate
     int64_t pair_count;
@@ -22,14 +22,14 @@ struct Search {
     float largest;
 };
 
-// What is tried for the rows of all lanes, and what it costs them.
+// The parameters tried for the row in each lane, and their cost.
 struct Trial {
     Floats scale;
     Floats offset;
     Floats cost;
 };
 
-// The rows of all lanes.
+// The rows in all lanes.
 struct Block {
     int64_t dim;
     float levels;
@@ -38,11 +38,12 @@ struct Block {
     Floats step;       // the plain scale, in binary32
     Floats low;
     Floats per_step;
-    Words halves;  // where parameters have to be of binary16: all bits
-    Trial plain;   // as it would be stored
+    Words halves;  // all bits set if the row's parameters must be binary16
+    Trial plain;   // the plain parameters as stored
 };
 
-// Fills in the cost of a trial: squared errors of rows decoded with its parameters, in whole units.
+// Computes the cost of a trial: the squared errors of rows decoded with its parameters, in whole
+// units.
 inline void judge(const Search& search, const Block& block, Trial& trial) {
     const Floats scale = trial.scale;
     const Floats offset = trial.offset;
@@ -57,13 +58,14 @@ inline void judge(const Search& search, const Block& block, Trial& trial) {
         const Floats place = (value - offset) * inverse + 0.5f;
         const Floats code = whole(maximum(minimum(place, top), Floats{}));
         const Floats steps = (value - (code * scale + offset)) * per_step;
-        // An infinite error is the largest one; there is no NaN, since code · scale is finite.
+        // An infinite error counts as `largest`. NaN cannot occur, because code · scale is finite.
         total = minimum(total + rounded(minimum(steps * steps * unit, largest)), largest);
     }
     trial.cost = total;
 }
 
-// Makes parameters such as are stored, the plain ones if need be.
+// Rounds the parameters to their stored form. Parameters that cannot be stored become the plain
+// ones.
 inline void keep_representable(const Block& block, Trial& trial) {
     for (int lane = 0; lane < LANES; ++lane) {
         float scale = trial.scale[lane];
@@ -80,9 +82,10 @@ inline void keep_representable(const Block& block, Trial& trial) {
     }
 }
 
-// Sums of least squares for the codes of a slope and shift: of codes, count · covariance and count ·
-// variance of the codes, and what of the row's squares they explain, 0 where codes do not rise with
-// the values.
+// The sums of least squares for the codes of a slope and shift. `codes` is the sum of the codes.
+// `along` and `square` are the covariance with the values and the variance of the codes, times
+// count². `score` is how much of the row's sum of squares the codes explain; it is 0 if codes do
+// not rise with the values.
 struct Explained {
     Floats codes;
     Floats along;
@@ -109,7 +112,8 @@ inline Explained explain(const Block& block, Floats slope, Floats shift, Floats 
     return {codes, along, square, is_usable ? along * along / square : Floats{}};
 }
 
-// The best of the grid, then of the nine around it, then least squares.
+// Takes the best pair of the grid, then the best of the nine pairs around it, then fits least
+// squares.
 inline Trial refit(const Search& search, const Block& block) {
     const Floats unit = spread(search.fraction);
     const Floats top = spread(block.levels);
@@ -162,7 +166,7 @@ inline Trial refit(const Search& search, const Block& block) {
     return trial;
 }
 
-// Moves in the end that costs less, step by step; the best pair of ends seen.
+// In each step, moves in the end that costs less. Returns the cheapest pair of ends seen.
 inline Trial greedy(const Search& search, const Block& block) {
     const Floats levels = spread(block.levels);
     Floats low = block.low;

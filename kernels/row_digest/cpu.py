@@ -1,7 +1,7 @@
 """Digests of rows in one compiled pass, without the GIL and in the calling thread alone.
 
-Rows are independent, so that a processor works on several of them at once although each is a chain
-of multiplications.
+Each row is a chain of multiplications. But rows are independent, so a processor works on several
+rows at once.
 """
 
 from __future__ import annotations

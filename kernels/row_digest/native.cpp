@@ -3,7 +3,7 @@
 namespace recpoint::RECPOINT_SET {
 namespace {
 
-// Of format §3.6; see shapes.py.
+// Constants of format §3.6; see shapes.py.
 constexpr uint64_t FIRST = 0xD6E8FEB86659FD93;
 constexpr uint64_t FOLD = 0x9E3779B97F4A7C15;
 constexpr uint64_t LAST = 0xBF58476D1CE4E5B9;
@@ -13,8 +13,8 @@ uint64_t folded(uint64_t value, uint64_t word) {
     return value ^ (value >> 32);
 }
 
-// The digest of a row of any bytes at any address: a chain over its words, the last one filled up
-// with zeros.
+// The digest of a row of any length at any address: a chain over its 8-byte words. The last word is
+// filled up with zeros.
 uint64_t digest_row(const char* row, int64_t bytes, int64_t id) {
     uint64_t value = (static_cast<uint64_t>(id) + 1) * FIRST;
     int64_t at = 0;
@@ -28,7 +28,7 @@ uint64_t digest_row(const char* row, int64_t bytes, int64_t id) {
     return value ^ (value >> 32);
 }
 
-// The sum of the digests of rows with these ids, or with ids from `first` on where `ids` is null.
+// The sum of the digests of n rows. Their ids are `ids`, or count from `first` on if `ids` is null.
 uint64_t digest_rows(
     const char* rows, const int64_t* ids, int64_t first, int64_t row_bytes, int64_t n
 ) {

@@ -1,4 +1,4 @@
-"""Row gather and scatter on a CPU: one copy of known length for each row."""
+"""Row gather, scatter and move on a CPU: one copy of known length for each row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
 
 
 def move(source: Tensor, positions: Tensor, dest: Tensor, ids: Tensor) -> None:
-    """dest[ids[i]] = source[positions[i]]; nothing is copied if one is out of range."""
+    """dest[ids[i]] = source[positions[i]]; nothing is copied if an index is out of range."""
     require("positions", positions, torch.int64, 1)
     if positions.numel() != ids.numel():
         raise ValueError(f"positions: {positions.numel()}, expected {ids.numel()} as ids")

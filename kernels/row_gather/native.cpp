@@ -3,10 +3,10 @@
 namespace recpoint::RECPOINT_SET {
 namespace {
 
-// The position of the first id that is not in 0 … limit - 1; -1 if there is none.
+// The position of the first id outside 0 … limit - 1; -1 if there is none.
 int64_t first_outside(const int64_t* ids, int64_t n, int64_t limit) {
     uint64_t largest = 0;
-    // A negative id is a huge unsigned one.
+    // A negative id becomes a huge unsigned id.
     for (int64_t i = 0; i < n; ++i) largest = greatest(largest, static_cast<uint64_t>(ids[i]));
     if (n == 0 || largest < static_cast<uint64_t>(limit)) return -1;
     int64_t i = 0;
@@ -14,7 +14,7 @@ int64_t first_outside(const int64_t* ids, int64_t n, int64_t limit) {
     return i;
 }
 
-// Copies row from[i] of `source` to row to[i] of `dest`; a null list stands for 0, 1, 2, …
+// Copies row from[i] of `source` to row to[i] of `dest`. A null list stands for 0, 1, 2, …
 template <Runner run>
 void move_rows(
     const char* source, const int64_t* from, char* dest, const int64_t* to, int64_t row_bytes,

@@ -1,4 +1,4 @@
-// Copies of rows at known positions: the loops that gather, scatter and move.
+// Copies rows between given positions: the loops of gather, scatter and move.
 #pragma once
 
 #if defined(__x86_64__)
@@ -10,15 +10,17 @@
 namespace recpoint::RECPOINT_SET {
 
 constexpr int64_t LINE = 64;
-// How far ahead of the copy rows are asked for: enough to hide the way to memory and the page walk.
+// How far ahead of the copy rows are prefetched: far enough to hide a memory access and a page
+// walk.
 constexpr int64_t AHEAD_BYTES = 8192;
-// At most this much of a coming row; the processor's own prefetcher follows longer rows by itself.
+// The most that is prefetched of a row. The processor prefetches the rest of a longer row by
+// itself.
 constexpr int64_t REACH_BYTES = 256;
-// Smaller results are wanted in the cache, where streaming would not leave them.
+// Smaller results should stay in the cache, so they are not streamed.
 constexpr int64_t STREAM_BYTES = int64_t{4} << 20;
 
-// Copies a line past the caches on the writing side. A line that is written whole need not be read
-// first, which saves a third of the traffic of a large copy. `to` is divisible by 32.
+// Copies a line and writes it past the caches. A line that is streamed whole is not read first,
+// which saves a third of the traffic of a large copy. `to` is divisible by 32.
 inline void stream_line(char* to, const char* from) {
 #if defined(__AVX__)
     for (int64_t at = 0; at < LINE; at += 32) {
@@ -35,23 +37,24 @@ inline void stream_line(char* to, const char* from) {
 #endif
 }
 
-// Other threads see streamed lines after this and a lock operation.
+// Other threads see the streamed lines after this and a lock operation.
 inline void end_streams() {
 #if defined(__x86_64__)
     _mm_sfence();
 #endif
 }
 
-// Lines in a row where whole lines can be streamed and it pays; 0 elsewhere.
+// Lines of a row if whole lines can be streamed and streaming pays, else 0.
 inline int64_t lines_to_stream(int64_t row_bytes, int64_t rows, const void* to) {
     if (row_bytes % LINE != 0 || reinterpret_cast<uintptr_t>(to) % 32 != 0) return 0;
     return row_bytes * rows >= STREAM_BYTES ? row_bytes / LINE : 0;
 }
 
-// Copies row from[i] of `source` to row to[i] of `dest`; a null list stands for 0, 1, 2, …
+// Copies row from[i] of `source` to row to[i] of `dest`. A null list stands for 0, 1, 2, …
 //
-// BYTES and LINES are those of a row where they are known, else 0: loops that run once or twice a
-// row, or a call for four bytes, would cost more than the row.
+// BYTES and LINES are the bytes and lines of a row if these are known at compile time, else 0. A
+// loop that runs once or twice a row, or a call for four bytes, would cost more than the row
+// itself.
 template <int64_t BYTES, int64_t LINES>
 void copy_rows_of(
     const char* source, const int64_t* from, char* dest, const int64_t* to, int64_t any_bytes,
@@ -67,7 +70,7 @@ void copy_rows_of(
             const char* coming = source + from[later] * bytes;
             for (int64_t at = 0; at < reach; at += LINE) ask_for(coming + at);
         }
-        if (to != nullptr && lines == 0) {  // what is streamed is not read
+        if (to != nullptr && lines == 0) {  // streaming does not read the line first
             const char* coming = dest + to[later] * bytes;
             for (int64_t at = 0; at < reach; at += LINE) ask_for(coming + at);
         }

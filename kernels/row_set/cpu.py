@@ -33,7 +33,7 @@ __all__ = ["decode", "encode", "payload_as"]
 
 
 def encode(ids: Tensor) -> RowSet:
-    """Code ids int64 [n], ascending and without duplicates."""
+    """Encode ids int64 [n], ascending and without duplicates."""
     first, span = extent(ids)
     runs = _count_runs(ids)
     coding = choose(ids.numel(), span, runs)
@@ -43,13 +43,13 @@ def encode(ids: Tensor) -> RowSet:
 
 
 def payload_as(coding: Coding, ids: Tensor, *, span: int, runs: int) -> bytes:
-    """The payload of a coding that is not "range", whether or not it is the one to choose.
+    """The payload of any coding but "range", even if `encode` would choose another coding.
 
     Args:
-        coding: which one.
+        coding: the coding of the payload.
         ids: int64 [n], ascending, in 2 runs or more.
-        span: rows from the first id to the last.
-        runs: how many runs of consecutive ids there are.
+        span: the number of rows from the first id to the last.
+        runs: the number of runs of consecutive ids.
     """
     if coding == "bitmap":
         return bitmap_payload(_bits(ids, span))

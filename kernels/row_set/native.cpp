@@ -3,18 +3,20 @@
 namespace recpoint::RECPOINT_SET {
 namespace {
 
-// How many of n ids are not followed by the next row, the last left out. -1: they do not ascend.
+// Counts the gaps: ids, except the last, whose next id is not the next row. -1 if ids do not
+// ascend.
 int64_t count_gaps(const int64_t* ids, int64_t n, int64_t threads) {
     int64_t gaps = 0;
     int64_t wrong = 0;
     over_rows(n, threads, [&](int64_t start, int64_t stop) {
-        // One id more, so that no pair of neighbours is left out between two parts.
+        // Each part also reads the first id of the next part, so that no pair of neighbours is
+        // missed.
         stop = least(stop, n - 1);
         int64_t found = 0;
         int64_t disorder = 0;
         for (int64_t i = start; i < stop; ++i) {
             disorder |= ids[i + 1] <= ids[i];
-            // Wraps for the largest integer only, which no id follows.
+            // Only the largest integer wraps, and no id can follow it.
             found += static_cast<uint64_t>(ids[i + 1]) != static_cast<uint64_t>(ids[i]) + 1;
         }
         __atomic_fetch_add(&gaps, found, __ATOMIC_RELAXED);
@@ -23,13 +25,13 @@ int64_t count_gaps(const int64_t* ids, int64_t n, int64_t threads) {
     return wrong ? -1 : gaps;
 }
 
-// Sets the bits of n ids, of which the first has bit 0, in words that are zero.
+// Sets the bits of n ids in words that are zero. The first id has bit 0.
 void set_bits(const int64_t* ids, int64_t n, uint64_t* words, int64_t threads) {
     const int64_t first = n > 0 ? ids[0] : 0;
     const auto word_of = [=](int64_t k) { return (ids[k] - first) >> 6; };
     over_rows(n, threads, [=](int64_t start, int64_t stop) {
-        // No two parts write to one word: each leaves the word that the part before it has begun,
-        // and goes on until its own last word is full.
+        // No two parts write to the same word. Each part skips ids in a word that the part before
+        // has begun, and goes on to the last id in its own last word.
         while (start > 0 && start < stop && word_of(start) == word_of(start - 1)) ++start;
         if (start == stop) return;
         while (stop < n && word_of(stop) == word_of(stop - 1)) ++stop;
@@ -44,7 +46,8 @@ void set_bits(const int64_t* ids, int64_t n, uint64_t* words, int64_t threads) {
     });
 }
 
-// Writes `first` + the position of each of `n` bits that are set in `bytes` bytes at any address.
+// Writes `first` + the position of each set bit, for `n` bits at most. `bits` are `bytes` bytes at
+// any address.
 void read_bits(const uint8_t* bits, int64_t bytes, int64_t first, int64_t* ids, int64_t n) {
     int64_t found = 0;
     for (int64_t at = 0; at < bytes; at += 8) {
@@ -56,7 +59,8 @@ void read_bits(const uint8_t* bits, int64_t bytes, int64_t first, int64_t* ids, 
     }
 }
 
-// For each run its first id less that id's position, and that position; n at the end.
+// Writes for each run the difference between its first id and the position of this id, and the
+// position. Writes n after the last position.
 void split_runs(const int64_t* ids, int64_t n, int64_t* offsets, int64_t* starts) {
     int64_t run = -1;
     int64_t before = -2;
@@ -64,18 +68,18 @@ void split_runs(const int64_t* ids, int64_t n, int64_t* offsets, int64_t* starts
     for (int64_t i = 0; i < n; ++i) {
         run += ids[i] != before + 1;
         before = ids[i];
-        // Each id writes, whether it ends its run or not: there is nothing to predict.
+        // Every id writes, even if it does not end its run. So there is no branch to predict.
         offsets[run] = before - i;
         starts[run + 1] = i + 1;
     }
 }
 
-// Undoes `split_runs`: starts ascend from 0 and are below n.
+// Undoes `split_runs`. The starts must ascend from 0 and be below n.
 void join_runs(
     const int64_t* offsets, const int64_t* starts, int64_t runs, int64_t* ids, int64_t n
 ) {
     memset(ids, 0, 8 * n);
-    // A loop for each run would guess its end wrong each time; sums of jumps guess nothing.
+    // A loop for each run would mispredict the end of each run. Sums of jumps need no prediction.
     int64_t before = 0;
     for (int64_t run = 0; run < runs; ++run) {
         ids[starts[run]] = offsets[run] - before;
@@ -88,8 +92,8 @@ void join_runs(
     }
 }
 
-// Writes the gaps between n numbers as `low` planes of bytes and, over escapes, symbols. Returns how
-// many symbols.
+// Writes the gaps between n numbers as `low` planes of bytes and as symbols. `symbols` must be
+// filled with escapes (255). Returns the number of symbols.
 int64_t write_symbols(
     const int64_t* numbers, int64_t n, int64_t low, uint8_t* planes, uint8_t* symbols
 ) {
@@ -104,23 +108,24 @@ int64_t write_symbols(
     for (int64_t i = 0; i < gaps; ++i) {
         const uint64_t high = static_cast<uint64_t>(numbers[i + 1] - numbers[i] - 1) >> 8 * low;
         const uint64_t escapes = high / 255;
-        at += static_cast<int64_t>(escapes);  // the room is full of escapes
+        at += static_cast<int64_t>(escapes);  // these symbols are escapes already
         symbols[at++] = static_cast<uint8_t>(high - 255 * escapes);
     }
     return at;
 }
 
-// Writes n numbers below `limit`, the first of which is there. Returns the symbol after those that
-// stand for them, or -1 where one is not below the limit.
+// Writes n numbers below `limit`; numbers[0] is given. Returns the position after the last symbol
+// read, or -1 if a number is not below the limit.
 //
-// n - 1 or more of the symbols from `at` end a gap: with that no loop leaves the symbols.
+// The caller has checked that at least n - 1 symbols from `at` on end a gap, so no loop reads past
+// the symbols.
 int64_t read_symbols(
     const uint8_t* symbols, int64_t at, int64_t low, const uint8_t* planes, int64_t* numbers,
     int64_t n, int64_t limit
 ) {
-    int64_t following = numbers[0] + 1;  // the smallest number that may come next
+    int64_t following = numbers[0] + 1;  // the smallest possible next number
     if (low == 0) {
-        // Sums of bytes cannot overflow, so the last number is checked for all.
+        // Sums of bytes cannot overflow, so checking the last number checks all.
         for (int64_t k = 1; k < n;) {
             const int64_t symbol = symbols[at++];
             following += symbol;
@@ -135,7 +140,8 @@ int64_t read_symbols(
         int64_t high = 0;
         for (; symbols[at] == 255; ++at) high += 255;
         high += symbols[at++];
-        // Compared before it is shifted and before it is added, so that no sum overflows.
+        // `high` is compared before it is shifted, and `gap` before it is added, so nothing
+        // overflows.
         if (following >= limit || high > (limit - following) >> 8 * low) return -1;
         int64_t gap = high << 8 * low;
         for (int64_t plane = 0; plane < low; ++plane) {

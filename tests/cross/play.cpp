@@ -1,5 +1,6 @@
-// Plays calls of the kernels from a file, and compares what they write with what the file expects:
-// for processors that this machine only emulates. See test_aarch64.py for the file.
+// Reads calls of the kernels from a file, makes them, and compares their output with the output
+// that the file expects. For processors that this machine only emulates. test_aarch64.py writes the
+// file.
 #include "../../kernels/bit_packing/native.cpp"
 #include "../../kernels/dirty_bitmap/native.cpp"
 #include "../../kernels/quantize/native.cpp"
@@ -47,7 +48,7 @@ T* at(Bytes& bytes) {
     return reinterpret_cast<T*>(bytes.data());
 }
 
-// What the call writes, in the order of `expected`.
+// Makes the call. Returns what it writes, in the order of `expected`.
 std::vector<Bytes> play(Call& call) {
     std::vector<Bytes> out;
     for (const Bytes& bytes : call.expected) out.emplace_back(bytes.size(), char{77});

@@ -1,4 +1,4 @@
-"""The kernels on aarch64, which this machine emulates: the bits of the references."""
+"""The kernels give the same bits as the references on aarch64, which this machine emulates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ pytestmark = [
 
 def test_every_operation_has_the_bits_of_its_reference(tmp_path: Path) -> None:
     program, calls = tmp_path / "play", tmp_path / "calls"
-    # Nothing makes the calls from Python, so the linker drops them: no Python is linked.
+    # The program never uses the functions that Python calls. The linker drops them, so the program
+    # links without Python.
     command = [
         *(sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-musl", "-std=c++20"),
         *("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
@@ -120,7 +121,7 @@ def _write(
     given: Sequence[object],
     expected: Sequence[object],
 ) -> int:
-    """Writes a call; 1."""
+    """Writes a call. Returns 1, the number of calls."""
     file.write(np.int64(len(name)).tobytes() + name.encode())
     file.write(np.array([len(numbers), *numbers], np.int64).tobytes())
     floats_bytes = np.array(floats, np.float32).tobytes()

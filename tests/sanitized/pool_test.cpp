@@ -1,5 +1,5 @@
 // Uses the pool from several threads at once, and in a forked child. Exits with 0 if every piece of
-// every job was done once, and all of it was seen after `join`.
+// every job was done once and the caller saw all results after `join`.
 #include "../../kernels/native/pool.h"
 
 #include <pthread.h>
@@ -16,7 +16,7 @@ constexpr int ROUNDS = 300;
 constexpr int CALLERS = 4;
 
 struct Counting : recpoint::Job {
-    std::vector<int64_t> done = std::vector<int64_t>(PIECES);  // each written by one thread
+    std::vector<int64_t> done = std::vector<int64_t>(PIECES);  // one thread writes each element
     int64_t turn = 0;
 };
 
@@ -50,7 +50,7 @@ int main() {
     pthread_t callers[CALLERS];
     for (pthread_t& caller : callers) pthread_create(&caller, nullptr, run_rounds, &right);
     for (pthread_t& caller : callers) pthread_join(caller, nullptr);
-    // Before the fork, all threads of the pool may still be on their way back to sleep.
+    // At the fork, threads of the pool may still be on their way back to sleep.
     const pid_t child = fork();
     if (child == 0) _exit(run_job(3, true) && run_job(3, true) ? 0 : 1);
     int status = 0;

@@ -1,8 +1,8 @@
 """Runs the kernels under the sanitizers of the system's compiler: `make sanitize`.
 
-Address and undefined behaviour: the tests of the kernels, the hostile row sets among them, and
-their property tests, on each instruction set, with kernels that are compiled with checks, from a
-copy of the repository. Threads: the pool's own program, since ThreadSanitizer does not work inside
+AddressSanitizer and UBSan: the kernels are compiled with checks in a copy of the repository. Their
+tests, which include hostile row sets, and their property tests run on each instruction set.
+ThreadSanitizer: a program of its own runs the pool, because ThreadSanitizer does not work inside
 Python.
 """
 
@@ -16,15 +16,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 COPY = ROOT / "build" / "sanitize"
-#: A null pointer with a length of 0 is let pass: the standard of 2026 allows it.
+#: A null pointer with a length of 0 passes, because the standard of 2026 allows it.
 CHECKS = "-fsanitize=address,undefined -fno-sanitize=nonnull-attribute -fno-sanitize-recover=all"
 TESTS = ("tests/unit/kernels", "tests/property")
-#: They need more memory than the shadow of a checked process leaves, or limit it, or run Triton.
+#: These tests need more memory than the shadow memory of a checked process leaves, or limit the
+#: memory, or run Triton.
 NOT_CHECKED = ("test_huge.py", "test_short_memory.py", "test_triton_compiles.py")
 
 
 def main() -> int:
-    """Run all of it; 1 where something was found."""
+    """Run everything. Returns 1 if something was found."""
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "c++"))), None)
     if compiler is None:
         print("sanitize: not run, since there is no g++")
@@ -53,7 +54,7 @@ def _check_pool(compiler: str) -> list[str]:
     sources = ["tests/sanitized/pool_test.cpp", "kernels/native/pool.cpp"]
     command = [compiler, "-std=c++20", "-O1", "-g", "-fsanitize=thread", "-pthread", *sources]
     subprocess.run([*command, "-o", str(program)], cwd=COPY, check=True)
-    # ThreadSanitizer refuses some random layouts of the address space.
+    # ThreadSanitizer refuses some random layouts of the address space, so the layout is fixed.
     fixed = ["setarch", "-R"] if shutil.which("setarch") else []
     environment = os.environ | {"TSAN_OPTIONS": "die_after_fork=0"}
     ran = subprocess.run([*fixed, str(program)], env=environment, check=False)
@@ -76,7 +77,7 @@ def _check_kernels(compiler: str) -> list[str]:
     asan = subprocess.run(
         [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    # Python itself leaks at its end. An allocation that fails is tested: it returns null then.
+    # Python itself leaks at its end. Tests provoke failed allocations, which must return null.
     options = "detect_leaks=0:allocator_may_return_null=1"
     environment |= {"LD_PRELOAD": asan, "ASAN_OPTIONS": options}
     failed = []

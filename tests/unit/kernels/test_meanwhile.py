@@ -1,4 +1,4 @@
-"""What the calling thread does while others copy dirty rows: done once, and nothing is lost."""
+"""The calling thread calls `meanwhile` once while others copy dirty rows, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS = 1_000_000
 
 
 class _Copy:
-    """Every third row of a table, in some 60 parts."""
+    """A copy of every third row of a table, in 16 parts."""
 
     def __init__(self) -> None:
         self.table = torch.arange(2 * ROWS, dtype=torch.float32).view(ROWS, 2)
@@ -39,7 +39,7 @@ class _Copy:
 
     @property
     def is_done(self) -> bool:
-        # numpy: torch's operations have no threads in a forked child.
+        # numpy, because torch's operations have no threads in a forked child.
         wanted = self.wanted.numpy()
         return np.array_equal(self.ids.numpy(), wanted) and np.array_equal(
             self.out.numpy(), self.table.numpy()[wanted]
@@ -53,7 +53,7 @@ def test_the_calling_thread_does_it_once_and_the_rows_are_copied(threads: int) -
 
     def meanwhile() -> None:
         called.append(threading.current_thread())
-        sums.append(float(torch.ones(1 << 20).sum()))  # which torch splits over threads
+        sums.append(float(torch.ones(1 << 20).sum()))  # torch splits this over threads
 
     for n in range(1, 6):
         copy.ids.zero_()
@@ -80,7 +80,7 @@ def test_what_it_raises_is_raised_once_the_rows_are_copied(
 
 
 def test_a_source_that_is_given_other_memory_meanwhile_is_copied_as_it_was(threads: int) -> None:
-    """As `vector_to_parameters` does: threads read what nobody else holds any more."""
+    """`vector_to_parameters` does so. The threads read memory that nobody else holds any more."""
     copy = _Copy()
     copy.table = copy.table.clone()  # no view, whose base would hold the memory
     rows, storage = copy.table[copy.wanted], weakref.ref(copy.table.untyped_storage())
@@ -127,7 +127,7 @@ def test_other_threads_copy_in_the_meantime() -> None:
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_nobody_writes_to_memory_that_was_let_go_of(joined: bool, threads: int) -> None:
-    """A job that is dropped is waited for, and what it was given lives as long."""
+    """The memory that a copy reads is kept until the copy is done, and no longer."""
     copy = _Copy()
     given = copy.table.clone()
     kept = weakref.ref(given)
@@ -145,7 +145,7 @@ def test_nobody_writes_to_memory_that_was_let_go_of(joined: bool, threads: int) 
 
 
 def test_an_error_of_it_is_let_go_of(threads: int) -> None:
-    """With its traceback it would keep the slot that was written until garbage is collected."""
+    """Its traceback would keep the slot that was written alive until a garbage collection."""
     copy = _Copy()
     kept: list[weakref.ref[_Copy]] = []
 
@@ -184,7 +184,7 @@ def test_ctrl_c_in_it_ends_training_once_the_rows_are_copied() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_process_may_be_forked_in_it() -> None:
-    """Readers start their workers when they are asked for their state."""
+    """Readers start their worker processes when they are asked for their state."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

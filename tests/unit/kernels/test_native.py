@@ -1,4 +1,4 @@
-"""The compiled module: how it is found, which version is used, and what its threads must not do."""
+"""The compiled module: how it is loaded, which version runs, and what its threads must not do."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc here")
 def test_no_signal_goes_to_a_thread_of_the_pool() -> None:
-    """One that arrived there would interrupt no sleep of Python's threads."""
+    """A signal that arrived there would not interrupt a sleep in one of Python's threads."""
     code = (
         "import os, signal, torch\n"
         "from pathlib import Path\n"
