@@ -40,7 +40,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 $(NATIVE): $(NATIVE_SOURCES) | $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@$(BIN)/python -c 'import recpoint.kernels.native' 2>/dev/null \
+		|| $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
 
 demo: $(NATIVE) ## train on real purchases, kill the trainer with SIGKILL, restore, prove it
 	@$(BIN)/recpoint demo

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,11 +34,15 @@ _ZIG: Final = "ziglang>=0.13"
 
 _KERNELS: Final = Path("src/recpoint/kernels")
 
-# Results must not depend on the compiler: format §3.2 rounds after each operation, so a product and
-# a sum must not be fused. Nothing reads traps and errno, and they would prevent vectorized loops.
 _COMPILE: Final = (
-    "-std=c++20", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
-    "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra",
+    "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-Wall",
+    "-Wextra",
+)  # fmt: skip
+# They come behind CXXFLAGS. Results must not depend on the compiler: format §3.2 rounds after each
+# operation, so a product and a sum must not be fused. Nothing reads traps and errno, and they would
+# prevent vectorized loops.
+_ALWAYS: Final = (
+    "-std=c++20", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
 )  # fmt: skip
 _LINK: Final = ("-shared", "-pthread")
 
@@ -74,7 +79,28 @@ def _compiler_to_fetch() -> list[str]:
 def _system_compiler() -> list[str] | None:
     if given := os.environ.get("CXX"):
         return shlex.split(given)
-    return next(([found] for name in _SYSTEM_COMPILERS if (found := shutil.which(name))), None)
+    found = (shutil.which(name) for name in _SYSTEM_COMPILERS)
+    return next(([path] for path in found if path is not None and _is_new_enough([path])), None)
+
+
+def _is_new_enough(command: list[str]) -> bool:
+    """Whether a compiler knows C++20 and all instruction sets: GCC from 11 on, Clang from 12 on."""
+    for name in _instruction_sets():
+        flags = [*_ALWAYS, *_flags_of(name, command)]
+        tried = subprocess.run(
+            [*command, *flags, "-fsyntax-only", "-x", "c++", "-"],
+            input="int main() { return [](auto... x) { return (x + ...); }(0, 0); }",
+            text=True,
+            capture_output=True,
+            check=False,
+        )
+        if tried.returncode:
+            return False
+    return True
+
+
+def _instruction_sets() -> dict[str, tuple[str, ...]]:
+    return _INSTRUCTION_SETS.get(platform.machine(), {"baseline": ()})
 
 
 def _compiler() -> list[str]:
@@ -83,21 +109,31 @@ def _compiler() -> list[str]:
         return found
     if importlib.util.find_spec("ziglang") is None:
         raise RuntimeError(
-            "no C++ compiler: found neither CXX nor "
+            "no C++ compiler: found neither CXX nor a "
             + ", ".join(_SYSTEM_COMPILERS)
-            + " nor ziglang. Next: pip install ziglang, or let pip isolate the build"
+            + " that knows C++20 and x86-64-v4, nor ziglang. Next: pip install ziglang, or let pip"
+            " isolate the build"
         )
     return [sys.executable, "-m", "ziglang", "c++"]
 
 
 def _flags_of(name: str, command: list[str]) -> list[str]:
     """The compiler's flags for an instruction set. Without any, Zig takes this processor's set."""
-    is_zig = "ziglang" in command
-    sets = _INSTRUCTION_SETS.get(platform.machine(), {"baseline": ()})
+    is_zig = "ziglang" in command or Path(command[0]).stem == "zig"
+    sets = _instruction_sets()
     if not sets[name]:
         return ["-mcpu=baseline"] if is_zig else []
     level, *more = sets[name]
     return [f"-mcpu={level.replace('-', '_')}" if is_zig else f"-march={level}", *more]
+
+
+def _require_headers() -> None:
+    folder = Path(sysconfig.get_path("include"))
+    if not (folder / "Python.h").exists():
+        raise RuntimeError(
+            f"{folder}: found no Python.h, which the kernels are compiled with. Next: install the"
+            " headers of this Python (Debian: apt-get install python3-dev)"
+        )
 
 
 def _version(command: list[str]) -> str:
@@ -118,8 +154,10 @@ class BuildNative(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Build the only extension."""
+        _require_headers()
         command = _compiler()
-        compile_with = [*command, *_COMPILE, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+        given = shlex.split(os.environ.get("CXXFLAGS", ""))
+        compile_with = [*command, *_COMPILE, *given, *_ALWAYS]
         link_with = [*command, *_LINK, *shlex.split(os.environ.get("LDFLAGS", ""))]
         compiler: Any = self.compiler
         # Otherwise setuptools would use the compiler and the flags with which Python was compiled.
@@ -134,7 +172,7 @@ class BuildNative(build_ext):
         limited = ("Py_LIMITED_API", "0x030B0000")
         headers = [str(path) for path in sorted(_KERNELS.glob("*/*.h"))]
         sources = [str(path) for path in sorted(_KERNELS.glob("*/native.cpp"))]
-        for name in _INSTRUCTION_SETS.get(platform.machine(), {"baseline": ()}):
+        for name in _instruction_sets():
             ext.extra_objects += compiler.compile(
                 sources,
                 output_dir=os.path.join(self.build_temp, name),
@@ -149,5 +187,6 @@ class BuildNative(build_ext):
             ("RECPOINT_SOURCES", f'"{_digest_of_sources()}"'),
             ("RECPOINT_COMPILER", f'"{_version(command)}"'),
         ]
-        ext.depends += headers
+        # Otherwise a library of an earlier build would pass for up to date.
+        self.force = True
         super().build_extension(ext)

@@ -507,7 +507,7 @@ def after_steps(trackers: Sequence[Tracker]) -> list[tuple[Tracker, Tensor]]:
     data, so speed depends on touching little memory.
     """
     found: list[tuple[Tracker, Tensor]] = []
-    quick: list[tuple[Tracker, int, Tensor]] = []
+    quick: list[tuple[Tracker, int, Tensor, Tensor]] = []
     tables: list[int] = []
     for tracker in trackers:
         try:
@@ -520,7 +520,8 @@ def after_steps(trackers: Sequence[Tracker]) -> list[tuple[Tracker, Tensor]]:
                     # another form.
                     if ids.dtype is _INT64 and ids.is_cpu and ids.is_contiguous():
                         tables += bitmap, ids.data_ptr(), ids.numel(), rows
-                        quick.append((tracker, version, ids))
+                        # The bitmap lives as long as its address is in use here.
+                        quick.append((tracker, version, ids, tracker.bitmap))
                         continue
             left = tracker.after_step()
         except Exception as error:
@@ -536,7 +537,7 @@ def after_steps(trackers: Sequence[Tracker]) -> list[tuple[Tracker, Tensor]]:
 
 
 def _mark_quick(
-    quick: Sequence[tuple[Tracker, int, Tensor]],
+    quick: Sequence[tuple[Tracker, int, Tensor, Tensor]],
     tables: Sequence[int],
     found: list[tuple[Tracker, Tensor]],
 ) -> None:
@@ -547,7 +548,7 @@ def _mark_quick(
         try:
             refused = dirty_bitmap.mark_tables(*tables[4 * done :])
             marked = len(quick) if refused < 0 else done + refused
-            for tracker, version, _ in quick[done:marked]:
+            for tracker, version, _, _ in quick[done:marked]:
                 tracker.version = version
                 tracker.changes += 1
             done = marked + 1

@@ -158,7 +158,7 @@ PyObject* copy_tables(
     const size_t task_bytes = parts * sizeof(Task);
     char* memory = static_cast<char*>(malloc(task_bytes + array_count * sizeof(int64_t) + 1));
     if (memory == nullptr) return PyErr_NoMemory();
-    Copy copy;
+    Copy copy{};
     copy.tasks = reinterpret_cast<Task*>(memory);
     copy.arrays = arrays;
     copy.lines = reinterpret_cast<int64_t*>(memory + task_bytes);
@@ -176,7 +176,7 @@ PyObject* copy_tables(
             copy_task(copy, copy.tasks[k]);
         }
     };
-    Call call;
+    Call call{};
     call.run = call_python;
     call.function = meanwhile;
     call.state = PyEval_SaveThread();

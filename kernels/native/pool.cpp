@@ -1,6 +1,9 @@
 #include "pool.h"
 
 #include <dlfcn.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -39,6 +42,31 @@ void take_out(Pool& pool, Job& job) {
     }
 }
 
+// How a thread rounds, and whether it takes subnormal numbers for zeros
+// (torch.set_flush_denormal). Each thread has a mode of its own; a job is done in the caller's, so
+// that the number of threads changes no result.
+uint64_t float_mode() {
+#if defined(__x86_64__)
+    return _mm_getcsr();
+#elif defined(__aarch64__)
+    uint64_t mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+#else
+    return 0;
+#endif
+}
+
+void set_float_mode(uint64_t mode) {
+#if defined(__x86_64__)
+    _mm_setcsr(static_cast<unsigned>(mode));
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode));
+#else
+    static_cast<void>(mode);
+#endif
+}
+
 void* help(void* given) {
     Pool& pool = *static_cast<Pool*>(given);
     pthread_mutex_lock(&pool.lock);
@@ -48,6 +76,7 @@ void* help(void* given) {
         if (--job.wanted == 0) pool.first = job.next;
         ++job.running;
         pthread_mutex_unlock(&pool.lock);
+        set_float_mode(job.float_mode);
         job.work(&job);
         pthread_mutex_lock(&pool.lock);
         if (--job.running == 0) pthread_cond_broadcast(&pool.ended);
@@ -83,6 +112,9 @@ void offer(Pool& pool, Job& job, int64_t helpers) {
     pthread_mutex_lock(&pool.lock);
     while (pool.threads < helpers && add_thread(pool)) {
     }
+    job.next = nullptr;
+    job.running = 0;
+    job.float_mode = float_mode();
     job.wanted = helpers < pool.threads ? helpers : pool.threads;
     if (job.wanted > 0) {
         Job** last = &pool.first;
@@ -127,7 +159,10 @@ void follow(void* given) {
     if (order.errand != nullptr && pthread_equal(pthread_self(), order.leader)) {
         order.errand->run(order.errand);
     }
+    const uint64_t own = float_mode();
+    set_float_mode(order.job->float_mode);
     order.job->work(order.job);
+    set_float_mode(own);
 }
 
 }  // namespace
@@ -141,6 +176,7 @@ void run_in_pool(Job& job, int64_t threads) {
 
 void run_beside_torch(Job& job, int64_t threads, Errand* errand) {
     if (const Parallel parallel = openmp(); parallel != nullptr && threads > 1) {
+        job.float_mode = float_mode();
         Order order = {&job, errand, pthread_self()};
         parallel(follow, &order, static_cast<unsigned>(threads), 0);
         return;

@@ -8,17 +8,18 @@ namespace recpoint {
 // Work that any number of threads do together. Each call of `work` takes one piece after the other.
 // The job is done when all calls that have begun have returned.
 struct Job {
-    void (*work)(Job*) = nullptr;
+    void (*work)(Job*);
 
-    // Used by the pool.
-    Job* next = nullptr;
-    int64_t wanted = 0;
-    int64_t running = 0;
+    // Set and used by the pool.
+    Job* next;
+    int64_t wanted;
+    int64_t running;
+    uint64_t float_mode;
 };
 
 // What the calling thread does before it takes part in a job.
 struct Errand {
-    void (*run)(Errand*) = nullptr;
+    void (*run)(Errand*);
 };
 
 // Runs the job on up to `threads` threads: the calling thread and threads of our own pool. Does not

@@ -95,6 +95,8 @@ def require_places(
         if some is None:
             continue
         require(name, some, torch.int64, 1)
+        if not some.is_cpu:
+            raise ValueError(f"{name}: device {some.device}, expected cpu")
         if some.numel() != n:
             raise ValueError(f"{name}: {some.numel()}, expected one for each of {n} rows")
         if n and (int(some.min()) < 0 or int(some.max()) >= limit):

@@ -22,6 +22,8 @@ def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
 def move(source: Tensor, positions: Tensor, dest: Tensor, ids: Tensor) -> None:
     """dest[ids[i]] = source[positions[i]]; nothing is copied if an index is out of range."""
     require("positions", positions, torch.int64, 1)
+    if not positions.is_cpu:
+        raise ValueError(f"positions: device {positions.device}, expected cpu")
     if positions.numel() != ids.numel():
         raise ValueError(f"positions: {positions.numel()}, expected {ids.numel()} as ids")
     row_bytes = require_same_rows(dest, ids, source)

@@ -15,14 +15,14 @@
 namespace {
 
 using namespace recpoint::baseline;
-using Bytes = std::vector<char>;
+using Content = std::vector<char>;
 
 struct Call {
     std::string name;
     std::vector<int64_t> numbers;
     std::vector<float> floats;
-    std::vector<Bytes> given;
-    std::vector<Bytes> expected;
+    std::vector<Content> given;
+    std::vector<Content> expected;
 };
 
 int64_t read_number(FILE* file) {
@@ -31,27 +31,27 @@ int64_t read_number(FILE* file) {
     return number;
 }
 
-Bytes read_bytes(FILE* file) {
-    Bytes bytes(read_number(file));
+Content read_bytes(FILE* file) {
+    Content bytes(read_number(file));
     if (!bytes.empty() && fread(bytes.data(), bytes.size(), 1, file) != 1) exit(2);
     return bytes;
 }
 
-std::vector<Bytes> read_list(FILE* file) {
-    std::vector<Bytes> list(read_number(file));
-    for (Bytes& bytes : list) bytes = read_bytes(file);
+std::vector<Content> read_list(FILE* file) {
+    std::vector<Content> list(read_number(file));
+    for (Content& bytes : list) bytes = read_bytes(file);
     return list;
 }
 
 template <typename T>
-T* at(Bytes& bytes) {
+T* at(Content& bytes) {
     return reinterpret_cast<T*>(bytes.data());
 }
 
 // Makes the call. Returns what it writes, in the order of `expected`.
-std::vector<Bytes> play(Call& call) {
-    std::vector<Bytes> out;
-    for (const Bytes& bytes : call.expected) out.emplace_back(bytes.size(), char{77});
+std::vector<Content> play(Call& call) {
+    std::vector<Content> out;
+    for (const Content& bytes : call.expected) out.emplace_back(bytes.size(), char{77});
     const std::vector<int64_t>& n = call.numbers;
     if (call.name == "quantize") {
         const Given given = {
@@ -72,6 +72,9 @@ std::vector<Bytes> play(Call& call) {
             at<uint8_t>(call.given[0]), at<float>(call.given[1]), at<float>(call.given[2]),
             at<float>(out[0]), n[1], n[2], nullptr, nullptr, n[0], 2
         );
+    } else if (call.name == "pack") {
+        pack(at<uint8_t>(call.given[0]), at<uint8_t>(out[0]), n[1], n[2], n[0], 2);
+        unpack(at<uint8_t>(out[0]), at<uint8_t>(out[1]), n[1], n[2], n[0], 2);
     } else if (call.name == "digest") {
         *at<uint64_t>(out[0]) =
             digest_rows(call.given[0].data(), at<int64_t>(call.given[1]), 0, n[1], n[0]);
@@ -107,7 +110,7 @@ int main(int, char** arguments) {
         if (fread(call.name.data(), length, 1, file) != 1) return 2;
         call.numbers.resize(read_number(file));
         for (int64_t& number : call.numbers) number = read_number(file);
-        Bytes floats = read_bytes(file);
+        Content floats = read_bytes(file);
         call.floats.assign(at<float>(floats), at<float>(floats) + floats.size() / 4);
         call.given = read_list(file);
         call.expected = read_list(file);

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from recpoint.kernels.bit_packing import reference as bit_packing
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method, default_method, grid, reference
 from recpoint.kernels.row_digest import reference as row_digest
 
@@ -70,6 +71,9 @@ def _write_calls(file: BinaryIO) -> int:
                     count += _write_quantize(file, rows, bits, method, half)
             packed, scale, offset, *_ = reference.quantize_packed(rows, bits)
             decoded = reference.dequantize_packed(packed, scale, offset, dim=dim, bits=bits)
+            codes = torch.randint(0, 2**bits, (len(rows), dim), dtype=torch.uint8)
+            expected = [bit_packing.pack(codes, bits), codes]
+            count += _write(file, "pack", [len(rows), dim, bits], [], [codes], expected)
             given = [packed, scale, offset]
             count += _write(file, "dequantize", [len(rows), dim, bits], [], given, [decoded])
         ids = torch.randperm(1000)[: len(rows)]

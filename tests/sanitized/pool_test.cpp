@@ -20,16 +20,15 @@ struct Counting : recpoint::Job {
     int64_t turn = 0;
 };
 
-bool run_job(int64_t helpers, bool is_started) {
-    Counting job;
+bool run_job(int64_t threads, bool is_beside_torch) {
+    Counting job{};
     job.work = [](recpoint::Job* given) {
         auto& job = *static_cast<Counting*>(given);
         for (int64_t k; (k = __atomic_fetch_add(&job.turn, 1, __ATOMIC_RELAXED)) < PIECES;) {
             ++job.done[k];
         }
     };
-    if (is_started) recpoint::start(job, helpers);
-    if (!recpoint::join(job)) return false;
+    is_beside_torch ? recpoint::run_beside_torch(job, threads) : recpoint::run_in_pool(job, threads);
     for (int64_t count : job.done) {
         if (count != 1) return false;
     }
@@ -38,7 +37,7 @@ bool run_job(int64_t helpers, bool is_started) {
 
 void* run_rounds(void* right) {
     for (int round = 0; round < ROUNDS; ++round) {
-        if (!run_job(round % 6, round % 7 != 0)) __atomic_store_n(static_cast<int*>(right), 0, 5);
+        if (!run_job(1 + round % 6, round % 7 == 0)) __atomic_store_n(static_cast<int*>(right), 0, 5);
     }
     return nullptr;
 }
@@ -52,7 +51,7 @@ int main() {
     for (pthread_t& caller : callers) pthread_join(caller, nullptr);
     // At the fork, threads of the pool may still be on their way back to sleep.
     const pid_t child = fork();
-    if (child == 0) _exit(run_job(3, true) && run_job(3, true) ? 0 : 1);
+    if (child == 0) _exit(run_job(4, false) && run_job(4, true) ? 0 : 1);
     int status = 0;
     waitpid(child, &status, 0);
     printf("%s\n", right && status == 0 ? "right" : "wrong");

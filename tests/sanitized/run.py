@@ -8,6 +8,7 @@ Python.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COPY = ROOT / "build" / "sanitize"
 #: A null pointer with a length of 0 passes, because the standard of 2026 allows it.
 CHECKS = "-fsanitize=address,undefined -fno-sanitize=nonnull-attribute -fno-sanitize-recover=all"
+FUZZ_RUNS = 100_000
 TESTS = ("tests/unit/kernels", "tests/property")
 #: These tests need more memory than the shadow memory of a checked process leaves, or limit the
 #: memory, or run Triton.
@@ -89,7 +91,22 @@ def _check_kernels(compiler: str) -> list[str]:
         print(f"{tests} under AddressSanitizer and UBSan:", flush=True)
         if subprocess.run(command, cwd=COPY, env=environment, check=False).returncode:
             failed.append(tests)
+    failed += _fuzz(environment)
     return failed
+
+
+def _fuzz(environment: dict[str, str]) -> list[str]:
+    if importlib.util.find_spec("atheris") is None:
+        print("the fuzzer of row sets: not run, since atheris is not installed (make fuzz)")
+        return []
+    print("the fuzzer of row sets under AddressSanitizer and UBSan:", flush=True)
+    command = [sys.executable, "tests/fuzz/fuzz_parsers.py", "row_set", f"-runs={FUZZ_RUNS}"]
+    ran = subprocess.run(
+        [*command, "-max_len=512", "-rss_limit_mb=0"],
+        cwd=COPY, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    print(ran.stderr[-300:] if ran.returncode == 0 else ran.stderr[-3000:])
+    return ["fuzzer"] if ran.returncode else []
 
 
 if __name__ == "__main__":

@@ -129,9 +129,35 @@ def test_no_signal_goes_to_a_thread_of_the_pool() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+def test_threads_of_the_pool_treat_subnormal_numbers_as_their_caller_does() -> None:
+    """A new thread inherits that from its maker. The first caller makes the pool's threads."""
+    code = (
+        "import threading, torch\n"
+        "from recpoint.kernels import native, quantize\n"
+        "torch.set_num_threads(4)\n"
+        "native.SPLIT_BYTES = 1\n"
+        "codes = torch.ones(20_000, 16, dtype=torch.uint8)\n"
+        "scale = torch.full((20_000,), 1.5 * 2.0**-126)\n"
+        "offset = torch.full((20_000,), -(2.0**-126))\n"
+        "def flushing():\n"
+        "    torch.set_flush_denormal(True)\n"
+        "    quantize.dequantize(codes, scale, offset)\n"
+        "first = threading.Thread(target=flushing)\n"
+        "first.start(); first.join()\n"
+        "for _ in range(20):\n"
+        "    found = quantize.dequantize(codes, scale, offset)\n"
+        "    assert (found.view(torch.int32) == 0x00400000).all()\n"  # 2^-127
+    )
+    ran = run_program(code)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_tensors_on_other_devices_are_refused_by_name() -> None:
     elsewhere = torch.zeros(4, 4, device="meta")
     with pytest.raises(ValueError, match="rows: device meta, expected cpu or cuda"):
         kernels.quantize.quantize(elsewhere, 4)
     with pytest.raises(ValueError, match="source: device meta"):
         kernels.row_gather.gather(elsewhere, elsewhere, elsewhere)
+    table, ids = torch.zeros(4, 4), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="positions: device meta, expected cpu"):
+        kernels.row_gather.move(table, ids.to("meta"), table.clone(), torch.arange(3))
