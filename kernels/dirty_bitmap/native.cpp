@@ -50,8 +50,10 @@ struct Ids {
 
 template <typename Id>
 void ask_for_word(const Ids<Id>& table, int64_t at) {
-    // An id out of range may give an invalid address, which a prefetch ignores.
-    __builtin_prefetch(table.words + (table.ids[at * table.stride] >> 5), 0, 3);
+    // Counted in integers: an id out of range names memory that need not exist.
+    const auto word = static_cast<uint64_t>(table.ids[at * table.stride] >> 5);
+    const uint64_t address = reinterpret_cast<uintptr_t>(table.words) + 4 * word;
+    __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 3);
 }
 
 // The position of the prefetch. It moves on from table to table, so that the first words of a table
