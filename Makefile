@@ -52,6 +52,7 @@ test: style ## everything that has to pass: linters, types, all tests
 	@said=$$(mktemp); $(MAKE) --no-print-directory types >$$said 2>&1 & types=$$!; \
 	$(MAKE) --no-print-directory unit; unit=$$?; \
 	wait $$types; types=$$?; cat $$said; rm -f $$said; test $$unit$$types = 00
+	@$(BIN)/python tests/sanitized/run.py
 
 # It lists the tests that it leaves out.
 check: style ## linters, types, and the tests nearest to what changed since main
@@ -98,7 +99,7 @@ fuzz: $(NATIVE) ## fuzz each parser a million times, outside CI (tests/fuzz)
 		$(BIN)/python tests/fuzz/fuzz_parsers.py $$target -runs=1000000 -max_len=8192 -rss_limit_mb=6000 || exit 1; done
 	$(BIN)/python tests/fuzz/fuzz_parsers.py row_set -runs=1000000 -max_len=512 -rss_limit_mb=6000
 
-sanitize: $(NATIVE) ## run the kernels' tests under sanitizers, outside CI (tests/sanitized)
+sanitize: $(NATIVE) ## run the kernels' tests under sanitizers, where there is g++ (tests/sanitized)
 	$(BIN)/python tests/sanitized/run.py
 
 faults: $(NATIVE) ## interrupt each call of ours at every place, outside CI (tests/fault)

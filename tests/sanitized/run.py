@@ -84,7 +84,7 @@ def _check_kernels(compiler: str) -> list[str]:
     environment |= {"LD_PRELOAD": asan, "ASAN_OPTIONS": options}
     failed = []
     for tests in TESTS:
-        command = [sys.executable, "-m", "pytest", "-qxs", "-p", "no:cacheprovider", tests]
+        command = [sys.executable, "-m", "pytest", "-qx", "-n2", "-p", "no:cacheprovider", tests]
         command += [f"--ignore-glob=*/{name}" for name in NOT_CHECKED]
         if tests == "tests/property":
             command += ["-k", "kernels"]
