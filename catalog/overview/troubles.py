@@ -169,8 +169,9 @@ class Troubles:
         return [
             Failure(
                 kind="manifest",
-                subject=MANIFEST_KEY.of(one.step, one.generation),
-                cause=one.error or "",
+                subject=(key := MANIFEST_KEY.of(one.step, one.generation)),
+                # The error names the object and a next step, which have columns of their own.
+                cause=(one.error or "").removeprefix(f"{key}: ").partition(". Next: ")[0],
                 when_ms=None,
                 next_step=f"recpoint check {self._run.url}",
             )
@@ -217,7 +218,7 @@ class Troubles:
             Failure(
                 kind="record",
                 subject=error.subject,
-                cause=str(error),
+                cause=f"found {error.found}; expected {error.expected}",
                 when_ms=None,
                 next_step=error.next_step,
             )

@@ -366,7 +366,8 @@ def _unknown(key: str, generation: int, newest: int) -> SettingsError:
         found=f"no trace of that generation; {named}",
         expected="a generation that something in the store names",
         next_step=f"correct the number; or, if that trainer was started and committed nothing: "
-        f"{said} (no earlier trainer can commit after that)"
+        f"{said} (no earlier trainer can commit after that), with --step of the checkpoint that it "
+        "went on from, or with --from-nothing"
         if generation == newest + 1
         else "correct the number",
     )
