@@ -119,12 +119,16 @@ def _compiler() -> list[str]:
 
 def _flags_of(name: str, command: list[str]) -> list[str]:
     """The compiler's flags for an instruction set. Without any, Zig takes this processor's set."""
-    is_zig = "ziglang" in command or Path(command[0]).stem == "zig"
+    is_zig = _is_zig(command)
     sets = _instruction_sets()
     if not sets[name]:
         return ["-mcpu=baseline"] if is_zig else []
     level, *more = sets[name]
     return [f"-mcpu={level.replace('-', '_')}" if is_zig else f"-march={level}", *more]
+
+
+def _is_zig(command: list[str]) -> bool:
+    return "ziglang" in command or Path(command[0]).stem == "zig"
 
 
 def _require_headers() -> None:
@@ -159,6 +163,8 @@ class BuildNative(build_ext):
         given = shlex.split(os.environ.get("CXXFLAGS", ""))
         compile_with = [*command, *_COMPILE, *given, *_ALWAYS]
         link_with = [*command, *_LINK, *shlex.split(os.environ.get("LDFLAGS", ""))]
+        if _is_zig(command):
+            link_with.append("-s")  # names of its own libraries would be most of the file
         compiler: Any = self.compiler
         # Otherwise setuptools would use the compiler and the flags with which Python was compiled.
         compiler.set_executables(

@@ -161,6 +161,7 @@ struct QuantizePart {
 
 // Quantizes rows by their minimum and maximum.
 Room quantize_plain(const Given* given, int64_t rows, int64_t threads) {
+    threads = least(threads, rows);
     Scratch scratch(threads, scratch_bytes(*given));
     if (!scratch.is_there()) return {false};
     const auto quantize = of_length<QuantizePart>(given->dim);
@@ -229,6 +230,7 @@ Room quantize_by_search(
         pairs, pair_count, nearby, refits, fraction, bins, steps, unit, largest
     };
     const int64_t block_bytes = 2 * given->dim * static_cast<int64_t>(sizeof(Floats));
+    threads = least(threads, rows);
     Scratch scratch(threads, block_bytes + scratch_bytes(*given));
     if (!scratch.is_there()) return {false};
     over_rows_with(rows, threads, scratch, [&](int64_t start, int64_t stop, char* own) {
@@ -247,6 +249,7 @@ Room dequantize(
     int64_t bits, const int64_t* positions, const int64_t* ids, int64_t n, int64_t threads
 ) {
     const int64_t width = (dim * bits + 7) / 8;
+    threads = least(threads, n);
     Scratch scratch(threads, bits == 8 ? 0 : dim);
     if (!scratch.is_there()) return {false};
     over_rows_with(n, threads, scratch, [=](int64_t start, int64_t stop, char* own) {
