@@ -40,7 +40,7 @@ from recpoint.serving.update import DAMAGE, OnProgress, Updater
 __all__ = ["CHANNELS", "Channel", "Follower", "Status"]
 
 
-# What a follower says of itself.
+# A follower's own account of its state.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +49,23 @@ class Status:
 
     Attributes:
         serving: the checkpoint that requests see; None: nothing yet.
-        committed_ms, served_ms: when it was committed and first served, Unix milliseconds by the
-            agent's and this host's clock; 0 while nothing is served.
+        committed_ms, served_ms: when the checkpoint was committed and first served, in Unix
+            milliseconds by the agent's and this host's clock; 0 while nothing is served.
         newest: step of the newest checkpoint of the live line at the last look.
-        lag_seconds: how long something better than what is served has been there, by the clocks of
-            agent and this host; 0.0: there was nothing better at the last look. None: never looked.
-        lag_checkpoints: how many better ones there are.
-        lag_batches: batches between what is served and the newest; None while nothing is served.
-        pinned: step that it is pinned to.
-        versions_applied: since the start.
-        increments_applied, fulls_applied: manifests read for that.
-        bytes_read: of chunks.
-        skipped: what is passed over ahead of what is served, and why; at the last look.
-        passed_over: damaged manifests that the way to the version in service went around.
-        doubt: what validations have against what is served, at the last look. It is served all the
-            same since it was published or pinned, or since there is no other.
-        error: what went wrong at the last look; None: nothing did.
+        lag_seconds: how long a checkpoint better than the served one has existed, by the clocks of
+            agent and this host; 0.0: the last look found no better one. None: never looked.
+        lag_checkpoints: how many better checkpoints there are.
+        lag_batches: batches between the served checkpoint and the newest; None while nothing is
+            served.
+        pinned: step that the follower is pinned to.
+        versions_applied: versions put into service since the start.
+        increments_applied, fulls_applied: manifests read for these versions.
+        bytes_read: bytes of chunks read.
+        skipped: checkpoints ahead of the served one that the last look passed over, and why.
+        passed_over: damaged manifests that the way to the version in service avoided.
+        doubt: what validations have against the served checkpoint, at the last look. It is served
+            nevertheless because it was published or pinned, or because there is no other.
+        error: what went wrong at the last look; None: nothing.
         looked_seconds_ago: since the last look that reached the store; None: there was none.
         memory_bytes: of tables, both copies.
     """
@@ -94,24 +95,24 @@ class Status:
 
 _log = logging.getLogger("recpoint.serving")
 
-#: `newest`: the newest checkpoint that no validation speaks against. `validated`: the newest that a
-#: validation of its bytes has passed. `published`: the one that was published last.
+#: `newest`: the newest checkpoint that no validation speaks against. `validated`: the newest
+#: checkpoint whose bytes passed a validation. `published`: the checkpoint that was published last.
 Channel = Literal["newest", "validated", "published"]
 CHANNELS: tuple[Channel, ...] = ("newest", "validated", "published")
 
-#: Publications that a follower without anything to serve goes back through.
+#: A follower that serves nothing yet goes back through so many publications.
 _MOST_PUBLICATIONS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What there is to move to.
+    """The checkpoints that a follower may move to.
 
     Attributes:
-        names: checkpoints that are better than what is served, best first.
-        skipped: those that would be better, but for what validations say.
-        newest: the newest checkpoint of the live line, whatever is said of it.
-        doubts: what validations say, at that look.
+        names: checkpoints that are better than the served one, best first.
+        skipped: better checkpoints that are left out because of what validations say.
+        newest: the newest checkpoint of the live line, whatever validations say of it.
+        doubts: what validations said at that look.
         published_ms: when the first of `names` was published; None: it was not.
     """
 
@@ -122,16 +123,16 @@ class Wanted:
     published_ms: int | None = None
 
     def after(self, served: ManifestName) -> Self:
-        """The same for a follower that is pinned to `served`: what is newer than that."""
+        """Returns the same for a follower that is pinned to `served`: only newer checkpoints."""
         return replace(self, names=[name for name in self.names if name > served])
 
 
 def find_wanted(run: Run, channel: Channel, served: ManifestName | None) -> Wanted:
-    """What a follower that serves `served` is to move to.
+    """Returns what a follower that serves `served` is to move to.
 
-    A checkpoint that retention has deleted goes on being served; one that is no longer on the live
-    line, or that a validation has found wrong meanwhile, is left for the newest that is good. What
-    is published is another's choice, and is not left for what validations say of it.
+    If retention has deleted the served checkpoint, it stays in service. If it is no longer on the
+    live line, or if a validation has found it wrong, the follower moves to the newest good one. A
+    published checkpoint was chosen by somebody, and stays in service whatever validations say.
 
     Raises:
         FormatError: a generation record, or the newest publication, is damaged.
@@ -192,10 +193,11 @@ def _published(run: Run, served: ManifestName | None) -> Wanted:
 
 
 def find_pinned(run: Run, step: int, generation: int | None) -> ManifestName:
-    """The checkpoint that a follower is pinned to.
+    """Returns the checkpoint that a follower is pinned to.
 
     Raises:
-        NothingToRestore: there is none of this step on the live line, or none of that name.
+        NothingToRestore: the live line has no checkpoint of this step, or the run has none of this
+            step and generation.
     """
     if generation is None:
         found = [name for name in run.live_line() if name.step == step]
@@ -213,17 +215,17 @@ def find_pinned(run: Run, step: int, generation: int | None) -> ManifestName:
     return found[0]
 
 
-# How far behind a version is, known before requests are given it.
+# How far behind a version is. This is known before requests are given the version.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What a look has found, as it is from one version.
+    """What a look has found, seen from one version.
 
     Attributes:
         served: that version; None: nothing is served.
-        wanted: what is better.
-        waiting_since_ms: since when something better has been there; None: nothing is.
+        wanted: the better checkpoints.
+        waiting_since_ms: since when a better checkpoint has existed; None: there is none.
         doubt: what validations have against the version.
     """
 
@@ -240,10 +242,10 @@ class Standing:
 
 
 class Standings:
-    """The last look from what is served, and during a move also from what will be.
+    """The last look, seen from the served version, and during a move also from the next version.
 
-    One thread looks and moves. Others ask at any time: both are there before requests are given the
-    new version, until after that, so that each version is found with its own.
+    One thread looks and moves. Other threads ask at any time. Both standings exist from before
+    requests are given the new version until after, so each version is found with its own standing.
     """
 
     def __init__(self) -> None:
@@ -252,24 +254,24 @@ class Standings:
 
     @property
     def last(self) -> Standing | None:
-        """Of what is served; None: nobody has looked."""
+        """The standing of the served version; None: nobody has looked."""
         return self._known[0] if self._known else None
 
     def of(self, served: ManifestName | None) -> Standing | None:
-        """Of this version, if that is what is served or moved to; else of what is served."""
+        """Returns the standing of this version; if it is unknown, of the served version."""
         known = self._known
         return next((one for one in known if one.served == served), known[0] if known else None)
 
     def note(self, served: ManifestName | None, wanted: Wanted, run: Run, updater: Updater) -> None:
-        """Take over what a look has found from what is served now."""
+        """Take over what a look has found, seen from the version that is served now."""
         self._known = (self._standing(served, wanted, run, updater),)
 
     def moving(self, to: ManifestName, wanted: Wanted, run: Run, updater: Updater) -> None:
-        """From now on until `moved` either of two versions may be served."""
+        """Note that from now until `moved` either of two versions may be served."""
         self._known = (*self._known[:1], self._standing(to, wanted, run, updater))
 
     def moved(self, *, well: bool) -> None:
-        """The move has ended; what is served is the version moved to, or still the one before."""
+        """The move has ended. If `well`, the new version is served; else still the one before."""
         self._known = self._known[-1:] if well else self._known[:1]
 
     def _standing(
@@ -290,16 +292,16 @@ class Standings:
         for name in reversed(names):
             if (since := self._committed(name, run, updater)) is not None:
                 return since
-        # Where none can be read, it is no less far behind than before.
+        # If no manifest can be read, the follower is at least as far behind as before.
         return None if not names or self.last is None else self.last.waiting_since_ms
 
     def _committed(self, name: ManifestName, run: Run, updater: Updater) -> int | None:
-        """When a checkpoint was committed, at the latest; None: none of its manifests is good."""
+        """Returns when it was committed at the latest; None: none of its manifests is good."""
         known = self._committed_ms.get(name)
         if known is None:
             with suppress(*DAMAGE):
                 known = updater.read(Representation(name)).committed_ms
-        if known is None:  # retention let go of its own: a merged one is of a later time
+        if known is None:  # retention deleted its own; a merged one has a later time
             with suppress(*DAMAGE):
                 known = run.manifest(*name).committed_ms
         if known is not None:
@@ -317,22 +319,22 @@ _RETRY_SECONDS: Final = 60.0
 class Follower:
     """Keeps the newest checkpoint of a run in memory, for requests to look at.
 
-    Requests run inside `with follower.reading() as version:`; tables and dense layers of a version
-    are of one checkpoint, and stay so until the block ends. A later version is put together in a
-    second copy of the model meanwhile; then requests that begin are given that one. So **a follower
-    holds two copies of the model** (of its tables only those in `tables`), and while it reads, some
-    chunks. An increment is read and decoded once; the copy that is replaced takes over the changed
-    rows from the other one.
+    Requests run inside `with follower.reading() as version:`. Tables and dense layers of a version
+    are of one checkpoint, and stay so until the block ends. Meanwhile a later version is put
+    together in a second copy of the model. Requests that begin after that are given the later
+    version. So **a follower holds two copies of the model** (only the tables named in `tables`),
+    and while it reads, some chunks. An increment is read and decoded once; the copy that is
+    replaced takes over the changed rows from the other copy.
 
     Args:
-        url: the run; it need not exist yet: as long as it does not, the log says so from the first
-            look on, and so does what `reading` raises.
+        url: the run. It need not exist yet: until it does, the log says so from the first look on,
+            and so does the error that `reading` raises.
         model: a model as the trainer builds it. It becomes one of the two copies: it is put into
-            evaluation mode, its weights are replaced, and it must not be used but through
-            `reading`. None: tables and dense layers are given by name.
+            evaluation mode, its weights are replaced, and it must only be used through `reading`.
+            None: tables and dense layers are given by name.
         tables: without a model: names of the tables that are followed; None: all.
-        channel: `newest`; `validated`: only what a validation has passed; `published`: what
-            `recpoint publish` or the flow `publish` has chosen, older ones too.
+        channel: `newest`; `validated`: only checkpoints that passed a validation; `published`: the
+            checkpoint that `recpoint publish` or the flow `publish` has chosen, even an older one.
         quantized: keep quantized rows as they are stored, and decode them when they are looked up.
         poll_seconds: how long the background thread waits between two looks.
         reader_wait_seconds: how long an update waits for requests that still look at the version
@@ -384,9 +386,9 @@ class Follower:
     # --- for requests --------------------------------------------------------------------------
 
     def reading(self) -> AbstractContextManager[Version]:
-        """The version in service, in a `with` block: until it ends, nothing in it changes.
+        """The version in service, in a `with` block: nothing in the version changes in the block.
 
-        It never waits for the store, and is not affected by one that is away.
+        This never waits for the store, and works while the store is away.
 
         Raises:
             NotServing: on entering, before the first version is there.
@@ -439,7 +441,7 @@ class Follower:
         )
 
     def _at_once(self) -> tuple[Version | None, Standing | None]:
-        """What is served, and what is known of that very version, whatever moves meanwhile."""
+        """Returns the served version with its own standing, even if a move happens meanwhile."""
         while True:
             version = self._copies.version
             standing = self._standings.of(None if version is None else _name(version.checkpoint))
@@ -468,13 +470,13 @@ class Follower:
     # --- what to serve -------------------------------------------------------------------------
 
     def pin(self, step: int, generation: int | None = None) -> None:
-        """Serve this checkpoint from the next look on, until `unpin`; older ones are welcome.
+        """Serve this checkpoint from the next look on, until `unpin`; it may be older.
 
-        Retention does not know of it: `recpoint pin` keeps a checkpoint in the store.
+        Retention does not know of this pin: `recpoint pin` keeps a checkpoint in the store.
 
         Args:
             step: of the checkpoint.
-            generation: for one that is not on the live line.
+            generation: for a checkpoint that is not on the live line.
         """
         self._pinned = (step, generation)
         self._wake.set()
@@ -500,7 +502,7 @@ class Follower:
         return self
 
     def stop(self) -> None:
-        """End the thread; what is served goes on being served."""
+        """End the thread; the served version stays in service."""
         self._stop.set()
         self._wake.set()
         if self._thread is not None:
@@ -519,7 +521,7 @@ class Follower:
         self.stop()
 
     def poll(self, *, on_progress: OnProgress | None = None) -> bool:
-        """Look once, and serve what is better than what is served; whether there was something.
+        """Look once, and move to a better checkpoint if there is one; returns whether it moved.
 
         Damaged checkpoints are passed over, and named in `status`.
 
@@ -527,12 +529,12 @@ class Follower:
             on_progress: called with bytes read so far and bytes to read, from this thread.
 
         Raises:
-            NothingToRestore: there is no run, or not the checkpoint that is pinned.
+            NothingToRestore: the run or the pinned checkpoint does not exist.
             IncompatibleModel: the checkpoint does not fit the model.
-            NotServing: requests do not let go of an older version.
+            NotServing: requests still hold an older version.
             FormatError, ChainError: the run's records, or the pinned checkpoint, are damaged, or
-                of a later release; or another run has taken its place.
-            StoreError: the store cannot be read. What is served goes on being served.
+                of a later release; or another run has taken this run's place.
+            StoreError: the store cannot be read. The served version stays in service.
         """
         with self._updating:
             try:
@@ -577,7 +579,7 @@ class Follower:
         name = find_pinned(run, *pinned)
         if name == _served(updater):
             return False
-        # From there: what it is taken back behind is ahead then.
+        # Seen from the pinned checkpoint: after a move back, newer checkpoints are ahead.
         self._move(run, updater, name, self._wanted_from(run, name), on_progress)
         return True
 
@@ -622,7 +624,7 @@ class Follower:
         ahead: Wanted,
         on_progress: OnProgress | None,
     ) -> None:
-        """Serve a checkpoint; `ahead` is what is wanted from there."""
+        """Serve a checkpoint; `ahead` is what is wanted once it is served."""
         manifest = run.manifest(*name)
         line = self._wanted.names
         well = False
@@ -641,14 +643,14 @@ class Follower:
     @property
     def _wanted(self) -> Wanted:
         standing = self._standings.last
-        assert standing is not None  # what to move to comes of a look
+        assert standing is not None  # there is a look before every move
         return standing.wanted
 
     def _note_failed(self, wanted: Wanted) -> None:
         self._failed = {one: why for one, why in self._failed.items() if one in wanted.names}
 
     def _opened(self) -> tuple[Run, Updater]:
-        # At each look: a local store whose mount is gone lists as empty, as one without news does.
+        # Opened at each look: a local store whose mount is gone lists as empty, as if without news.
         there = Run.open(self._store)
         if self._run is not None and there.id != self._run.id:
             raise ForeignObject(

@@ -40,17 +40,17 @@ _MOST_NAMES: Final = 10
 class Version:
     """A checkpoint in memory: tables and dense layers of one step.
 
-    It is good inside the `with` block of `Follower.reading` that gave it, and must not be written
-    to; after that, its memory is used for a later version.
+    Use it only inside the `with` block of `Follower.reading` that gave it, and do not write to it.
+    After the block, its memory is used for a later version.
 
     Attributes:
-        checkpoint: which one.
+        checkpoint: the checkpoint.
         committed_ms: when it was committed, in milliseconds since the Unix epoch, by the agent's
             clock.
         served_ms: when it was first served, by this host's clock.
         model: the model of the follower, if it has one, in evaluation mode.
         tables: by name.
-        dense: parameters and buffers but for the tables, by name; on the CPU.
+        dense: parameters and buffers except the tables, by name; on the CPU.
     """
 
     checkpoint: CheckpointRef
@@ -66,12 +66,12 @@ class Version:
         return self.checkpoint.step
 
     def lookup(self, table: str, ids: Tensor) -> Tensor:
-        """Rows `ids` [...] of a table: [..., dim] of the table's dtype, in new memory.
+        """Returns rows `ids` [...] of a table: [..., dim] of the table's dtype, in new memory.
 
         Raises:
             UnknownTable: there is no such table, or it is not followed; a KeyError.
-            UnknownRow: an id is out of range, in memory of the CPU; an IndexError.
-            TypeError: ids that are no integers.
+            UnknownRow: an id in CPU memory is out of range; an IndexError.
+            TypeError: the ids are not integers.
         """
         there = self.tables.get(table)
         if there is None:
@@ -102,7 +102,7 @@ class Version:
             ) from None
 
     def __call__(self, *inputs: object) -> object:
-        """What the model makes of `inputs`, without gradients."""
+        """Returns the model's output for `inputs`, without gradients."""
         if self.model is None:
             raise TypeError("the follower was made without a model")
         import torch
@@ -122,7 +122,7 @@ class CodedEmbedding(nn.Module):
         self.table: ServedTable | None = None
         self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
 
-    # Arguments have the names that torch gives them: a model may use those.
+    # Arguments keep torch's names, because a model may pass them by keyword.
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Rows [..., dim] of ids [...]."""
         return _table(self.table).lookup(input)
@@ -162,11 +162,11 @@ class CodedBag(nn.Module):
 
 
 def replace_lookups(model: nn.Module) -> None:
-    """Replace every embedding of `model`; its weights are let go.
+    """Replace every embedding of `model`, and release the embedding's weights.
 
     Raises:
-        IncompatibleModel: the model is itself an embedding, or one of them does more than look its
-            rows up. Nothing is replaced.
+        IncompatibleModel: the model is itself an embedding, or one of its embeddings does more than
+            look rows up. Nothing is replaced.
     """
     found: dict[nn.Module, CodedEmbedding | CodedBag] = {}
     for name, module in model.named_modules():
@@ -176,7 +176,7 @@ def replace_lookups(model: nn.Module) -> None:
                 found[module] = CodedBag(module)
             else:
                 found[module] = CodedEmbedding(module)
-    # Each under all names that it has.
+    # Each embedding is replaced under all its names.
     for parent in list(model.modules()):
         for name, module in parent._modules.items():
             if module is not None and module in found:
@@ -184,7 +184,7 @@ def replace_lookups(model: nn.Module) -> None:
 
 
 def _check(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
-    """Refuse what a lookup of codes would leave out, so that other values were served."""
+    """Refuse an embedding for which a lookup of codes would serve other values."""
     reason: str | None = None
     if not name:
         reason = "the model itself is it"
@@ -212,7 +212,7 @@ def _table(table: ServedTable | None) -> ServedTable:
 
 
 def coded_lookups(model: nn.Module) -> dict[str, CodedEmbedding | CodedBag]:
-    """Those of a model by table name."""
+    """Returns the lookups of codes in a model, by table name."""
     return {
         canonical_name(model, name): module
         for name, module in model.named_modules()
@@ -226,11 +226,11 @@ def coded_lookups(model: nn.Module) -> dict[str, CodedEmbedding | CodedBag]:
 class ServedModel:
     """One model of a serving process; put into evaluation mode, without gradients.
 
-    Names are those of checkpoints (`catalog.restore.state.canonical_name`), also of a model that
+    Names are the names in checkpoints (`catalog.restore.state.canonical_name`), even if the model
     was compiled.
 
     Args:
-        model: with embeddings of its own, or with those of `replace_lookups`.
+        model: with its own embeddings, or after `replace_lookups`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -243,18 +243,18 @@ class ServedModel:
         }
 
     def table(self, name: str) -> FloatTable | None:
-        """The weight of an embedding, as a table; None for one that is kept as codes."""
+        """Returns an embedding's weight as a table; None if the table is kept as codes."""
         weight = self._weights.get(name)
         return None if weight is None else FloatTable(weight.detach())
 
     def use(self, tables: Mapping[str, ServedTable]) -> None:
-        """Let lookups of coded embeddings go to these tables."""
+        """Direct lookups of coded embeddings to these tables."""
         for name, module in self._coded.items():
             if isinstance(module, CodedEmbedding | CodedBag):
                 module.table = tables[name]
 
     def check_tables(self, manifest: Manifest) -> None:
-        """Whether the model's tables are those of the checkpoint.
+        """Check that the model has the same tables as the checkpoint.
 
         Raises:
             IncompatibleModel: they differ, each difference named.
@@ -271,7 +271,7 @@ class ServedModel:
         _refuse(manifest, found)
 
     def check_dense(self, manifest: Manifest, state: Mapping[int, object]) -> None:
-        """Whether its dense layers are those of the checkpoint; errors as `check_tables`."""
+        """Check that it has the checkpoint's dense layers; errors as `check_tables`."""
         here, there = self._dense(), dense_tensors(state)
         found = [f"{name!r} is not in the checkpoint" for name in here.keys() - there.keys()]
         found += [f"{name!r} is not in the model" for name in there.keys() - here.keys()]
@@ -285,7 +285,7 @@ class ServedModel:
         _refuse(manifest, found)
 
     def load_dense(self, state: Mapping[int, object]) -> None:
-        """Replace dense layers, buffers and extra state; `check_dense` has looked at them."""
+        """Replace dense layers, buffers and extra state, after `check_dense` has checked them."""
         stored = dense_tensors(state)
         with torch.no_grad():
             for name, tensor in self._dense().items():
@@ -295,7 +295,7 @@ class ServedModel:
             modules[name].set_extra_state(extra)
 
     def _modules(self) -> dict[str, nn.Module]:
-        # What wraps the model comes before what it wraps, and has the same name.
+        # A wrapper comes before the inner module, under the same name: the inner module is kept.
         named = self.model.named_modules()
         return {canonical_name(self.model, name): module for name, module in named}
 
@@ -327,24 +327,24 @@ def _refuse(manifest: Manifest, differences: list[str]) -> None:
 # One of the two copies of a model that a serving process holds: one is read, one is changed.
 
 
-#: Of `ModelCopy.behind`: every row of every table.
+#: A value of `ModelCopy.behind`: every row of every table.
 ALL: Final = None
 
-#: Dirty bitmaps by the table's name and the first column of its piece: of a table that was sharded
-#: by columns, an increment may hold a row of one piece and not of another.
+#: Dirty bitmaps by the table's name and the first column of its piece. If a table was sharded by
+#: columns, an increment may hold a row of one piece and not of another.
 Bitmaps = dict[tuple[str, int], Tensor]
 
 
 class ModelCopy:
-    """Tables and dense layers of one version, and how they differ from the other copy's.
+    """Tables and dense layers of one version, and the rows that may differ in the other copy.
 
     Args:
-        model: the model whose weights the tables are; None: tables have memory of their own.
+        model: its weights are the tables; None: tables have memory of their own.
 
     Attributes:
-        version: what is in it, whole; None: nothing, or something half applied.
-        readers: requests that are looking at it.
-        behind: rows in which it may differ from the other copy; ALL: any.
+        version: the version that is whole in this copy; None: nothing is, or half of a version.
+        readers: number of requests that are looking at this copy.
+        behind: rows in which this copy may differ from the other copy; ALL: any row.
     """
 
     def __init__(self, model: ServedModel | None) -> None:
@@ -387,10 +387,10 @@ class Loading:
     """Reads a chain into a copy; a `RestoreTarget`.
 
     Args:
-        copy: which has caught up, if the chain does not start with a full.
-        chain: what is read.
+        copy: the copy to read into. If the chain does not start with a full, it has caught up.
+        chain: the chain to read.
         wanted: names of tables; None: all.
-        coded: keep rows as they are stored, in tables of which most are quantized.
+        coded: if most rows of a table are quantized, keep them as they are stored.
 
     Attributes:
         changed: the rows that increments brought.
@@ -468,7 +468,7 @@ class Loading:
         weight = None if self._copy.model is None else self._copy.model.table(table.name)
         if weight is not None:
             return weight
-        # Pieces of a row have a scale each: what is kept as codes is stored whole.
+        # Each piece of a row has its own scale, so only tables stored whole are kept as codes.
         bits = self._bits(table.pieces[0].index) if self._coded and len(table.pieces) == 1 else 0
         if bits:
             fits = isinstance(there, CodedTable) and there.fits(table) and there.bits == bits
@@ -477,21 +477,21 @@ class Loading:
         return there if fits and there is not None else FloatTable.empty(table)
 
     def _bits(self, table: int) -> int:
-        """The widest codes of a table's chunks; 0 where most rows are stored exactly."""
+        """Returns the widest codes of a table's chunks; 0 unless most rows are quantized."""
         chunks = [e for link in self._chain.manifests for e in link.chunks if e.table == table]
         coded = [entry for entry in chunks if entry.scheme == "asymmetric"]
         rows, coded_rows = (sum(e.row_count or 0 for e in some) for some in (chunks, coded))
         return max((e.bits or 0 for e in coded), default=0) if 2 * coded_rows > rows else 0
 
 
-# The two copies of what is served: requests read one while the other is changed.
+# The two copies of the served model: requests read one while the other is changed.
 
 
 class Copies:
-    """Who reads which copy, and the switch between them.
+    """Counts the readers of each copy, and switches requests from one copy to the other.
 
     Args:
-        model: becomes one copy; None: there is none, only tables.
+        model: becomes one copy; None: there is no model, only tables.
         url: of the run, for errors.
     """
 
@@ -503,12 +503,12 @@ class Copies:
 
     @property
     def version(self) -> Version | None:
-        """What requests are given."""
+        """The version that requests are given."""
         return self._copies[self._active].version
 
     @property
     def active(self) -> ModelCopy:
-        """The copy that is read."""
+        """The copy that requests read."""
         return self._copies[self._active]
 
     @property
@@ -518,10 +518,10 @@ class Copies:
 
     @contextmanager
     def reading(self, missing: Callable[[], str | None]) -> Iterator[Version]:
-        """The version in service; it stays as it is until the block ends.
+        """The version in service, which stays unchanged until the block ends.
 
         Args:
-            missing: says why there is none yet, if that is known.
+            missing: says why there is no version yet, if the reason is known.
         """
         with self.changed:
             held = self._copies[self._active]
@@ -545,16 +545,16 @@ class Copies:
                 self.changed.notify_all()
 
     def standby(self, *, wait_seconds: float) -> ModelCopy:
-        """The copy that nobody reads any more.
+        """Returns the copy that no request reads any more.
 
         Raises:
-            NotServing: requests are still looking at it.
+            NotServing: requests are still looking at this copy.
         """
         if self.version is None:
             return self.active
         if len(self._copies) == 1:
             model = self.active.model
-            # Requests only read it.
+            # This is safe because requests only read the model.
             other = None if model is None else ServedModel(copy.deepcopy(model.model))
             self._copies.append(ModelCopy(other))
         standby = self._copies[1 - self._active]
@@ -570,7 +570,7 @@ class Copies:
         return standby
 
     def switch(self, standby: ModelCopy, version: Version) -> ModelCopy:
-        """Give `standby` to requests that begin from now on; the copy that was read so far."""
+        """Give `standby` to requests that begin from now on; returns the copy read so far."""
         with self.changed:
             before = self.active
             standby.version = version

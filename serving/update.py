@@ -33,7 +33,7 @@ from recpoint.serving.model import ALL, Bitmaps, Copies, Loading, Version
 __all__ = ["DAMAGE", "OnProgress", "Updater"]
 
 
-# The cheapest way from what is served to another checkpoint (format §6.9).
+# The cheapest way from the served version to another checkpoint (format §6.9).
 
 
 _DAMAGE = (FormatError, ChainError, ObjectNotFound)
@@ -41,13 +41,13 @@ _DAMAGE = (FormatError, ChainError, ObjectNotFound)
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """What to read, and on what it goes.
+    """What to read, and what must be in memory before.
 
     Attributes:
-        chain: a whole one, or only the increments that follow the served version.
-        start: what its first manifest is or goes on: a full; the served version; the full that the
-            served version's own chain started from, `base`.
-        row_bytes: of the chunks that have to be read.
+        chain: a whole chain, or only the increments that follow the served version or its base.
+        start: `full`: the first manifest is a full. `served`: its parent is the served version.
+            `base`: its parent is the full that the served version's own chain started from.
+        row_bytes: bytes of row chunks to read.
         passed_over: manifests that are damaged, or lead nowhere.
     """
 
@@ -67,26 +67,26 @@ def find_route(
     tables: Collection[str] | None = None,
     avoid: Collection[str] = (),
 ) -> Route:
-    """The way to checkpoint `name` for which the fewest bytes of rows are read.
+    """Returns the way to checkpoint `name` that reads the fewest bytes of rows.
 
-    Walks from it towards older checkpoints, through all their representations, cheapest first,
-    until it comes to a full, or to the checkpoint that is served: by its attempt, so that another
-    checkpoint of the same step is no way. Every check of format §4 (invariant 4) is made.
+    Walks from `name` towards older checkpoints, through all their representations, cheapest first,
+    until it reaches a full or the served checkpoint. The attempt identifies the served checkpoint,
+    so another one of the same step does not count. Makes every check of format §4 (invariant 4).
 
     Args:
-        name: where to.
-        served: what is there already, in every row; None: nothing.
-        base: the full that its chain was read from.
+        name: the checkpoint to reach.
+        served: the checkpoint that is in memory, in every row; None: nothing.
+        base: the full that the chain of `served` was read from.
         there: consolidated representations.
         read: reads a manifest.
-        tables: whose rows are wanted; None: of all.
+        tables: names of the tables whose rows are wanted; None: all.
         avoid: keys of manifests to do without.
 
     Raises:
         ObjectNotFound: there is no such checkpoint.
-        ChainError, FormatError: nothing leads to it; the first thing that was wrong.
+        ChainError, FormatError: nothing leads to the checkpoint; the first error that was found.
     """
-    number = count()  # of two ways that cost the same, the one found first
+    number = count()  # if two ways cost the same, the one found first wins
     ways: list[tuple[int, int, Representation | None, tuple[Manifest, ...]]] = []
     errors: dict[str, RecpointError] = {}
     walked: set[Representation] = set()
@@ -100,7 +100,7 @@ def find_route(
             except _DAMAGE as error:
                 gone = isinstance(error.__cause__ or error, ObjectNotFound)
                 gone = gone and bool(there.get(checkpoint))
-                if not gone:  # retention lets go of the longer of several: that is no damage
+                if not gone:  # retention deletes the longer of several ways: no damage
                     errors.setdefault(choice.key, error)
                 continue
             walked.add(choice)
@@ -131,7 +131,7 @@ def find_route(
 def _start(
     first: Manifest, served: Manifest | None, base: Manifest | None
 ) -> Literal["full", "served", "base"] | None:
-    """What a way has come to; None: it goes on."""
+    """Returns where a way starts; None: it needs an older checkpoint first."""
     if first.parent is None:
         return "full"
     if served is not None and first.parent == served.ref:
@@ -175,10 +175,10 @@ def _row_bytes(manifest: Manifest, tables: Collection[str] | None) -> int:
 # Moving a follower from the version in service to another checkpoint.
 
 
-#: Of a checkpoint, not of the store or of the model.
+#: Errors of a checkpoint, not of the store or of the model.
 DAMAGE: Final = (FormatError, ChainError, ObjectNotFound)
 
-#: Manifests that are kept in memory: they never change, and the next update needs the same ones.
+#: How many manifests stay in memory. They never change, and the next update needs the same ones.
 _KEPT_MANIFESTS: Final = 64
 
 
@@ -187,7 +187,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class _NotCumulative(Exception):
-    """An increment on the base that lacks rows in which what is served differs from that base."""
+    """An increment on the base lacks rows in which the served version differs from the base."""
 
 
 class Updater:
@@ -195,15 +195,15 @@ class Updater:
 
     Args:
         run: the run.
-        copies: what is served.
+        copies: the two copies of the served model.
         tables: names of the tables that are followed; None: all.
         coded: keep quantized rows as they are stored.
         threads: chunks read at once.
-        reader_wait_seconds: for requests that look at the standby copy.
+        reader_wait_seconds: how long to wait for requests that look at the standby copy.
 
     Attributes:
         served: manifest of the version in service.
-        increments, fulls, bytes_read: applied so far.
+        increments, fulls, bytes_read: manifests applied and bytes read so far.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Updater:
         self._base: Manifest | None = None  # the full that the version in service was read from
         self._differs: dict[
             tuple[str, int], Tensor
-        ] = {}  # rows in which it may differ from that, a bitmap
+        ] = {}  # bitmaps of the rows in which that version may differ from the base
         self._manifests: OrderedDict[Representation, Manifest] = OrderedDict()
 
     def move(
@@ -238,21 +238,21 @@ class Updater:
         line: Sequence[ManifestName] = (),
         on_progress: OnProgress | None = None,
     ) -> tuple[PassedOver, ...]:
-        """Serve checkpoint `name`, and say which damaged manifests the way there went around.
+        """Serve checkpoint `name`; returns the damaged manifests that the way there avoided.
 
-        What is served stays as it is until everything has been read and checked, and after every
-        error.
+        The served version stays unchanged until everything has been read and checked, and after
+        every error.
 
         Args:
             name: the checkpoint.
             committed_ms: when it was committed.
-            line: checkpoints, newest first, among which its parents probably are.
+            line: checkpoints, newest first; its parents are probably among them.
             on_progress: called with bytes read so far and bytes to read, from this thread.
 
         Raises:
             FormatError, ChainError, ObjectNotFound: it is damaged, or nothing leads to it.
             IncompatibleModel: it does not fit the model.
-            NotServing: requests hold the copy that it would go into.
+            NotServing: requests still hold the standby copy.
             StoreError: the store cannot be read.
         """
         avoid: dict[str, PassedOver] = {}
@@ -277,7 +277,7 @@ class Updater:
                 return (*avoid.values(), *route.passed_over)
 
     def read(self, representation: Representation) -> Manifest:
-        """A manifest, from memory if it was read before; errors as `Run.read_manifest`."""
+        """Returns a manifest, from memory if it was read before; errors as `Run.read_manifest`."""
         return self._read(representation, self._run.read_manifest)
 
     def _read(
@@ -300,7 +300,7 @@ class Updater:
         base: bool,
     ) -> Route:
         there = self._run.consolidated()
-        # From nothing, a whole chain is read; else a few manifests, and no guessing is worth it.
+        # If nothing is served, a whole chain is read; else a few manifests: not worth guessing.
         guessed = () if self.served is not None else line
         with ManifestsAhead(self._run, guessed, there, avoid) as ahead:
             return find_route(
@@ -325,7 +325,7 @@ class Updater:
             if route.start == "base":
                 self._require_cumulative(loading.changed)
         except (RecpointError, _NotCumulative):
-            # Raised before a row of the chunk at fault was written: what was is marked.
+            # The error came before a row of the faulty chunk was written; written rows are marked.
             if route.start != "full":
                 standby.behind = loading.changed
             raise
@@ -359,7 +359,7 @@ class Updater:
             self._differs = {name: rows.clone() for name, rows in changed.items()}
 
     def _require_cumulative(self, changed: Bitmaps) -> None:
-        """That an increment on the base has brought all rows in which what is served differs."""
+        """Check that an increment on the base brought all rows in which the served one differs."""
         for name, rows in self._differs.items():
             if name not in changed or bool((rows & ~changed[name]).any()):
                 raise _NotCumulative

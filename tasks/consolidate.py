@@ -31,16 +31,16 @@ from recpoint.units import bytes_text, duration_text
 __all__ = ["commit_merge", "merge_tables", "open_run", "plan_merge", "report_merge"]
 
 
-# What the tasks of a consolidation share: how a run is opened, and what they are called.
+# Shared by the tasks of a consolidation: opening a run, and naming task runs.
 
 
 def open_run(run_url: str) -> Run:
-    """The run of a URL, through a store of its own: a retry begins with new connections."""
+    """Opens a run through a store of its own, so that a retry begins with new connections."""
     return Run.open(open_store(run_url))
 
 
 def task_name() -> str:
-    """A task run's name: what it does, to which part, of which checkpoint."""
+    """Returns a task run's name: the task, the part, the run and the step."""
     parameters = task_run.get_parameters()
     plan: ConsolidationPlan | None = parameters.get("plan")
     part = f" part {parameters['part']}" if "part" in parameters else ""
@@ -66,7 +66,7 @@ async def plan_merge(
     triggers: ConsolidationTriggers,
     avoid: Sequence[PassedOver] = (),
 ) -> ConsolidationPlan | None:
-    """Plan it, from manifests alone; None: the run has no checkpoint."""
+    """Plan a consolidation from manifests alone; None: the run has no checkpoint."""
     return await asyncio.to_thread(_plan, run_url, name, links, triggers, avoid)
 
 
@@ -98,7 +98,7 @@ def _plan(
     **RETRIES,
 )
 async def merge_tables(run_url: str, plan: ConsolidationPlan, part: int) -> tuple[ChunkEntry, ...]:
-    """Merge one part of a plan; its chunks, durable."""
+    """Merge one part of a plan; returns its chunks, which are durable."""
     return await asyncio.to_thread(_merge, run_url, plan, part)
 
 
@@ -137,7 +137,7 @@ def _merge(run_url: str, plan: ConsolidationPlan, part: int) -> tuple[ChunkEntry
 async def commit_merge(
     run_url: str, plan: ConsolidationPlan, entries: list[ChunkEntry]
 ) -> tuple[Literal["created", "already"], Manifest]:
-    """Copy the state and commit: whether it was this call that did, and what is there now."""
+    """Copy the state and commit; returns whether this call did it, and the manifest there now."""
     return await asyncio.to_thread(_commit, run_url, plan, entries)
 
 
@@ -147,7 +147,7 @@ def _commit(
     return commit_consolidation(open_run(run_url), plan, entries)
 
 
-# Task: what a person sees of a consolidation in Prefect's UI.
+# Task: show a consolidation to people in Prefect's UI.
 
 
 @task(task_run_name=task_name, timeout_seconds=20, cache_policy=NO_CACHE, persist_result=False)
@@ -176,7 +176,7 @@ async def report_merge(
 def merge_rows(
     plan: ConsolidationPlan, outcome: str, written_bytes: int, seconds: float
 ) -> list[tuple[str, str]]:
-    """The table of a consolidation: what, value."""
+    """Returns the table of a consolidation: what, value."""
     dead = "not known before reading" if plan.dead_share is None else f"{plan.dead_share:.1%}"
     return [
         ("outcome", outcome),

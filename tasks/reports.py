@@ -50,45 +50,45 @@ __all__ = [
 # Keys of artifacts: one history in Prefect's UI for each thing that a run shows.
 
 
-#: Of every artifact of ours.
+#: The keys of all artifacts of recpoint begin with it.
 ARTIFACT_PREFIX = "recpoint-"
 
 _ID_CHARACTERS = 12
 
 
 def artifact_key(run_url: str, run_id: str, what: str) -> str:
-    """The key of what a run shows, such as its lag or the table of one checkpoint.
+    """Returns the key of one thing that a run shows, such as its lag or a checkpoint's table.
 
-    Artifacts of one key are versions of one thing to Prefect, so that runs of the same name, each
-    in a folder or bucket of its own, must never share one: some characters of the id are in it.
+    Prefect takes artifacts with one key for versions of one thing. Runs of the same name, each in a
+    folder or bucket of its own, must never share a key, so it holds some characters of the id.
 
     Args:
-        run_url: the run; the last part of it is for people.
+        run_url: the run; its last part is in the key, for people.
         run_id: 32 hexadecimal digits.
         what: lower-case letters, digits and dashes.
 
     Returns:
-        At most 80 characters of the name between `recpoint-` and the id.
+        The key, with at most 80 characters of the name between `recpoint-` and the id.
     """
     name = re.sub(r"[^a-z0-9]+", "-", run_title(run_url).lower()).strip("-")[:80] or "run"
     return f"{ARTIFACT_PREFIX}{name}-{run_id[:_ID_CHARACTERS]}-{what}"
 
 
 def run_title(run_url: str) -> str:
-    """What people call the run: the last part of its URL."""
+    """Returns the name that people use for the run: the last part of its URL."""
     return run_url.rstrip("/").rpartition("/")[2] or "run"
 
 
-# Events of checkpoints, with their run as the resource: what automations wait for.
+# Events of checkpoints, with their run as the resource. Automations wait for them.
 #
-# They are sent by flows and by the agent, never by a trainer, and by a thread of Prefect's: nothing
-# waits for one.
+# Flows and the agent send events; a trainer never does. A thread of Prefect's sends them, so the
+# caller does not wait.
 
 
 EVENT_PREFIX = "recpoint.checkpoint."
 RESOURCE_PREFIX = "recpoint.run."
 
-#: Every flow run of ours has it: what watches or removes flow runs goes by it.
+#: Every flow run of recpoint has this tag. Code that watches or removes flow runs relies on it.
 TAG = "recpoint"
 
 CheckpointEvent = Literal[
@@ -103,7 +103,7 @@ CheckpointEvent = Literal[
     "published",
 ]
 
-#: Prefect refuses events beyond 1.5 MB; texts of errors are the only long ones.
+#: Prefect refuses events beyond 1.5 MB; only texts of errors are long.
 _LONGEST_TEXT = 2000
 
 
@@ -113,10 +113,10 @@ def emit(
     run_url: str,
     **payload: str | int | float | dict[str, float] | None,
 ) -> None:
-    """Hand an event to Prefect's own sender; returns at once, and raises nothing if that fails.
+    """Hand an event to Prefect's own sender; returns at once, and raises nothing if sending fails.
 
     Args:
-        event: what happened; `recpoint.checkpoint.` goes before it.
+        event: what happened; it is sent as `recpoint.checkpoint.<event>`.
         run_id: the run's id; the resource is `recpoint.run.<run id>`.
         run_url: where the run is; the resource's name.
         payload: figures and texts of the event; long texts are cut.
@@ -141,14 +141,14 @@ def emit(
 
 _LOG = logging.getLogger("recpoint.progress")
 
-#: What takes no longer needs no bar; and the server is asked no more often.
+#: Work that takes no longer needs no bar, and the server is asked no more often than this.
 _EVERY_SECONDS: Final = 5.0
 
 
 class ProgressBar:
-    """A progress artifact of what runs here, made once it takes long, changed in place.
+    """A progress artifact of the current flow or task run: made if it takes long, changed in place.
 
-    Trouble of Prefect's, or a host without a thread to tell it from, ends the bar and nothing else.
+    If Prefect fails, or the host has no thread left to tell Prefect from, only the bar ends.
 
     Args:
         key: of the artifact.
@@ -164,15 +164,15 @@ class ProgressBar:
         self._teller: threading.Thread | None = None
 
     def show(self, done: int, total: int) -> None:
-        """So much is done; both in one unit."""
+        """Show that `done` of `total` is done; both in one unit."""
         if self._is_due():
             self._tell(100.0 * min(done, total) / max(1, total))
 
     def show_meanwhile(self, done: int, total: int) -> None:
-        """As `show` and, where all is done, `finish`, but whoever calls it never waits.
+        """As `show`, and as `finish` if all is done, but the caller never waits.
 
-        The server is asked from a thread, one at a time, which ends with the process at the latest;
-        to be called from one thread.
+        Threads, one at a time, ask the server. They end with the process at the latest. Call this
+        from one thread only.
         """
         at_work = self._teller is not None and self._teller.is_alive()
         if done >= total:
@@ -182,7 +182,7 @@ class ProgressBar:
             self._meanwhile(partial(self._tell, 100.0 * done / total))
 
     def finish(self) -> None:
-        """All is done: a bar that was shown is full."""
+        """All is done: fill the bar if it was shown."""
         if self._artifact is not None and not self._ended:
             self._tell(100.0)
 
@@ -201,7 +201,7 @@ class ProgressBar:
                 before.join()
             tell()
 
-        context = copy_context()  # which flow run this is, and where its server
+        context = copy_context()  # which flow run this is, and where its server is
         teller = threading.Thread(
             target=context.run, args=(in_turn,), name="recpoint-progress", daemon=True
         )
@@ -214,7 +214,7 @@ class ProgressBar:
 
     def _tell(self, percent: float) -> None:
         try:
-            # What is given makes it a client of its own, not the one of the flow run's thread.
+            # Given settings, Prefect makes a new client, not the client of the flow run's thread.
             settings = {"timeout": PREFECT_API_REQUEST_TIMEOUT.value()}
             with get_client(settings, sync_client=True) as client:
                 if self._artifact is not None:
@@ -240,7 +240,7 @@ class ProgressBar:
         _LOG.info("%s is no longer shown: %s", self._key, error)
 
 
-# Task: what a person sees of a checkpoint in Prefect's UI.
+# Task: show a checkpoint to people in Prefect's UI.
 
 
 #: Artifacts of this process by key, so that an update costs one request.
@@ -249,7 +249,7 @@ _MOST_KNOWN = 1000
 
 
 class Checkpoint(NamedTuple):
-    """What is told about a checkpoint; times in milliseconds since the epoch."""
+    """What is shown of a checkpoint; times in milliseconds since the epoch."""
 
     run_url: str
     run_id: str
@@ -267,7 +267,7 @@ class Checkpoint(NamedTuple):
 
 
 def _checkpoint_of(job: Job, committed: Committed) -> Checkpoint:
-    """What there is to tell once `job` is committed."""
+    """Returns what is shown once `job` is committed."""
     return Checkpoint(
         run_url=job.run_url,
         run_id=job.run,
@@ -292,14 +292,14 @@ def _checkpoint_of(job: Job, committed: Committed) -> Checkpoint:
     persist_result=False,
 )
 async def report(job: PersistJob, committed: Committed) -> None:
-    """Show the checkpoint as a table of its own, and bring the run's lag up to date in place."""
+    """Show the checkpoint as a table of its own, and update the run's lag in place."""
     name, checkpoint = job_name(str(job.path)), _checkpoint_of(job.job, committed)
-    # A backtick would end the code span, and what follows would be taken for markup.
+    # A backtick would end the code span, and the text after it would be taken for markup.
     url = checkpoint.run_url.replace("`", "'")
     key = partial(artifact_key, checkpoint.run_url, checkpoint.run_id)
     async with get_client() as client:
         await asyncio.gather(
-            # Made once: a job is reported after it has been removed, so never a second time.
+            # Made once: a job is reported after its removal, so never a second time.
             Artifact(
                 type="table",
                 key=key(f"g{name.generation}-step-{name.step}-r{name.rank}"),
@@ -322,7 +322,7 @@ async def report(job: PersistJob, committed: Committed) -> None:
 
 
 def table_rows(step: int, checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """The table of a checkpoint: what, value."""
+    """Returns the table of a checkpoint: what, value."""
     ratio = checkpoint.stored_bytes / checkpoint.full_bytes if checkpoint.full_bytes else 0.0
     return [
         ("step", str(step)),
@@ -342,7 +342,7 @@ def _lag_seconds(checkpoint: Checkpoint) -> float:
 
 
 async def _update(client: PrefectClient, key: str, text: str, description: str) -> None:
-    """Show `text` in place of what the markdown artifact `key` showed, if there is one."""
+    """Show `text` in the markdown artifact `key`: replace its text, or make the artifact."""
     if key not in _known:
         there = await Artifact.aget(key, client)
         if there is not None and there.id is not None:

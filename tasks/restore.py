@@ -59,9 +59,10 @@ async def plan_restore(
     instead_of: ShardPlan | None = None,
     leased: bool = False,
 ) -> tuple[ShardPlan, bool]:
-    """The checkpoint, its files, and whether all of them are in their place already.
+    """Choose a checkpoint; returns the plan of its files, and whether all are in place already.
 
-    Once it is chosen, the files of `instead_of`, which turned out to be damaged, make room for it.
+    Once it is chosen, the files of `instead_of` are removed, because that checkpoint turned out to
+    be damaged.
     """
 
     def plan() -> tuple[ShardPlan, bool]:
@@ -94,7 +95,7 @@ async def plan_restore(
 async def restore_shard(
     run_url: str, target_url: str, plan: ShardPlan, part: int
 ) -> RestoreReport | None:
-    """Restore one file of a plan; None: it was there."""
+    """Restore one file of a plan; None: the file was already there."""
     return await asyncio.to_thread(_restore, run_url, target_url, plan, part)
 
 
@@ -117,7 +118,7 @@ def _restore(run_url: str, target_url: str, plan: ShardPlan, part: int) -> Resto
     **RETRIES,
 )
 async def finish_restore(run_url: str, target_url: str, plan: ShardPlan) -> None:
-    """Write the index: from then on the files count."""
+    """Write the index; from then on the files count."""
     await asyncio.to_thread(lambda: finish_shards(open_store(target_url), plan))
 
 
@@ -126,7 +127,8 @@ async def report_restore(
     run_url: str, target_url: str, plan: ShardPlan, done: RestoreReport, outcome: str
 ) -> None:
     """Show as a table what was restored, and what was not."""
-    url, target = (one.replace("`", "'") for one in (run_url, target_url))  # ends a code span
+    # A backtick would end the code span.
+    url, target = (one.replace("`", "'") for one in (run_url, target_url))
     verdict = done.validation
     rows = [
         ("outcome", outcome),

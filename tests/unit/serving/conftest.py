@@ -1,4 +1,4 @@
-"""What most tests of serving begin with."""
+"""The fixture that most tests of serving begin with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.followed_run import Trainer
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
-    """Of a run that has no checkpoint yet."""
+    """A trainer of a run that has no checkpoint yet."""
     run = new_run(tmp_path / "run")
     run.claim(None)
     return Trainer(run, tables())

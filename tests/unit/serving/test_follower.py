@@ -1,4 +1,4 @@
-"""A follower serves each checkpoint whole, bit for bit, and answers what requests ask of it."""
+"""A follower serves each checkpoint whole, bit for bit, and answers requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_serves_each_checkpoint_bit_for_bit(
             trainer.tables[0].bits = 8
         trainer.commit(step)
         if step == 3:
-            continue  # two at once next time
+            continue  # the next poll applies two at once
         assert follower.poll()
         require(follower, trainer, step)
         assert not follower.poll()
@@ -76,7 +76,7 @@ def test_an_increment_is_read_once_and_alone(trainer: Trainer) -> None:
     made = trainer.commit(2)
     follower.poll()
     assert follower.status.bytes_read - before == made.stored_bytes
-    # The copy that was replaced has not read it: it takes the rows from the other.
+    # The copy that was replaced has not read step 2: it takes the rows from the other copy.
     made = trainer.commit(3)
     before = follower.status.bytes_read
     follower.poll()
@@ -119,7 +119,7 @@ def test_an_increment_on_the_base_that_lacks_rows_brings_the_base_again(trainer:
     follower.poll()
     trainer.commit(2)
     follower.poll()
-    # Rows that step 2 changed are in this one as they were in step 1: it does not hold them.
+    # Step 3 follows step 1: it does not hold the rows that step 2 changed.
     trainer.tables = first
     trainer.commit(3, parent=base)
     assert follower.poll()

@@ -1,4 +1,4 @@
-"""Which checkpoint a follower serves when told: channels and pins, and how far behind that is."""
+"""Which checkpoint a follower serves by its channel or pin, and how far behind it is."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_only_what_is_ahead_counts_as_skipped(trainer: Trainer) -> None:
         status = follower.status
         assert follower.version == 30
         assert [one.name.step for one in status.skipped] == [50, 40]
-    follower.pin(10)  # which was not validated itself
+    follower.pin(10)  # step 10 was not validated itself
     for _ in range(2):
         follower.poll()
         status = follower.status

@@ -1,4 +1,4 @@
-"""What a follower does about what is damaged, gone, doubted, or a consolidation."""
+"""A follower copes with objects that are damaged, gone or doubted, and with consolidations."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_damage_leaves_what_is_served_and_heals(trainer: Trainer) -> None:
     assert not follower.poll()
     require(follower, trainer, 1)
     assert rows[-1].key in follower.status.skipped[0].error
-    # Half of step 2 is in the other copy. What comes next goes on step 1, not on that.
+    # Half of step 2 is in the other copy. Step 3 goes on step 1, not on that half.
     trainer.tables[0].values[:] = trainer.at[1][0]
     trainer.tables[1].values[:] = trainer.at[1][1]
     trainer.commit(3, parent=trainer.made[0])
@@ -128,7 +128,7 @@ def test_serves_what_only_a_consolidated_manifest_tells_of(trainer: Trainer) -> 
 
 
 def test_behind_what_only_a_consolidated_manifest_tells_of(trainer: Trainer) -> None:
-    """Also where it began to follow when the checkpoint's own was gone, or nothing can be read."""
+    """Lag is right also if the own manifest was gone at the first look, or if none can be read."""
     following = Follower(trainer.run.url, reader_wait_seconds=0.0)
     late = Follower(trainer.run.url, reader_wait_seconds=0.0)
     for follower in (following, late):
@@ -151,7 +151,7 @@ def test_behind_what_only_a_consolidated_manifest_tells_of(trainer: Trainer) -> 
                 assert follower.status.lag_checkpoints == 1
         assert time.time() - (following.status.lag_seconds or 0) == pytest.approx(since, abs=0.01)
         assert late.status.lag_seconds
-        following._standings._committed_ms.clear()  # as where it never knew
+        following._standings._committed_ms.clear()  # as if it had never known
         trainer.run.store.put(MANIFEST_KEY.of(4, 1), b"damaged")
         for one in trainer.run._consolidated(4, 1):
             trainer.run.store.delete(one.key)
@@ -178,7 +178,7 @@ def test_goes_on_serving_what_retention_deleted(trainer: Trainer) -> None:
     trainer.run.store.delete(trainer.made[1].chunks[0].key)
     trainer.run.store.delete("manifests/000000000002-00000001.json")
     trainer.run.store.delete(trainer.made[2].chunks[0].key)
-    assert not follower.poll()  # not back to step 1 because step 3 is damaged
+    assert not follower.poll()  # damage to step 3 is no reason to go back to step 1
     require(follower, trainer, 2)
 
 
@@ -245,7 +245,7 @@ def test_a_run_that_is_gone_or_replaced_is_no_run_without_news(
     follower = Follower(trainer.run.url, channel=channel)
     follower.poll()
     here, away = Path(trainer.run.url), tmp_path / "away"
-    here.rename(away)  # as a mount that is lost: all of its listings are empty
+    here.rename(away)  # like a lost mount: all of its listings are empty
     with pytest.raises(NothingToRestore, match="run.json"):
         follower.poll()
     assert follower.status.error is not None

@@ -38,7 +38,7 @@ def trained(training: Training, ckpt: Checkpointer, place: Place) -> None:
         training.batch()
         ckpt.step()
     until(lambda: place.persist_all() > 0)
-    # The trainer hears of it a moment later; before that, it would skip the next one.
+    # The trainer hears of the commit a moment later. Until then it would skip a checkpoint.
     until(lambda: ckpt.stats.lag_batches == 0)
 
 
@@ -82,7 +82,7 @@ def test_a_compiled_model_is_served_whether_or_not_the_trainer_compiled_its_own(
     follower = Follower(place.run, model=compiled, quantized=quantized)
     with checkpointer(training, place, bits="lossless") as ckpt:
         ckpt.restore()
-        for step in (2, 4, 6):  # in either copy of it
+        for step in (2, 4, 6):  # in either copy of the model
             trained(training, ckpt, place)
             assert follower.poll()
             with follower.reading() as version:
@@ -154,7 +154,7 @@ def test_what_lookups_of_codes_would_leave_out_is_refused(
 
 
 class _Shared(Recommender):
-    """Looks rows up by torch's own names, through two names of one module."""
+    """Looks rows up with torch's argument names, and through two names of one module."""
 
     def __init__(self) -> None:
         super().__init__()

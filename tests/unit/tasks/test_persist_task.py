@@ -1,4 +1,4 @@
-"""What tasks are called, and which of their failures are worth another try."""
+"""Names of tasks, and which of their failures are tried again."""
 
 from __future__ import annotations
 

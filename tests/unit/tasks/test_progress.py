@@ -1,4 +1,4 @@
-"""Bars never hold up what they tell of."""
+"""A progress bar never holds up the work that it shows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_server_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monke
             until(lambda: bar._ended)  # and is not asked again
             connection.close()
             bar.show_meanwhile(1, 3)
-    assert took < 2.5  # not even one of its time-outs
+    assert took < 2.5  # less than a single time-out of a request
 
 
 def test_a_host_that_starts_no_thread_for_a_bar_shows_none(
@@ -44,6 +44,6 @@ def test_a_host_that_starts_no_thread_for_a_bar_shows_none(
     bar = ProgressBar("recpoint-slow", "slow")
     with no_threads():
         bar.show_meanwhile(1, 3)
-    bar.show_meanwhile(2, 3)  # nor later, which asks no server
+    bar.show_meanwhile(2, 3)  # nor later: no server is asked
     bar.show_meanwhile(3, 3)
     assert bar._ended and bar._teller is None
