@@ -613,6 +613,7 @@ class Checkpointer:
         self._is_busy, self._close_wanted = True, None
         try:
             if pipeline is not None and final:
+                self._loop.leave()
                 pipeline.finish(self.batches_done)
             elif pipeline is not None and told:
                 pipeline.say_ended()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -89,6 +90,7 @@ class Loop:
         self._count = count
         self._source: object = None
         self._pass: Iterator[Any] | None = None
+        self._batches: weakref.ref[Generator[Any, None, None]] | None = None
         self._may_be_empty = False
         self.is_waiting = False
 
@@ -130,6 +132,21 @@ class Loop:
             )
 
     def run(self, source: Iterable[B], bound: Bound) -> Iterator[B]:
+        """Yield the batches of `source` up to the bound, as `_run` does."""
+        batches = self._run(source, bound)
+        self._batches = weakref.ref(batches)
+        return batches
+
+    def leave(self) -> None:
+        """Count the batch of a loop that was left by `break` while a variable keeps its iterator.
+
+        Python tells the iterator only when nothing refers to it any more.
+        """
+        batches = None if self._batches is None else self._batches()
+        if batches is not None and self.is_waiting:
+            batches.close()
+
+    def _run(self, source: Iterable[B], bound: Bound) -> Generator[B, None, None]:
         """Yield the batches of `source` up to the bound; a batch counts when the next is asked for.
 
         Raises:

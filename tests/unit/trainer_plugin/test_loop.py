@@ -61,6 +61,25 @@ def test_exactly_one_bound_is_required(place: Place) -> None:
             assert refused(ckpt, total=wrong).startswith("batches(total): found")
 
 
+@pytest.mark.parametrize("is_closed_by_hand", [False, True])
+def test_a_loop_that_is_left_counts_its_batch_while_a_variable_keeps_its_iterator(
+    is_closed_by_hand: bool, place: Place
+) -> None:
+    """As `bar = tqdm(ckpt.batches(...))` does: the iterator lives when the Checkpointer ends."""
+    with place.agent():
+        with started(place, resumable()) as ckpt:
+            batches = ckpt.batches(epochs=1)
+            first = goods(batches, 3)
+            if is_closed_by_hand:
+                ckpt.close()
+        assert ckpt.batches_done == 3
+        assert next(iter(batches), None) is None
+        with started(place, resumable()) as again:
+            assert again.batches_done == 3
+            left = goods(again.batches(epochs=1))
+            assert len(first) + len(left) == BATCHES_AN_EPOCH == again.batches_done
+
+
 def test_it_is_called_between_restore_and_close(place: Place) -> None:
     ckpt = checkpointer(simple_training(), place, reader=OwnReader())
     assert "not started" in refused(ckpt, epochs=1)
