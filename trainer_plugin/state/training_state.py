@@ -281,8 +281,8 @@ class TrainingState:
                     expected="an object with both methods, so that its state can be saved",
                     next_step=f"give {subject} the two methods, or leave it out"
                     if thing is not self._reader
-                    else "pass reader=recpoint.ResumableLoader(loader), and take the batches from "
-                    "it; or give the reader the two methods",
+                    else "pass reader=recpoint.ResumableLoader(loader), and loop over "
+                    "Checkpointer.batches(epochs=...); or give the reader the two methods",
                 )
         refuse_prepared("reader", reader)
 
