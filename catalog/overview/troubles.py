@@ -166,17 +166,19 @@ class Troubles:
 
     def _manifests(self, checkpoints: Iterable[CheckpointFacts]) -> list[Failure]:
         damaged = [one for one in checkpoints if one.error is not None]
-        return [
-            Failure(
-                kind="manifest",
-                subject=(key := MANIFEST_KEY.of(one.step, one.generation)),
-                # The error names the object and a next step, which have columns of their own.
-                cause=(one.error or "").removeprefix(f"{key}: ").partition(". Next: ")[0],
-                when_ms=None,
-                next_step=f"recpoint check {self._run.url}",
-            )
-            for one in damaged[:_TOLD]
-        ]
+        return [self._damaged(one) for one in damaged[:_TOLD]]
+
+    def _damaged(self, one: CheckpointFacts) -> Failure:
+        key = MANIFEST_KEY.of(one.step, one.generation)
+        # The error is a text that names the object and a next step: both have columns of their own.
+        cause, _, advice = (one.error or "").removeprefix(f"{key}: ").partition(". Next: ")
+        return Failure(
+            kind="manifest",
+            subject=key,
+            cause=cause,
+            when_ms=None,
+            next_step=naming_run(advice or "recpoint check URL", self._run.url),
+        )
 
     def _chains(self) -> list[Failure]:
         return [
