@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recpoint.kernels.arguments import require
-from recpoint.kernels.bit_packing.widths import packed_width, require_packed
+from recpoint.kernels.bit_packing.widths import require_packed
 from recpoint.kernels.native import library, team_size
 from recpoint.kernels.quantize import grid
 from recpoint.kernels.quantize.method import ASYMMETRIC, Method
@@ -18,6 +18,7 @@ from recpoint.kernels.quantize.shapes import (
     require_parameters,
     require_places,
     require_rows,
+    room_for_packed,
 )
 
 __all__ = ["dequantize", "dequantize_packed", "dequantize_rows", "quantize", "quantize_packed"]
@@ -32,13 +33,7 @@ def _encode(
     """Quantize to `bits` bits and store each code in `code_bits` bits."""
     require_rows(rows, bits)
     n, dim = rows.shape
-    found = PackedRows(
-        torch.empty(n, packed_width(dim, code_bits), dtype=torch.uint8, device="cpu"),
-        torch.empty(n, dtype=torch.float32, device="cpu"),
-        torch.empty(n, dtype=torch.float32, device="cpu"),
-        torch.empty(n, dtype=torch.bool, device="cpu"),
-        torch.empty(n, dtype=torch.bool, device="cpu"),
-    )
+    found = room_for_packed(n, dim, code_bits)
     given = array(
         "q",
         (

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from recpoint.kernels import row_gather
 from recpoint.kernels.arguments import unsupported_device
-from recpoint.kernels.bit_packing.widths import packed_width
 from recpoint.kernels.quantize import cpu
 from recpoint.kernels.quantize.method import ASYMMETRIC, Method
-from recpoint.kernels.quantize.shapes import PackedRows, require_table
+from recpoint.kernels.quantize.shapes import PackedRows, require_table, room_for_packed
 
 __all__ = ["ExactRows", "exact_rows", "exact_rows_many", "quantize_rows"]
 
@@ -102,13 +101,7 @@ def _on_cpu(
 ) -> PackedRows:
     n = table.shape[0] if ids is None else ids.numel()
     dim = table.shape[1]
-    found = PackedRows(
-        torch.empty(n, packed_width(dim, bits), dtype=torch.uint8, device="cpu"),
-        torch.empty(n, dtype=torch.float32, device="cpu"),
-        torch.empty(n, dtype=torch.float32, device="cpu"),
-        torch.empty(n, dtype=torch.bool, device="cpu"),
-        torch.empty(n, dtype=torch.bool, device="cpu"),
-    )
+    found = room_for_packed(n, dim, bits)
     rows_each = max(1, _PASS_BYTES // (4 * dim))
     buffer = torch.empty(min(rows_each, n), dim, dtype=table.dtype, device="cpu")
     for start in range(0, n, rows_each):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recpoint.kernels.arguments import require
-from recpoint.kernels.bit_packing.widths import require_bits, require_packed
+from recpoint.kernels.bit_packing.widths import packed_width, require_bits, require_packed
 
 __all__ = [
     "PackedRows",
@@ -17,6 +17,7 @@ __all__ = [
     "require_places",
     "require_rows",
     "require_table",
+    "room_for_packed",
 ]
 
 
@@ -42,6 +43,17 @@ class PackedRows(NamedTuple):
     offset: Tensor
     exact: Tensor
     wide: Tensor
+
+
+def room_for_packed(n: int, dim: int, code_bits: int) -> PackedRows:
+    """Memory on the CPU for `n` packed rows; its content is undefined."""
+    return PackedRows(
+        torch.empty(n, packed_width(dim, code_bits), dtype=torch.uint8, device="cpu"),
+        torch.empty(n, dtype=torch.float32, device="cpu"),
+        torch.empty(n, dtype=torch.float32, device="cpu"),
+        torch.empty(n, dtype=torch.bool, device="cpu"),
+        torch.empty(n, dtype=torch.bool, device="cpu"),
+    )
 
 
 def require_rows(rows: Tensor, bits: int) -> None:

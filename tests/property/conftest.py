@@ -6,20 +6,13 @@ import pytest
 import torch
 
 from recpoint.kernels import native
+from tests.instruction_sets import instruction_set as instruction_set
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs the tests of kernels on each instruction set that this processor has."""
     if metafunc.module.__name__.rpartition(".")[2].startswith("test_kernels_"):
         metafunc.parametrize("instruction_set", native.INSTRUCTION_SETS, indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The version of the kernels that the test calls."""
-    name = getattr(request, "param", native.instruction_set())
-    with native.use(name):
-        yield name
 
 
 @pytest.fixture(autouse=True)

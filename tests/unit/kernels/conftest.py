@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from recpoint.kernels import native
+from tests.instruction_sets import instruction_set as instruction_set
 
 #: Modules whose tests compare native kernels with their references: on each instruction set.
 _COMPARED = (
@@ -25,14 +26,6 @@ _COMPARED = (
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.module.__name__.rpartition(".")[2] in _COMPARED:
         metafunc.parametrize("instruction_set", native.INSTRUCTION_SETS, indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The version of the kernels that the test calls."""
-    name = getattr(request, "param", native.instruction_set())
-    with native.use(name):
-        yield name
 
 
 @pytest.fixture(autouse=True)
