@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from recpoint.kernels import (
     bit_packing,
+    copy_ahead,
     dirty_bitmap,
     dirty_rows,
     quantize,
@@ -21,6 +22,7 @@ from recpoint.kernels import (
 
 __all__ = [
     "bit_packing",
+    "copy_ahead",
     "dirty_bitmap",
     "dirty_rows",
     "quantize",

@@ -10,13 +10,13 @@
 
 #define DECLARE(set)                                                                             \
     namespace recpoint::set {                                                                    \
-    extern const Operation bit_packing[], dirty_bitmap[], dirty_rows[], quantize[], row_digest[], \
-        row_gather[], row_set[];                                                                 \
+    extern const Operation bit_packing[], copy_ahead[], dirty_bitmap[], dirty_rows[], quantize[],    \
+        row_digest[], row_gather[], row_set[];                                                   \
     }
 #define TABLES(set)                                                                         \
     {                                                                                       \
-        set::bit_packing, set::dirty_bitmap, set::dirty_rows, set::quantize, set::row_digest, \
-            set::row_gather, set::row_set                                                   \
+        set::bit_packing, set::copy_ahead, set::dirty_bitmap, set::dirty_rows, set::quantize, \
+            set::row_digest, set::row_gather, set::row_set                                  \
     }
 
 DECLARE(baseline)
@@ -28,7 +28,7 @@ DECLARE(avx512)
 namespace recpoint {
 namespace {
 
-constexpr int OPERATIONS = 7;
+constexpr int OPERATIONS = 8;
 
 struct InstructionSet {
     const char* name;
