@@ -71,7 +71,8 @@ class Tracker:
 
     Two bitmaps take turns: `take` hands over the marked bitmap and continues on the other, in
     constant time. The bitmap comes back by `merge_back` (its checkpoint will never exist) or by
-    `release` (its rows are stored). All methods are called from the training thread.
+    `release` (its rows are stored). If rows are copied before the cut, `set_aside` and `end_window`
+    do the same in two steps. All methods are called from the training thread.
 
     Attributes:
         all_rows: every row is dirty.
@@ -318,11 +319,7 @@ class Tracker:
         """Note that the rows looked up so far have been changed; see `tables.Marker`."""
         self.unapplied = False
 
-    def before_step(self) -> None:
-        """Check the version before a step that may raise it by any number."""
-        self._check_version()
-
-    def _check_version(self) -> None:
+    def check_version(self) -> None:
         """Make the table dirty if anything but marked lookups changed it since the last step."""
         self._check_lookup()
         if self._count() > self._rewritten():
@@ -414,7 +411,7 @@ class Tracker:
 
     def notice_changes(self, row_states: Sequence[Tensor]) -> None:
         """Check now, as `take` does, whether anything was changed outside the steps."""
-        self._check_version()
+        self.check_version()
         self.follow_row_states(row_states)
 
     def mark(self, ids: Tensor) -> None:
@@ -444,7 +441,7 @@ class Tracker:
 
     def take(self) -> Dirty:
         """Return the dirty rows; only rows whose update is still to come stay dirty here."""
-        self._check_version()
+        self.check_version()
         taken = Dirty(bitmap=self.bitmap, all_rows=self.all_rows, rows=self.rows)
         # Every dirty row stays dirty here until nothing below can fail any more.
         other = self._spare.pop() if self._spare else torch.zeros_like(taken.bitmap)
@@ -457,8 +454,34 @@ class Tracker:
 
     def marked(self) -> Dirty:
         """Return the dirty rows and keep them dirty; later marks appear in the returned bitmap."""
-        self._check_version()
+        self.check_version()
         return Dirty(bitmap=self.bitmap, all_rows=self.all_rows, rows=self.rows)
+
+    def set_aside(self) -> Dirty:
+        """Go on with a clean bitmap before a cut, and return the marks until now.
+
+        `end_window` or `merge_back` must follow. Call it only if neither `all_rows` nor `unapplied`
+        is set: the change of a row that is looked up and not applied yet would have no mark.
+        """
+        other = self._spare.pop() if self._spare else torch.zeros_like(self.bitmap)
+        aside = Dirty(bitmap=self.bitmap, all_rows=False, rows=self.rows)
+        self._use(other)
+        return aside
+
+    def end_window(self, aside: Dirty, *, keep: bool) -> Dirty:
+        """Return the dirty rows as `take` does, or with `keep` as `marked` does.
+
+        Args:
+            aside: as `set_aside` returned it, with all later marks added; none is left here.
+            keep: the rows stay dirty.
+        """
+        if keep:
+            clean = self.bitmap
+            self._use(aside.bitmap)
+            self._spare.append(clean)
+        elif self.unapplied:
+            dirty_bitmap.merge(self.bitmap, aside.bitmap)  # as in `take`
+        return aside
 
     def merge_back(self, dirty: Dirty) -> None:
         """Make the rows that `take` returned dirty again. Never raises: training must go on."""

@@ -452,7 +452,7 @@ class OptimizerWatch:
         self._stepping[number] = True
         for group in self._groups[number]:
             for tracker in group.checked_before:
-                tracker.before_step()
+                tracker.check_version()
 
     def _after_step(self, number: int) -> None:
         found = []

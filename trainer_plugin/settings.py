@@ -377,6 +377,9 @@ class Options:
         announce: print one line to stderr if a run begins, is restored or goes back to an earlier
             checkpoint. With several ranks, only rank 0 prints it. The log (logger "recpoint") has
             more detail.
+        copy_share: with a `Lookahead` as the reader: the share of its time in which the thread that
+            copies rows before a checkpoint copies, above 0 up to 1. It pauses otherwise, so that
+            training keeps the rest of the memory's bandwidth.
 
     Raises:
         SettingsError: a value is not allowed; the message names the field.
@@ -387,6 +390,7 @@ class Options:
     row_local_optimizers: Sequence[type] = ()
     verify_unmarked_rows: int = 0
     announce: bool = True
+    copy_share: float = 0.5
 
     def __post_init__(self) -> None:
         row_local = tuple(several("Options.row_local_optimizers", self.row_local_optimizers))
@@ -403,6 +407,7 @@ class Options:
                 "Options.verify_unmarked_rows", self.verify_unmarked_rows, 0, _MOST_ROWS
             ),
             announce=checked_flag("Options.announce", self.announce),
+            copy_share=checked_number("Options.copy_share", self.copy_share, highest=1, zero=False),
         )
 
 

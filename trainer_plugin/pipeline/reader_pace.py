@@ -42,6 +42,12 @@ class Pace:
         """Whether the grant has ended, so that `step` must act."""
         return batches_done >= self._granted_until or time.monotonic() >= self._ends_by
 
+    def left(self, batches_done: int) -> int | None:
+        """Return after how many batches a checkpoint is due; None: not known yet."""
+        return self._pipeline.schedule.batches_left(
+            time.monotonic(), batches=batches_done - self._granted_from
+        )
+
     def step(self, batches_done: int) -> None:
         """If the grant has ended, take a checkpoint if one is due, and grant more batches."""
         if self.is_over(batches_done):

@@ -408,6 +408,9 @@ class AgreedSchedule:
         """Grant more batches if time is left; see `schedule.Schedule`. Collective."""
         return self._first(self._own.extend(now_seconds, batches=batches))
 
+    def batches_left(self, now_seconds: float, *, batches: int) -> None:
+        """Return None: ranks do not look ahead."""
+
     def _first(self, batches: int) -> int:
         return self._ranks.exchange("the interval", [batches])[0][0]
 

@@ -16,7 +16,7 @@ from recpoint.format.records import CheckpointRef
 from recpoint.trainer_plugin.policy import BaseHistory, Link, Tip, breaks_chain
 from recpoint.trainer_plugin.schedule.schedule import Interval
 
-__all__ = ["Ledger", "Pending", "Statistics", "Stats"]
+__all__ = ["CopiedRows", "Ledger", "Pending", "Statistics", "Stats"]
 
 
 # Checkpoints that wait for an outcome: what each holds, and what its outcome means for the next.
@@ -199,6 +199,23 @@ _LEAST_PERSISTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
+class CopiedRows:
+    """How many rows a checkpoint copied before its stall, and in it.
+
+    Attributes:
+        rows_before, bytes_before: rows copied while training went on, with their row states.
+        rows_in_stall, bytes_in_stall: rows copied while training waited.
+        why_plain: why no row was copied before the stall; None: rows were.
+    """
+
+    rows_before: int
+    bytes_before: int
+    rows_in_stall: int
+    bytes_in_stall: int
+    why_plain: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stats:
     """Holds counts and timings of a trainer's checkpoints at one moment.
 
@@ -222,6 +239,8 @@ class Stats:
             has failed. None: the agent reported no error, or has stored a checkpoint since.
         precision: with `bits="auto"`: the width of the newest checkpoint, and why it was chosen.
         interval: with `interval_seconds="auto"`: the present interval, and why it was chosen.
+        copied: with a `Lookahead` as the reader: the rows of the newest checkpoint that were copied
+            before its stall and in it; None: no `Lookahead`, or no checkpoint yet.
     """
 
     staged: int
@@ -238,6 +257,7 @@ class Stats:
     agent_error: str | None
     precision: ChosenPrecision | None
     interval: Interval | None
+    copied: CopiedRows | None
 
 
 class Statistics:
@@ -271,6 +291,7 @@ class Statistics:
         self.agent_error: str | None = None
         self.precision: ChosenPrecision | None = None
         self.interval: Interval | None = None
+        self.copied: CopiedRows | None = None
         self._stalls_ms: deque[float] = deque(maxlen=_KEPT_STALLS)
         self._persists_seconds: deque[float] = deque(maxlen=_RECENT)
         self._safe_batches = 0
@@ -373,6 +394,7 @@ class Statistics:
             agent_error=self.agent_error,
             precision=self.precision,
             interval=self.interval,
+            copied=self.copied,
         )
 
 

@@ -93,6 +93,8 @@ def choose(rate: Rate, *, stall_seconds: float | None, persist_seconds: float | 
 _PARTS = 8
 
 _FIRST_GRANT = 1
+#: A batch is taken to be no shorter than this.
+_LEAST_SECONDS = 1e-6
 #: A grant is at most this many times the batches measured so far, because too little is known of
 #: their time.
 _GROWTH = 2
@@ -126,6 +128,14 @@ class Schedule(Protocol):
             Number of batches until the next decision; 0: take a checkpoint now.
         """
 
+    def batches_left(self, now_seconds: float, *, batches: int) -> int | None:
+        """Return after how many batches a checkpoint is due; None: not known yet.
+
+        Args:
+            now_seconds: reading of the clock.
+            batches: batches that were trained since the last call of another method.
+        """
+
 
 class BatchInterval:
     """Schedules a checkpoint every `batches` batches, exactly."""
@@ -148,6 +158,10 @@ class BatchInterval:
         """Grant the next part; 0 if a checkpoint is due."""
         self._left -= batches
         return max(0, min(self._part, self._left))
+
+    def batches_left(self, now_seconds: float, *, batches: int) -> int:
+        """Return what is left of the interval, exactly."""
+        return self._left - batches
 
 
 class SecondsInterval:
@@ -192,6 +206,13 @@ class SecondsInterval:
         self._measured += batches
         self._granted_at = now_seconds
         return self._grant(now_seconds)
+
+    def batches_left(self, now_seconds: float, *, batches: int) -> int | None:
+        """Return how many batches fit into the rest of the interval, at their measured time."""
+        if self._batch_seconds is None:
+            return None
+        left = (self.due_seconds - now_seconds) / max(self._batch_seconds, _LEAST_SECONDS)
+        return max(1, round(left))
 
     def _grant(self, now_seconds: float) -> int:
         left = self.due_seconds - now_seconds

@@ -25,6 +25,7 @@ from recpoint.trainer_plugin.snapshot.plan import (
     full_bytes,
     place_state,
 )
+from recpoint.trainer_plugin.snapshot.settle import Move
 from recpoint.trainer_plugin.snapshot.staging import ALIGNMENT_BYTES, Slot
 
 __all__ = [
@@ -337,10 +338,12 @@ class CopiedCut(NamedTuple):
     Attributes:
         behind: the content of the slot behind the tables.
         device: brings rows from a GPU; must be drained before the slot is read.
+        moves: bring the rows that were copied ahead to their places before the slot is read.
     """
 
     behind: BehindTables
     device: DeviceDrain
+    moves: tuple[Move, ...] = ()
 
 
 def copy_tables(
@@ -349,7 +352,8 @@ def copy_tables(
     parts: Sequence[TablePart],
     marked: MarkedRows,
     meanwhile: Callable[[DeviceDrain], None],
-) -> DeviceDrain:
+    device: DeviceDrain,
+) -> None:
     """Copy the tables to their places.
 
     Args:
@@ -358,12 +362,9 @@ def copy_tables(
         parts: the parts of the tables that the snapshot holds.
         marked: the parts' marked rows.
         meanwhile: called once, while other threads copy, if there are other threads.
-
-    Returns:
-        Rows that are still on a GPU and must be drained.
+        device: gets the rows that are on a GPU, and must be drained.
     """
     by_name = {spot.name: spot for spot in placed}
-    device = DeviceDrain()
     together: dict[int, dirty_rows.Destination] = {}
     with torch.no_grad():
         for index, part in enumerate(parts):
@@ -396,7 +397,6 @@ def copy_tables(
             outs = tuple((source.detach(), spot.view(data)) for source, spot in arrays)
             _rows(ids, ids_spot.view(data), outs, device)
     marked.copy(together, lambda: meanwhile(device))
-    return device
 
 
 def copy_state(

@@ -1,7 +1,7 @@
 """Cuts snapshots in three steps: plan what goes where, copy it into a slot, seal the slot.
 
-`Cutter.cut` takes the three steps in one stall. If a cut fails, all rows that were dirty are dirty
-again.
+`Cutter.cut` takes the three steps in one stall. `Cutter.open_window` has rows copied before it, by a
+`Window`. If a cut fails, all rows that were dirty are dirty again.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from recpoint.trainer_plugin.snapshot.plan import (
 from recpoint.trainer_plugin.snapshot.seal import Snapshot
 from recpoint.trainer_plugin.snapshot.staging import Slot
 from recpoint.trainer_plugin.snapshot.unmarked_rows import UnmarkedRows
+from recpoint.trainer_plugin.snapshot.window import Frozen, Window
 from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.state.training_state import TrainingState
 
@@ -127,6 +128,7 @@ class Cutter:
         self._quantizer = TableQuantizer([shard.table for shard in shards], settings.precision)
         self._live = LiveTables(shards, state.optimizers)
         self.unmarked = UnmarkedRows(settings.options.verify_unmarked_rows)
+        self._copy_share = settings.options.copy_share
         self._has_large_state = False  # whether the state outside tables was large at the last cut
 
     def prepare_tables(self) -> None:
@@ -176,26 +178,70 @@ class Cutter:
             tip: tip of the chain; None: there is no chain to extend.
             base_history: the checkpoints on the tip's base.
         """
+        frozen = self.freeze(step=step, tip=tip, base_history=base_history)
+        self.unmarked.check(frozen.tables, self._trackers)
+        return frozen.link, frozen.tables
+
+    def freeze(self, *, step: int, tip: Tip | None, base_history: BaseHistory | None) -> Frozen:
+        """Return link and tables as `link` does, for a checkpoint at `step`, which may be later."""
         for tracker in self._trackers.values():
             tracker.follow_weight()
         self._watch.follow_groups()
         tables = self._live.tables(tip)
         self._follow_row_states(tables)
-        self.unmarked.check(tables, self._trackers)
         specs = [live.spec for live in tables]
         link = next_link(tip, base_history, step=step, tables=specs, policy=self._policy)
-        return link, tables
+        return Frozen(link, tip, tables)
 
-    def cut(self, slot: Slot, request: CutRequest, *, started_ns: int) -> Cut:
+    def open_window(
+        self,
+        slot: Slot,
+        frozen: Frozen,
+        batches: Sequence[Mapping[str, Tensor]],
+        *,
+        opened_at: int,
+    ) -> Window:
+        """Begin to copy rows of a coming checkpoint.
+
+        Args:
+            slot: a free slot, which the checkpoint will take.
+            frozen: link and tables, as `link` returned them now.
+            batches: the rows that coming batches look up, by table name, in order.
+            opened_at: batches done.
+        """
+        is_full = frozen.link.kind == "full"
+        parts = []
+        for live in frozen.tables:
+            part = self._part(live, len(live.held))
+            tracker = self._trackers.get(live.key)
+            if tracker is not None:
+                tracker.check_version()
+                if not (is_full or tracker.all_rows):  # the window counts the rows
+                    part = replace(part, bitmap=tracker.bitmap)
+            parts.append(part)
+        return Window(
+            frozen=frozen,
+            parts=parts,
+            slot=slot,
+            trackers=self._trackers,
+            batches=batches,
+            opened_at=opened_at,
+            share=self._copy_share,
+        )
+
+    def cut(
+        self, slot: Slot, request: CutRequest, *, started_ns: int, window: Window | None = None
+    ) -> Cut:
         """Copy one consistent state into `slot`.
 
         Afterwards no row is dirty. After a cumulative increment, or a cut that fails, the same rows
         are dirty as before.
 
         Args:
-            slot: a free slot.
+            slot: a free slot; the window's, if there is one.
             request: the checkpoint to cut; its tables were read in this same stall.
             started_ns: `time.perf_counter_ns` when the stall began.
+            window: has copied rows of this checkpoint; it is over afterwards.
 
         Raises:
             StagingFull: there is no room for it.
@@ -203,6 +249,10 @@ class Cutter:
             SettingsError: part of the state cannot be stored.
         """
         moment = CutMoment(now_ms(), time.monotonic(), started_ns)
+        if window is not None:
+            found = self._cut_ahead(window, request, moment)
+            if found is not None:
+                return found
         keep = self._keeps_marks(request.link)
         dirty: dict[str, Dirty] = {}
         taken = {} if keep else dirty
@@ -217,13 +267,55 @@ class Cutter:
                 self._trackers[name].merge_back(rows)
             raise
 
-    def plan(self, request: CutRequest, dirty: Mapping[str, Dirty]) -> CutPlan:
+    def _cut_ahead(self, window: Window, request: CutRequest, moment: CutMoment) -> Cut | None:
+        """Cut a checkpoint of which rows were copied before; None: the window is void.
+
+        Raises:
+            StagingFull, StagingError, SettingsError: as `cut`.
+        """
+        taken: dict[str, Dirty] = {}
+        try:
+            # First, because a `state_dict` that changes tables or looks rows up must not do so
+            # after their marks were taken. This takes longer than to copy the rows that are left.
+            state = self._captured(request.step)
+            if not window.close():
+                return None
+            keep = self._keeps_marks(request.link)
+            dirty: dict[str, Dirty] = {}
+            for name, tracker in self._trackers.items():
+                found = window.end(name, keep=keep)
+                if found is None:
+                    found = tracker.marked() if keep else tracker.take()
+                dirty[name] = found
+                if not keep:
+                    taken[name] = found
+            plan = self.plan(request, dirty, state)
+            device = DeviceDrain()
+            specs, held = [part.spec for part in plan.parts], [part.held for part in plan.parts]
+            sample = self._sampler.draw(specs, held, request.attempt)
+            behind = behind_tables(plan.parts, plan.tables_end, *state, sample, device)
+            self._has_large_state = not behind.is_small
+            copied = CopiedCut(behind, device, window.finish(plan, behind, device))
+            return self.seal(plan, request, copied, window.slot, taken, moment)
+        except BaseException:
+            window.void("the cut failed")
+            for name, rows in taken.items():
+                self._trackers[name].merge_back(rows)
+            raise
+
+    def plan(
+        self,
+        request: CutRequest,
+        dirty: Mapping[str, Dirty],
+        state: tuple[bytes, list[Tensor]] | None = None,
+    ) -> CutPlan:
         """Plan what goes where in the slot; writes nothing.
 
         Args:
             request: the checkpoint to cut.
             dirty: the rows that an increment must hold, by `LiveTable.key`; a table that is not
                 named is stored whole.
+            state: the state outside tables, if it has been captured.
 
         Raises:
             SettingsError: part of the state cannot be stored.
@@ -232,8 +324,8 @@ class Cutter:
         # The state is captured now in two cases. If bitmaps stay in use, a `state_dict` that looks
         # rows up marks them, which must not happen after they are counted. If the state is large, a
         # `state_dict` may clone much, and here torch can use all its threads.
-        early = self._keeps_marks(link) or self._has_large_state
-        state = self._captured(request.step) if early else None
+        if state is None and (self._keeps_marks(link) or self._has_large_state):
+            state = self._captured(request.step)
         marked = _marked(tables, dirty if link.kind == "increment" else {})
         parts = [
             self._part(live, count, dirty.get(live.key), request.history.precision)
@@ -275,7 +367,8 @@ class Cutter:
                 behind.write(slot)
             found.append(behind)
 
-        device = copy_tables(plan.placed, slot.data, plan.parts, plan.marked, look_behind)
+        device = DeviceDrain()
+        copy_tables(plan.placed, slot.data, plan.parts, plan.marked, look_behind, device)
         (behind,) = found
         if not behind.is_small:
             behind.write(slot)  # here torch may use as many threads as it likes
@@ -323,6 +416,7 @@ class Cutter:
             placed=plan.placed + behind.placed,
             slot_bytes=behind.end,
             device=copied.device,
+            moves=copied.moves,
             sample=behind.sample,
             quantized_on=frozenset(
                 part.values.device.type for part in plan.parts if part.codes is not None

@@ -22,6 +22,7 @@ from recpoint.trainer_plugin.policy import Link, PolicyName
 from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
 from recpoint.trainer_plugin.snapshot.copy import Sample, StagedRows
 from recpoint.trainer_plugin.snapshot.plan import Placed, place_behind
+from recpoint.trainer_plugin.snapshot.settle import Move, settle
 from recpoint.trainer_plugin.snapshot.staging import Slot
 
 __all__ = ["Snapshot", "digest_segments", "place_sample", "seal"]
@@ -40,6 +41,8 @@ class Snapshot:
         placed: places of all arrays except the sample's.
         slot_bytes: first byte behind these arrays.
         device: brings rows from a GPU to the slot; must be drained before the slot is read.
+        moves: bring rows that were copied ahead to their places; must be made before the slot is
+            read.
         sample: the sampled rows.
         quantized_on: types of the devices on which rows were quantized.
         snapshot_ms: wall-clock time of the cut, in milliseconds since the epoch.
@@ -57,6 +60,7 @@ class Snapshot:
     placed: tuple[Placed, ...]
     slot_bytes: int
     device: DeviceDrain
+    moves: tuple[Move, ...]
     sample: Sample
     quantized_on: frozenset[str]
     snapshot_ms: int
@@ -64,6 +68,12 @@ class Snapshot:
     full_bytes: int
     interval_batches: int
     history: History
+
+    @property
+    def used_bytes(self) -> int:
+        """The most bytes that the snapshot takes of its slot, before and after it is settled."""
+        ends = [move.source.end for move in self.moves]
+        return max(self.slot_bytes + self.sample.size_bytes, *ends, 0)
 
 
 def seal(snapshot: Snapshot, *, run: str, run_url: str, rank: int, ranks: int) -> Job:
@@ -80,6 +90,7 @@ def seal(snapshot: Snapshot, *, run: str, run_url: str, rank: int, ranks: int) -
         The content of its job file.
     """
     snapshot.device.drain()
+    settle(snapshot.slot.data, snapshot.moves)
     sampled, slot_bytes = place_sample(snapshot)
     segments = digest_segments(snapshot.slot, (*snapshot.placed, *sampled))
     snapshot.slot.sync()

@@ -1,0 +1,415 @@
+"""Copies rows of a checkpoint before its cut: the window from its opening to the cut.
+
+When a window opens, marking moves to clean bitmaps. A thread plans which row is final after which
+batch (`lookahead.plan`), and gives each predicted row a place in the slot. Then it copies rows that
+are final. After each batch, the training thread hands over the rows that the batch looked up last.
+At the cut, the training thread copies what is left.
+
+The plan is a hint, the marks are the truth. A row that changes after it was handed over is marked
+by that change, and is copied once more at the cut. A row that is marked and has no place goes to
+the tail. If anything else than marks changed, the window is void: the marks return to their
+trackers, and the cut is a plain one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recpoint.embeddings.marks import Dirty, Tracker
+from recpoint.kernels import dirty_bitmap, row_gather
+from recpoint.kernels.copy_ahead import Copier, TableAhead
+from recpoint.lookahead.plan import TablePlan, plan_table
+from recpoint.trainer_plugin.policy import Link, Tip
+from recpoint.trainer_plugin.schedule.ledger import CopiedRows
+from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
+from recpoint.trainer_plugin.snapshot.copy import BehindTables, copy_state, copy_tables
+from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
+from recpoint.trainer_plugin.snapshot.plan import (
+    CutPlan,
+    Placed,
+    TablePart,
+    place_state,
+    place_tables,
+)
+from recpoint.trainer_plugin.snapshot.settle import Move, SettledTable
+from recpoint.trainer_plugin.snapshot.staging import Slot
+
+__all__ = ["Frozen", "Window"]
+
+#: The most bytes of rows without a place. More make the cut a plain one.
+_TAIL_BYTES = 16 << 20
+
+
+class Frozen(NamedTuple):
+    """What must be the same at the cut as when the window opened.
+
+    Attributes:
+        link: place of the checkpoint in its chain.
+        tip: tip of the chain before it.
+        tables: the tables.
+    """
+
+    link: Link
+    tip: Tip | None
+    tables: tuple[LiveTable, ...]
+
+    def why_changed(self, tip: Tip | None, tables: Sequence[LiveTable]) -> str | None:
+        """Return what is different at the cut; None: nothing."""
+        if tip != self.tip:
+            return "an earlier checkpoint was lost"
+        if [live.spec for live in tables] != [live.spec for live in self.tables]:
+            return "tables or their row states changed"
+        return None
+
+
+class _Ahead(NamedTuple):
+    """A table whose rows are copied ahead; its tracker marks into `fresh` meanwhile."""
+
+    number: int
+    live: LiveTable
+    tracker: Tracker
+    aside: Dirty
+    fresh: Tensor
+
+
+class Window:
+    """A checkpoint of which rows are copied before its cut. Used by the training thread.
+
+    Args:
+        frozen: the checkpoint's link, and the tables as they are now.
+        parts: the parts of all tables; an increment's with their bitmaps. Rows are counted later.
+        slot: the slot that the checkpoint will take; nothing else may use it.
+        trackers: trackers of the tables' dirty rows, none of them `unapplied`.
+        batches: the rows that coming batches look up, by table name, in order.
+        opened_at: number of batches done.
+        share: the share of its time that the copying thread copies.
+
+    Attributes:
+        frozen, slot, opened_at: as given.
+        reason: why the window is void; None: it is not.
+        copied: the rows that were copied; None before `finish`.
+    """
+
+    def __init__(
+        self,
+        *,
+        frozen: Frozen,
+        parts: Sequence[TablePart],
+        slot: Slot,
+        trackers: Mapping[str, Tracker],
+        batches: Sequence[Mapping[str, Tensor]],
+        opened_at: int,
+        share: float,
+    ) -> None:
+        self.frozen, self.slot, self.opened_at = frozen, slot, opened_at
+        self.reason: str | None = None
+        self._parts = tuple(parts)
+        self._batches: Sequence[Mapping[str, Tensor]] | None = batches
+        self._share = share
+        self._lock = threading.Lock()  # held while the thread changes from planning to copying
+        self._is_over = False
+        self._failure: Exception | None = None
+        self._copier: Copier | None = None
+        self._plans: list[TablePlan] = []
+        self._tails: list[_Tail] = []
+        self._placed: tuple[Placed, ...] = ()
+        self._end = 0
+        self._tables: list[_Ahead] = []
+        for index, live in enumerate(frozen.tables):
+            tracker = trackers.get(live.key)
+            if tracker is not None and not tracker.all_rows:
+                aside = tracker.set_aside()
+                self._tables.append(_Ahead(index, live, tracker, aside, tracker.bitmap))
+        # Tables whose marks are aside.
+        self._open = {one.live.key: one for one in self._tables}
+        self.copied: CopiedRows | None = None
+        self._versions = [one.tracker.version for one in self._tables]
+        self._handed = [0] * len(self._tables)
+        self._thread = threading.Thread(target=self._run, name="recpoint-ahead", daemon=True)
+        try:
+            self._thread.start()
+        except (RuntimeError, MemoryError) as error:  # from Python: "can't start new thread"
+            self.void(f"no thread could be started ({error})")
+
+    # --- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            copier = self._planned()
+        except Exception as error:  # told by `void`; a cut without a window meets it again
+            self._failure = error
+            return
+        if copier is not None:
+            copier.run(self._share)
+
+    def _planned(self) -> Copier | None:
+        """Plan the window and begin to copy; None: it is over already."""
+        batches, self._batches = self._batches, None
+        assert batches is not None
+        nothing = torch.empty(0, dtype=torch.int64)
+        parts = list(self._parts)
+        plans = []
+        for one in self._tables:
+            if self._is_over:
+                return None
+            part = parts[one.number]
+            plan = plan_table(
+                [batch.get(one.live.spec.name, nothing) for batch in batches],
+                rows=one.aside.rows,
+                marked=part.bitmap,
+                seen=dirty_bitmap.new(one.aside.rows),
+            )
+            is_whole = plan.first_places is None
+            parts[one.number] = replace(
+                part, row_count=plan.placed, bitmap=None if is_whole else part.bitmap
+            )
+            plans.append(plan)
+        placed, end = place_tables(parts)
+        with self._lock:
+            if self._is_over:
+                return None
+            self.slot.reserve(end)
+            self._parts, self._plans, self._placed, self._end = tuple(parts), plans, placed, end
+            self._copier = Copier([self._ahead(one, plan) for one, plan in self._pairs()])
+            return self._copier
+
+    def _pairs(self) -> list[tuple[_Ahead, TablePlan]]:
+        return list(zip(self._tables, self._plans, strict=True))
+
+    def _ahead(self, one: _Ahead, plan: TablePlan) -> TableAhead:
+        by_name = {spot.name: spot for spot in self._placed}
+        data, index = self.slot.data, one.number
+        arrays = []
+        if plan.placed:
+            arrays.append((one.live.weight.detach(), by_name[f"t{index}.values"].room(data)))
+            for number, state in enumerate(one.live.row_states):
+                spot = by_name[f"t{index}.state.{number}"]
+                arrays.append((state.detach(), spot.room(data)))
+        ids = by_name.get(f"t{index}.ids")
+        return TableAhead(
+            rows=plan.rows,
+            fresh=one.fresh,
+            taken=one.aside.bitmap,
+            seen=plan.seen,
+            uses=plan.uses,
+            places=plan.places,
+            first_places=plan.first_places,
+            ids=None if ids is None else ids.room(data),
+            arrays=tuple(arrays),
+        )
+
+    # --- the training thread -------------------------------------------------------------------
+
+    def advance(self, batches_done: int) -> None:
+        """Hand over the rows that the batches done so far looked up last.
+
+        A row waits if its gradient may not be applied yet.
+
+        Args:
+            batches_done: number of batches done.
+        """
+        copier = self._copier
+        if copier is None or self.reason is not None:
+            return
+        trained = min(batches_done - self.opened_at, copier.batches)
+        for number, one in enumerate(self._tables):
+            tracker = one.tracker
+            if tracker.bitmap is not one.fresh:
+                self.void("a table has another weight")
+                return
+            if tracker.unapplied:
+                continue  # looked up, and no step of its optimizer has followed
+            if tracker.by_gradient and tracker.version == self._versions[number]:
+                continue  # the same: its optimizer has not stepped since rows were handed over
+            self._versions[number], self._handed[number] = tracker.version, trained
+        try:
+            copier.hand_over(self._handed)
+        except MemoryError as error:
+            self.void(str(error))
+
+    def void(self, reason: str) -> None:
+        """End the window without a checkpoint: its marks return to their trackers.
+
+        Args:
+            reason: why, for `CopiedRows.why_plain`.
+        """
+        self._stop()
+        self.reason = self.reason or reason
+        for one in self._open.values():
+            one.tracker.merge_back(one.aside)
+        self._open.clear()
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._is_over = True
+        if self._copier is not None:
+            self._copier.stop()
+
+    def close(self) -> bool:
+        """Copy the rows that are left, at the cut; `end` must follow for each table.
+
+        Returns:
+            False: the window is void.
+        """
+        self._stop()
+        copier, tables = self._copier, self._tables
+        if self.reason is None and copier is None:
+            failure = self._failure
+            self.void("it was not planned in time" if failure is None else str(failure))
+        for one in tables:
+            one.tracker.check_version()
+            if self.reason is None and (
+                one.tracker.all_rows or one.tracker.bitmap is not one.fresh
+            ):
+                self.void(f"every row of table {one.live.spec.name!r} became dirty")
+        if self.reason is not None or copier is None:
+            return False
+        try:
+            copier.hand_over([copier.batches] * len(tables))
+            left = copier.left()
+            tails = [one.unplaced for one in left]
+            tail_bytes = sum(
+                ids.numel() * sum(array[:1].nbytes for array in _arrays(one))
+                for one, ids in zip(tables, tails, strict=True)
+            )
+            if tail_bytes > _TAIL_BYTES:
+                self.void(f"rows of {tail_bytes} bytes changed that no coming batch looked up")
+                return False
+            copier.finish(left)
+            self._tails = [_tail(one, ids) for one, ids in zip(tables, tails, strict=True)]
+        except MemoryError as error:
+            self.void(str(error))
+            return False
+        return True
+
+    def end(self, name: str, *, keep: bool) -> Dirty | None:
+        """Return the dirty rows of a table, as `Tracker.end_window`; None: it is not copied ahead.
+
+        Args:
+            name: `Table.key`.
+            keep: the rows stay dirty.
+        """
+        one = self._open.pop(name, None)
+        return None if one is None else one.tracker.end_window(one.aside, keep=keep)
+
+    def finish(self, plan: CutPlan, behind: BehindTables, device: DeviceDrain) -> tuple[Move, ...]:
+        """Copy the tables that are not copied ahead, and everything behind the tables.
+
+        Args:
+            plan: plan of a plain cut at this moment.
+            behind: what lies behind the tables.
+            device: as for `copy_tables`; no table is on a GPU.
+
+        Returns:
+            The moves that `settle` makes; nothing: everything lies where a plain cut would put it.
+
+        Raises:
+            StagingFull, StagingError: as `Slot.reserve` and `Slot.grow`.
+        """
+        self.slot.reserve(max(self._end, plan.tables_end))
+        data = self.slot.data
+        mine = {one.number for one in self._tables}
+        others = [
+            replace(part, row_count=0) if index in mine else part
+            for index, part in enumerate(plan.parts)
+        ]
+        copy_tables(self._placed, data, others, plan.marked, lambda _: None, device)
+        self.copied = self._counted(others)
+        if self._placed == plan.placed and not any(tail.ids.numel() for tail in self._tails):
+            behind.write(self.slot)
+            return ()
+        end = max(self._end, plan.tables_end)
+        state, state_end = place_state(behind.tree, behind.tensors, end)
+        self.slot.grow(max(state_end, behind.slot_bytes))
+        copy_state(state, self.slot.data, behind.tree, behind.tensors)
+        moves = self._moves(plan)
+        return (
+            *moves,
+            *(Move(source=a, target=b) for a, b in zip(state, behind.placed, strict=True)),
+        )
+
+    def _moves(self, plan: CutPlan) -> list[Move]:
+        """Return the moves of the tables' arrays, in the order in which they lie in the slot."""
+        at_first = {spot.name: spot for spot in self._placed}
+        at_last = {spot.name: spot for spot in plan.placed}
+        found: dict[str, Move] = {}
+        if self.frozen.link.kind == "increment":
+            for (one, table), tail in zip(self._pairs(), self._tails, strict=True):
+                index = one.number
+                settled = SettledTable(
+                    rows=table.rows,
+                    dirty=one.aside.bitmap.clone(),  # training marks in it from now on, or clears it
+                    ids=at_last.get(f"t{index}.ids"),
+                    provisional_ids=at_first.get(f"t{index}.ids"),
+                    tail_ids=tail.ids,
+                )
+                for name, rows in zip(_array_names(one), tail.arrays, strict=True):
+                    if name in at_first and name in at_last:
+                        found[name] = Move(
+                            source=at_first[name], target=at_last[name], table=settled, tail=rows
+                        )
+                    elif name in at_last:  # every row is in the tail
+                        source = at_last[name]._replace(size_bytes=0)
+                        found[name] = Move(
+                            source=source, target=at_last[name], table=settled, tail=rows
+                        )
+        for name, spot in at_first.items():
+            if name not in found and name in at_last and not name.endswith(".ids"):
+                found[name] = Move(source=spot, target=at_last[name])
+        return [found[spot.name] for spot in plan.placed if spot.name in found]
+
+    def _counted(self, others: Sequence[TablePart]) -> CopiedRows:
+        assert self._copier is not None
+        before, bytes_before, after, bytes_after = self._copier.copied()
+        for part in others:
+            arrays = (part.values, *part.row_states)
+            after += part.row_count
+            bytes_after += part.row_count * sum(array[:1].nbytes for array in arrays)
+        for tail in self._tails:
+            after += tail.ids.numel()
+            bytes_after += sum(array.nbytes for array in tail.arrays)
+        return CopiedRows(
+            rows_before=before,
+            bytes_before=bytes_before,
+            rows_in_stall=after,
+            bytes_in_stall=bytes_after,
+            why_plain=None,
+        )
+
+    def join(self) -> None:
+        """Wait for the end of the thread, after the window is over."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+
+class _Tail(NamedTuple):
+    """Rows of a table without a place, copied to memory outside the slot."""
+
+    ids: Tensor
+    arrays: tuple[Tensor, ...]
+
+
+def _array_names(one: _Ahead) -> list[str]:
+    return [
+        f"t{one.number}.values",
+        *(f"t{one.number}.state.{number}" for number in range(len(one.live.row_states))),
+    ]
+
+
+def _arrays(one: _Ahead) -> tuple[Tensor, ...]:
+    return (one.live.weight.detach(), *one.live.row_states)
+
+
+def _tail(one: _Ahead, ids: Tensor) -> _Tail:
+    found = []
+    for source in _arrays(one):
+        out = torch.empty((ids.numel(), *source.shape[1:]), dtype=source.dtype)
+        row_gather.gather(source.detach(), ids, out)
+        found.append(out)
+    return _Tail(ids, tuple(found))
