@@ -393,10 +393,10 @@ class Lookahead:
 
     def _here(self) -> dict[str, Any]:
         """Return the position of the reader."""
-        with self._own.beside_gpus():
-            # Copied, because the reader goes on before this is stored.
-            state = deepcopy(self.reader.state_dict())
-            return _form(state, 0, rng.capture_cpu())
+        # Copied, because the reader goes on before this is stored.
+        return self._own.run_beside_gpus(
+            lambda: _form(deepcopy(self.reader.state_dict()), 0, rng.capture_cpu())
+        )
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Go on from a position; batches are read forward when the first batch is asked for.
@@ -427,8 +427,7 @@ class Lookahead:
         """
         self._forget()
         self._told = self._loaded = None
-        with self._own.beside_gpus():
-            self.reader.load_state_dicts(states, rank, ranks)
+        self._own.run_beside_gpus(lambda: self.reader.load_state_dicts(states, rank, ranks))
         self._follow_global()
         self._follows_global = True
 
@@ -449,11 +448,13 @@ class Lookahead:
             self._loaded = {**self._loaded, "generators": generators}
 
     def _load(self, state: Any, generators: Mapping[str, Any]) -> None:
-        self._own.restore(generators)
-        with self._own.beside_gpus():
+        def load() -> None:
             self.reader.load_state_dict(deepcopy(state))
             # A lazy reader (torchdata's loader) draws when it starts its iterator; it does now.
             self.reader.state_dict()
+
+        self._own.restore(generators)
+        self._own.run_beside_gpus(load)
         self._own.restore(generators)
         self._is_touched = False
 
@@ -466,15 +467,17 @@ class Lookahead:
             # One only: after it the reader is exactly where training is, and its state is taken
             # inside the epoch. A state from before an epoch may begin another one.
             if not self._held and self._last is None:
-                with self._own.beside_gpus():  # the reader may go on from a loaded state
-                    self._read_one()
+                # Beside GPUs, because the reader may go on from a loaded state.
+                self._own.run_beside_gpus(self._read_one)
                 self._epochs = capture(self._inside)
-        elif self._last is None and len(self._held) <= self.window:
-            with self._own:
-                self._read_one()
-                if self._last is None and len(self._held) <= self.window:
-                    self._read_one()
+        elif self._has_room:
+            self._own.run(self._read_two)
         return self._hand_out()
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether another batch may be read, before one is handed out."""
+        return self._last is None and len(self._held) <= self.window
 
     def _hand_out(self) -> Any:
         if self._held:
@@ -524,14 +527,9 @@ class Lookahead:
             self._load(loaded["reader"], loaded["generators"])
         self._is_touched, self._told = True, None
         forward = 0 if loaded is None else loaded["forward"]
-        with self._own.beside_gpus():
-            announce(self.reader, forward + 1)
-            batches = iter(self.reader)
-        if forward:
-            # The generators at that position, because the reader did not begin to iterate there.
-            self._own.restore(loaded["generators"])  # type: ignore[index]  # forward says so
-            with self._own.beside_gpus():
-                _drop(batches, forward)
+        batches = self._iterate(
+            forward, reads=forward + 1, generators=loaded and loaded["generators"]
+        )
         self._batches, self._is_new, self._is_torn = batches, True, False
 
     def _rewind(self) -> None:
@@ -549,18 +547,36 @@ class Lookahead:
             # The script may have told the samplers the next epoch.
             set_epochs(self._inside, self._epochs)
             self._load(anchor.state, anchor.generators)
-            with self._own.beside_gpus():
-                announce(self.reader, forward)
-                batches = iter(self.reader)
-            self._own.restore(anchor.generators)
-            with self._own.beside_gpus():
-                _drop(batches, forward)
+            self._iterate(forward, reads=forward, generators=anchor.generators)
             set_epochs(self._inside, now)
             if self._told is not None:
                 tell_epoch(self.reader, self._told)
         told = self._told
         self._forget()
         self._told = told
+
+    def _iterate(
+        self, forward: int, *, reads: int, generators: Mapping[str, Any] | None
+    ) -> Iterator[Any]:
+        """Iterate the reader.
+
+        Args:
+            forward: number of batches to read and drop.
+            reads: number of batches that are read before the reader's state is next taken.
+            generators: states of the reader's generators at the position that it has loaded.
+        """
+
+        def begin() -> Iterator[Any]:
+            announce(self.reader, reads)
+            return iter(self.reader)
+
+        batches = self._own.run_beside_gpus(begin)
+        if forward:
+            assert generators is not None  # a state was loaded
+            # The reader did not begin to iterate at that position, so it drew nothing for that.
+            self._own.restore(generators)
+            self._own.run_beside_gpus(lambda: _drop(batches, forward))
+        return batches
 
     def _now(self) -> dict[str, Any] | Exception:
         """Return the position of the reader, or its error, which `state_dict` raises if called."""
@@ -575,6 +591,11 @@ class Lookahead:
     def _inside(self) -> object:
         """The loader that has samplers and a dataset."""
         return self.reader.loader if isinstance(self.reader, ResumableLoader) else self.reader
+
+    def _read_two(self) -> None:
+        self._read_one()
+        if self._has_room:
+            self._read_one()
 
     def _read_one(self) -> None:
         """Read a batch. Its own generators are in place.

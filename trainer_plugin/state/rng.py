@@ -6,10 +6,10 @@ import ctypes
 import hashlib
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from recpoint.errors import SettingsError
 
 __all__ = ["OwnGenerators", "capture", "capture_cpu", "restore", "seed", "untouched"]
 
+
+T = TypeVar("T")
 
 _log = logging.getLogger("recpoint")
 
@@ -120,13 +122,13 @@ _UNTYPED: Final[Any] = np.random
 
 
 class OwnGenerators:
-    """Generators in whose place a block of code draws, instead of the global ones.
+    """Generators from which a call draws in place of the global ones.
 
-    `with generators:` puts their states in place of those of Python's, numpy's and torch's CPU
-    generator. At the end of the block, the global generators are put back as they were, so that
-    other code draws what it would have drawn without the block. A block costs some 40 µs; it costs
-    about 50 µs more for each side that has drawn normal numbers with numpy's global generator since
-    the last block. Blocks must not be nested. Generators of GPUs are not replaced.
+    `run` puts their states in place of those of Python's, numpy's and torch's CPU generator while
+    it calls a function. Then it puts the global generators back as they were, so that other code
+    draws what it would have drawn without the call. This costs some 40 µs; it costs about 50 µs
+    more for each side that has drawn normal numbers with numpy's global generator since the last
+    call. Generators of GPUs are not replaced.
 
     They begin with seeds that follow from the states of the global generators, which are not drawn
     from. Therefore equally seeded processes have equal generators, and these draw other numbers
@@ -150,32 +152,54 @@ class OwnGenerators:
         self._known: tuple[bytes, float | None] | None = None
         self._began = b""
 
-    def __enter__(self) -> None:
+    def run(self, call: Callable[[], T]) -> T:
+        """Call a function that draws from these generators; it must not call `run`."""
+        try:
+            try:
+                self._put_in_place()
+                return call()
+            finally:
+                self._put_back()
+        except BaseException:
+            self._put_back()  # again: a signal handler may have raised in or before the line above
+            raise
+
+    def run_beside_gpus(self, call: Callable[[], T]) -> T:
+        """Call a function as `run` does, and put the generators of GPUs back afterwards, too.
+
+        For code that restores all generators, as a `ResumableLoader` does when an epoch goes on.
+        """
+        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        try:
+            return self.run(call)
+        finally:
+            for device, state in enumerate(gpus):
+                torch.cuda.set_rng_state(state, device)
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Set their states.
+
+        Args:
+            saved: states as `capture_cpu` returned them.
+        """
+        self.run(lambda: restore({**saved, "cuda": []}))
+
+    def _put_in_place(self) -> None:
         numpy = _UNTYPED.get_bit_generator()
         others = random.getstate(), torch.get_rng_state(), numpy, _kept_normal(self._known)
         python, chance, normal = self._own
         self._is_taken = True  # until all are in place, so that an interrupt here loses nothing
         self._others = others
-        try:
-            random.setstate(python)
-            torch.set_rng_state(chance)
-            _replace_numpy(self._bits, normal)
-            self._began = _memory(_NUMPY)
-            self._is_taken = False
-        except BaseException:
-            self._put_back()
-            raise
-
-    def __exit__(self, *exception: object) -> None:
-        try:
-            self._put_back()
-        except BaseException:
-            self._put_back()  # again, because a signal handler has interrupted it
-            raise
+        random.setstate(python)
+        torch.set_rng_state(chance)
+        _replace_numpy(self._bits, normal)
+        self._began = _memory(_NUMPY)
+        self._is_taken = False
 
     def _put_back(self) -> None:
-        """Put the global generators back; each line may be repeated."""
-        assert self._others is not None  # set by __enter__
+        """Put the global generators back, unless that is done; each line may be repeated."""
+        if self._others is None:
+            return
         if not self._is_taken:
             normal = _kept_normal((self._began, self._own[2]))
             self._own = random.getstate(), torch.get_rng_state(), normal
@@ -185,29 +209,7 @@ class OwnGenerators:
         torch.set_rng_state(chance)
         _replace_numpy(numpy, normal)
         self._known = _memory(_NUMPY), normal
-
-    @contextmanager
-    def beside_gpus(self) -> Iterator[None]:
-        """Run a block with these generators, and put those of GPUs back afterwards, too.
-
-        For code that restores all generators, as a `ResumableLoader` does when an epoch goes on.
-        """
-        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        try:
-            with self:
-                yield
-        finally:
-            for device, state in enumerate(gpus):
-                torch.cuda.set_rng_state(state, device)
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Set their states; not inside a block.
-
-        Args:
-            saved: states as `capture_cpu` returned them.
-        """
-        with self:
-            restore({**saved, "cuda": []})
+        self._others = None
 
 
 def _digest(states: Mapping[str, Any]) -> bytes:
