@@ -30,6 +30,7 @@ from recpoint.trainer_plugin.settings import (
     Staging,
     Timeouts,
 )
+from recpoint.trainer_plugin.state.lookahead import Lookahead
 from recpoint.trainer_plugin.state.reader import ResumableLoader, Stateful
 
 __all__ = ["CheckpointerArguments", "LightningCallback"]
@@ -340,6 +341,14 @@ def _loader_of(trainer: Any) -> ResumableLoader:
         SettingsError: it cannot be resumed, or all ranks would train on the same samples.
     """
     loader = trainer.train_dataloader
+    if isinstance(loader, Lookahead):
+        raise SettingsError(
+            "the training dataloader",
+            found="a Lookahead, from which Lightning would read batches that it does not count",
+            expected="one recpoint.ResumableLoader",
+            next_step="call fit(module, lookahead.reader) if that is a ResumableLoader; or write "
+            "the training loop with recpoint.Checkpointer, which can look ahead",
+        )
     if not isinstance(loader, ResumableLoader):
         raise SettingsError(
             "the training dataloader",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Staging,
         Timeouts,
     )
+    from recpoint.trainer_plugin.state.lookahead import Lookahead
     from recpoint.trainer_plugin.state.reader import ResumableLoader
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Follower",
     "Intermittent",
     "LightningCallback",
+    "Lookahead",
     "OneShot",
     "Options",
     "Precision",
@@ -62,6 +64,7 @@ _HOMES = {
     "Follower": "recpoint.serving.follower",
     "Intermittent": "recpoint.trainer_plugin.policy",
     "LightningCallback": "recpoint.trainer_plugin.lightning",
+    "Lookahead": "recpoint.trainer_plugin.state.lookahead",
     "OneShot": "recpoint.trainer_plugin.policy",
     "Options": "recpoint.trainer_plugin.settings",
     "Precision": "recpoint.trainer_plugin.settings",

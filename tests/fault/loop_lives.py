@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from recpoint import Checkpointer, ResumableLoader, Staging, Timeouts
+from recpoint import Checkpointer, Lookahead, ResumableLoader, Staging, Timeouts
 from tests.training_builder import InlineAgent, seed_everything, until
 
 __all__ = ["BATCHES_AN_EPOCH", "ReaderKind", "loop_life", "new_reader"]
@@ -72,8 +72,12 @@ def loop_life(
     epochs: int | None = None,
     total: int | None = None,
     kill_in: int | None = None,
+    window: int | None = None,
 ) -> None:
-    """Train to the end, or into batch `kill_in` of the run; tell each batch in a file at once."""
+    """Train to the end, or into batch `kill_in` of the run; tell each batch in a file at once.
+
+    With a `window`, the reader reads so many batches ahead.
+    """
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()
     seed_everything(1)
@@ -81,6 +85,8 @@ def loop_life(
     model = nn.ModuleDict({"goods": table, "noise": noise})
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     reader = new_reader(kind)
+    if window is not None:
+        reader = Lookahead(reader, model, ids=lambda batch: {"goods": _goods(batch)}, window=window)
     with (
         open(told, "a") as file,
         InlineAgent(Path(place) / "staging"),
@@ -100,7 +106,7 @@ def loop_life(
             number = checkpoints.batches_done + 1
             due = (number - 1) // interval_batches - first // interval_batches
             _until_committed(checkpoints, due)  # each life has the same
-            goods = batch[0] if isinstance(batch, list | tuple) else batch
+            goods = _goods(batch)
             file.write(json.dumps([number, checkpoints.epochs_done, goods.tolist()]) + "\n")
             file.flush()
             if number == kill_in:
@@ -109,6 +115,10 @@ def loop_life(
             noise(table(goods)).square().sum().backward()
             optimizer.step()
         file.write(json.dumps(["end", table.weight.tolist()]) + "\n")
+
+
+def _goods(batch: Any) -> Any:
+    return batch[0] if isinstance(batch, list | tuple) else batch
 
 
 def _until_committed(checkpoints: Checkpointer, count: int) -> None:

@@ -34,6 +34,7 @@ def live(place: Path, *, kind: ReaderKind, **arguments: Any) -> list[list[Any]]:
 
 # Of torchdata itself, which tells torch that it is there.
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("windows", [None, (200, 3, 1, 200)], ids=["at once", "ahead"])
 @pytest.mark.parametrize(
     ("kind", "interval", "bound"),
     [
@@ -48,9 +49,11 @@ def live(place: Path, *, kind: ReaderKind, **arguments: Any) -> list[list[Any]]:
     ],
 )
 def test_a_training_that_is_killed_in_each_epoch_trains_what_is_left(
-    kind: ReaderKind, interval: int, bound: str, tmp_path: Path
+    kind: ReaderKind, interval: int, bound: str, windows: tuple[int, ...] | None, tmp_path: Path
 ) -> None:
-    one: dict[str, Any] = {"kind": kind, "interval_batches": interval}
+    """Also with a reader that is ahead of training, another number of batches in each life."""
+    window, *other_windows = windows or [None] * 4
+    one: dict[str, Any] = {"kind": kind, "interval_batches": interval, "window": window}
     one[bound] = {"epochs": EPOCHS, "total": END}[bound]
     (tmp_path / "whole").mkdir()
     *whole, weights = live(tmp_path / "whole", **one)
@@ -62,8 +65,8 @@ def test_a_training_that_is_killed_in_each_epoch_trains_what_is_left(
 
     (tmp_path / "parts").mkdir()
     restored = 0
-    for kill_in in (4, 8, 13):  # one in each epoch
-        found = live(tmp_path / "parts", kill_in=kill_in, **one)
+    for kill_in, window in zip((4, 8, 13), other_windows, strict=True):  # one in each epoch
+        found = live(tmp_path / "parts", **{**one, "kill_in": kill_in, "window": window})
         assert found == whole[restored:kill_in]
         restored = (kill_in - 1) // interval * interval
     *rest, ended = live(tmp_path / "parts", **one)

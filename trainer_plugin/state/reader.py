@@ -24,6 +24,7 @@ __all__ = [
     "announce",
     "capture",
     "refuse_prepared",
+    "set_epochs",
     "tell_epoch",
 ]
 
@@ -368,6 +369,11 @@ class ResumableLoader:
         if self._loaded is None:
             self._forget_epoch()
         return self._epoch()
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether a framework counts the batches that are trained, or is told of each fetch."""
+        return self._consumed is not None or self.before_fetch is not None
 
     def count_consumed(self) -> None:
         """Count one batch as trained, in a training loop that reads one batch ahead.

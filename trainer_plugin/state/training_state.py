@@ -18,10 +18,17 @@ from recpoint.trainer_plugin.fused_optimizers import Trainers, adopt, lacks
 from recpoint.trainer_plugin.ranks.sharding import without_pieces
 from recpoint.trainer_plugin.setting_checks import several
 from recpoint.trainer_plugin.state import rng
+from recpoint.trainer_plugin.state.lookahead import (
+    Lookahead,
+    goes_forward,
+    is_divisible,
+    load_divided,
+    load_without,
+    was_ahead,
+)
 from recpoint.trainer_plugin.state.model import ModelState, own_part
 from recpoint.trainer_plugin.state.optimizers import OptimizerState
 from recpoint.trainer_plugin.state.reader import (
-    Divisible,
     Passes,
     ResumableLoader,
     Stateful,
@@ -103,15 +110,19 @@ def warn_of_unused(reader: object, batches: int) -> bool:
     Returns:
         Whether it warned.
     """
+    given = reader
+    if isinstance(reader, Lookahead):
+        reader = reader.reader
     if not isinstance(reader, ResumableLoader) or isinstance(reader.loader, Stateful):
         return False  # the loader inside knows its position, even if it is iterated directly
     unused = batches > 0 and not reader.used
     if unused:
         _log.warning(
             "%d batches were trained, and the reader gave none of them: after a restart they would "
-            "be trained again. Next: take the batches from the ResumableLoader that is the reader, "
+            "be trained again. Next: take the batches from the %s that is the reader, "
             "not from the loader inside it",
             batches,
+            type(given).__name__,
         )
     return unused
 
@@ -459,11 +470,17 @@ class TrainingState:
         if bool(stored) != (self._reader is not None):
             where = "here" if self._reader is not None else "in the checkpoint"
             found.append(f"there is a reader only {where}")
-        elif stored and saved["reader"] is None and not isinstance(self._reader, Divisible):
+        elif stored and saved["reader"] is None and not _divides(self._reader, stored):
             found.append(
                 f"the checkpoint has the readers of {len(stored)} ranks, and there are more or "
                 "fewer ranks here: give the reader load_state_dicts(states, rank, ranks), or train "
                 f"on {len(stored)} ranks"
+            )
+        elif goes_forward(saved["reader"]) and not isinstance(self._reader, Iterable):
+            found.append(
+                "the checkpoint's reader was in a Lookahead, so batches must be read forward, and "
+                f"the reader here, a {type(self._reader).__name__}, is not iterable: pass "
+                "recpoint.Lookahead(reader), or a reader that yields batches"
             )
         for name in sorted(saved["extras"].keys() ^ self._extras.keys()):
             where = "here" if name in self._extras else "in the checkpoint"
@@ -506,17 +523,18 @@ class TrainingState:
             extra.load_state_dict(_like(extra.state_dict(), saved["extras"][name]))
         passes = saved.get("passes")
         self.passes = None if passes is None else Passes(passes["done"], passes["batches"])
+        ahead = was_ahead(saved["reader"]) and not isinstance(self._reader, Lookahead)
         if self._reader is not None:
             if self.passes is not None:
                 tell_epoch(self._reader, self.passes.done)  # it decides the order of samples
-            if saved["reader"] is not None:
+            if saved["reader"] is None:  # differences() has checked that it can be divided
+                load_divided(self._reader, saved["readers"], self._rank, ranks)
+            elif not ahead:
                 self._reader.load_state_dict(saved["reader"])
-            else:
-                assert isinstance(self._reader, Divisible)  # differences() has checked it
-                self._reader.load_state_dicts(saved["readers"], self._rank, ranks)
-            # A lazy reader (torchdata's loader) draws random numbers when it starts its iterator.
-            # This starts it now, before the generators are restored.
-            self._reader.state_dict()
+            if not ahead:
+                # A lazy reader (torchdata's loader) draws random numbers when it starts its
+                # iterator. This starts it now, before the generators are restored.
+                self._reader.state_dict()
         if saved["rng"] is not None:
             rng.restore(saved["rng"])
         else:
@@ -526,7 +544,17 @@ class TrainingState:
                 self._rank,
             )
             rng.seed(f"{attempt}|{self._rank}")
+        # Last, because a reader's own generators follow the global ones, or take their place.
+        if isinstance(self._reader, Lookahead):
+            self._reader.generators_restored()
+        elif ahead:
+            load_without(self._reader, saved["reader"])
         return int(saved["batches_done"])
+
+
+def _divides(reader: object, states: Iterable[object]) -> bool:
+    """Whether the reader can go on from the states of another number of ranks."""
+    return is_divisible(reader) and not any(goes_forward(state) for state in states)
 
 
 def _rates(state: object) -> int:

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import Callback  # noqa: E402
 from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from recpoint import Checkpointer, LightningCallback, ResumableLoader  # noqa: E402
+from recpoint import Checkpointer, LightningCallback, Lookahead, ResumableLoader  # noqa: E402
 from recpoint.catalog.run.run import Run  # noqa: E402
 from recpoint.catalog.store.store import open_store  # noqa: E402
 from recpoint.errors import SettingsError  # noqa: E402
@@ -291,6 +291,12 @@ def test_a_loader_without_a_position_is_refused(place: Place) -> None:
     bare = DataLoader(Samples(), batch_size=BATCH)
     with pytest.raises(SettingsError, match=r"found a DataLoader.*ResumableLoader"):
         fit(Module(), bare, _callback(place), validate=False)
+
+
+def test_a_lookahead_is_refused(place: Place) -> None:
+    ahead = Lookahead(loader(), ids=lambda batch: {"net.users": batch[0]})
+    with pytest.raises(SettingsError, match=r"found a Lookahead.*fit\(module, lookahead\.reader"):
+        fit(Module(), ahead, _callback(place), validate=False)
 
 
 def test_what_lightning_has_is_not_asked_for() -> None:

@@ -1,0 +1,165 @@
+"""Finds in a batch the ids that it looks up in each table, and counts the batch's bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import is_dataclass
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from recpoint.embeddings.tables import plain_tables
+from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.integrations import find_sources
+
+__all__ = ["bytes_of", "check_names", "ids_of", "tables_of"]
+
+Ids = Callable[[Any], Mapping[str, Tensor]]
+
+_DTYPES: Final = (torch.int32, torch.int64)
+_MOST_VALUES: Final = 1000
+
+
+def tables_of(model: nn.Module) -> dict[str, int]:
+    """Return the tables of a model: name -> rows of the whole table.
+
+    Raises:
+        SettingsError: `model` is no module, or a table has two names.
+    """
+    if not isinstance(model, nn.Module):
+        raise SettingsError(
+            "Lookahead(model)",
+            found=f"{model!r:.200}",
+            expected="a torch.nn.Module, or None",
+            next_step="pass the model itself, or leave it out",
+        )
+    sources = tuple(find_sources(model))
+    theirs = [table for source in sources for table in source.tables]
+    return {
+        table.name: table.table_rows for table in (*plain_tables(model, sources).tables, *theirs)
+    }
+
+
+def ids_of(batch: object, ids: Ids | None, tables: Collection[str] | None) -> dict[str, Tensor]:
+    """Return the ids that a batch looks up.
+
+    Args:
+        batch: the batch.
+        ids: as `Lookahead` takes it; None: the batch is a mapping, and keys that name tables have
+            the ids.
+        tables: names of all tables; None: not known yet, so names are not checked.
+
+    Returns:
+        Table name -> ids: int32 or int64 [number of ids], contiguous, on the CPU. Ids may be views
+        of the batch's tensors. They are not compared with the number of rows.
+
+    Raises:
+        SettingsError: `ids` returned no mapping; the batch is no mapping, or has no key that names
+            a table; a table does not exist; or ids are no tensor, are not int32 or int64, or are
+            not on the CPU.
+    """
+    if ids is None:
+        found = _named_by_keys(batch, tables or ())
+    else:
+        returned = ids(batch)
+        if not isinstance(returned, Mapping):
+            raise SettingsError(
+                "Lookahead(ids=...)",
+                found=f"a function that returned a {type(returned).__name__}",
+                expected="a mapping from table names to tensors of ids",
+                next_step='return {"table": tensor} for each batch',
+            )
+        found = dict(returned)
+        check_names(found, tables)
+    return {name: _flat(name, value) for name, value in found.items()}
+
+
+def check_names(found: Collection[object], tables: Collection[str] | None) -> None:
+    """Refuse names of tables that do not exist.
+
+    Args:
+        found: the names for which a batch has ids.
+        tables: names of all tables; None: not known yet, so nothing is checked.
+
+    Raises:
+        SettingsError: a name is not among `tables`.
+    """
+    for name in found if tables is not None else ():
+        if name not in (tables or ()):
+            raise SettingsError(
+                f"Lookahead(ids=...): table {name!r:.200}",
+                found="no such table in the model",
+                expected=f"one of {sorted(tables or ())!r:.400}",
+                next_step="use the name of the embedding module, as in model.named_modules()",
+            )
+
+
+def _named_by_keys(batch: object, tables: Collection[str]) -> dict[str, Any]:
+    next_step = "pass Lookahead(ids=...), a function that returns the ids of a batch by table name"
+    if not isinstance(batch, Mapping):
+        raise SettingsError(
+            "Lookahead() without ids",
+            found=f"a batch that is a {type(batch).__name__}",
+            expected="a mapping whose keys are names of tables",
+            next_step=next_step,
+        )
+    found = {name: batch[name] for name in tables if name in batch}
+    if not found:
+        raise SettingsError(
+            "Lookahead() without ids",
+            found=f"a batch with the keys {list(batch)!r:.400}",
+            expected=f"a key that names a table: one of {sorted(tables)!r:.400}",
+            next_step=next_step,
+        )
+    return found
+
+
+def _flat(name: str, value: object) -> Tensor:
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        if value.dtype in _DTYPES and value.device.type == "cpu":
+            return value.detach().reshape(-1).contiguous()
+        found = f"ids of dtype {value.dtype} on {value.device}"
+    elif isinstance(value, Tensor):
+        found = f"a tensor of layout {value.layout}"
+    else:
+        found = f"a {type(value).__name__}"
+    raise SettingsError(
+        f"the ids of table {name!r}",
+        found=found,
+        expected="a dense tensor of torch.int32 or torch.int64 on the CPU",
+        next_step="read batches on the CPU, and move them to the GPU in the training loop; give "
+        "ids= a function that returns tensors of ids",
+    )
+
+
+def bytes_of(batch: object, ids: Mapping[str, Tensor]) -> int:
+    """Return the bytes of a batch's tensors and arrays, and of its ids.
+
+    Tensors are counted in mappings, sequences, and attributes of other objects, up to 1,000 values.
+    Memory that several tensors share is counted once.
+    """
+    largest: dict[int, int] = {}  # address of the memory -> bytes of the largest tensor in it
+    left: list[Any] = [batch, ids]
+    total = 0
+    for _ in range(_MOST_VALUES):
+        if not left:
+            break
+        value = left.pop()
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided:
+                address = value.untyped_storage().data_ptr()
+                largest[address] = max(largest.get(address, 0), value.nbytes)
+        elif isinstance(value, np.ndarray):
+            total += value.nbytes
+        elif isinstance(value, Mapping):
+            left += islice(value.values(), _MOST_VALUES)
+        elif isinstance(value, list | tuple):
+            left += value[:_MOST_VALUES]
+        elif is_dataclass(value) and not isinstance(value, type):
+            left += [getattr(value, name, None) for name in value.__dataclass_fields__]
+        elif value is not None and not isinstance(value, int | float | str | bytes):
+            left += islice(getattr(value, "__dict__", {}).values(), _MOST_VALUES)
+    return total + sum(largest.values())
