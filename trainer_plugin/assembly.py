@@ -16,6 +16,7 @@ from recpoint.catalog.staging.area import default_staging_root
 from recpoint.embeddings.marks import Tracker
 from recpoint.embeddings.optimizers import OptimizerWatch
 from recpoint.embeddings.tables import Table, TableSource
+from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.ranks.agreement import Replicas, agree_on_settings
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.ranks.sharding import (
@@ -30,6 +31,7 @@ from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.snapshot.cut import Cutter
 from recpoint.trainer_plugin.snapshot.memory_bound import MemoryBound
 from recpoint.trainer_plugin.snapshot.staging import StagingArea
+from recpoint.trainer_plugin.state.lookahead import Lookahead
 from recpoint.trainer_plugin.state.model import ModelState
 from recpoint.trainer_plugin.state.optimizers import OptimizerState
 from recpoint.trainer_plugin.state.reader import Stateful
@@ -98,6 +100,35 @@ def look_at(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> Tr
     return Trained(model, trained, tables, sources, model_state, held_pieces(model_state.tensors()))
 
 
+def _refuse_ahead(ranks: Ranks, trained: Trained, settings: Settings) -> None:
+    """Refuse a Lookahead where rows cannot be copied before a cut.
+
+    Raises:
+        SettingsError: there are several ranks; a library keeps the tables in its own form; a table
+            is on a GPU; or rows are quantized in this process.
+    """
+    found = None
+    if ranks.several:
+        found = f"{ranks.count} ranks"
+    elif trained.sources:
+        found = f"tables of {trained.sources[0].name}"
+    elif settings.precision.place == "device":
+        found = 'Precision(place="device"), which quantizes rows in the cut'
+    else:
+        for table in trained.tables:
+            if not table.weight.is_cpu:
+                found = f"table {table.name!r} on {table.weight.device}"
+                break
+    if found is not None:
+        raise SettingsError(
+            "Checkpointer(reader=Lookahead(...))",
+            found=found,
+            expected="one process with tables on the CPU that are staged as they are",
+            next_step="pass the reader inside, without Lookahead: checkpoints are the same, and "
+            "training waits until all rows are copied",
+        )
+
+
 def assemble(
     ranks: Ranks,
     trained: Trained,
@@ -125,6 +156,10 @@ def assemble(
     """
     agree_on_settings(ranks, settings.common | {"run": run_url})
     shards = lay_out(ranks, trained.tables)
+    if isinstance(reader, Lookahead):
+        with ranks.together("looking at the reader"):
+            _refuse_ahead(ranks, trained, settings)
+            reader.attach({shard.name: shard.rows for shard in shards})
     with ranks.together("looking at the state of training"):
         state = TrainingState(
             model=trained.model_state,

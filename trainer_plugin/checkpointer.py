@@ -55,6 +55,7 @@ from recpoint.trainer_plugin.settings import (
     as_staging,
 )
 from recpoint.trainer_plugin.state import rng
+from recpoint.trainer_plugin.state.lookahead import Lookahead
 from recpoint.trainer_plugin.state.reader import Stateful
 
 __all__ = ["Checkpointer", "Observation", "observe"]
@@ -354,6 +355,7 @@ class Checkpointer:
             ends=lambda: self._end.is_due,
             ranks=self._ranks,
             replicas=self._replicas,
+            reader=self._reader if isinstance(self._reader, Lookahead) else None,
         )
         pipeline.prepare()
         self._state.warn_of_batches(start.batches_done)
@@ -465,6 +467,7 @@ class Checkpointer:
             or pipeline.outcomes.has_news()
             or self._memory.has_grown()
             or self._end.is_due
+            or (pipeline.ahead is not None and pipeline.ahead.is_near(pace.left(self.batches_done)))
         ):
             self._whole(lambda _: self._act(pipeline, pace))
         if self._end.is_done:
@@ -478,6 +481,8 @@ class Checkpointer:
         pipeline.outcomes.fetch()
         self._memory.follow()
         pace.step(self.batches_done)
+        if pipeline.ahead is not None:
+            pipeline.ahead.step(self.batches_done, pace.left(self.batches_done))
         if self._end.is_due:
             self._end.end_if_last(self.batches_done, pipeline.finish)
         pipeline.outcomes.raise_noted()

@@ -12,6 +12,7 @@ from recpoint.embeddings.marks import Tracker
 from recpoint.errors import StagingError
 from recpoint.format.naming import shared_attempt
 from recpoint.interrupts import is_interrupted
+from recpoint.trainer_plugin.pipeline.ahead import Ahead
 from recpoint.trainer_plugin.pipeline.handoff import Handoff
 from recpoint.trainer_plugin.pipeline.outcomes import Outcomes, WaitingLog
 from recpoint.trainer_plugin.policy import FULL, Link
@@ -44,6 +45,7 @@ from recpoint.trainer_plugin.snapshot.memory_bound import MemoryBound
 from recpoint.trainer_plugin.snapshot.plan import CutRequest, new_attempt
 from recpoint.trainer_plugin.snapshot.staging import StagingArea
 from recpoint.trainer_plugin.state import rng
+from recpoint.trainer_plugin.state.lookahead import Lookahead
 
 __all__ = ["Pipeline"]
 
@@ -96,8 +98,11 @@ class Pipeline:
         ends: returns whether the process is about to end.
         ranks: the ranks of the job.
         replicas: checks the state that is equal on all ranks.
+        reader: has read the coming batches; None: the reader does not look ahead.
 
     Attributes:
+        ahead: copies rows of the next checkpoint before its cut; None: the reader does not look
+            ahead.
         outcomes: learns the outcomes of checkpoints that were cut.
         statistics: counts and timings of the checkpoints.
         schedule: says when a checkpoint is due.
@@ -116,6 +121,7 @@ class Pipeline:
         ends: Callable[[], bool],
         ranks: Ranks,
         replicas: Replicas,
+        reader: Lookahead | None = None,
     ) -> None:
         self._run = run
         self._ranks = ranks
@@ -154,6 +160,18 @@ class Pipeline:
             settings.failures, start.past, rule=cutter.rule, statistics=self.statistics
         )
         self.schedule = self._new_schedule()
+        self.ahead = (
+            None
+            if reader is None
+            else Ahead(
+                reader,
+                cutter=cutter,
+                trackers=trackers,
+                ledger=self._ledger,
+                area=area,
+                is_free=self._is_free,
+            )
+        )
 
     def _new_schedule(self) -> Schedule:
         batches, seconds = self._settings.interval_batches, self._settings.interval_seconds
@@ -230,6 +248,8 @@ class Pipeline:
             link, tables = self._cutter.link(
                 step=batches_done, tip=self._ledger.tip, base_history=self._ledger.base_history
             )
+            if self.ahead is not None:
+                link = self.ahead.link_at_cut(link, tables)
             self.statistics.unmarked_rows = self._cutter.unmarked.found
             sketch = self._replicas.sketch() if self._ranks.several else NOTHING
         except Exception as error:
@@ -331,7 +351,8 @@ class Pipeline:
         cut: Cut | None = None
         failure: Exception | None = None
         try:
-            slot = self._area.free_slot(self._ledger.busy_slots)
+            window = None if self.ahead is None else self.ahead.window
+            slot = self._area.free_slot(self._ledger.busy_slots) if window is None else window.slot
             request = CutRequest(
                 step=batches_done,
                 generation=self._generation,
@@ -345,14 +366,17 @@ class Pipeline:
                     interval_batches=self._settings.interval_batches,
                 ),
             )
-            cut = self._cutter.cut(slot, request, started_ns=started_ns)
+            cut = self._cutter.cut(slot, request, started_ns=started_ns, window=window)
         except Exception as error:
             # An error of the disk, a driver or a user's state_dict must not stop training. It is
             # noted below.
             failure = error
+        finally:
+            if self.ahead is not None:
+                self.statistics.copied = self.ahead.take_copied()
         try:
             if cut is not None:
-                self._memory.cut(cut.snapshot.slot_bytes + cut.snapshot.sample.size_bytes)
+                self._memory.cut(cut.snapshot.used_bytes)
             failed, bounds = after_cut(
                 self._ranks,
                 failed=failure is not None,
@@ -457,6 +481,8 @@ class Pipeline:
             _log.warning("no note in the store that training has ended was written: %s", error)
 
     def close(self) -> None:
-        """End the thread; each checkpoint that was cut has been staged then."""
+        """End the threads; each checkpoint that was cut has been staged then."""
+        if self.ahead is not None:
+            self.ahead.close()
         self._handoff.close()
         self.outcomes.fetch()

@@ -344,7 +344,7 @@ class Window:
                 index = one.number
                 settled = SettledTable(
                     rows=table.rows,
-                    dirty=one.aside.bitmap.clone(),  # training marks in it from now on, or clears it
+                    dirty=one.aside.bitmap.clone(),  # training goes on to change it
                     ids=at_last.get(f"t{index}.ids"),
                     provisional_ids=at_first.get(f"t{index}.ids"),
                     tail_ids=tail.ids,

@@ -1,0 +1,149 @@
+"""Opens a window before each checkpoint that is due, so that its rows are copied before its cut."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from recpoint.embeddings.marks import Tracker
+from recpoint.interrupts import came_from_handler
+from recpoint.trainer_plugin.policy import Link
+from recpoint.trainer_plugin.schedule.ledger import CopiedRows, Ledger
+from recpoint.trainer_plugin.snapshot.cut import Cutter
+from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
+from recpoint.trainer_plugin.snapshot.staging import StagingArea
+from recpoint.trainer_plugin.snapshot.window import Window
+from recpoint.trainer_plugin.state.lookahead import Lookahead
+
+__all__ = ["Ahead"]
+
+_log = logging.getLogger("recpoint")
+
+
+class Ahead:
+    """Keeps the window of the next checkpoint. Used by the training thread only.
+
+    An error here costs the window, never the checkpoint: the cut is then a plain one.
+
+    Args:
+        reader: has read the coming batches.
+        cutter: cuts snapshots.
+        trackers: trackers of the tables, by `Table.key`.
+        ledger: knows the tip, and the slots in use.
+        area: the staging area.
+        is_free: returns whether a slot is free for one more checkpoint.
+
+    Attributes:
+        window: the window that is open; None: there is none.
+    """
+
+    def __init__(
+        self,
+        reader: Lookahead,
+        *,
+        cutter: Cutter,
+        trackers: Mapping[str, Tracker],
+        ledger: Ledger,
+        area: StagingArea,
+        is_free: Callable[[], bool],
+    ) -> None:
+        self._reader = reader
+        self._cutter = cutter
+        self._trackers = trackers
+        self._ledger = ledger
+        self._area = area
+        self._is_free = is_free
+        self._why = _NOT_PLANNED
+        self._process = os.getpid()
+        self.window: Window | None = None
+        # As in `Handoff`: Python would end the thread in the middle of a call.
+        atexit.register(self._at_exit)
+
+    def is_near(self, left: int | None) -> bool:
+        """Whether `step` has something to do.
+
+        Args:
+            left: batches until the next checkpoint is due; None: unknown.
+        """
+        return self.window is not None or (left is not None and 0 < left <= self._reach)
+
+    @property
+    def _reach(self) -> int:
+        return min(self._reader.window, self._reader.held)
+
+    def step(self, batches_done: int, left: int | None) -> None:
+        """Hand rows over to the open window, or open one if a checkpoint is near.
+
+        Args:
+            batches_done: batches done, none of them cut.
+            left: as for `is_near`.
+        """
+        try:
+            if self.window is not None:
+                self.window.advance(batches_done)
+            elif left is not None and 0 < left <= self._reach:
+                self._open(batches_done, left)
+        except Exception as error:
+            self._why = str(error)
+            if came_from_handler(error):
+                raise
+
+    def _open(self, batches_done: int, left: int) -> None:
+        if any(tracker.unapplied for tracker in self._trackers.values()):
+            self._why = "no optimizer step had followed the last lookups"
+            return
+        if not self._is_free():
+            self._why = "no slot was free: earlier checkpoints were not stored yet"
+            return
+        frozen = self._cutter.freeze(
+            step=batches_done + left, tip=self._ledger.tip, base_history=self._ledger.base_history
+        )
+        self.window = self._cutter.open_window(
+            self._area.free_slot(self._ledger.busy_slots),
+            frozen,
+            self._reader.coming(left),
+            opened_at=batches_done,
+        )
+
+    def link_at_cut(self, link: Link, tables: Sequence[LiveTable]) -> Link:
+        """Return the link of the checkpoint that is cut now: the window's, if it still fits.
+
+        Args:
+            link: the link of a plain cut.
+            tables: the tables as they are now.
+        """
+        window = self.window
+        if window is None or window.reason is not None:
+            return link
+        why = window.frozen.why_changed(self._ledger.tip, tables)
+        if why is not None:
+            window.void(why)
+            return link
+        return window.frozen.link
+
+    def take_copied(self) -> CopiedRows:
+        """Return what was copied for the checkpoint that was just cut; its window is over."""
+        window, why, self.window, self._why = self.window, self._why, None, _NOT_PLANNED
+        if window is not None and window.copied is not None:
+            return window.copied
+        why = why if window is None or window.reason is None else window.reason
+        return CopiedRows(
+            rows_before=0, bytes_before=0, rows_in_stall=0, bytes_in_stall=0, why_plain=why
+        )
+
+    def close(self) -> None:
+        """End the window; its marks return to their trackers."""
+        atexit.unregister(self._at_exit)
+        window, self.window = self.window, None
+        if window is not None:
+            window.void("training ended")
+            window.join()
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._process:
+            self.close()
+
+
+_NOT_PLANNED = "the coming batches were not known"
