@@ -17,6 +17,7 @@ NAMES = (
     "row_set",
     "start",
     "snapshot",
+    "lookahead",
     "persist",
     "restore",
     "retention",
@@ -73,12 +74,14 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--smoke", action="store_true", help="tiny sizes, for seconds; the figures mean nothing"
     )
-    parser.add_argument("--plot", action="store_true", help="bytes: draw docs/images/bytes*.png")
+    parser.add_argument(
+        "--plot", action="store_true", help="bytes, lookahead: draw docs/images/NAME*.png"
+    )
     parser.add_argument("--out", type=Path, help="all: the directory for the results")
     parser.add_argument("--only", nargs="+", choices=NAMES, help="all: run only these")
     given = parser.parse_args(arguments)
-    if given.plot and given.name != "bytes":
-        parser.error(f"--plot: found with {given.name}, expected with bytes only")
+    if given.plot and given.name not in ("bytes", "lookahead"):
+        parser.error(f"--plot: found with {given.name}, expected with bytes or lookahead")
     if given.name == "all" and given.out is None:
         parser.error("all: expected --out DIR, found none")
     for option in ("out", "only"):

@@ -27,6 +27,7 @@ SLOW = {
     "bytes",
     "consolidate",
     "follow",
+    "lookahead",
     "persist",
     "prefect_overhead",
     "restore",
