@@ -178,6 +178,29 @@ def test_a_reader_that_does_not_know_its_position_fails_the_checkpoint_only() ->
     assert ahead.state_dict()["reader"]["at"] + ahead.state_dict()["forward"] == 39
 
 
+def test_an_interrupt_is_raised_at_once_and_loses_no_batch() -> None:
+    class Interrupted(_Reader):
+        def batch(self, number: int) -> Any:
+            if number == 9 and self.reads == 9:
+                self.at -= 1
+                raise KeyboardInterrupt
+            return super().batch(number)
+
+    ahead = _attached(Interrupted(20), window=6)
+    batches, numbers = iter(ahead), []
+    for _ in range(4):
+        numbers.append(_number(next(batches)))
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    state = ahead.state_dict()
+    assert state["reader"]["at"] + state["forward"] == 4
+    for batch in batches:
+        numbers.append(_number(batch))
+        state = ahead.state_dict()
+        assert state["reader"]["at"] + state["forward"] == numbers[-1]
+    assert numbers == list(range(1, 21))
+
+
 # State.
 
 
