@@ -133,11 +133,10 @@ def load_without(reader: Any, state: Mapping[str, Any]) -> None:
         put(generators)
         load(deepcopy(reader.state_dict()), generators)
     _log.warning(
-        "the checkpoint's reader was in a Lookahead, and this one is in none: it goes on with the "
-        "same batches, but what it draws from the global generators of Python, numpy and torch "
-        "comes from the reader's generators of the checkpoint, and so does now what the model "
-        "draws from them. Next: pass reader=recpoint.Lookahead(reader) for the results of an "
-        "uninterrupted run"
+        "the checkpoint's reader was in a Lookahead, and this reader is not. It goes on with the "
+        "same batch. The global generators of Python, numpy and torch get the states of the "
+        "reader's own generators, so what the model draws differs from an uninterrupted run. Next: "
+        "pass reader=recpoint.Lookahead(reader), unless this is intended"
     )
 
 

@@ -178,6 +178,29 @@ def test_a_reader_that_does_not_know_its_position_fails_the_checkpoint_only() ->
     assert ahead.state_dict()["reader"]["at"] + ahead.state_dict()["forward"] == 39
 
 
+def test_an_interrupt_is_raised_at_once_and_loses_no_batch() -> None:
+    class Interrupted(_Reader):
+        def batch(self, number: int) -> Any:
+            if number == 9 and self.reads == 9:
+                self.at -= 1
+                raise KeyboardInterrupt
+            return super().batch(number)
+
+    ahead = _attached(Interrupted(20), window=6)
+    batches, numbers = iter(ahead), []
+    for _ in range(4):
+        numbers.append(_number(next(batches)))
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    state = ahead.state_dict()
+    assert state["reader"]["at"] + state["forward"] == 4
+    for batch in batches:
+        numbers.append(_number(batch))
+        state = ahead.state_dict()
+        assert state["reader"]["at"] + state["forward"] == numbers[-1]
+    assert numbers == list(range(1, 21))
+
+
 # State.
 
 
@@ -431,7 +454,7 @@ def test_a_loader_that_accelerate_prepared_is_refused() -> None:
 def test_a_loader_that_is_counted_later_is_refused_too() -> None:
     loader = ResumableLoader(DataLoader(TensorDataset(torch.arange(4))))
     ahead = _attached(loader, ids=lambda batch: {"users": batch[0]})
-    loader.before_fetch = int
+    loader.before_fetch = lambda: None
     with pytest.raises(SettingsError, match="whose batches a framework counts"):
         next(iter(ahead))
 
