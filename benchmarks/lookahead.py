@@ -135,7 +135,7 @@ def _stalls(report: Report, *, smoke: bool, plot: bool) -> None:
         if count == most:
             report.put("stall_vs_plain", ratio(stalls[-1], [one.stall_ms for one in plain]))
         report.timed(f"{count:,} dirty rows, stall", [one.stall_ms / 1e3 for one in ahead])
-        report.timed(ff"{count:,} dirty rows, plain", [one.stall_ms / 1e3 for one in plain])
+        report.timed(f"{count:,} dirty rows, plain", [one.stall_ms / 1e3 for one in plain])
     report.put("stall_growth", ratio(stalls[-1], stalls[0]))
     if plot:
         report.notes.append(f"plotted: {_plot(counts, stalls).relative_to(ROOT)}")
