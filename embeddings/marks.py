@@ -92,6 +92,7 @@ class Tracker:
     __slots__ = (
         "_after_compiled_lookup",
         "_after_hook",
+        "_aside",
         "_before_compiled_lookup",
         "_hook",
         "_installed",
@@ -127,6 +128,7 @@ class Tracker:
         self.version = self.rewrites = 0
         self._know_weight()
         self.quick: tuple[Tensor, int, int] | None = None
+        self._aside: Dirty | None = None
         self._spare: list[Tensor] = [dirty_bitmap.new(self.rows, device=table.weight.device)]
         self._use(dirty_bitmap.new(self.rows, device=table.weight.device))
         self._hook: RemovableHandle | None = None
@@ -457,6 +459,21 @@ class Tracker:
         self.check_version()
         return Dirty(bitmap=self.bitmap, all_rows=self.all_rows, rows=self.rows)
 
+    def is_marked(self, ids: Tensor) -> Tensor:
+        """Return whether each row is marked, here or in the bitmap that was set aside.
+
+        Args:
+            ids: int64 [n], on the CPU: positions in the weight.
+
+        Returns:
+            bool [n], on the CPU.
+        """
+        found = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
+        for bitmap in (self.bitmap, *(() if self._aside is None else (self._aside.bitmap,))):
+            words = bitmap.index_select(0, (ids // 32).to(bitmap.device)).cpu().long()
+            found |= ((words >> (ids % 32)) & 1).bool()
+        return found
+
     def set_aside(self) -> Dirty:
         """Go on with a clean bitmap before a cut, and return the marks until now.
 
@@ -466,6 +483,7 @@ class Tracker:
         other = self._spare.pop() if self._spare else torch.zeros_like(self.bitmap)
         aside = Dirty(bitmap=self.bitmap, all_rows=False, rows=self.rows)
         self._use(other)
+        self._aside = aside
         return aside
 
     def end_window(self, aside: Dirty, *, keep: bool) -> Dirty:
@@ -475,6 +493,7 @@ class Tracker:
             aside: as `set_aside` returned it, with all later marks added; none is left here.
             keep: the rows stay dirty.
         """
+        self._aside = None
         if keep:
             clean = self.bitmap
             self._use(aside.bitmap)
@@ -485,6 +504,8 @@ class Tracker:
 
     def merge_back(self, dirty: Dirty) -> None:
         """Make the rows that `take` returned dirty again. Never raises: training must go on."""
+        if dirty is self._aside:
+            self._aside = None
         if not self._fits(dirty):
             self.all_rows = True
             return

@@ -90,7 +90,7 @@ class UnmarkedRows:
             self._kept[live.key] = _Kept(_form(live), ids, _digests(live, ids))
 
     def _compare(self, live: LiveTable, tracker: Tracker, kept: _Kept) -> None:
-        left = ~_marked(tracker.bitmap, kept.ids)
+        left = ~tracker.is_marked(kept.ids)
         ids = kept.ids[left]
         if not ids.numel():
             return
@@ -132,9 +132,3 @@ def _digests(live: LiveTable, ids: Tensor) -> tuple[Tensor, ...]:
             for array in (live.weight, *live.row_states)
         )
         return tuple(row_digest.digest_each(some, ids) for some in rows)
-
-
-def _marked(bitmap: Tensor, ids: Tensor) -> Tensor:
-    """Whether each row is marked in a bitmap (`kernels.dirty_bitmap`): bool [n], on the CPU."""
-    words = bitmap.index_select(0, (ids // 32).to(bitmap.device)).cpu().long()
-    return ((words >> (ids % 32)) & 1).bool()

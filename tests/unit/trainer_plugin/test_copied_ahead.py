@@ -236,6 +236,14 @@ def test_rows_that_no_batch_announced(tmp_path: Path) -> None:
     ahead.checkpoints.close(final=False)
 
 
+def test_no_row_is_taken_for_unmarked(tmp_path: Path) -> None:
+    """The check of unmarked rows knows marks that were set aside and rows that were handed over."""
+    checked: dict[str, Any] = {"verify_unmarked_rows": USERS}
+    plain, ahead = Job(tmp_path / "plain", **checked), Job(tmp_path / "ahead", window=12, **checked)
+    _train(plain, ahead, 60)
+    assert ahead.checkpoints.stats.unmarked_rows == 0
+
+
 def test_a_table_that_becomes_dirty_as_a_whole_makes_the_cut_plain(tmp_path: Path) -> None:
     plain, ahead = Job(tmp_path / "plain"), Job(tmp_path / "ahead", window=12)
     for done in range(1, 41):
