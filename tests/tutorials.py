@@ -39,7 +39,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-__all__ = ["PAGES", "ROOT", "Block", "blocks", "missing_line"]
+__all__ = ["PAGES", "ROOT", "Block", "blocks", "missing_line", "pip_installs"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "tutorials"
@@ -222,6 +222,16 @@ class Terminal:
         return found
 
 
+def pip_installs(page: list[Block]) -> list[list[str]]:
+    """The words of each `pip install` command of a page; other lines need not be a shell's."""
+    lines = (
+        line.removeprefix("$ ")
+        for block in page
+        for line in block.text.replace("\\\n", " ").splitlines()
+    )
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("pip install ")]
+
+
 def _build_wheel(directory: Path) -> Path:
     """Build a wheel of a copy of what is committed here, so that no build lies in the checkout."""
     sources = directory / "sources"
@@ -249,19 +259,16 @@ def _install(page: list[Block], python: Path, wheel: Path) -> None:
         subprocess.run([*pip, *what], check=True, timeout=_INSTALL_SECONDS)
 
     install(_TORCH)
-    for block in page:
-        for line in block.text.replace("\\\n", " ").splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True)
-            if words[:2] != ["pip", "install"]:
-                continue
-            extras = _EXTRAS.search(line)
-            if "recpoint" in line:
-                install(f"{wheel}[{extras[1]}]" if extras else str(wheel))
-            elif "--no-deps" in words:  # versions that constraints.txt may not have
-                command = [*pip[:-2], *words[2:]]
-                subprocess.run(command, check=True, timeout=_INSTALL_SECONDS)
-            elif not words[2].startswith("torch"):
-                install(*words[2:])
+    for words in pip_installs(page):
+        recpoint = next((word for word in words if "recpoint" in word), None)
+        if recpoint is not None:
+            extras = _EXTRAS.search(recpoint)
+            install(f"{wheel}[{extras[1]}]" if extras else str(wheel))
+        elif "--no-deps" in words:  # versions that constraints.txt may not have
+            command = [*pip[:-2], *words[2:]]
+            subprocess.run(command, check=True, timeout=_INSTALL_SECONDS)
+        elif not words[2].startswith("torch"):
+            install(*words[2:])
 
 
 def _environment(directory: Path, programs: Path) -> dict[str, str]:
