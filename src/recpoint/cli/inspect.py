@@ -220,7 +220,9 @@ def lag(
     ] = None,
     json_output: JsonOption = False,
 ) -> Result:
-    """Print what each run would lose if its trainer died now, from its catalog alone.
+    """Print what each run would lose if its trainer died now, from its catalog.
+
+    Whether a trainer of this host has been killed is known from the staging area of this host.
 
     Exit codes: 0 all runs could be read, and none is above --max-seconds; 1 a run is above it, or
     does not exist; 2 a URL is wrong; 3 a store cannot be reached; 4 a catalog is damaged. If
@@ -302,6 +304,7 @@ def _figures(seen: RunOverview) -> dict[str, Any]:
         "manifests_to_read": None if restore is None else restore.manifests_to_read,
         "bytes_to_read": None if restore is None else restore.bytes_to_read,
         "ended": None if ended is None else ended.reason,
+        "trainer_gone": seen.trainer_gone,
         "validated": None
         if validated is None or verdict is None
         else {"step": validated.step, "result": verdict.result, "level": verdict.level},
@@ -386,6 +389,8 @@ def list_checkpoints(
             document.update(error=type(gone).__name__, message=str(gone))
             return Result(document, terminal.error_text(gone), code=exit_code(gone))
         text = _NONE_YET
+        troubles = alarms(current_watch(url, None).refresh())
+        text += "".join(f"; {one.text}. Next: {one.next_step}" for one in troubles)
         if forms:
             others = superseded_text(sorted(forms))
             text = f"no checkpoint that counts; {others}: --all lists them"
