@@ -26,6 +26,7 @@ from recpoint.catalog.run.repair import manifests_gone, superseded_text
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import Verdict, records_of, verdict, verdicts
 from recpoint.catalog.staging import area
+from recpoint.catalog.staging.free import left_behind
 from recpoint.catalog.store.run_url import naming_run, parse_run_url
 from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.catalog.store.store import open_store
@@ -150,6 +151,7 @@ def info(json_output: JsonOption = False) -> Result:
 
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     kernels = implementations()
+    found = left_behind(area.default_staging_root())
     versions = {name: _version(name) for name in _PACKAGES}
     document = {
         "recpoint": _version("recpoint"),
@@ -162,6 +164,7 @@ def info(json_output: JsonOption = False) -> Result:
         "cpu_threads": torch.get_num_threads(),
         "instruction_set": instruction_set(),
         "staging": str(area.default_staging_root()),
+        "left_behind": [left._asdict() for left in found],
         "huge_pages": staging.policy(),
         "huge_pages_from_bytes": staging.SMALLEST_BYTES,
     }
@@ -175,6 +178,7 @@ def info(json_output: JsonOption = False) -> Result:
         ("instruction set", document["instruction_set"]),
         ("CUDA devices", ", ".join(devices) or "none"),
         ("staging", document["staging"]),
+        *(("left behind", str(left)) for left in found),
         ("huge pages", f"{document['huge_pages']}; asked for tables of {smallest} and more"),
     ]
     return Result(document, terminal.fields_table(fields), _kernels_table(kernels))

@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from recpoint.catalog.overview.watch import RunWatch
+from recpoint.catalog.staging import area
+from tests.agent_process import AgentProcess
 from tests.catalog_builder import new_run
 from tests.polling import PATIENCE_SECONDS, until
 from tests.training_builder import Place, checkpointer, simple_training, train
@@ -136,11 +140,9 @@ def test_a_training_that_counted_no_batch_is_told_what_to_do(
     assert "no checkpoint yet" in listed and "call step() after each batch" in listed
 
 
-def test_a_trainer_that_was_killed_before_its_first_commit_is_gone(
-    recpoint: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = Place(str(tmp_path / "run"), tmp_path / "staging")
-    monkeypatch.setenv("RECPOINT_STAGING", str(place.staging))
+@contextmanager
+def killed(place: Place) -> Iterator[subprocess.Popen[bytes]]:
+    """A trainer that has not committed anything; it is killed at the end of the block."""
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
@@ -161,10 +163,19 @@ def test_a_trainer_that_was_killed_before_its_first_commit_is_gone(
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
     ) as trainer:
         assert trainer.stdout is not None and trainer.stdout.readline() == b"trains\n"
+        yield trainer
+        os.kill(trainer.pid, signal.SIGKILL)
+
+
+def test_a_trainer_that_was_killed_before_its_first_commit_is_gone(
+    recpoint: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(str(tmp_path / "run"), tmp_path / "staging")
+    monkeypatch.setenv("RECPOINT_STAGING", str(place.staging))
+    with killed(place) as trainer:
         alive = recpoint("lag", place.run, "--json").json["runs"][0]
         assert (alive["trainer_gone"], alive["alarms"]) == (False, [])
         assert "going on" in recpoint("lag", place.run).stdout
-        os.kill(trainer.pid, signal.SIGKILL)
     (run,) = recpoint("lag", place.run, "--json").json["runs"]
     assert run["trainer_gone"] is True and run["ended"] is None
     (alarm,) = run["alarms"]
@@ -177,6 +188,31 @@ def test_a_trainer_that_was_killed_before_its_first_commit_is_gone(
     # Another staging area, as on another host, does not know it.
     monkeypatch.setenv("RECPOINT_STAGING", str(tmp_path / "elsewhere"))
     assert recpoint("lag", place.run, "--json").json["runs"][0]["trainer_gone"] is False
+
+
+def test_slots_of_a_killed_trainer_are_named_with_what_frees_them(
+    recpoint: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(str(tmp_path / "run"), tmp_path / "staging")
+    monkeypatch.setenv("RECPOINT_STAGING", str(place.staging))
+    assert recpoint("info", "--json").json["left_behind"] == []
+    with killed(place):
+        assert recpoint("info", "--json").json["left_behind"] == []
+    (left,) = recpoint("info", "--json").json["left_behind"]
+    slots = area.slots_directory(place.run_directory).iterdir()
+    assert left == {"run_url": place.run, "size_bytes": sum(one.stat().st_size for one in slots)}
+    assert left["size_bytes"] > 0
+    advice = f"recpoint sweep {place.run} --grace 1h"
+    monkeypatch.setenv("COLUMNS", "2000")
+    assert advice in recpoint("info").stdout
+    with AgentProcess(place.staging, tmp_path / "log", once=True) as agent:
+        assert agent.process.wait(PATIENCE_SECONDS) == 0
+        assert agent.logged(advice) == 1
+    old = time.time() - 7200
+    for path in place.run_directory.rglob("*"):
+        os.utime(path, (old, old))
+    assert recpoint("sweep", place.run, "--grace", "1h").code == 0
+    assert recpoint("info", "--json").json["left_behind"] == []
 
 
 def test_watching_shows_each_look_until_it_is_interrupted(
