@@ -25,10 +25,10 @@ NATIVE := kernels/native/_native.abi3.so
 NATIVE_SOURCES := $(wildcard kernels/*/*.cpp kernels/*/*.h) build_backend/recpoint_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint style types format unit docs fuzz sanitize faults tutorials clean
+.PHONY: help install demo test check lint style types format unit docs fuzz sanitize faults tutorials installations clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(NATIVE) ## make .venv with pinned dependencies, compile the kernels
 $(INSTALLED): pyproject.toml constraints.txt
@@ -107,6 +107,9 @@ faults: $(NATIVE) ## interrupt each call of ours at every place, outside CI (tes
 
 tutorials: ## play the tutorials in new environments, outside CI (tests/tutorials.py)
 	$(PYTHON) -u tests/tutorials.py $(TUTORIALS)
+
+installations: ## install with and without a compiler in new environments, outside CI
+	$(PYTHON) -u -m tests.installations
 
 clean: ## remove what was built here, .venv included
 	rm -rf $(NATIVE) $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .recpoint build dist site src/*.egg-info

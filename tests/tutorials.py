@@ -39,13 +39,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-__all__ = ["PAGES", "ROOT", "Block", "blocks", "missing_line", "pip_installs"]
+__all__ = [
+    "PAGES",
+    "ROOT",
+    "TORCH",
+    "Block",
+    "blocks",
+    "export_commit",
+    "missing_line",
+    "pip_installs",
+    "reader_environment",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "tutorials"
 
 #: A bare `torch` could be the CUDA build, which takes gigabytes.
-_TORCH = "torch==2.13.0"
+TORCH = "torch==2.13.0"
 _COMMAND_SECONDS = 600.0
 _INSTALL_SECONDS = 1800.0
 _MARK = re.compile(r"<!-- not run: (.*) -->")
@@ -232,17 +242,25 @@ def pip_installs(page: list[Block]) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if line.startswith("pip install ")]
 
 
-def _build_wheel(directory: Path) -> Path:
-    """Build a wheel of a copy of what is committed here, so that no build lies in the checkout."""
+def export_commit(directory: Path) -> Path:
+    """Write what is committed here to `directory`/sources, so that no build lies in the checkout.
+
+    Returns:
+        That directory.
+    """
     sources = directory / "sources"
     sources.mkdir()
     archive = subprocess.run(
         ["git", "archive", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE
     ).stdout
     subprocess.run(["tar", "-x", "-C", str(sources)], input=archive, check=True)
+    return sources
+
+
+def _build_wheel(directory: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
     subprocess.run(
-        [*pip, "--no-deps", f"--wheel-dir={directory}", str(sources)],
+        [*pip, "--no-deps", f"--wheel-dir={directory}", str(export_commit(directory))],
         check=True,
         timeout=_INSTALL_SECONDS,
     )
@@ -258,7 +276,7 @@ def _install(page: list[Block], python: Path, wheel: Path) -> None:
     def install(*what: str) -> None:
         subprocess.run([*pip, *what], check=True, timeout=_INSTALL_SECONDS)
 
-    install(_TORCH)
+    install(TORCH)
     for words in pip_installs(page):
         recpoint = next((word for word in words if "recpoint" in word), None)
         if recpoint is not None:
@@ -271,7 +289,7 @@ def _install(page: list[Block], python: Path, wheel: Path) -> None:
             install(*words[2:])
 
 
-def _environment(directory: Path, programs: Path) -> dict[str, str]:
+def reader_environment(directory: Path, programs: Path) -> dict[str, str]:
     """Variables of a reader who has set none."""
     foreign = ("PREFECT_", "AWS_", "RECPOINT_", "PYTHON", "RUN")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
@@ -326,7 +344,7 @@ def play(name: str, wheel: Path, directory: Path) -> None:
     print(f"{name}: installed in {time.monotonic() - begun:.0f} s", flush=True)
     work = directory / "work"
     work.mkdir()
-    environment = _environment(directory, programs)
+    environment = reader_environment(directory, programs)
     with _terminals(work, environment) as terminals:
         for block in page:
             if block.title is not None:
