@@ -18,7 +18,8 @@ PYTEST_ARGS ?=
 # Some tests run processes of another user, who has to get through the directory: hence its mode.
 TEST_FILES ?= $(shell $(PYTHON) tests/scratch_directory.py)
 # Without what they ask for: that would be another torch, or the CUDA build of FBGEMM.
-TORCHREC := torchrec fbgemm-gpu-cpu torchmetrics tensordict pyre-extensions pyvers typing-inspect tqdm cloudpickle lightning-utilities
+TORCHREC := torchrec fbgemm-gpu-cpu torchmetrics tensordict pyre-extensions pyvers typing-inspect tqdm cloudpickle lightning-utilities \
+	mypy-extensions packaging
 
 # Compiled once for all Pythons from 3.11 on, by the system's compiler or else Zig's from PyPI.
 NATIVE := kernels/native/_native.abi3.so
