@@ -18,17 +18,18 @@ PYTEST_ARGS ?=
 # Some tests run processes of another user, who has to get through the directory: hence its mode.
 TEST_FILES ?= $(shell $(PYTHON) tests/scratch_directory.py)
 # Without what they ask for: that would be another torch, or the CUDA build of FBGEMM.
-TORCHREC := torchrec fbgemm-gpu-cpu torchmetrics tensordict pyre-extensions pyvers typing-inspect tqdm
+TORCHREC := torchrec fbgemm-gpu-cpu torchmetrics tensordict pyre-extensions pyvers typing-inspect tqdm cloudpickle lightning-utilities \
+	mypy-extensions packaging
 
 # Compiled once for all Pythons from 3.11 on, by the system's compiler or else Zig's from PyPI.
 NATIVE := kernels/native/_native.abi3.so
 NATIVE_SOURCES := $(wildcard kernels/*/*.cpp kernels/*/*.h) build_backend/recpoint_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint style types format unit docs fuzz sanitize faults tutorials clean
+.PHONY: help install demo test check lint style types format unit docs fuzz sanitize faults tutorials installations clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(NATIVE) ## make .venv with pinned dependencies, compile the kernels
 $(INSTALLED): pyproject.toml constraints.txt
@@ -107,6 +108,9 @@ faults: $(NATIVE) ## interrupt each call of ours at every place, outside CI (tes
 
 tutorials: ## play the tutorials in new environments, outside CI (tests/tutorials.py)
 	$(PYTHON) -u tests/tutorials.py $(TUTORIALS)
+
+installations: ## install with and without a compiler in new environments, outside CI
+	$(PYTHON) -u -m tests.installations
 
 clean: ## remove what was built here, .venv included
 	rm -rf $(NATIVE) $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .recpoint build dist site src/*.egg-info

@@ -10,6 +10,7 @@ from types import ModuleType
 
 from benchmarks.machine import watch
 from benchmarks.report import Report, print_report
+from recpoint.installation import install_command
 
 NAMES = (
     "tracking",
@@ -59,7 +60,7 @@ def main(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in _OURS:
             raise
-        reason = f"{error.name} is not installed: pip install 'recpoint[bench]'"
+        reason = f"{error.name} is not installed: {install_command('bench')}"
         report = Report(name=given.name, columns=("not run",), not_run={given.name: reason})
         print_report(report, smoke=given.smoke, busy=None)
         return 0

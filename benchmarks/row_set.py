@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import Report, alternate
+from recpoint.installation import install_command
 from recpoint.kernels import row_set
 from recpoint.kernels.row_set import cpu, reference
 
@@ -91,7 +92,7 @@ def run(*, smoke: bool) -> Report:
     ]
     missing = [name for name, peer in peers.items() if peer is None]
     if missing:
-        report.notes.append(f"not run: {', '.join(missing)}; pip install 'recpoint[bench]'")
+        report.notes.append(f"not run: {', '.join(missing)}; {install_command('bench')}")
     return report
 
 

@@ -15,27 +15,38 @@ the memcpy of everything: no snapshot can be faster (`perfect_gather`). `stall_v
 stall over that time. `torch.index_select` of the same rows, into a buffer used before, shows what
 torch reaches.
 
-The JSON figures are ratios of medians. The table also shows the fastest of each: on a machine with
-other work, medians contain the wait for a core.
+Two more measurements show what bounds the stall. They run the snapshot's own two calls alone, on a
+bitmap of their own with as many marked rows: `count` counts the marked rows, `copy` finds their ids
+and copies ids and rows. `copy_vs_gather` is `copy` over the copy with known ids, so it is the part
+of `stall_vs_gather` that finding and writing ids cost. `count_vs_gather` is the part of counting.
+What the stall takes beyond both is in Python: state, reader, the slot's checks.
+
+There are seven rounds. Each round measures all sizes, so a change of the machine's speed meets all
+sizes alike. The JSON figures are ratios of medians over the rounds. The table of spreads also shows
+the fastest of each: on a machine with other work, medians contain the wait for a core.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from benchmarks.perfect_gather import perfect_gather
 from benchmarks.report import Report, ratio
-from benchmarks.workload import Tables, scratch, staged_run
+from benchmarks.workload import StagedRun, Tables, scratch, staged_run
 from recpoint.catalog.staging import area
-from recpoint.format.job import Job
+from recpoint.kernels import dirty_bitmap, dirty_rows
 
-__all__ = ["KEYS", "run"]
+__all__ = ["KEYS", "in_turn", "run"]
 
 KEYS = (
     "stall_vs_gather",
@@ -43,117 +54,191 @@ KEYS = (
     "stall_50m_vs_1m",
     "stall_vs_index_select",
     "gather_bound_vs_memcpy",
+    "count_vs_gather",
+    "copy_vs_gather",
 )
 
 _DIM = 16
 _DIRTY_ROWS = 900_000
 _SIZES = (1_000_000, 10_000_000, 50_000_000)
 _WARM_UP = 2
-_ROUNDS = 15
+_ROUNDS = 7
 _BUFFER_PAIRS = 3
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures all sizes; `smoke` divides them by 100."""
+    """Measures all sizes in each round; `smoke` divides them by 100."""
     shrink, rounds = (100, 3) if smoke else (1, _ROUNDS)
     report = Report(
         name="snapshot",
-        columns=("rows", "dirty rows", "MB copied", "stall ms", "memcpy ms", "ratio")
-        + ("fastest stall", "fastest memcpy", "ratio", "rows alone ms", "select ms"),
+        columns=("rows", "dirty rows", "MB copied", "memcpy ms", "select ms", "rows alone ms")
+        + ("stall ms", "of it: count", "copy", "rest"),
     )
-    found: list[_Seconds] = []
-    for rows in (size // shrink for size in _SIZES):
-        with scratch() as folder:
-            seconds, job = _measure(rows, _DIRTY_ROWS // shrink, rounds, folder)
-        found.append(seconds)
-        stall, copy, select, gather = (
-            report.timed(f"{name}, {rows:,} rows", taken)
+    with ExitStack() as open_runs:
+        sizes = [
+            _Size(size // shrink, _DIRTY_ROWS // shrink, open_runs.enter_context(scratch()))
+            for size in _SIZES
+        ]
+        runs = [open_runs.enter_context(size.started()) for size in sizes]
+        measures = [partial(size.measure, one) for size, one in zip(sizes, runs, strict=True)]
+        in_turn(measures, warm_up=_WARM_UP, rounds=rounds)
+    found = [size.seconds for size in sizes]
+    for size, seconds in zip(sizes, found, strict=True):
+        stall, copy, select, gather, count, native = (
+            report.timed(f"{name}, {size.rows:,} rows", taken)
             for name, taken in zip(
-                ("stall", "memcpy", "select", "rows alone"), seconds, strict=True
+                ("stall", "memcpy", "select", "rows alone", "count", "copy"), seconds, strict=True
             )
         )
-        least, least_copy = min(seconds.stalls), min(seconds.copies)
-        copied = sum(segment.bytes for segment in job.segments)
+        parts = zip(seconds.stalls, seconds.counts, seconds.copies, strict=True)
+        rest = statistics.median(whole - counted - copied for whole, counted, copied in parts)
         report.rows.append(
-            (job.tables[0].spec.rows, job.dirty_rows, copied / 1e6)
-            + (1e3 * stall, 1e3 * copy, stall / copy)
-            + (1e3 * least, 1e3 * least_copy, least / least_copy)
-            + (1e3 * gather, 1e3 * select)
+            (size.rows, size.dirty_rows, size.copied_bytes / 1e6)
+            + (1e3 * copy, 1e3 * select, 1e3 * gather)
+            + (1e3 * stall, 1e3 * count, 1e3 * native, 1e3 * rest)
         )
     report.put("stall_vs_gather", max(ratio(one.stalls, one.gathers) for one in found))
-    report.put("stall_vs_memcpy", max(ratio(one.stalls, one.copies) for one in found))
+    report.put("stall_vs_memcpy", max(ratio(one.stalls, one.memcpys) for one in found))
     report.put("stall_50m_vs_1m", ratio(found[-1].stalls, found[0].stalls))
     report.put("stall_vs_index_select", max(ratio(one.stalls, one.selects) for one in found))
-    report.put("gather_bound_vs_memcpy", max(ratio(one.gathers, one.copies) for one in found))
+    report.put("gather_bound_vs_memcpy", max(ratio(one.gathers, one.memcpys) for one in found))
+    report.put("count_vs_gather", max(ratio(one.counts, one.gathers) for one in found))
+    report.put("copy_vs_gather", max(ratio(one.copies, one.gathers) for one in found))
     return report
+
+
+def in_turn(measures: Sequence[Callable[[bool], None]], *, warm_up: int, rounds: int) -> None:
+    """Calls all measures in each round, with whether the round counts: warm-up rounds do not."""
+    for turn in range(warm_up + rounds):
+        for measure in measures:
+            measure(turn >= warm_up)
 
 
 class _Seconds(NamedTuple):
     """Seconds of each round.
 
-    The fields: the stall, a memcpy of the same bytes, `index_select` of the rows, and a gather of
-    the rows with known ids.
+    The fields: the stall, a memcpy of the same bytes, `index_select` of the rows, a gather of the
+    rows with known ids, the count of the marked rows, and their copy with their ids.
     """
 
     stalls: list[float]
-    copies: list[float]
+    memcpys: list[float]
     selects: list[float]
     gathers: list[float]
+    counts: list[float]
+    copies: list[float]
 
 
-def _measure(rows: int, dirty_rows: int, rounds: int, folder: Path) -> tuple[_Seconds, Job]:
-    """Returns the times of one size, and the last job."""
-    model = Tables(count=1, rows=rows, dim=_DIM)
-    table = model.table(0)
-    optimizers = model.optimizers(state=False)
-    generator = torch.Generator().manual_seed(1)
-    # A random row in each of equal parts: the rows are distinct, so every size has as many of them.
-    part = rows // dirty_rows
-    starts = torch.arange(dirty_rows) * part
+class _Size:
+    """One table size: its model, its buffers, and the times of its rounds.
 
-    def draw() -> torch.Tensor:
-        return starts + torch.randint(0, part, (dirty_rows,), generator=generator)
+    Args:
+        rows: rows of the table.
+        dirty_rows: rows that change between two snapshots.
+        folder: an empty directory for the run and its staging area.
 
-    seconds = _Seconds([], [], [], [])
-    selected, gathered = torch.zeros(dirty_rows, _DIM), torch.zeros(dirty_rows, _DIM)
-    memcpy: Callable[[], float] | None = None
-    with staged_run(
-        model, optimizers, url=str(folder / "run"), staging=folder / "staging"
-    ) as tracked:
-        tracked.cut_and_persist()  # the full; also the slot's first use
-        gather = perfect_gather(table.weight.detach(), gathered)
-        for turn in range(_WARM_UP + rounds):
-            ids = draw()
-            model.top(table(ids)).sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            tracked.checkpointer.step()
-            job = area.read_job(tracked.cut())
-            memcpy = memcpy or _memcpy(sum(segment.bytes for segment in job.segments))
-            copy_s = memcpy()
-            # Each copy has its own rows, because the snapshot's rows may still be in a large cache.
-            others = draw()
-            start = perf_counter()
-            torch.index_select(table.weight.detach(), 0, others, out=selected)
-            select_s = perf_counter() - start
-            if not torch.equal(selected, table.weight.detach()[others]):
-                raise RuntimeError("index_select copied other rows than those asked for")
-            others = draw()
-            start = perf_counter()
-            gather(others)
-            gather_s = perf_counter() - start
-            if not torch.equal(gathered, table.weight.detach()[others]):
-                raise RuntimeError("perfect_gather copied other rows than index_select")
-            tracked.persist()
-            if job.kind != "increment" or job.dirty_rows != dirty_rows:
-                raise RuntimeError(f"{job.kind} of {job.dirty_rows} rows, expected {dirty_rows}")
-            if turn >= _WARM_UP:
-                seconds.stalls.append(tracked.checkpointer.stats.stalls_ms[-1] / 1e3)
-                seconds.copies.append(copy_s)
-                seconds.selects.append(select_s)
-                seconds.gathers.append(gather_s)
-    return seconds, job
+    Attributes:
+        seconds: of the rounds that are kept.
+        copied_bytes: bytes of the last snapshot.
+    """
+
+    def __init__(self, rows: int, dirty_rows: int, folder: Path) -> None:
+        self.rows, self.dirty_rows = rows, dirty_rows
+        self.seconds = _Seconds([], [], [], [], [], [])
+        self.copied_bytes = 0
+        self._folder = folder
+        self._model = Tables(count=1, rows=rows, dim=_DIM)
+        self._optimizers = self._model.optimizers(state=False)
+        self._generator = torch.Generator().manual_seed(1)
+        # A random row in each of equal parts: the rows are distinct, so every size has as many.
+        self._part = rows // dirty_rows
+        self._starts = torch.arange(dirty_rows) * self._part
+        self._selected, self._gathered, self._copied = (
+            torch.zeros(dirty_rows, _DIM) for _ in range(3)
+        )
+        self._ids = torch.zeros(dirty_rows, dtype=torch.int64)
+        self._memcpy: Callable[[], float] | None = None
+
+    @contextmanager
+    def started(self) -> Iterator[StagedRun]:
+        """Yields the run of this size after its full, which is also the slot's first use."""
+        with staged_run(
+            self._model,
+            self._optimizers,
+            url=str(self._folder / "run"),
+            staging=self._folder / "staging",
+        ) as tracked:
+            tracked.cut_and_persist()
+            yield tracked
+
+    def measure(self, tracked: StagedRun, kept: bool) -> None:
+        """Trains a step, takes a snapshot and times its competitors; records if `kept`."""
+        ids = self._draw()
+        self._model.top(self._table(ids)).sum().backward()
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        tracked.checkpointer.step()
+        job = area.read_job(tracked.cut())
+        self.copied_bytes = sum(segment.bytes for segment in job.segments)
+        self._memcpy = self._memcpy or _memcpy(self.copied_bytes)
+        taken = (self._memcpy(), self._select(), self._gather(), *self._count_and_copy())
+        tracked.persist()
+        if job.kind != "increment" or job.dirty_rows != self.dirty_rows:
+            raise RuntimeError(f"{job.kind} of {job.dirty_rows} rows, expected {self.dirty_rows}")
+        if kept:
+            stall_s = tracked.checkpointer.stats.stalls_ms[-1] / 1e3
+            for times, one in zip(self.seconds, (stall_s, *taken), strict=True):
+                times.append(one)
+
+    # Each copy has rows of its own, because the snapshot's rows may still be in a large cache.
+
+    def _select(self) -> float:
+        ids = self._draw()
+        start = perf_counter()
+        torch.index_select(self._weight, 0, ids, out=self._selected)
+        seconds = perf_counter() - start
+        if not torch.equal(self._selected, self._weight[ids]):
+            raise RuntimeError("index_select copied other rows than those asked for")
+        return seconds
+
+    def _gather(self) -> float:
+        gather = perfect_gather(self._weight, self._gathered)
+        ids = self._draw()
+        start = perf_counter()
+        gather(ids)
+        seconds = perf_counter() - start
+        if not torch.equal(self._gathered, self._weight[ids]):
+            raise RuntimeError("perfect_gather copied other rows than index_select")
+        return seconds
+
+    def _count_and_copy(self) -> tuple[float, float]:
+        """Times the two calls of a snapshot on rows that only this method has marked."""
+        ids = self._draw()
+        bitmap = dirty_bitmap.new(self.rows)
+        dirty_bitmap.mark(bitmap, ids, rows=self.rows)
+        to = dirty_rows.into(self._ids, (self._weight, self._copied))
+        start = perf_counter()
+        tally = dirty_rows.count((bitmap,), rows=(self.rows,))
+        counted = perf_counter()
+        tally.copy([to])
+        copied = perf_counter()
+        if not (torch.equal(self._ids, ids) and torch.equal(self._copied, self._weight[ids])):
+            raise RuntimeError("dirty_rows copied other rows than those marked")
+        return counted - start, copied - counted
+
+    @property
+    def _table(self) -> nn.Embedding:
+        return self._model.table(0)
+
+    @property
+    def _weight(self) -> torch.Tensor:
+        return self._table.weight.detach()
+
+    def _draw(self) -> torch.Tensor:
+        """Returns int64 [dirty_rows], ascending."""
+        offsets = torch.randint(0, self._part, (self.dirty_rows,), generator=self._generator)
+        return self._starts + offsets
 
 
 def _memcpy(size_bytes: int) -> Callable[[], float]:

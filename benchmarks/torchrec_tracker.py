@@ -23,7 +23,8 @@ __all__ = ["INSTALL", "TorchRecTracker", "installed"]
 #: Installs both without their dependencies, which would install another torch.
 INSTALL = (
     "pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 torchmetrics==1.0.3 "
-    "tensordict==0.15.3 pyre-extensions==0.0.32 pyvers==0.2.3 typing-inspect==0.9.0 tqdm==4.70.1"
+    "tensordict==0.15.3 pyre-extensions==0.0.32 pyvers==0.2.3 typing-inspect==0.9.0 tqdm==4.70.1 "
+    "cloudpickle==3.1.2 lightning-utilities==0.15.3 mypy-extensions==1.2.0 packaging==26.3"
 )
 
 

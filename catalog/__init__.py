@@ -4,5 +4,5 @@
 first: `store` keeps objects, `run` reads a run's records and chains, `staging` is the directory
 that trainer and agent share on a host, `persist` commits a staged job, `restore` reads a chain into
 a target, `check` proves that a run restores, `consolidate` shortens chains, `retention` removes
-checkpoints and objects that are not needed, `overview` describes a run from its catalog alone.
+checkpoints and objects that are not needed, `overview` describes a run from its catalog.
 """

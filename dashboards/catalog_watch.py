@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from recpoint.catalog.overview.overview import CAUSES, RunOverview, cause_of
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging.area import default_staging_root
 from recpoint.catalog.store.contract import now_ms
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import RecpointError
@@ -53,7 +54,9 @@ def current_watch(run_url: str, watch: RunWatch | None) -> RunWatch:
         RecpointError: there is no run at the URL, or it cannot be read.
     """
     run = Run.open(open_store(run_url) if watch is None else watch.run.store)
-    return watch if watch is not None and watch.run.id == run.id else RunWatch(run)
+    if watch is not None and watch.run.id == run.id:
+        return watch
+    return RunWatch(run, staging=default_staging_root())
 
 
 def look_up(watch: RunWatch) -> CatalogFacts:

@@ -69,6 +69,8 @@ def _cells(run: RunLag, seen: RunOverview) -> list[Text]:
     state = "not started" if seen.generation is None else "going on"
     if seen.ended is not None:
         state = seen.ended.reason
+    elif seen.trainer_gone:
+        state = "gone"
     elif lag.overdue:
         state = "overdue"
     interval = NONE if lag.interval_seconds is None else duration_text(lag.interval_seconds)

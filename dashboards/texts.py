@@ -186,10 +186,14 @@ def _risk(overview: RunOverview) -> Figure:
     lag = overview.lag
     if overview.ended is not None and lag.at_risk_batches == 0:
         return Figure("nothing", "ended, all is stored")
+    if overview.counted_nothing:
+        return Figure(f"up to {duration_text(lag.at_risk_seconds)}", "no batch was counted")
     if overview.generation is None:
         return Figure(NONE, "")
     batches = "" if lag.at_risk_batches is None else counted(lag.at_risk_batches, "batch")
-    known = "up to " if lag.overdue else "" if overview.ended is not None else "about "
+    known = "" if overview.ended is not None else "about "
+    if lag.overdue or overview.trainer_gone:
+        known = "up to "
     return Figure(f"{known}{duration_text(lag.at_risk_seconds)}", batches)
 
 
@@ -249,6 +253,10 @@ def expectation_text(overview: RunOverview) -> str:
         return ""
     if overview.generation is None:
         return "No trainer has started yet; checkpoints appear here once a trainer commits them."
+    if overview.counted_nothing:
+        return "No checkpoint: training has ended and counted no batch."
+    if overview.trainer_gone:
+        return "No checkpoint: the trainer is gone and did not say that it ended."
     return (
         "No checkpoint yet: the first appears here when the trainer's first interval is over and "
         "recpoint agent has stored it."
@@ -342,6 +350,8 @@ def _trainer_text(overview: RunOverview) -> str:
     )
     if overview.ended is not None:
         text += f"; {overview.ended.reason} after step {overview.ended.step:,}"
+    elif overview.trainer_gone:
+        text += "; gone without saying that it ended"
     return text
 
 

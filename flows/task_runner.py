@@ -11,6 +11,7 @@ from typing import Any, Final
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from recpoint.errors import SettingsError
+from recpoint.installation import install_command
 
 __all__ = ["VARIABLE", "chosen_task_runner", "each_part", "task_runner_named"]
 
@@ -104,5 +105,5 @@ def _refused(name: str, found: str) -> SettingsError:
         VARIABLE,
         found=found,
         expected="threads, dask, dask:ADDRESS, or module:name of a Prefect task runner",
-        next_step="pip install 'recpoint[dask]'" if dask else "install it, or correct the name",
+        next_step=install_command("dask") if dask else "install it, or correct the name",
     )

@@ -39,13 +39,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-__all__ = ["PAGES", "ROOT", "Block", "blocks", "missing_line"]
+__all__ = [
+    "PAGES",
+    "ROOT",
+    "TORCH",
+    "Block",
+    "blocks",
+    "export_commit",
+    "missing_line",
+    "pip_installs",
+    "reader_environment",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "tutorials"
 
 #: A bare `torch` could be the CUDA build, which takes gigabytes.
-_TORCH = "torch==2.13.0"
+TORCH = "torch==2.13.0"
 _COMMAND_SECONDS = 600.0
 _INSTALL_SECONDS = 1800.0
 _MARK = re.compile(r"<!-- not run: (.*) -->")
@@ -222,17 +232,35 @@ class Terminal:
         return found
 
 
-def _build_wheel(directory: Path) -> Path:
-    """Build a wheel of a copy of what is committed here, so that no build lies in the checkout."""
+def pip_installs(page: list[Block]) -> list[list[str]]:
+    """The words of each `pip install` command of a page; other lines need not be a shell's."""
+    lines = (
+        line.removeprefix("$ ")
+        for block in page
+        for line in block.text.replace("\\\n", " ").splitlines()
+    )
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("pip install ")]
+
+
+def export_commit(directory: Path) -> Path:
+    """Write what is committed here to `directory`/sources, so that no build lies in the checkout.
+
+    Returns:
+        That directory.
+    """
     sources = directory / "sources"
     sources.mkdir()
     archive = subprocess.run(
         ["git", "archive", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE
     ).stdout
     subprocess.run(["tar", "-x", "-C", str(sources)], input=archive, check=True)
+    return sources
+
+
+def _build_wheel(directory: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
     subprocess.run(
-        [*pip, "--no-deps", f"--wheel-dir={directory}", str(sources)],
+        [*pip, "--no-deps", f"--wheel-dir={directory}", str(export_commit(directory))],
         check=True,
         timeout=_INSTALL_SECONDS,
     )
@@ -248,23 +276,20 @@ def _install(page: list[Block], python: Path, wheel: Path) -> None:
     def install(*what: str) -> None:
         subprocess.run([*pip, *what], check=True, timeout=_INSTALL_SECONDS)
 
-    install(_TORCH)
-    for block in page:
-        for line in block.text.replace("\\\n", " ").splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True)
-            if words[:2] != ["pip", "install"]:
-                continue
-            extras = _EXTRAS.search(line)
-            if "recpoint" in line:
-                install(f"{wheel}[{extras[1]}]" if extras else str(wheel))
-            elif "--no-deps" in words:  # versions that constraints.txt may not have
-                command = [*pip[:-2], *words[2:]]
-                subprocess.run(command, check=True, timeout=_INSTALL_SECONDS)
-            elif not words[2].startswith("torch"):
-                install(*words[2:])
+    install(TORCH)
+    for words in pip_installs(page):
+        recpoint = next((word for word in words if "recpoint" in word), None)
+        if recpoint is not None:
+            extras = _EXTRAS.search(recpoint)
+            install(f"{wheel}[{extras[1]}]" if extras else str(wheel))
+        elif "--no-deps" in words:  # versions that constraints.txt may not have
+            command = [*pip[:-2], *words[2:]]
+            subprocess.run(command, check=True, timeout=_INSTALL_SECONDS)
+        elif not words[2].startswith("torch"):
+            install(*words[2:])
 
 
-def _environment(directory: Path, programs: Path) -> dict[str, str]:
+def reader_environment(directory: Path, programs: Path) -> dict[str, str]:
     """Variables of a reader who has set none."""
     foreign = ("PREFECT_", "AWS_", "RECPOINT_", "PYTHON", "RUN")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
@@ -319,7 +344,7 @@ def play(name: str, wheel: Path, directory: Path) -> None:
     print(f"{name}: installed in {time.monotonic() - begun:.0f} s", flush=True)
     work = directory / "work"
     work.mkdir()
-    environment = _environment(directory, programs)
+    environment = reader_environment(directory, programs)
     with _terminals(work, environment) as terminals:
         for block in page:
             if block.title is not None:

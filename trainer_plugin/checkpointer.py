@@ -25,7 +25,7 @@ from recpoint.errors import SettingsError
 from recpoint.format.manifest import Kind
 from recpoint.interrupts import Hold, held
 from recpoint.trainer_plugin.assembly import assemble, look_at
-from recpoint.trainer_plugin.loop import Bound, Loop
+from recpoint.trainer_plugin.loop import Bound, Loop, Uncounted
 from recpoint.trainer_plugin.pipeline.pipeline import Pipeline
 from recpoint.trainer_plugin.pipeline.reader_pace import Pace
 from recpoint.trainer_plugin.policy import Policy, PolicyName, as_policy
@@ -183,6 +183,7 @@ class Checkpointer:
         self._end = AgreedEnd(self._ranks, wait_seconds=settings.timeouts.ranks_seconds)
         self._pipeline: Pipeline | None = None
         self._pace: Pace | None = None
+        self._uncounted: Uncounted | None = None  # until the first batch is counted
         self._closed = False
         self._is_busy = False  # True during a call that others must not interrupt
         self._loop = Loop(
@@ -361,6 +362,8 @@ class Checkpointer:
         self._state.warn_of_batches(start.batches_done)
         self._pace = Pace(self._reader, pipeline)
         self._pace.restart(start.batches_done)
+        if self._ranks.rank == 0:
+            self._uncounted = Uncounted(self._state.optimizers.parameters())
         if self._settings.options.announce and self._ranks.rank == 0:
             announce_start(run.url, start.report, resumed=start.resumed, left=start.left)
 
@@ -461,7 +464,7 @@ class Checkpointer:
 
     def _step(self) -> None:
         pipeline, pace = self._running("step()")
-        self.batches_done += 1
+        self._count()
         if (
             pace.is_over(self.batches_done)
             or pipeline.outcomes.has_news()
@@ -475,7 +478,13 @@ class Checkpointer:
 
     def _count_batch(self) -> None:
         if not self._is_over():
-            self.batches_done += 1
+            self._count()
+
+    def _count(self) -> None:
+        self.batches_done += 1
+        if self._uncounted is not None:
+            self._uncounted.end()
+            self._uncounted = None
 
     def _act(self, pipeline: Pipeline, pace: Pace) -> None:
         pipeline.outcomes.fetch()
@@ -619,10 +628,15 @@ class Checkpointer:
         try:
             if pipeline is not None and final:
                 self._loop.leave()
+            if self._uncounted is not None and (final or told):
+                self._uncounted.warn()
+            if pipeline is not None and final:
                 pipeline.finish(self.batches_done)
             elif pipeline is not None and told:
                 pipeline.say_ended()
         finally:
+            if self._uncounted is not None:
+                self._uncounted.end()
             self._is_busy, self._closed = False, True
             self._loop.end()
             if pipeline is not None:

@@ -19,6 +19,7 @@ from typing import Any, Literal, Required, TypedDict, Unpack
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from recpoint.errors import SettingsError
+from recpoint.installation import install_command
 from recpoint.trainer_plugin.checkpointer import Checkpointer
 from recpoint.trainer_plugin.policy import Policy, PolicyName
 from recpoint.trainer_plugin.setting_checks import instance_of
@@ -49,7 +50,7 @@ except ImportError:
             "recpoint.LightningCallback",
             found="no lightning installed",
             expected="lightning, or pytorch-lightning",
-            next_step="pip install 'recpoint[lightning]'",
+            next_step=install_command("lightning"),
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Describes a run from its catalog alone: lag, stalls, bytes, chain, states, failures."""
+"""Describes a run from its catalog: lag, stalls, bytes, chain, states, failures."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Histogram:
         return HistogramReading(self._bounds, tuple(self._counts), self._total)
 
 
-# Describes a run from its catalog alone: lag, stalls, bytes, chain, states, failures.
+# Describes a run from its catalog: lag, stalls, bytes, chain, states, failures.
 #
 # The functions here only compute; `watch.RunWatch` reads. So a page, a command and a metric agree.
 # Nothing here asks Prefect, a trainer or an agent.
@@ -261,7 +261,8 @@ class Generation:
 class Ended:
     """The end of the newest trainer, if it has ended by itself.
 
-    Nothing is lost if there is a checkpoint of `step`.
+    Nothing is lost if there is a checkpoint of `step`. If `step` is 0 and there is no checkpoint,
+    the trainer has counted no batch: what it trained is not known, and none of it is stored.
 
     Attributes:
         step: number of batches trained.
@@ -286,7 +287,8 @@ class Lag:
             that does not restore any more. After the run has ended it is constant, and 0 if
             everything is stored.
         at_risk_batches: the same in batches, at the pace of the newest checkpoints; exact after the
-            run has ended. None: not known, for instance if `overdue`.
+            run has ended. None: not known, for instance if `overdue`, or if a run has ended and
+            counted no batch. `at_risk_seconds` is then the largest possible loss.
         overdue: the run has not ended, and has been silent for longer than a checkpoint takes. The
             catalog cannot tell a dead trainer from one whose agent is dead. `at_risk_seconds` is
             then the loss if the trainer still trains, which is the largest possible.
@@ -409,6 +411,8 @@ class RunOverview:
         generation: the newest trainer; None: none has started.
         restarts: number of starts of trainers on this line after the first.
         ended: the end of the newest trainer; None: it has not ended, or has not said so.
+        trainer_gone: whether the newest trainer is known to be gone without having said that it
+            ended. Only the trainer's host knows that.
         lag, totals: see their classes.
         restore: see `RestoreEstimate`; None: no checkpoint restores.
         plan: the plan of the newest retention; None: none has stored a plan.
@@ -426,6 +430,7 @@ class RunOverview:
     generation: Generation | None
     restarts: int
     ended: Ended | None
+    trainer_gone: bool
     lag: Lag
     restore: RestoreEstimate | None
     totals: Totals
@@ -437,6 +442,11 @@ class RunOverview:
     def newest(self) -> CheckpointFacts | None:
         """The newest checkpoint of the live line, whether it restores or not."""
         return self.checkpoints[0] if self.checkpoints else None
+
+    @property
+    def counted_nothing(self) -> bool:
+        """Whether the newest trainer has ended, and no trainer of this line counted a batch."""
+        return self.ended is not None and self.ended.step == 0 and not self.checkpoints
 
 
 #: Kinds of alarms.
@@ -477,7 +487,11 @@ def alarms(
             not known.
     """
     found: list[Alarm] = []
-    silence = _silence(overview, intervals, unknown_interval_seconds)
+    silence = (
+        _uncounted(overview)
+        or _gone(overview)
+        or _silence(overview, intervals, unknown_interval_seconds)
+    )
     if silence is not None:
         found.append(silence)
     troubles: dict[str, Trouble] = {
@@ -490,6 +504,32 @@ def alarms(
         if trouble is not None:
             found.append(Alarm(trouble, f"{failure.subject}: {failure.cause}", failure.next_step))
     return tuple(found)
+
+
+def _uncounted(overview: RunOverview) -> Alarm | None:
+    if overview.ended is None or not overview.counted_nothing:
+        return None
+    ended = _ENDED[overview.ended.reason]
+    return Alarm(
+        "no_commit",
+        f"training has {ended}, and its Checkpointer counted no batch: nothing is stored",
+        "in the training script: call step() after each batch, or loop over batches(), which "
+        "calls it; then train again",
+    )
+
+
+def _gone(overview: RunOverview) -> Alarm | None:
+    generation, restore = overview.generation, overview.restore
+    if generation is None or not overview.trainer_gone:
+        return None
+    stored = "no checkpoint is stored" if restore is None else f"step {restore.step} is stored"
+    return Alarm(
+        "no_commit",
+        f"the trainer (process {generation.pid} of {generation.host}) is gone and did not say that "
+        f"it ended; {stored}",
+        f"on {generation.host}: start the training again; recpoint agent there stores what is "
+        "still staged",
+    )
 
 
 def _silence(
@@ -783,6 +823,14 @@ def ended_lag(
         pace: batches per second; None: not known.
     """
     missing = ended.step - (safe_step or 0)
+    if ended.step == 0 and safe_step is None:  # no batch was counted: it may have trained all along
+        return replace(
+            lag,
+            at_risk_seconds=min(lag.at_risk_seconds, most_seconds),
+            at_risk_batches=None,
+            overdue=False,
+            intervals=None,
+        )
     if missing <= 0:
         return replace(lag, at_risk_seconds=0.0, at_risk_batches=0, overdue=False, intervals=None)
     # A trainer waits for its agent before it writes its end record, and trains nothing meanwhile.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from recpoint.catalog.overview.overview import (
@@ -34,6 +36,7 @@ from recpoint.catalog.run.lineage import Representation, by_checkpoint
 from recpoint.catalog.run.pins import pinned
 from recpoint.catalog.run.run import Run, read_end
 from recpoint.catalog.run.validations import Doubts, Verdict, verdicts
+from recpoint.catalog.staging.area import read_note, run_directory, trainer_state
 from recpoint.catalog.store.contract import ObjectInfo, now_ms
 from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import ChainError, FormatError, ObjectNotFound
@@ -124,10 +127,13 @@ class RunWatch:
 
     Args:
         run: the run.
+        staging: a staging area of this host, which may know that the newest trainer is gone; None:
+            only the catalog is read.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, staging: Path | None = None) -> None:
         self.run = run
+        self._staging = staging
         self._read: dict[tuple[str, int, int], ManifestFigures] = {}
         self._whole: dict[Representation, Manifest] = {}
         self._safe: _Safe | None = None
@@ -190,6 +196,7 @@ class RunWatch:
             generation=generation,
             restarts=self.run.restarts(newest) if newest else 0,
             ended=ended,
+            trainer_gone=ended is None and self._is_gone(generation),
             lag=lag,
             restore=None if safe is None else restore_estimate(safe.chain, speed),
             totals=totals(facts),
@@ -375,6 +382,22 @@ class RunWatch:
             age=self._appearances.age(listing.generations[newest]),
             restored_step=None if record.restored is None else record.restored.step,
         )
+
+    def _is_gone(self, generation: Generation | None) -> bool:
+        """Return whether the newest trainer is known on this host, and its lock is free."""
+        if (
+            self._staging is None
+            or generation is None
+            or generation.host != socket.gethostname()[:255]
+        ):
+            return False
+        run_dir = run_directory(self._staging, self.run.url)
+        note = read_note(run_dir)
+        # A trainer writes its note after its generation's record, by the same clock. An older note
+        # is of an earlier trainer: the newest may stage in another area.
+        if note is None or note.at_ms < generation.created_ms:
+            return False
+        return trainer_state(run_dir, note) == "lost"
 
     def _end(self, generation: int) -> EndRecord | None:
         """Return the end record of the newest trainer; None if there is none or it is damaged."""

@@ -385,7 +385,10 @@ def _restore_first(
         found=f"no checkpoint on the live line{others}",
         expected="at least one",
         next_step=f"recpoint list {run.url} --all; a superseded one is restored by step and "
-        "generation",
+        "generation"
+        if superseded
+        else f"recpoint lag {run.url} says what the trainer does; the first checkpoint is there "
+        "when the first interval is over and recpoint agent, on the trainer's host, has stored it",
     )
 
 

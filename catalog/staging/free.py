@@ -33,6 +33,7 @@ from recpoint.catalog.staging.area import (
     outcomes_directory,
     read_job,
     read_note,
+    run_directories,
     slots_directory,
     staged_jobs,
     trainer_lock_path,
@@ -41,13 +42,16 @@ from recpoint.catalog.staging.area import (
 from recpoint.catalog.store import durable
 from recpoint.errors import FormatError, StagingError, StagingRefused
 from recpoint.format.naming import parse_job_stem
+from recpoint.units import bytes_text
 
 __all__ = [
     "FreeSlot",
+    "LeftBehind",
     "RankJobs",
     "free_slots",
     "free_slots_of_ended",
     "has_ended",
+    "left_behind",
     "read_rank_jobs",
     "remove_unnamed",
     "slots_by_rank",
@@ -141,6 +145,41 @@ def free_slots_of_ended(run_dir: Path) -> list[FreeSlot]:
     if trainer_state(run_dir, read_note(run_dir)) != "ended":
         return []
     return free_slots(run_dir, ended=True, grace_seconds=0.0)
+
+
+class LeftBehind(NamedTuple):
+    """A run whose trainer is gone without having said that it ended, and the bytes of its slots."""
+
+    run_url: str
+    size_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{bytes_text(self.size_bytes)} of slots wait for a new start of {self.run_url}, whose "
+            f"trainer is gone: recpoint sweep {self.run_url} --grace 1h frees what was unused for "
+            "an hour; if the run is deleted, recpoint sweep URL --discard-staged frees all"
+        )
+
+
+def left_behind(staging: Path) -> list[LeftBehind]:
+    """Return the runs of a staging area whose trainers left slots and are gone, largest first.
+
+    What cannot be read is left out.
+    """
+    found: list[LeftBehind] = []
+    run_dirs: list[Path] = []
+    with suppress(OSError, StagingRefused):
+        run_dirs = run_directories(staging)
+    for run_dir in run_dirs:
+        with suppress(OSError, StagingRefused):
+            note = read_note(run_dir)
+            if note is None or trainer_state(run_dir, note) != "lost":
+                continue
+            slots = [path for paths in slots_by_rank(run_dir).values() for path in paths]
+            size_bytes = sum(path.stat().st_size for path in slots)
+            if size_bytes:
+                found.append(LeftBehind(note.run_url, size_bytes))
+    return sorted(found, key=lambda one: -one.size_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,7 @@ from recpoint.catalog.store.s3 import (
     client_settings,
 )
 from recpoint.errors import ObjectNotFound, RecpointError, SettingsError, StoreUnsupported
+from recpoint.installation import install_command
 
 __all__ = ["ObjectInfo", "S3Timeouts", "Store", "open_store"]
 
@@ -88,8 +89,8 @@ def open_store(url: str, *, timeouts: S3Timeouts | None = None) -> Store:
 
 #: The packages to install for the most common schemes.
 _PACKAGES: Final = {
-    "s3": "recpoint[s3]",
-    "s3a": "recpoint[s3]",
+    "s3": "s3fs",
+    "s3a": "s3fs",
     "gs": "gcsfs",
     "gcs": "gcsfs",
     "abfs": "adlfs",
@@ -108,7 +109,7 @@ def _file_system_class(parsed: RunUrl) -> Any:
             subject,
             found=f"no package for {parsed.scheme}:// ({error})",
             expected=f"{package or 'the package that fsspec needs for it'}, installed",
-            next_step=f"pip install '{package}'" if package else "install the package named above",
+            next_step=_package_advice(package),
         ) from error
     except ValueError as error:
         raise SettingsError(
@@ -117,6 +118,12 @@ def _file_system_class(parsed: RunUrl) -> Any:
             expected="a scheme that fsspec knows: s3, gs, abfs, file, …",
             next_step="correct the run URL",
         ) from error
+
+
+def _package_advice(package: str | None) -> str:
+    if package is None:
+        return "install the package named above"
+    return install_command("s3") if package == "s3fs" else f"pip install {package}"
 
 
 class _S3Client:

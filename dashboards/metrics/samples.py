@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from recpoint.catalog.overview.overview import HistogramReading
 from recpoint.errors import SettingsError
+from recpoint.installation import install_command
 
 __all__ = ["Sample", "Samples", "require_prometheus"]
 
@@ -45,5 +46,5 @@ def require_prometheus(what: str) -> None:
             what,
             found="no prometheus_client installed",
             expected="prometheus_client",
-            next_step="pip install 'recpoint[metrics]'",
+            next_step=install_command("metrics"),
         )

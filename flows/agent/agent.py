@@ -18,7 +18,7 @@ from typing import Final, Literal
 from recpoint.catalog.consolidate.plan import ConsolidationTriggers
 from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AGENT, DRAIN, AgentLock, AtWork
-from recpoint.catalog.staging.free import free_slots_of_ended
+from recpoint.catalog.staging.free import free_slots_of_ended, left_behind
 from recpoint.catalog.store.contract import now_ms
 from recpoint.errors import StagingError, StagingRefused
 from recpoint.flows.agent.consolidations import BackgroundConsolidation, Which
@@ -429,6 +429,8 @@ class Agent:
         self._background.start(run_dirs)
         self._sweeps.start()
         _LOG.info("serving %s", self._staging)
+        for left in left_behind(self._staging):
+            _LOG.info("%s", left)
         written_at = 0.0
         try:
             while not self._ends:

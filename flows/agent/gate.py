@@ -101,8 +101,16 @@ class PrefectGate:
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop looking. A server that was started here keeps running."""
+        """Stop looking. The local server keeps running, and the log says so."""
         self._stop.set()
+        server = prefect_server.running_server() if self._own_server else None
+        if server is not None:
+            _LOG.info(
+                "the local Prefect server (process %d, %s) keeps running: recpoint server stop "
+                "ends it",
+                server.pid,
+                prefect_server.ui_url(server.url),
+            )
 
     def end_flow_run(self) -> Callable[..., None] | None:
         """Return `flows.persist.end_flow_run` if Prefect answered at the last check, else None."""

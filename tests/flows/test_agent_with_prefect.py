@@ -147,6 +147,10 @@ def test_a_store_that_is_away_is_one_line_a_try_and_one_flow_run(
         until(lambda: not path.exists())
         until(lambda: (flow_run(server.url) or {})["state_type"] == "COMPLETED")
         assert agent.terminate() == 0
+        # The server outlives the agent, and the agent says so.
+        left = f"the local Prefect server (process {server.pid}, "
+        assert agent.logged(left) == agent.logged("recpoint server stop ends it") == 1
+        assert prefect_server.running_server() == server
     lines = (tmp_path / "log").read_text().splitlines()
     # The command recpoint agent leaves Prefect's own line out: tests/flows/test_agent_log.py.
     tries = [x for x in lines if "no run.json" in x and "Finished in state AwaitingRetry" not in x]

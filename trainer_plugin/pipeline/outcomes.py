@@ -48,6 +48,9 @@ class WaitingLog:
         self._statistics = statistics
         # The last cause that was logged, and the number of commits before it.
         self._told: tuple[tuple[str, str], int] | None = None
+        # Due checkpoints that were not cut since the last commit, and whether a warning said so.
+        self._missed = 0
+        self._warned = False
 
     def skipped(self, batches_done: int, in_row: int) -> None:
         """Log that a due checkpoint was not cut, as a warning if no later one may be cut either.
@@ -60,12 +63,14 @@ class WaitingLog:
             batches_done: batches so far.
             in_row: number of due checkpoints skipped since the last one that was cut.
         """
+        self._missed += 1
         agent = self._area.agent_is_running()
         trouble = self._trouble(agent=agent)
         doubled = in_row & (in_row - 1) == 0  # 1, 2, 4, 8, …
         if not self._is_news(trouble) and not (doubled and (in_row >= _MANY_SKIPPED or not agent)):
             _log.info("no checkpoint at batch %d: earlier ones still wait", batches_done)
             return
+        self._warned = True
         why, next_step = self._why(trouble, agent=agent)
         _log.warning(
             "no checkpoint at batch %d, %d in a row not taken: earlier ones wait in %s, and %s. "
@@ -77,6 +82,23 @@ class WaitingLog:
             self._statistics.read(batches_done).lag_batches,
             next_step,
         )
+
+    def stored(self, step: int) -> None:
+        """Log that checkpoints are stored again, if a warning has said that they are not.
+
+        It is a warning too: whoever saw the other may see only warnings.
+
+        Args:
+            step: batches of the checkpoint that was committed.
+        """
+        if self._warned:
+            _log.warning(
+                "checkpoints are stored again: that of batch %d is committed, after %d were not "
+                "taken",
+                step,
+                self._missed,
+            )
+        self._missed, self._warned = 0, False
 
     def ends(self, staged: int) -> None:
         """Log that training ends while `staged` checkpoints are not stored."""
@@ -138,6 +160,7 @@ class Outcomes:
         cutter: learns the quantizers of stored tables.
         settings: settings of the Checkpointer.
         statistics: counts the outcomes.
+        waiting: logs when checkpoints that waited are stored again.
         ends: returns whether the process is about to end.
         batches_done: batches done when training began.
 
@@ -155,6 +178,7 @@ class Outcomes:
         cutter: Cutter,
         settings: Settings,
         statistics: Statistics,
+        waiting: WaitingLog,
         ends: Callable[[], bool],
         batches_done: int,
     ) -> None:
@@ -164,6 +188,7 @@ class Outcomes:
         self._cutter = cutter
         self._settings = settings
         self._statistics = statistics
+        self._waiting = waiting
         self._ends = ends
         self._unraised: BaseException | None = None
         self._answered_seconds = -math.inf  # monotonic time at which the newest answer was learned
@@ -279,6 +304,7 @@ class Outcomes:
             # count the same outage and the work on the others.
             turn_seconds=max(pending.cut_seconds, self._answered_seconds),
         )
+        self._waiting.stored(event.ref.step)
 
     def _rejected(self, event: Answered) -> None:
         outcome = event.outcome

@@ -145,6 +145,7 @@ class Pipeline:
         self._skipped_in_row = 0
         self.statistics = Statistics()
         self.statistics.start(start.batches_done, restored=start.report is not None)
+        self._waiting = WaitingLog(area, self.statistics)
         self.outcomes = Outcomes(
             handoff=self._handoff,
             ledger=self._ledger,
@@ -152,10 +153,10 @@ class Pipeline:
             cutter=cutter,
             settings=settings,
             statistics=self.statistics,
+            waiting=self._waiting,
             ends=ends,
             batches_done=start.batches_done,
         )
-        self._waiting = WaitingLog(area, self.statistics)
         self._outlook = Outlook(
             settings.failures, start.past, rule=cutter.rule, statistics=self.statistics
         )

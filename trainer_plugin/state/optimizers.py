@@ -52,6 +52,11 @@ class OptimizerState:
         self.optimizers = tuple(optimizers)
         self._tables = tuple(tables)
 
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters in the groups of all optimizers, as they are now."""
+        groups = (group for one in self.optimizers for group in one.param_groups)
+        return [parameter for group in groups for parameter in group["params"]]
+
     def row_states(self, table: Table) -> RowState:
         """Return the state with one entry for each row of `table`, as it is now."""
         own = table.row_states

@@ -17,6 +17,7 @@ from typing import Final
 
 from recpoint.catalog.store import durable
 from recpoint.errors import SettingsError
+from recpoint.installation import install_command
 
 __all__ = [
     "TABLE_ENDINGS",
@@ -154,5 +155,5 @@ def _require_pandas() -> None:
             "--table",
             found="no pandas",
             expected="pandas and pyarrow",
-            next_step="pip install 'recpoint[pandas]'",
+            next_step=install_command("pandas"),
         )

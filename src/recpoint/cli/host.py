@@ -24,6 +24,7 @@ from recpoint.dashboards.alert_rules import alert_rules, grafana_dashboard
 from recpoint.dashboards.metrics.samples import require_prometheus
 from recpoint.errors import RecpointError, SettingsError
 from recpoint.flows.repeated_lines import is_repeated
+from recpoint.installation import install_command
 from recpoint.units import duration_text
 
 __all__ = [
@@ -71,7 +72,7 @@ def serve_dashboard(
             "recpoint dashboard",
             found="no nicegui installed",
             expected="nicegui, which serves the page",
-            next_step="pip install 'recpoint[dashboard]'",
+            next_step=install_command("dashboard"),
         )
     from recpoint.dashboards.page import serve
     from recpoint.dashboards.watched_runs import WatchedRuns
@@ -288,7 +289,7 @@ def require_flows(command: str, *, otherwise: str = "") -> None:
             command,
             found="no prefect installed",
             expected=f"prefect{otherwise}",
-            next_step="pip install 'recpoint[flows]'",
+            next_step=install_command("flows"),
         )
 
 

@@ -26,6 +26,7 @@ from recpoint.catalog.run.repair import manifests_gone, superseded_text
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import Verdict, records_of, verdict, verdicts
 from recpoint.catalog.staging import area
+from recpoint.catalog.staging.free import left_behind
 from recpoint.catalog.store.run_url import naming_run, parse_run_url
 from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.catalog.store.store import open_store
@@ -150,6 +151,7 @@ def info(json_output: JsonOption = False) -> Result:
 
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     kernels = implementations()
+    found = left_behind(area.default_staging_root())
     versions = {name: _version(name) for name in _PACKAGES}
     document = {
         "recpoint": _version("recpoint"),
@@ -162,6 +164,7 @@ def info(json_output: JsonOption = False) -> Result:
         "cpu_threads": torch.get_num_threads(),
         "instruction_set": instruction_set(),
         "staging": str(area.default_staging_root()),
+        "left_behind": [left._asdict() for left in found],
         "huge_pages": staging.policy(),
         "huge_pages_from_bytes": staging.SMALLEST_BYTES,
     }
@@ -175,6 +178,7 @@ def info(json_output: JsonOption = False) -> Result:
         ("instruction set", document["instruction_set"]),
         ("CUDA devices", ", ".join(devices) or "none"),
         ("staging", document["staging"]),
+        *(("left behind", str(left)) for left in found),
         ("huge pages", f"{document['huge_pages']}; asked for tables of {smallest} and more"),
     ]
     return Result(document, terminal.fields_table(fields), _kernels_table(kernels))
@@ -220,7 +224,9 @@ def lag(
     ] = None,
     json_output: JsonOption = False,
 ) -> Result:
-    """Print what each run would lose if its trainer died now, from its catalog alone.
+    """Print what each run would lose if its trainer died now, from its catalog.
+
+    Whether a trainer of this host has been killed is known from the staging area of this host.
 
     Exit codes: 0 all runs could be read, and none is above --max-seconds; 1 a run is above it, or
     does not exist; 2 a URL is wrong; 3 a store cannot be reached; 4 a catalog is damaged. If
@@ -302,6 +308,7 @@ def _figures(seen: RunOverview) -> dict[str, Any]:
         "manifests_to_read": None if restore is None else restore.manifests_to_read,
         "bytes_to_read": None if restore is None else restore.bytes_to_read,
         "ended": None if ended is None else ended.reason,
+        "trainer_gone": seen.trainer_gone,
         "validated": None
         if validated is None or verdict is None
         else {"step": validated.step, "result": verdict.result, "level": verdict.level},
@@ -386,6 +393,8 @@ def list_checkpoints(
             document.update(error=type(gone).__name__, message=str(gone))
             return Result(document, terminal.error_text(gone), code=exit_code(gone))
         text = _NONE_YET
+        troubles = alarms(current_watch(url, None).refresh())
+        text += "".join(f"; {one.text}. Next: {one.next_step}" for one in troubles)
         if forms:
             others = superseded_text(sorted(forms))
             text = f"no checkpoint that counts; {others}: --all lists them"

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.__main__ import NAMES, main
 from benchmarks.torchrec_tracker import installed
+from recpoint.installation import install_command
 from tests.torch_interpreter import run_program
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -84,7 +85,7 @@ def test_it_runs_and_has_its_figures(name: str) -> None:
 def test_without_a_package_it_is_not_run() -> None:
     done = run("persist", before="sys.modules['psutil'] = None")
     assert done.returncode == 0, done.stderr
-    assert "psutil is not installed: pip install 'recpoint[bench]'" in done.stdout
+    assert f"psutil is not installed: {install_command('bench')}" in done.stdout
     assert json.loads(done.stdout.splitlines()[-1])["figures"] == {}
 
 

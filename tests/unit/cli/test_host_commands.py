@@ -10,6 +10,7 @@ import pytest
 from recpoint.catalog.staging.agent import AgentLock
 from recpoint.cli import host
 from recpoint.errors import StoreAccessDenied
+from recpoint.installation import install_command
 from tests.unit.cli.conftest import Invoke, SavedRun
 
 
@@ -83,7 +84,7 @@ def test_what_needs_prefect_says_how_to_get_it(
     found = recpoint(*command, "--json")
     assert found.code == 2
     assert found.json["subject"] == " ".join(["recpoint", *command])
-    assert found.json["next_step"] == "pip install 'recpoint[flows]'"
+    assert found.json["next_step"] == install_command("flows")
     assert ("--prefect off" in found.json["expected"]) == (command == ["agent"])
 
 

@@ -7,15 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from recpoint.catalog.overview.watch import RunWatch
+from recpoint.catalog.staging import area
+from tests.agent_process import AgentProcess
 from tests.catalog_builder import new_run
 from tests.polling import PATIENCE_SECONDS, until
 from tests.training_builder import Place, checkpointer, simple_training, train
 from tests.unit.cli.conftest import Invoke, SavedRun
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_it_says_what_the_overview_says(recpoint: Invoke, saved_run: SavedRun) -> None:
@@ -110,6 +116,103 @@ def test_a_run_without_a_checkpoint_loses_what_was_trained(
     ended = recpoint("lag", tmp_path / "run", "--max-seconds", 0, "--json")
     assert ended.code == 1
     assert ended.json["runs"][0]["step"] is None
+
+
+def test_a_training_that_counted_no_batch_is_told_what_to_do(
+    recpoint: Invoke, tmp_path: Path
+) -> None:
+    place = Place(str(tmp_path / "run"), tmp_path / "staging")
+    training = simple_training()
+    with place.agent(), checkpointer(training, place) as ckpt:
+        ckpt.restore()
+        training.batch()  # and no step()
+    ended = recpoint("lag", place.run, "--max-seconds", 0, "--json")
+    (run,) = ended.json["runs"]
+    assert ended.code == 1
+    assert (run["ended"], run["step"], run["at_risk_batches"]) == ("finished", None, None)
+    assert run["at_risk_seconds"] > 0
+    (alarm,) = run["alarms"]
+    assert "counted no batch: nothing is stored" in alarm["text"]
+    assert "call step() after each batch" in alarm["next_step"]
+    shown = " ".join(recpoint("lag", place.run).stdout.split())
+    assert "no batch was counted" in shown and "all is stored" not in shown
+    listed = " ".join(recpoint("list", place.run).stdout.split())
+    assert "no checkpoint yet" in listed and "call step() after each batch" in listed
+
+
+@contextmanager
+def killed(place: Place) -> Iterator[subprocess.Popen[bytes]]:
+    """A trainer that has not committed anything; it is killed at the end of the block."""
+    program = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from tests.training_builder import Place, checkpointer, simple_training, train\n"
+        "training = simple_training()\n"
+        "place = Place(sys.argv[1], Path(sys.argv[2]))\n"
+        "ckpt = checkpointer(training, place, interval_batches=1000)\n"
+        "ckpt.restore()\n"
+        "train(training, ckpt, 3)\n"
+        "print('trains', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, place.run, str(place.staging)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+    ) as trainer:
+        assert trainer.stdout is not None and trainer.stdout.readline() == b"trains\n"
+        yield trainer
+        os.kill(trainer.pid, signal.SIGKILL)
+
+
+def test_a_trainer_that_was_killed_before_its_first_commit_is_gone(
+    recpoint: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(str(tmp_path / "run"), tmp_path / "staging")
+    monkeypatch.setenv("RECPOINT_STAGING", str(place.staging))
+    with killed(place) as trainer:
+        alive = recpoint("lag", place.run, "--json").json["runs"][0]
+        assert (alive["trainer_gone"], alive["alarms"]) == (False, [])
+        assert "going on" in recpoint("lag", place.run).stdout
+    (run,) = recpoint("lag", place.run, "--json").json["runs"]
+    assert run["trainer_gone"] is True and run["ended"] is None
+    (alarm,) = run["alarms"]
+    assert f"process {trainer.pid} of" in alarm["text"]
+    assert "is gone and did not say that it ended; no checkpoint is stored" in alarm["text"]
+    assert "start the training again" in alarm["next_step"]
+    shown = " ".join(recpoint("lag", place.run).stdout.split())
+    assert "gone" in shown and "going on" not in shown and "up to" in shown
+    assert "is gone and did not say" in " ".join(recpoint("list", place.run).stdout.split())
+    # Another staging area, as on another host, does not know it.
+    monkeypatch.setenv("RECPOINT_STAGING", str(tmp_path / "elsewhere"))
+    assert recpoint("lag", place.run, "--json").json["runs"][0]["trainer_gone"] is False
+
+
+def test_slots_of_a_killed_trainer_are_named_with_what_frees_them(
+    recpoint: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(str(tmp_path / "run"), tmp_path / "staging")
+    monkeypatch.setenv("RECPOINT_STAGING", str(place.staging))
+    assert recpoint("info", "--json").json["left_behind"] == []
+    with killed(place):
+        assert recpoint("info", "--json").json["left_behind"] == []
+    (left,) = recpoint("info", "--json").json["left_behind"]
+    slots = area.slots_directory(place.run_directory).iterdir()
+    assert left == {"run_url": place.run, "size_bytes": sum(one.stat().st_size for one in slots)}
+    assert left["size_bytes"] > 0
+    advice = f"recpoint sweep {place.run} --grace 1h"
+    monkeypatch.setenv("COLUMNS", "2000")
+    assert advice in recpoint("info").stdout
+    with AgentProcess(place.staging, tmp_path / "log", once=True) as agent:
+        assert agent.process.wait(PATIENCE_SECONDS) == 0
+        assert agent.logged(advice) == 1
+    old = time.time() - 7200
+    for path in place.run_directory.rglob("*"):
+        os.utime(path, (old, old))
+    assert recpoint("sweep", place.run, "--grace", "1h").code == 0
+    assert recpoint("info", "--json").json["left_behind"] == []
 
 
 def test_watching_shows_each_look_until_it_is_interrupted(

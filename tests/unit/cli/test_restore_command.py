@@ -415,6 +415,17 @@ def test_the_help_says_how_to_load_what_is_written(recpoint: Invoke) -> None:
     assert "model.load_state_dict(torch.load(FILE))" in text
 
 
+def test_a_run_without_a_checkpoint_says_when_there_will_be_one(
+    recpoint: Invoke, tmp_path: Path
+) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    ended = recpoint("restore", tmp_path / "run", "--to", tmp_path / "model.pt", "--json")
+    assert (ended.code, ended.json["error"]) == (1, "NothingToRestore")
+    assert ended.json["next_step"].startswith(f"recpoint lag {run.url}")
+    assert "superseded" not in ended.json["next_step"]
+
+
 def test_restore_of_an_unknown_table(recpoint: Invoke, saved_run: SavedRun, tmp_path: Path) -> None:
     arguments = ("restore", saved_run.directory, "--to", tmp_path / "x.csv", "--table", "nobody")
     ended = recpoint(*arguments, "--json")

@@ -44,6 +44,7 @@ NOTHING = RunOverview(
     generation=None,
     restarts=0,
     ended=None,
+    trainer_gone=False,
     lag=Lag(
         seconds=None,
         silent_seconds=0.0,
@@ -129,6 +130,17 @@ def test_a_loss_says_how_well_it_is_known() -> None:
     assert texts.risk_text(ended) == "1 min 30 s, 1 batch"
     stored = replace(ended, lag=replace(lag, at_risk_seconds=0.0, at_risk_batches=0))
     assert texts.risk_text(stored) == "nothing: ended, all is stored"
+    uncounted = replace(
+        ended,
+        ended=Ended(step=0, reason="finished", ended_ms=0),
+        lag=replace(lag, at_risk_batches=None),
+    )
+    assert texts.risk_text(uncounted) == "up to 1 min 30 s, no batch was counted"
+    assert "counted no batch" in texts.expectation_text(uncounted)
+    gone = replace(going_on, trainer_gone=True)
+    assert texts.risk_text(gone) == "up to 1 min 30 s, 1 batch"
+    assert "the trainer is gone" in texts.expectation_text(gone)
+    assert "gone without" in texts.field_texts(gone)["Trainer"]
 
 
 def drawn_of(*checkpoints: CheckpointFacts) -> page.Drawn:

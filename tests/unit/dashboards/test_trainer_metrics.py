@@ -15,6 +15,7 @@ import recpoint
 from recpoint.catalog.overview.overview import CAUSES, SECONDS, Histogram, cause_of, cause_of_name
 from recpoint.dashboards.metrics.table import AGENT_METRICS, METRICS, TRAINER_METRICS
 from recpoint.errors import RecpointError, SettingsError, StaleWriter, StoreFull, StoreUnavailable
+from recpoint.installation import install_command
 from tests.scraping import scrape, value
 from tests.torch_interpreter import run_program
 from tests.training_builder import Place, checkpointer, simple_training, train, until
@@ -214,7 +215,7 @@ assert "prefect" not in sys.modules
     done = run_program(program)
     assert done.returncode == 0, done.stderr
     assert "no prometheus_client installed" in done.stdout
-    assert "pip install 'recpoint[metrics]'" in done.stdout
+    assert install_command("metrics") in done.stdout
 
 
 def test_names_are_as_prometheus_wants_them() -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.polling import until
 from tests.torchrec_model import MISSING
 from tests.training_builder import InlineAgent
-from tests.tutorials import PAGES, ROOT, blocks, missing_line
+from tests.tutorials import PAGES, ROOT, blocks, missing_line, pip_installs
 
 SCRIPTS = ROOT / "examples" / "tutorials"
 
@@ -167,7 +167,9 @@ def test_each_command_of_a_page_is_run_by_make_tutorials() -> None:
     assert len(pages) == 6
     for page in pages:
         found = blocks(page)
-        assert any("pip install" in block.text for block in found), page
+        installed = [words[-1] for words in pip_installs(found)]
+        assert "torch==2.13.0" in installed, page
+        assert any(what.startswith("./recpoint") for what in installed), page
         for block in found:
             if block.tag in ("console", "sh") and block.title is None:
                 assert block.terminal is not None or "pip install" in block.text, block.text

@@ -22,6 +22,8 @@ from recpoint.format.record_kinds import (
     kind_of,
 )
 from recpoint.format.records import Record, pack_record, unpack_record
+from recpoint.kernels.implementation import on_cpu
+from recpoint.kernels.native import INSTRUCTION_SETS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "format.md").read_text()
@@ -85,6 +87,19 @@ def _record(sample: Sample) -> Record:
 def test_a_sample_is_a_record_of_its_key(sample: Sample) -> None:
     record = _record(sample)
     assert json.loads(pack_record(record)) == json.loads(sample.data)
+
+
+def test_samples_name_the_quantizer_as_it_is_written_today() -> None:
+    manifests = [json.loads(sample.data)["body"] for sample in SAMPLES]
+    named = {body["quantized_by"] for body in manifests if body.get("quantized_by")}
+    assert named
+    today = on_cpu().rpartition(", ")[0]  # behind it the instruction set of this machine
+    for name in named:
+        words, _, instructions = name.rpartition(", ")
+        assert re.sub(r"\d+ threads?", "n threads", words) == re.sub(
+            r"\d+ threads?", "n threads", today
+        )
+        assert instructions in INSTRUCTION_SETS
 
 
 def test_each_kind_has_a_sample() -> None:

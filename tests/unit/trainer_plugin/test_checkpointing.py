@@ -507,6 +507,15 @@ def test_due_checkpoints_that_nobody_stores_are_told_at_warning_level(
         train(training, ckpt, 7)
         assert "the agent has not stored them" in told()[0] and len(told()) == 1
         assert "would lose 17 batches" in told()[0]
+    caplog.clear()
+    place.persist_all()
+    train(training, ckpt, 1)
+    stored = "checkpoints are stored again: that of batch 1 is committed, after 16 were not taken"
+    assert told() == [stored]
+    until(lambda: ckpt.stats.staged == 2)
+    place.persist_all()
+    until(lambda: ckpt.stats.committed == 2)
+    assert told() == [stored]  # the next one is nothing new
     ckpt.close(final=False)
 
 
