@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,9 @@ KEYS = (
 )
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PLACES = 12
+_PLACES = 8
+#: Systems that are measured at once.
+_AT_ONCE = 2
 _SMOKE_SYSTEMS = ("recpoint", "torch_save")
 _SMOKE_FAULTS = ("truncation", "kill at every I/O boundary", "missing increment", "unknown version")
 
@@ -54,7 +58,8 @@ def run(
         smoke: two systems, few faults, two places each.
         system: only this one.
         fault: only this one.
-        places: of the places where a fault could strike, so many are tried; 0: all.
+        places: of the places where a fault could strike, so many are tried, and three times as
+            many where SIGKILL strikes; 0: all.
         markdown_file: gets the table for the docs.
     """
     systems = [system] if system else list(_SMOKE_SYSTEMS if smoke else SYSTEMS)
@@ -62,11 +67,19 @@ def run(
     found: dict[str, Found] = {}
     with tempfile.TemporaryDirectory(prefix="recpoint-faults-") as folder:
         library = compiled(Path(folder))
-        for name in systems:
-            if library is None:
-                found[name] = {"not_run": "no C compiler: cc, or pip install ziglang"}
-            else:
-                found[name] = _host(name, faults, library, Path(folder), 2 if smoke else places)
+        if library is None:
+            reason = "no C compiler: cc, or pip install ziglang"
+            found = {name: {"not_run": reason, "cells": {}, "versions": {}} for name in systems}
+        else:
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                host = partial(
+                    _host,
+                    faults=faults,
+                    library=library,
+                    folder=Path(folder),
+                    places=2 if smoke else places,
+                )
+                found = dict(zip(systems, pool.map(host, systems), strict=True))
     report = Report(name="faults", columns=("fault", *(system_of(n).title for n in systems)))
     for one in faults:
         report.rows.append((one, *(_cell(found[name], one) for name in systems)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.faults.system import Hostile, NotApplicable, Place, normal
 from benchmarks.faults.trials import Trials, not_applicable
-from benchmarks.faults.verdicts import Verdict, worst
+from benchmarks.faults.verdicts import Outcome, Verdict, worst
 
 __all__ = ["bit_flip", "disturbed", "falsified", "truncation"]
 
@@ -72,11 +72,20 @@ def disturbed(trials: Trials, what: str) -> Verdict:
 
 
 def falsified(trials: Trials, what: Hostile) -> Verdict:
-    """Changes the description of the newest checkpoint as an adversary would."""
+    """Changes the description of the newest checkpoint as an adversary would.
+
+    A checkpoint of an unknown version is the work of a later release, and sound: to restore an
+    older one without a word would lose it. This release cannot read it, so a clear error counts.
+    """
     place = trials.prepared(*_STATES)
     try:
         changed = trials.kind(place).falsify(what, 2)
     except NotApplicable as error:
         return not_applicable(str(error))
     names = [*(path.name for path in changed), *trials.names(place, 2)]
-    return trials.judge(trials.restored(place), newest=_STATES, names=names)
+    if what != "unknown version":
+        return trials.judge(trials.restored(place), newest=_STATES, names=names)
+    verdict = trials.judge(trials.restored(place), newest=_STATES[1:], names=names)
+    if verdict.outcome is Outcome.CLEAR:
+        return Verdict(Outcome.SURVIVED, f"refused by name: {verdict.why}")
+    return verdict

@@ -74,6 +74,10 @@ def killed_in_an_overwrite(trials: Trials) -> Verdict:
         save(system, other, overwrite=True)
 
     place = trials.prepared(_ONE, _TWO)
+    refused = trials.perform(place, overwrite)
+    if not refused.ok and trials.restored(place).value == (2, trials.digest(_TWO)):
+        return not_applicable(f"refuses to write over a checkpoint: {refused.error_type}")
+    trials.put_back(place)
     return _killed(trials, place, overwrite, sound=[_ONE, _TWO, other])
 
 
@@ -86,7 +90,7 @@ def _killed(
 ) -> Verdict:
     count = trials.operations(place, does)
     verdicts = []
-    chosen = spread(count, trials.places)
+    chosen = spread(count, 3 * trials.places)
     for at in chosen:
         trials.put_back(place)
         fault = IoFault(cause=Cause.KILL_GROUP, at=at, kinds=CHANGES, below=place.folder)

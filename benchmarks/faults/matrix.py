@@ -10,7 +10,7 @@ from typing import Final
 from benchmarks.faults import damage, interruptions, races, services
 from benchmarks.faults.system import System
 from benchmarks.faults.trials import Broken, Trials, not_applicable
-from benchmarks.faults.verdicts import Outcome, Verdict
+from benchmarks.faults.verdicts import Verdict
 
 __all__ = ["FAULTS", "SYSTEMS", "cell", "system_of"]
 
@@ -73,4 +73,4 @@ def cell(trials: Trials, fault: str) -> Verdict:
     try:
         return FAULTS[fault](trials)
     except Broken as error:
-        return Verdict(Outcome.UNCLEAR, str(error)[:300])
+        return not_applicable(f"not run: {error}"[:300])

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from benchmarks.faults.system import Place, System, normal
-from benchmarks.faults.trials import Trials, not_applicable, save
+from benchmarks.faults.trials import Broken, Trials, not_applicable, save
 from benchmarks.faults.verdicts import Verdict, worst
 from recpoint.testing.seaweed import SeaweedServer
 
@@ -122,7 +122,7 @@ def _on(server: SeaweedServer, trials: Trials) -> Place:
 def _saved(trials: Trials, place: Place, environment: Mapping[str, str]) -> None:
     ended = trials.perform(place, lambda system: save(system, _ONE), environment=environment)
     if not ended.ok:
-        raise RuntimeError(f"a save on S3 without a fault: {ended}\n{ended.output}")
+        raise Broken(f"a save on S3 without a fault: {ended}\n{ended.output}")
 
 
 def _judged(

@@ -12,6 +12,9 @@ from benchmarks.faults.systems.dcp import LACKS, DcpSync
 
 __all__ = ["Torchrec"]
 
+#: Named so because a module cannot have a table `items`.
+_TABLES = ("table_users", "table_items")
+
 
 class _Sharded(Trainer):
     def __init__(self, system: Torchrec, overwrite: bool) -> None:
@@ -108,7 +111,7 @@ def _model() -> Any:
                     torchrec.EmbeddingBagConfig(
                         name=name, embedding_dim=DIM, num_embeddings=ROWS, feature_names=[name]
                     )
-                    for name in ("users", "items")
+                    for name in _TABLES
                 ],
             )
             self.top = nn.Linear(2 * DIM, 1)
@@ -117,7 +120,7 @@ def _model() -> Any:
     sharder: Any = EmbeddingBagCollectionSharder()
     plan = plans.construct_module_sharding_plan(
         model.bags,
-        {name: plans.row_wise() for name in ("users", "items")},
+        {name: plans.row_wise() for name in _TABLES},
         sharder,
         local_size=1,
         world_size=1,
@@ -137,7 +140,7 @@ def _fill(model: Any, values: Mapping[str, Any]) -> None:
 
 
 def _plain(name: str) -> str:
-    return name.removeprefix("bags.embedding_bags.")
+    return name.removeprefix("bags.embedding_bags.table_")
 
 
 def _local(value: Any) -> Any:
