@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.faults.io_faults import CHANGES, DATA, Cause, IoFault
 from benchmarks.faults.system import Place, System, Tags, normal
 from benchmarks.faults.trials import Trials, not_applicable, save, spread
-from benchmarks.faults.verdicts import Outcome, Verdict, worst
+from benchmarks.faults.verdicts import Outcome, Verdict, is_clear, worst
 
 __all__ = [
     "clock_skew",
@@ -171,10 +171,12 @@ def stale_files(trials: Trials) -> Verdict:
     """An earlier run left its checkpoints; a new one begins anew, saves two steps and is killed."""
     earlier = tuple(range(101, 107))
     place = trials.prepared(earlier[:4], earlier[:5], earlier)
+    names = trials.names(place, 2, len(earlier))
     saved = trials.perform(place, lambda system: save(system, _ONE, _TWO, start="anew"))
     if not saved.ok:
-        return Verdict(Outcome.CLEAR, f"refuses to begin: {saved.error_type}")
-    names = trials.names(place, 2, len(earlier))
+        clear = is_clear(saved, [*trials.names(place, 1), *names])
+        why = f"does not begin: {saved}"[:160]
+        return Verdict(Outcome.CLEAR if clear else Outcome.UNCLEAR, why)
     return trials.judge(
         trials.restored(place),
         newest=[_TWO],

@@ -44,7 +44,8 @@ def troubled_requests(trials: Trials) -> Verdict:
             saved = trials.perform(place, _save_two, environment=environment)
             proxy.plan = []
             verdict = _judged(trials, place, environment, acknowledged=saved.ok)
-            verdicts.append(Verdict(verdict.outcome, f"{name}: {verdict.why}"))
+            why = verdict.why and f"{name}: {verdict.why}"
+            verdicts.append(Verdict(verdict.outcome, why))
     return worst(verdicts)
 
 

@@ -40,7 +40,7 @@ class _Managed(Trainer):
         self._manager.wait_until_finished()
         self._manager.check_for_errors()
         if not saved:
-            raise RuntimeError(f"the manager did not save step {step}")
+            raise RuntimeError(f"step {step}: save() returned False")
 
 
 class Orbax(System):
