@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # More workers than two cores: a test that waits for a server or for a poll leaves its core to others.
 # They go in the order of tests/conftest.py: xdist would put all groups first.
 TEST_WORKERS ?= 4
-# Of how many places `make faults` takes one.
+# Of how many bytes and places `make faults` takes one.
 FAULTS_EVERY ?= 1
 # Which tutorials `make tutorials` plays; none named: all.
 TUTORIALS ?=
@@ -103,7 +103,8 @@ fuzz: $(NATIVE) ## fuzz each parser a million times, outside CI (tests/fuzz)
 sanitize: $(NATIVE) ## run the kernels' tests under sanitizers, where there is g++ (tests/sanitized)
 	$(BIN)/python tests/sanitized/run.py
 
-faults: $(NATIVE) ## interrupt each call of ours at every place, outside CI (tests/fault)
+faults: $(NATIVE) ## flip every byte, interrupt each call at every place, outside CI (tests/fault)
+	$(BIN)/python -m tests.fault.byte_flips --every $(FAULTS_EVERY)
 	RECPOINT_FAULTS_EVERY=$(FAULTS_EVERY) $(BIN)/python -m pytest -n $(TEST_WORKERS) -o faulthandler_timeout=0 tests/fault/test_interrupted_calls.py $(PYTEST_ARGS)
 
 tutorials: ## play the tutorials in new environments, outside CI (tests/tutorials.py)

@@ -32,7 +32,11 @@ NAMES = (
     "ranks",
     "scale",
     "soak",
+    "faults",
 )
+
+#: Options of the benchmark `faults`.
+_OF_FAULTS = ("system", "fault", "places", "markdown_file")
 
 #: Modules of this checkout: an import error in them is a bug, not a package that is not installed.
 _OURS = ("recpoint", "benchmarks", "tests")
@@ -42,7 +46,8 @@ def main(arguments: list[str]) -> int:
     """Runs the benchmark named by the first argument, or `all`; returns the exit code."""
     if not arguments:
         print("usage: python -m benchmarks NAME [--smoke] [--plot]")
-        print("       python -m benchmarks all --out DIR [--smoke] [--only NAME ...]\n")
+        print("       python -m benchmarks all --out DIR [--smoke] [--only NAME ...]")
+        print("       python -m benchmarks faults [--system NAME] [--fault NAME] [--places N]\n")
         for name in NAMES:
             doc = importlib.import_module(f"benchmarks.{name}").__doc__ or ""
             print(f"  {name:<17} {doc.splitlines()[0]}")
@@ -53,6 +58,7 @@ def main(arguments: list[str]) -> int:
 
         return run_all(given.only or NAMES, given.out, smoke=given.smoke)
     options = {"smoke": given.smoke} | ({"plot": True} if given.plot else {})
+    options |= {name: value for name in _OF_FAULTS if (value := getattr(given, name)) is not None}
     try:
         benchmark = importlib.import_module(f"benchmarks.{given.name}")
         with watch() as watched:
@@ -80,15 +86,37 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="all: the directory for the results")
     parser.add_argument("--only", nargs="+", choices=NAMES, help="all: run only these")
+    faults = parser.add_argument_group("faults")
+    faults.add_argument("--system", help="only this system")
+    faults.add_argument("--fault", help="only this fault")
+    faults.add_argument("--places", type=int, help="try so many places of a fault; 0: all")
+    faults.add_argument(
+        "--markdown", type=Path, dest="markdown_file", help="the file for the table of the docs"
+    )
     given = parser.parse_args(arguments)
     if given.plot and given.name not in ("bytes", "lookahead"):
         parser.error(f"--plot: found with {given.name}, expected with bytes or lookahead")
     if given.name == "all" and given.out is None:
         parser.error("all: expected --out DIR, found none")
+    for option in _OF_FAULTS:
+        if given.name != "faults" and getattr(given, option) is not None:
+            said = option.removesuffix("_file")
+            parser.error(f"--{said}: found with {given.name}, expected with faults only")
+    if given.name == "faults":
+        _check_names(parser, given)
     for option in ("out", "only"):
         if given.name != "all" and getattr(given, option) is not None:
             parser.error(f"--{option}: found with {given.name}, expected with all only")
     return given
+
+
+def _check_names(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    from benchmarks.faults import FAULTS, SYSTEMS
+
+    for option, known in (("system", SYSTEMS), ("fault", FAULTS)):
+        value = getattr(given, option)
+        if value is not None and value not in known:
+            parser.error(f"--{option}: found {value!r}, expected one of: {', '.join(known)}")
 
 
 def _require_its_keys(report: Report, benchmark: ModuleType) -> None:

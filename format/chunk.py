@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, NoReturn, Self
 
 import crc32c
 from pydantic import Field, model_validator
@@ -48,12 +48,15 @@ __all__ = [
     "RowSetCoding",
     "Section",
     "build_chunk",
+    "check_digest",
     "chunk_header",
     "parse_chunk",
     "sample_arrays",
     "section_tensor",
     "tensor_section",
 ]
+
+_NEXT_STEP: Final = "recpoint check URL --level full"
 
 #: Rows of one table that a sample chunk may hold.
 MAX_SAMPLE_ROWS = 1 << 16
@@ -125,6 +128,31 @@ def build_chunk(meta: ChunkMeta, sections: Sequence[Section]) -> bytes:
     return b"".join([chunk_header(meta, sections), *(section.data_view for section in sections)])
 
 
+def check_digest(data: bytes | bytearray | memoryview, *, key: str, entry: ChunkEntry) -> None:
+    """Check the length and the digest of a chunk's bytes, and nothing in them.
+
+    Args:
+        data: the whole object.
+        key: where the chunk was read from, for errors.
+        entry: what a manifest or a part says about the chunk.
+
+    Raises:
+        DigestMismatch: the length or the crc32c differs from the recorded one.
+    """
+    if len(data) != entry.bytes:
+        raise DigestMismatch(
+            key, found=f"{len(data)} bytes", expected=f"{entry.bytes}", next_step=_NEXT_STEP
+        )
+    digest = crc32c.crc32c(data)
+    if digest != entry.crc32c:
+        raise DigestMismatch(
+            key,
+            found=f"bytes with crc32c {digest}",
+            expected=f"crc32c {entry.crc32c}",
+            next_step=_NEXT_STEP,
+        )
+
+
 def parse_chunk(
     data: bytes | bytearray | memoryview, *, key: str, entry: ChunkEntry, manifest: Manifest
 ) -> Chunk:
@@ -148,19 +176,8 @@ def parse_chunk(
         ForeignObject: the chunk belongs to another run, checkpoint, rank or table.
         MalformedObject: anything else differs from format §3.
     """
-    next_step = "recpoint check URL --level full"
-    if len(data) != entry.bytes:
-        raise DigestMismatch(
-            key, found=f"{len(data)} bytes", expected=f"{entry.bytes}", next_step=next_step
-        )
-    digest = crc32c.crc32c(data)
-    if digest != entry.crc32c:
-        raise DigestMismatch(
-            key,
-            found=f"bytes with crc32c {digest}",
-            expected=f"crc32c {entry.crc32c}",
-            next_step=next_step,
-        )
+    next_step = _NEXT_STEP
+    check_digest(data, key=key, entry=entry)
     metadata, sections = parse_file(data, name=key, next_step=next_step)
     meta = _meta(metadata, key, next_step)
     _check_belongs(meta, key, entry, manifest, next_step)

@@ -29,6 +29,7 @@ from recpoint.catalog.run.repair import (
     why_gone,
 )
 from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.records import parsed_twice
 from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import (
     ChainError,
@@ -38,7 +39,7 @@ from recpoint.errors import (
     NothingToRestore,
     ObjectNotFound,
 )
-from recpoint.format.chunk import Section
+from recpoint.format.chunk import Section, check_digest
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import (
     GENERATION_KEY,
@@ -52,7 +53,7 @@ from recpoint.format.naming import (
     is_probe_key,
     parse_chunk_key,
 )
-from recpoint.format.record_kinds import SIDE_KINDS, kind_of
+from recpoint.format.record_kinds import PART, SIDE_KINDS, kind_of
 from recpoint.format.records import GenerationRecord
 
 __all__ = ["CheckReport", "Level", "Severity", "check"]
@@ -259,7 +260,7 @@ def check(
         run: the run.
         level: `"metadata"` checks generations, manifests, every chain, and the existence and length
             of each chunk. `"full"` also reads and decodes every byte of every chunk, and without
-            `step` every other record: pins, validations and the like.
+            `step` every other record (pins, validations and the like) and the chunks of parts.
         step: check only the checkpoints of this step and their dependencies; None: all.
         threads: chunks read at once.
         on_step: called after each manifest that was read, in this thread.
@@ -505,6 +506,39 @@ class _Checking:
             error = outcome.result()
             if error is not None:
                 self._add_once("warning", key, str(error))
+        self._look_at_part_chunks(reads)
+
+    def _look_at_part_chunks(self, reads: ReadScheduler) -> None:
+        """Check the bytes of the chunks that parts name; a manifest that joins them will, too.
+
+        Damage is only a warning: no checkpoint needs the chunks yet. They may be gone, because a
+        sweep or a retry of their agent removes them.
+        """
+        records = self._run.records(PART)
+        entries: list[ChunkEntry] = []
+        for key in self._sizes:
+            if kind_of(key) is PART:
+                try:
+                    entries += records.read_key(key).chunks
+                except (FormatError, ObjectNotFound):
+                    continue  # `_look_at_side_records` has reported it
+        for entry, outcome in reads.in_order(entries, self._part_chunk_defect):
+            error = outcome.result()
+            if error is not None:
+                self._add_once("warning", entry.key, str(error))
+            self._account(entry)
+
+    def _part_chunk_defect(self, entry: ChunkEntry) -> FormatError | None:
+        def parse(data: bytes | memoryview) -> None:
+            check_digest(data, key=entry.key, entry=entry)
+
+        try:
+            parsed_twice(lambda: self._source.read(entry.key, max_bytes=entry.bytes), parse)
+        except FormatError as error:
+            return error
+        except ObjectNotFound:
+            pass
+        return None
 
     def _defect_of(self, key: str) -> FormatError | None:
         """Return what is wrong with the record `key`; None if it is sound or has been removed."""

@@ -11,6 +11,7 @@ from tests.polling import PATIENCE_SECONDS
 
 __all__ = ["Break", "FaultProxy"]
 
+_EXPECTS = b"expect: 100-continue\r\n"
 _CANNED = {
     403: ("Forbidden", "AccessDenied"),
     409: ("Conflict", "OperationAborted"),
@@ -147,11 +148,15 @@ class FaultProxy:
         done = self._break_for(line)
         if done.unread:
             await self._stop.wait()
+        if _EXPECTS in head.lower():  # the client sends no body before that
+            at = head.lower().index(_EXPECTS)
+            head = head[:at] + head[at + len(_EXPECTS) :]
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if done.reset_upload_after is not None:
             await reader.readexactly(min(done.reset_upload_after, _length(head)))
             writer.transport.abort()
             return False
-        body = await reader.readexactly(_length(head))
+        body = await _body(reader, head)
         await asyncio.sleep(done.latency_seconds)
         if done.silent:
             await reader.read()  # until the client gives up
@@ -164,7 +169,7 @@ class FaultProxy:
         await upstream.drain()
         answer_head = await answers.readuntil(b"\r\n\r\n")
         bodiless = line.startswith("HEAD ") or answer_head.split(b" ", 2)[1] in (b"204", b"304")
-        answer = bytearray(b"" if bodiless else await _answer_body(answers, answer_head))
+        answer = bytearray(b"" if bodiless else await _body(answers, answer_head))
         if done.lose_reply:
             writer.transport.abort()
             return False
@@ -193,13 +198,13 @@ def _length(head: bytes) -> int:
     return 0
 
 
-async def _answer_body(answers: asyncio.StreamReader, head: bytes) -> bytes:
+async def _body(sender: asyncio.StreamReader, head: bytes) -> bytes:
     if b"transfer-encoding: chunked" not in head.lower():
-        return await answers.readexactly(_length(head))
+        return await sender.readexactly(_length(head))
     raw = b""
     while True:  # passed on as it came, chunk heads included
-        size = await answers.readuntil(b"\r\n")
-        chunk = await answers.readexactly(int(size.split(b";")[0], 16) + 2)
+        size = await sender.readuntil(b"\r\n")
+        chunk = await sender.readexactly(int(size.split(b";")[0], 16) + 2)
         raw += size + chunk
         if int(size.split(b";")[0], 16) == 0:
             return raw

@@ -27,6 +27,7 @@ SLOW = {
     "accuracy",
     "bytes",
     "consolidate",
+    "faults",
     "follow",
     "lookahead",
     "persist",
@@ -36,7 +37,7 @@ SLOW = {
     "tracking",
 }
 #: They count, and compare no times.
-UNTIMED = {"policy", "bytes", "accuracy", "soak"}
+UNTIMED = {"policy", "bytes", "accuracy", "faults", "soak"}
 
 
 def run(*arguments: str, before: str = "pass") -> subprocess.CompletedProcess[str]:
@@ -96,6 +97,8 @@ def test_without_a_package_it_is_not_run() -> None:
         ["policy", "--out", "here"],
         ["policy", "--only", "gpu"],
         ["policy", "--quick"],
+        ["policy", "--system", "recpoint"],
+        ["faults", "--fault", "no such fault"],
     ],
 )
 def test_what_makes_no_sense_is_refused(

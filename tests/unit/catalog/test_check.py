@@ -25,6 +25,7 @@ from recpoint.format.naming import (
     attempt_prefix,
 )
 from tests.catalog_builder import build, copy_run, new_run, publish, tables, upload
+from tests.every_record import every_record
 from tests.interposed_store import InterposedStore
 from tests.validated_run import validated_run
 
@@ -313,3 +314,18 @@ def test_what_lies_behind_a_link_is_no_object_for_check_validation_and_restore(
     restored = restore(run, MemoryTarget())
     assert restored.restored.step == 20
     assert "a symbolic link at" in str(restored.skipped[0])
+
+
+def test_a_flipped_bit_in_a_chunk_of_a_part_is_a_warning(tmp_path: Path) -> None:
+    run = every_record(tmp_path)
+    (key,) = [
+        info.key
+        for info in run.store.list("chunks/000000000050-")
+        if "-t" in info.key.rpartition("/")[2]
+    ]
+    flip(run, key)
+    assert found(check(run), "warning") == []
+    report = check(run, level="full")
+    assert report.ok and found(report, "warning") == [key]
+    run.store.delete(key)  # a sweep may remove it: no damage
+    assert found(check(run, level="full"), "warning") == []

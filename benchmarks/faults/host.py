@@ -1,0 +1,59 @@
+"""Measures the cells of one system in a process that has imported it: run by the benchmark.
+
+`python -m benchmarks.faults.host SYSTEM OUT PLACES FAULT...` writes OUT, a JSON object. The library
+that strikes file operations is preloaded into it. Each act of a cell is forked from it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.matrix import cell, system_of
+from benchmarks.faults.trials import Trials
+from benchmarks.workload import scratch
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the cells; returns the exit code."""
+    name, out, places, *faults = arguments
+    system = system_of(name)
+    found: dict[str, Any] = {"cells": {}, "versions": {}, "not_run": ""}
+    try:
+        import torch
+
+        # Acts are forked: a pool of threads would not be there.
+        torch.set_num_threads(1)
+        import torch._dynamo  # noqa: F401  (else the first optimizer of each act imports it)
+
+        system.load()
+        found["versions"] = {one: version(one) for one in system.distributions}
+    except (ImportError, PackageNotFoundError, OSError) as error:
+        found["not_run"] = str(error)
+        Path(out).write_text(json.dumps(found))
+        return 0
+    for fault in faults:
+        began = time.monotonic()
+        with scratch() as folder:
+            verdict = cell(Trials(system, folder, places=int(places)), fault)
+        seconds = time.monotonic() - began
+        found["cells"][fault] = {
+            "outcome": verdict.outcome.value,
+            "why": verdict.why,
+            "seconds": round(seconds, 1),
+        }
+        print(
+            f"{name}: {fault}: {verdict.outcome.value}: {verdict.why} ({seconds:.1f} s)", flush=True
+        )
+        Path(out).write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

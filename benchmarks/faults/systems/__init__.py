@@ -1,0 +1,1 @@
+"""The systems of the benchmark `faults`, one a module."""
