@@ -352,8 +352,7 @@ def copy_tables(
     parts: Sequence[TablePart],
     marked: MarkedRows,
     meanwhile: Callable[[DeviceDrain], None],
-    device: DeviceDrain,
-) -> None:
+) -> DeviceDrain:
     """Copy the tables to their places.
 
     Args:
@@ -362,9 +361,12 @@ def copy_tables(
         parts: the parts of the tables that the snapshot holds.
         marked: the parts' marked rows.
         meanwhile: called once, while other threads copy, if there are other threads.
-        device: gets the rows that are on a GPU, and must be drained.
+
+    Returns:
+        Rows that are still on a GPU and must be drained.
     """
     by_name = {spot.name: spot for spot in placed}
+    device = DeviceDrain()
     together: dict[int, dirty_rows.Destination] = {}
     with torch.no_grad():
         for index, part in enumerate(parts):
@@ -397,6 +399,7 @@ def copy_tables(
             outs = tuple((source.detach(), spot.view(data)) for source, spot in arrays)
             _rows(ids, ids_spot.view(data), outs, device)
     marked.copy(together, lambda: meanwhile(device))
+    return device
 
 
 def copy_state(

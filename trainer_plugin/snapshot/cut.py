@@ -290,12 +290,12 @@ class Cutter:
                 if not keep:
                     taken[name] = found
             plan = self.plan(request, dirty, state)
-            device = DeviceDrain()
+            device = DeviceDrain()  # stays empty: no table is on a GPU
             specs, held = [part.spec for part in plan.parts], [part.held for part in plan.parts]
             sample = self._sampler.draw(specs, held, request.attempt)
             behind = behind_tables(plan.parts, plan.tables_end, *state, sample, device)
             self._has_large_state = not behind.is_small
-            copied = CopiedCut(behind, device, window.finish(plan, behind, device))
+            copied = CopiedCut(behind, device, window.finish(plan, behind))
             return self.seal(plan, request, copied, window.slot, taken, moment)
         except BaseException:
             window.void("the cut failed")
@@ -367,8 +367,7 @@ class Cutter:
                 behind.write(slot)
             found.append(behind)
 
-        device = DeviceDrain()
-        copy_tables(plan.placed, slot.data, plan.parts, plan.marked, look_behind, device)
+        device = copy_tables(plan.placed, slot.data, plan.parts, plan.marked, look_behind)
         (behind,) = found
         if not behind.is_small:
             behind.write(slot)  # here torch may use as many threads as it likes

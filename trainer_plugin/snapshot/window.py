@@ -27,7 +27,6 @@ from recpoint.kernels.copy_ahead import Copier, TableAhead
 from recpoint.lookahead.plan import TablePlan, plan_table
 from recpoint.trainer_plugin.policy import Link, Tip
 from recpoint.trainer_plugin.schedule.ledger import CopiedRows
-from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
 from recpoint.trainer_plugin.snapshot.copy import BehindTables, copy_state, copy_tables
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
 from recpoint.trainer_plugin.snapshot.plan import (
@@ -298,13 +297,12 @@ class Window:
         one = self._open.pop(name, None)
         return None if one is None else one.tracker.end_window(one.aside, keep=keep)
 
-    def finish(self, plan: CutPlan, behind: BehindTables, device: DeviceDrain) -> tuple[Move, ...]:
+    def finish(self, plan: CutPlan, behind: BehindTables) -> tuple[Move, ...]:
         """Copy the tables that are not copied ahead, and everything behind the tables.
 
         Args:
             plan: plan of a plain cut at this moment.
             behind: what lies behind the tables.
-            device: as for `copy_tables`; no table is on a GPU.
 
         Returns:
             The moves that `settle` makes; nothing: everything lies where a plain cut would put it.
@@ -319,7 +317,7 @@ class Window:
             replace(part, row_count=0) if index in mine else part
             for index, part in enumerate(plan.parts)
         ]
-        copy_tables(self._placed, data, others, plan.marked, lambda _: None, device)
+        copy_tables(self._placed, data, others, plan.marked, lambda _: None)
         self.copied = self._counted(others)
         if self._placed == plan.placed and not any(tail.ids.numel() for tail in self._tails):
             behind.write(self.slot)
