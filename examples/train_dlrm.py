@@ -105,6 +105,17 @@ def ids_of(reader: Reader) -> Callable[[Batch], dict[str, torch.Tensor]]:
     return lambda batch: dict(zip(names, batch.sparse.unbind(1), strict=True))
 
 
+def at_training(batches: Reader | Lookahead) -> Reader:
+    """Returns the reader at the batch that training is at, also if it has read ahead."""
+    if not isinstance(batches, Lookahead):
+        return batches
+    state, reader = batches.state_dict(), batches.reader
+    reader.load_state_dict(state["reader"])
+    for _ in zip(range(state["forward"]), reader, strict=False):
+        pass
+    return reader
+
+
 def main() -> None:
     """Trains for one pass; prints a JSON object with the results as its last line."""
     args = arguments()
@@ -159,7 +170,7 @@ def main() -> None:
     result = {
         "auc": auc.whole,
         "auc_last_tenth": auc.tail,
-        "digests": digests_of_all(gathered(digests(model, optimizers, batches))),
+        "digests": digests_of_all(gathered(digests(model, optimizers, at_training(batches)))),
         "ranks": ranks,
         "restored_step": first if restored else None,
         "stalls_ms": list(checkpointer.stats.stalls_ms) if checkpointer else [],
