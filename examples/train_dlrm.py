@@ -109,7 +109,8 @@ def at_training(batches: Reader | Lookahead) -> Reader:
     """Returns the reader at the batch that training is at, also if it has read ahead."""
     if not isinstance(batches, Lookahead):
         return batches
-    state, reader = batches.state_dict(), batches.reader
+    reader: Reader = batches.reader
+    state = batches.state_dict()
     reader.load_state_dict(state["reader"])
     for _ in zip(range(state["forward"]), reader, strict=False):
         pass

@@ -6,6 +6,7 @@ import multiprocessing
 import random
 import urllib.error
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,10 @@ def test_a_scrape_says_what_the_checkpointer_knows(place: Place) -> None:
         scrape(url)
 
 
+def _has_committed(ckpt: recpoint.Checkpointer, count: int) -> bool:
+    return ckpt.stats.committed == count
+
+
 def test_rows_copied_before_and_in_the_stall_are_counted(place: Place) -> None:
     training = simple_training()
     reader = recpoint.Lookahead(
@@ -104,7 +109,7 @@ def test_rows_copied_before_and_in_the_stall_are_counted(place: Place) -> None:
             train(training, ckpt, 4)
             for name in sums:
                 sums[name] += getattr(ckpt.stats.copied, name)
-            until(lambda committed=committed: ckpt.stats.committed == committed)
+            until(partial(_has_committed, ckpt, committed))
         found = scrape(export.url)
         for name, expected in sums.items():
             what, when = name.split("_", 1)
