@@ -31,7 +31,7 @@ from recpoint.dashboards.page_elements import (
 )
 from recpoint.dashboards.watched_runs import Seen, WatchedRun, WatchedRuns
 from recpoint.errors import SettingsError
-from recpoint.units import bytes_text, counted, duration_text
+from recpoint.units import bytes_text, copied_text, counted, duration_text
 
 __all__ = ["WINDOWS", "bytes_chart", "drawn", "lag_chart", "serve", "stall_chart"]
 
@@ -142,6 +142,12 @@ def stall_chart(shown: Drawn) -> tuple[dict[str, Any], str]:
         f"Stall of each of the {shown.counted(len(known), 'checkpoint')}: at most "
         f"{duration_text(worst.stall_seconds)}, at step {worst.step:,}."
     )
+    ahead = [one.copied_ahead for one in known if one.copied_ahead is not None]
+    if ahead:
+        rows = copied_text(
+            sum(one.rows_before for one in ahead), sum(one.rows_in_stall for one in ahead)
+        )
+        text += f" {counted(len(ahead), 'checkpoint')} read ahead: {rows}."
     return options, text
 
 

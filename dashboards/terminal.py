@@ -23,7 +23,7 @@ from recpoint.format.history import ChosenPrecision, History
 from recpoint.format.manifest import Manifest, Quantizer, TableSpec
 from recpoint.format.naming import CONSOLIDATED_KEY, ManifestName, ValidationResult
 from recpoint.format.validation import ValidationFinding
-from recpoint.units import bytes_text, time_text
+from recpoint.units import bytes_text, copied_text, time_text
 
 if TYPE_CHECKING:
     from recpoint.catalog.check.check import CheckReport, Severity
@@ -48,6 +48,7 @@ __all__ = [
     "retention_table",
     "shown",
     "slots_views",
+    "stall_text",
     "staged_views",
     "sweep_table",
     "tables_table",
@@ -270,6 +271,16 @@ def validation_table(
         table.caption = Text(f"and {len(marked) - _MOST_FINDINGS} more: --json has them all")
         table.caption_justify = "left"
     return table
+
+
+def stall_text(manifest: Manifest) -> str:
+    """Returns how long training waited, and the rows and bytes copied before that and in it."""
+    text, copied = f"{manifest.stall_us / 1000:.1f} ms", manifest.copied_ahead
+    if copied is None:
+        return text
+    share = copied_text(copied.rows_before, copied.rows_in_stall)
+    before, within = bytes_text(copied.bytes_before), bytes_text(copied.bytes_in_stall)
+    return f"{text}; {share} ({before}, and {within} in it)"
 
 
 def _figures(manifest: Manifest, to_read: int | None) -> Sequence[str]:

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from auc import PrequentialAUC
-from batches import Reader
+from batches import Batch, Reader
 from criteo import CriteoReader, CriteoShapeReader
 from evidence import ProgressFile, digests, digests_of_all
 from many_ranks import gathered, join, leave, of_all_ranks, replicated
-from recpoint import Checkpointer, Staging
+from recpoint import Checkpointer, Lookahead, Staging
 from retail import RetailReader
 
 
@@ -79,6 +80,7 @@ def arguments() -> argparse.Namespace:
     add("--bits", default="lossless", help="lossless, auto, 8, 4, 3 or 2")
     add("--staging", type=Path, help="staging area; default: the agent's default")
     add("--max-staged", type=int, default=1, help="checkpoints that may wait for the agent")
+    add("--lookahead", action="store_true", help="read ahead: rows are copied before checkpoints")
     add("--progress-file", type=Path, help="file for one JSON line a batch; a file for each rank")
     return parser.parse_args()
 
@@ -97,6 +99,24 @@ def open_reader(args: argparse.Namespace, rank: int = 0, ranks: int = 1) -> Read
     return CriteoReader(args.data, lines=args.batch, rows=args.rows)
 
 
+def ids_of(reader: Reader) -> Callable[[Batch], dict[str, torch.Tensor]]:
+    """Returns a function from a batch to the rows that it looks up, by name of the table."""
+    names = [f"tables.{name}" for name in reader.tables]
+    return lambda batch: dict(zip(names, batch.sparse.unbind(1), strict=True))
+
+
+def at_training(batches: Reader | Lookahead) -> Reader:
+    """Returns the reader at the batch that training is at, also if it has read ahead."""
+    if not isinstance(batches, Lookahead):
+        return batches
+    reader: Reader = batches.reader
+    state = batches.state_dict()
+    reader.load_state_dict(state["reader"])
+    for _ in zip(range(state["forward"]), reader, strict=False):
+        pass
+    return reader
+
+
 def main() -> None:
     """Trains for one pass; prints a JSON object with the results as its last line."""
     args = arguments()
@@ -107,6 +127,7 @@ def main() -> None:
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
     reader = open_reader(args, rank, ranks)
     model = DLRM(reader.tables, reader.dense_width)
+    batches = Lookahead(reader, model, ids=ids_of(reader)) if args.lookahead else reader
     trained = replicated(model)
     dense_parameters = [p for n, p in model.named_parameters() if not n.startswith("tables.")]
     optimizers = [
@@ -121,7 +142,7 @@ def main() -> None:
     checkpointer = args.run and Checkpointer(
         trained,
         optimizers,
-        reader=reader,
+        reader=batches,
         extras={"auc": auc},
         run=args.run,
         interval_batches=args.interval,
@@ -131,7 +152,7 @@ def main() -> None:
     with checkpointer or nullcontext():
         restored = checkpointer.restore() if checkpointer else None
         step = first = restored.restored.step if restored else 0
-        for batch in reader if step < steps else ():
+        for batch in batches if step < steps else ():
             logits = trained(batch.dense, batch.sparse)
             loss = F.binary_cross_entropy_with_logits(logits, batch.label)
             for optimizer in optimizers:
@@ -150,7 +171,7 @@ def main() -> None:
     result = {
         "auc": auc.whole,
         "auc_last_tenth": auc.tail,
-        "digests": digests_of_all(gathered(digests(model, optimizers, reader))),
+        "digests": digests_of_all(gathered(digests(model, optimizers, at_training(batches)))),
         "ranks": ranks,
         "restored_step": first if restored else None,
         "stalls_ms": list(checkpointer.stats.stalls_ms) if checkpointer else [],

@@ -13,13 +13,16 @@ from recpoint.format.manifest import (
     MAX_CHAIN_LENGTH,
     ChainLength,
     ChosenMethod,
+    CopiedAhead,
     Kind,
     Quantizer,
     RankCount,
     TableSpec,
     Word,
+    check_copied_ahead,
     check_links,
     check_tables,
+    is_absent,
 )
 from recpoint.format.naming import MAX_RANK, job_stem
 from recpoint.format.records import (
@@ -132,6 +135,7 @@ class Job(Record):
     snapshot_ms: Milliseconds
     staged_ms: Milliseconds
     stall_us: _Bytes
+    copied_ahead: Annotated[CopiedAhead | None, Field(exclude_if=is_absent)] = None
     full_bytes: _Bytes
     quantized_by: Annotated[str, Field(max_length=255)]  # implementation; "": no codes are staged
     interval_batches: _Bytes  # batches since the previous checkpoint, to show the agent's lag
@@ -162,6 +166,7 @@ class Job(Record):
     @model_validator(mode="after")
     def _links(self) -> Self:
         check_links(self.kind, self.step, self.base, self.parent, self.chain_length)
+        check_copied_ahead(self.copied_ahead, self.ranks)
         if self.rank >= self.ranks:
             raise ValueError(f"rank {self.rank} of {self.ranks}")
         check_tables([table.spec for table in self.tables])

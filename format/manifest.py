@@ -26,6 +26,7 @@ __all__ = [
     "ChosenMethod",
     "ChunkEntry",
     "Columns",
+    "CopiedAhead",
     "Dtype",
     "Kind",
     "Links",
@@ -44,9 +45,11 @@ __all__ = [
     "TableSpec",
     "Word",
     "check_chunks",
+    "check_copied_ahead",
     "check_links",
     "check_quantizers",
     "check_tables",
+    "is_absent",
 ]
 
 MAX_CHUNK_BYTES = 2**32 - 1
@@ -68,6 +71,7 @@ RowCount = Annotated[int, Field(ge=1, lt=2**31)]
 RankCount = Annotated[int, Field(ge=1, le=naming.MAX_RANK + 1)]
 _Name = Annotated[str, Field(min_length=1, max_length=1024)]
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Positive = Annotated[int, Field(ge=1, lt=2**63)]
 _RowId = Annotated[int, Field(ge=0, lt=MAX_TABLE_ROWS)]
 _Parameter = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -277,6 +281,38 @@ def check_quantizers(quantizers: Sequence[Quantizer], tables: int, ranks: int) -
         raise ValueError("quantizers must ascend by table, then rank, one at most for each pair")
 
 
+class CopiedAhead(Part):
+    """Rows that a trainer copied before the stall of a checkpoint, and in it, with row states.
+
+    A row that changed after it was copied was copied once more, and counts twice.
+    """
+
+    rows_before: _Positive
+    bytes_before: _Positive
+    rows_in_stall: _Count
+    bytes_in_stall: _Count
+
+    @property
+    def share_before(self) -> float:
+        """The share of the copied rows that were copied before the stall; above 0 up to 1."""
+        return self.rows_before / (self.rows_before + self.rows_in_stall)
+
+
+def check_copied_ahead(copied: CopiedAhead | None, ranks: int) -> None:
+    """Checks that no row was copied ahead if several ranks took part: their parts cannot say so.
+
+    Raises:
+        ValueError: rows were.
+    """
+    if copied is not None and ranks > 1:
+        raise ValueError(f"rows copied ahead, of a checkpoint of {ranks} ranks")
+
+
+def is_absent(value: object) -> bool:
+    """Whether an optional field is left out of a record: absent, and not null."""
+    return value is None
+
+
 class Links(NamedTuple):
     """A checkpoint's place in its chain when it was taken; a consolidation does not change it."""
 
@@ -327,6 +363,7 @@ class Manifest(StoredRecord):
     staged_ms: Milliseconds
     committed_ms: Milliseconds
     stall_us: _Count
+    copied_ahead: Annotated[CopiedAhead | None, Field(exclude_if=is_absent)] = None
     dirty_rows: _Count
     full_bytes: _Count
     history: History
@@ -351,6 +388,7 @@ class Manifest(StoredRecord):
     @model_validator(mode="after")
     def _links(self) -> Self:
         check_links(self.kind, self.step, self.base, self.parent, self.chain_length)
+        check_copied_ahead(self.copied_ahead, self.ranks)
         if self.stands_for is not None:
             taken = self.links
             check_links(taken.kind, self.step, taken.base, taken.parent, taken.chain_length)

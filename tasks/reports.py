@@ -27,9 +27,10 @@ from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_API_URL
 from recpoint.catalog.persist.persist import PersistJob
 from recpoint.catalog.run.commit import Committed
 from recpoint.format.job import Job
+from recpoint.format.manifest import CopiedAhead
 from recpoint.tasks.job_name import job_name
 from recpoint.tasks.persist import run_name
-from recpoint.units import bytes_text, counted, duration_text
+from recpoint.units import bytes_text, copied_text, counted, duration_text
 
 __all__ = [
     "ARTIFACT_PREFIX",
@@ -264,6 +265,7 @@ class Checkpoint(NamedTuple):
     staged_ms: int
     committed_ms: int
     interval_batches: int
+    copied_ahead: CopiedAhead | None
 
 
 def _checkpoint_of(job: Job, committed: Committed) -> Checkpoint:
@@ -282,6 +284,7 @@ def _checkpoint_of(job: Job, committed: Committed) -> Checkpoint:
         staged_ms=job.staged_ms,
         committed_ms=committed.committed_ms,
         interval_batches=job.interval_batches,
+        copied_ahead=job.copied_ahead,
     )
 
 
@@ -331,10 +334,17 @@ def table_rows(step: int, checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("stored", f"{bytes_text(checkpoint.stored_bytes)}, {counted(checkpoint.chunks, 'chunk')}"),
         ("of a full exact checkpoint", f"{ratio:.1%}"),
         ("stall", duration_text(checkpoint.stall_us / 1e6)),
+        *_copied_rows(checkpoint.copied_ahead),
         ("staged after", duration_text((checkpoint.staged_ms - checkpoint.snapshot_ms) / 1000)),
         ("lag (committed after)", duration_text(_lag_seconds(checkpoint))),
         ("batches since the checkpoint before", f"{checkpoint.interval_batches:,}"),
     ]
+
+
+def _copied_rows(copied: CopiedAhead | None) -> list[tuple[str, str]]:
+    if copied is None:
+        return []
+    return [("rows copied ahead", copied_text(copied.rows_before, copied.rows_in_stall))]
 
 
 def _lag_seconds(checkpoint: Checkpoint) -> float:

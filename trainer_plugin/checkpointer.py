@@ -746,6 +746,8 @@ class Observation:
         pending: number of checkpoints that were cut and whose outcome is not known yet.
         failures: number of failed checkpoints by cause (`recpoint.catalog.overview.overview`).
         stalls: how long training waited for each checkpoint, in seconds.
+        copied_rows, copied_bytes: with a `Lookahead` as the reader: rows that checkpoints copied,
+            and their bytes with row states, by "before" (while training went on) and "in_stall".
         stored_bytes: bytes of chunks of the committed checkpoints, by kind.
         restores: number of checkpoints that this process restored and went on from.
         last_commit_ms: when the newest checkpoint was committed, in milliseconds since the epoch;
@@ -769,6 +771,8 @@ class Observation:
     pending: int
     failures: Mapping[str, int]
     stalls: HistogramReading
+    copied_rows: Mapping[str, int]
+    copied_bytes: Mapping[str, int]
     stored_bytes: Mapping[Kind, int]
     restores: int
     last_commit_ms: int | None
@@ -806,6 +810,8 @@ def observe(checkpointer: Checkpointer) -> Observation:
         pending=0 if pipeline is None else pipeline.pending,
         failures=dict(statistics.failures),
         stalls=statistics.stalls.read(),
+        copied_rows=dict(statistics.copied_rows),
+        copied_bytes=dict(statistics.copied_bytes),
         stored_bytes=dict(statistics.stored_bytes),
         restores=statistics.restores,
         last_commit_ms=statistics.last_commit_ms,

@@ -14,7 +14,7 @@ from recpoint.catalog.run.chain import Chain
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import Verdict
 from recpoint.errors import RecpointError
-from recpoint.format.manifest import Manifest
+from recpoint.format.manifest import CopiedAhead, Manifest
 from recpoint.format.records import EndRecord
 from recpoint.format.retention_records import Plan
 
@@ -219,6 +219,7 @@ class CheckpointFacts:
             the trainer is known to have trained.
         stored_bytes: bytes of its chunks.
         full_bytes: bytes of a full, exact (fp32) checkpoint of the same state.
+        copied_ahead: rows and bytes copied before its stall and in it; None: none was before.
         error: what is wrong with its manifest; the other figures are then 0 or None.
     """
 
@@ -242,6 +243,7 @@ class CheckpointFacts:
     at_risk_batches: int | None
     stored_bytes: int
     full_bytes: int
+    copied_ahead: CopiedAhead | None = None
     error: str | None = None
 
 
@@ -601,6 +603,7 @@ class ManifestFigures(NamedTuple):
     full_bytes: int
     due_ms: int | None
     due_batches: int | None
+    copied_ahead: CopiedAhead | None
     error: str | None
 
 
@@ -618,13 +621,14 @@ def kept(manifest: Manifest) -> ManifestFigures:
         full_bytes=manifest.full_bytes,
         due_ms=manifest.history.due_ms,
         due_batches=manifest.history.due_batches,
+        copied_ahead=manifest.copied_ahead,
         error=None,
     )
 
 
 def unreadable(error: RecpointError) -> ManifestFigures:
     """Return the figures to keep of an unreadable manifest."""
-    return ManifestFigures("full", 0, 0, 0, 0, 0, 0, 0, None, None, str(error))
+    return ManifestFigures("full", 0, 0, 0, 0, 0, 0, 0, None, None, None, str(error))
 
 
 def state_of(read: ManifestFigures, verdict: Verdict | None) -> State:

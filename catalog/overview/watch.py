@@ -366,6 +366,7 @@ class RunWatch:
             at_risk_batches=None,
             stored_bytes=read.stored_bytes,
             full_bytes=read.full_bytes,
+            copied_ahead=read.copied_ahead,
             error=read.error,
         )
 

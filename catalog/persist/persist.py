@@ -361,6 +361,7 @@ class PersistJob:
         return Manifest(
             **stored_fields(self.job, entries, quantization),
             stands_for=None,
+            copied_ahead=self.job.copied_ahead,
             tables=tuple(table.spec for table in self.job.tables),
             committed_ms=now_ms(),
         )

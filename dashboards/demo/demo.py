@@ -36,6 +36,7 @@ from recpoint.errors import NothingToRestore, SettingsError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
 from recpoint.tasks.job_name import run_tag
+from recpoint.units import bytes_text, copied_text, counted
 
 __all__ = ["DemoSettings", "example_script", "make_fresh", "report_views", "run_demo"]
 
@@ -72,6 +73,7 @@ class DemoSettings:
         interval: batches between checkpoints.
         bits: "lossless", "8", "4", "3" or "2".
         ranks: processes that train together; torchrun starts them if there are 2 or more.
+        lookahead: the trainer reads ahead, so that rows are copied before the stall.
     """
 
     directory: Path
@@ -80,12 +82,15 @@ class DemoSettings:
     interval: int = 200
     bits: str = "lossless"
     ranks: int = 1
+    lookahead: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise _refused("--bits", self.bits, f"one of {', '.join(BITS)}")
         if not 1 <= self.ranks <= MOST_RANKS:
             raise _refused("--ranks", str(self.ranks), f"1 to {MOST_RANKS} processes")
+        if self.lookahead and self.ranks > 1:
+            raise _refused("--lookahead", f"--ranks {self.ranks}", "one process: leave out --ranks")
         if self.interval < 1:
             raise _refused("--interval", str(self.interval), "1 or more batches")
         if self.steps < 4 * self.interval:
@@ -106,6 +111,7 @@ class DemoResult:
         check: the report of a check of every byte of the run.
         run_url: of the run that the demo made.
         ui: where Prefect shows the flows.
+        lookahead: as in the settings.
     """
 
     document: dict[str, Any]
@@ -113,10 +119,14 @@ class DemoResult:
     check: CheckReport
     run_url: str
     ui: PrefectUI
+    lookahead: bool = False
 
     @property
     def ok(self) -> bool:
-        """Whether the restore was proven, the check passed, and Prefect ran flows."""
+        """Whether the restore was proven, the check passed, and Prefect ran flows.
+
+        With `lookahead`, rows must have been copied before a stall, too.
+        """
         return bool(self.document["ok"])
 
 
@@ -140,6 +150,8 @@ class _Demo:
 
     def start_trainer(self, name: str, *, seed: int, checkpoints: bool) -> Trainer:
         arguments = [f"--seed={seed}"]
+        if checkpoints and self.settings.lookahead:  # the other one proves that it changes nothing
+            arguments.append("--lookahead")
         if checkpoints:
             arguments += [
                 f"--run={self.run_url}",
@@ -272,10 +284,16 @@ def _run(demo: _Demo) -> DemoResult:
         and 0 < restored <= killed_at
         and report.ok
         and flows > 0
+        and (document["checkpoints_copied_ahead"] > 0 or not demo.settings.lookahead)
         and (document["steps"], document["ranks"]) == (demo.settings.steps, demo.settings.ranks)
     )
     return DemoResult(
-        document=document, manifests=manifests, check=report, run_url=demo.run_url, ui=ui
+        document=document,
+        manifests=manifests,
+        check=report,
+        run_url=demo.run_url,
+        ui=ui,
+        lookahead=demo.settings.lookahead,
     )
 
 
@@ -302,11 +320,27 @@ def _document(
         "bytes_written": sum(manifest.stored_bytes for manifest in manifests),
         "bytes_full_fp32": sum(manifest.full_bytes for manifest in manifests),
         "stall_ms_median": round(statistics.median(stalls), 3) if stalls else None,
+        **_copied(manifests),
         "lag_s_median": round(statistics.median(lags), 3) if lags else None,
         "digests_equal": {
             what: found["digests"].get(what) == digest
             for what, digest in expected["digests"].items()
         },
+    }
+
+
+def _copied(manifests: list[Manifest]) -> dict[str, int]:
+    """Returns the rows and bytes of checkpoints that were copied ahead, before stalls and in them.
+
+    A checkpoint that was not copied ahead copied its rows in its stall; it is counted apart.
+    """
+    ahead = [manifest.copied_ahead for manifest in manifests if manifest.copied_ahead is not None]
+    return {
+        "checkpoints_copied_ahead": len(ahead),
+        "rows_copied_before_stalls": sum(one.rows_before for one in ahead),
+        "rows_copied_in_stalls": sum(one.rows_in_stall for one in ahead),
+        "bytes_copied_before_stalls": sum(one.bytes_before for one in ahead),
+        "bytes_copied_in_stalls": sum(one.bytes_in_stall for one in ahead),
     }
 
 
@@ -381,6 +415,7 @@ def report_views(result: DemoResult, *, server_stopped: bool) -> list[Renderable
             f"{document['persisted_without_prefect']} without Prefect",
         ),
         ("look at", look),
+        *([("copied ahead", _copied_text(document))] if result.lookahead else []),
         ("AUC", f"{document['auc']:.6f}, uninterrupted {document['auc_uninterrupted']:.6f}"),
     ]
     return [
@@ -391,6 +426,16 @@ def report_views(result: DemoResult, *, server_stopped: bool) -> list[Renderable
         *terminal.check_views(result.check)[-1:],
         _proof(result),
     ]
+
+
+def _copied_text(document: dict[str, Any]) -> str:
+    before, within = document["rows_copied_before_stalls"], document["rows_copied_in_stalls"]
+    all_of_them = counted(document["checkpoints"], "checkpoint")
+    return (
+        f"{document['checkpoints_copied_ahead']} of {all_of_them}: {copied_text(before, within)} "
+        f"({bytes_text(document['bytes_copied_before_stalls'])}, and {counted(within, 'row')} of "
+        f"{bytes_text(document['bytes_copied_in_stalls'])} in it)"
+    )
 
 
 def _proof(result: DemoResult) -> Text:

@@ -64,6 +64,15 @@ TRAINER_METRICS: Final = _table("recpoint", *_BUILD) + _table(
         "How long training stood still for each checkpoint that was cut.",
     ),
     (
+        *("copied_rows_total", "counter", "run when"),
+        "Rows that checkpoints copied, if the reader is a Lookahead, by when: before (while "
+        "training went on) or in_stall (while it stood still). 0 without a Lookahead.",
+    ),
+    (
+        *("copied_bytes_total", "counter", "run when"),
+        "Bytes of these rows with their row states, by when.",
+    ),
+    (
         *("stored_bytes_total", "counter", "run kind"),
         "Bytes that committed checkpoints take in the store, by kind: full or increment.",
     ),

@@ -86,6 +86,9 @@ def _sample(samples: Samples, seen: Observation) -> None:
     if seen.last_commit_ms is not None:
         add("last_commit_timestamp_seconds", seen.last_commit_ms / 1000)
     samples.add("recpoint_trainer_stall_seconds", seen.stalls, run=run)
+    for what, copied in (("rows", seen.copied_rows), ("bytes", seen.copied_bytes)):
+        name = f"recpoint_trainer_copied_{what}_total"
+        samples.add_each(name, copied.items(), label="when", run=run)
     results = {
         "committed": seen.committed,
         "skipped": seen.skipped,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-__all__ = ["bytes_text", "counted", "duration_text", "time_text"]
+__all__ = ["bytes_text", "copied_text", "counted", "duration_text", "time_text"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
@@ -45,3 +45,10 @@ def counted(count: int, what: str) -> str:
     """How many there are of something, in the singular where there is one."""
     plural = f"{what}es" if what.endswith(("s", "x", "ch", "sh")) else f"{what}s"
     return f"{count:,} {what if count == 1 else plural}"
+
+
+def copied_text(rows_before: int, rows_in_stall: int) -> str:
+    """How many of the rows that a checkpoint copied were copied before its stall."""
+    rows = rows_before + rows_in_stall
+    share = rows_before / rows if rows else 0.0
+    return f"{share:.1%} of {counted(rows, 'row')} copied before the stall"

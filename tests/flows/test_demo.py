@@ -19,15 +19,17 @@ from recpoint.catalog.store.store import open_store
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("prefect")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "more"), [(1, []), (2, []), (1, ["--lookahead"])])
+def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(
+    tmp_path: Path, ranks: int, more: list[str]
+) -> None:
     environment = {name: value for name, value in os.environ.items() if "PREFECT" not in name}
     # A server of its own, which must not be one that somebody is looking at.
     environment |= {"RECPOINT_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     demo = tmp_path / "demo"
     ended = subprocess.run(
         [sys.executable, "-m", "recpoint", "demo", f"--dir={demo}", "--stop-server"]
-        + ["--steps=120", "--interval=20", f"--ranks={ranks}"],
+        + ["--steps=120", "--interval=20", f"--ranks={ranks}", *more],
         capture_output=True,
         text=True,
         timeout=900,
@@ -59,6 +61,14 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(tmp_path: Path, 
     assert sum(manifest.stored_bytes for manifest in manifests) == document["bytes_written"]
     stalls_ms = [manifest.stall_us / 1000 for manifest in manifests]
     assert document["stall_ms_median"] == pytest.approx(statistics.median(stalls_ms), abs=1e-3)
+    ahead = [manifest.copied_ahead for manifest in manifests if manifest.copied_ahead is not None]
+    assert document["checkpoints_copied_ahead"] == len(ahead)
+    for what in ("rows", "bytes"):
+        for when, name in (("before_stalls", "before"), ("in_stalls", "in_stall")):
+            figure = sum(getattr(one, f"{what}_{name}") for one in ahead)
+            assert document[f"{what}_copied_{when}"] == figure
+    assert (document["rows_copied_before_stalls"] > 0) is bool(more)
+    assert ("copied ahead" in ended.stdout) is bool(more)
     assert manifests[0].step == 120
     assert {manifest.ranks for manifest in manifests} == {ranks}
     assert run.generation_numbers() == [1, 2]

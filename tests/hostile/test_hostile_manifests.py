@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from recpoint.errors import MalformedObject
+from recpoint.format.records import pack_record
 from tests.hostile.forged import CONSOLIDATED, MANIFEST, body, changed, envelope, unpack
 
 
@@ -40,6 +41,9 @@ def test_a_key_that_is_not_that_chunks(key: str) -> None:
         unpack(envelope(fields))
     assert caught.value.subject == MANIFEST and len(str(caught.value)) < 600
 
+
+#: What a manifest may say of rows that were copied before the stall.
+COPIED = {"rows_before": 1, "bytes_before": 1, "rows_in_stall": 0, "bytes_in_stall": 2**63 - 1}
 
 INTEGERS = [
     "step",
@@ -95,6 +99,17 @@ def test_numbers_outside_their_bounds_or_of_another_type(path: str, value: objec
         ("parent.step", 99),
         ("run", "5EED" * 8),
         ("attempt", "1b" * 16 + "\n"),
+        ("copied_ahead", None),
+        ("copied_ahead", {}),
+        ("copied_ahead", [1, 1, 1, 1]),
+        ("copied_ahead", COPIED | {"rows_before": 0}),
+        ("copied_ahead", COPIED | {"bytes_before": 0}),
+        ("copied_ahead", COPIED | {"rows_before": 2**63}),
+        ("copied_ahead", COPIED | {"rows_in_stall": -1}),
+        ("copied_ahead", COPIED | {"bytes_in_stall": True}),
+        ("copied_ahead", COPIED | {"bytes_in_stall": None}),
+        ("copied_ahead", COPIED | {"why_plain": None}),
+        ("copied_ahead", {**COPIED, "rows_before": "3"}),
         ("tables.0.name", ""),
         ("tables.0.name", "x" * 1025),
         ("tables.0.name", "\ud800"),
@@ -277,3 +292,13 @@ def test_a_field_missing(path: str) -> None:
     del target[last]
     with pytest.raises(MalformedObject):
         unpack(envelope(fields))
+
+
+def test_rows_copied_ahead_are_of_one_rank_only() -> None:
+    fields = changed("copied_ahead", COPIED)
+    found = unpack(envelope(fields)).copied_ahead
+    assert found is not None and found.model_dump() == COPIED
+    assert b"copied_ahead" not in pack_record(unpack(envelope(body())))
+    assert unpack(envelope(body() | {"ranks": 2})).ranks == 2
+    with pytest.raises(MalformedObject, match="2 ranks"):
+        unpack(envelope(fields | {"ranks": 2}))

@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from recpoint.embeddings.marks import Tracker
+from recpoint.format.dtypes import array_bytes
+from recpoint.format.job import StagedTable
 from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.policy import Link
 from recpoint.trainer_plugin.schedule.ledger import CopiedRows, Ledger
@@ -123,14 +125,22 @@ class Ahead:
             return link
         return window.frozen.link
 
-    def take_copied(self) -> CopiedRows:
-        """Return what was copied for the checkpoint that was just cut; its window is over."""
+    def take_copied(self, tables: Sequence[StagedTable] | None) -> CopiedRows:
+        """Return what was copied for the checkpoint that was just cut; its window is over.
+
+        Args:
+            tables: the tables of the checkpoint; None: it failed.
+        """
         window, why, self.window, self._why = self.window, self._why, None, _NOT_PLANNED
         if window is not None and window.copied is not None:
             return window.copied
         why = why if window is None or window.reason is None else window.reason
         return CopiedRows(
-            rows_before=0, bytes_before=0, rows_in_stall=0, bytes_in_stall=0, why_plain=why
+            rows_before=0,
+            bytes_before=0,
+            rows_in_stall=sum(table.row_count for table in tables or ()),
+            bytes_in_stall=sum(table.row_count * _row_bytes(table) for table in tables or ()),
+            why_plain=why,
         )
 
     def close(self) -> None:
@@ -147,3 +157,10 @@ class Ahead:
 
 
 _NOT_PLANNED = "the coming batches were not known"
+
+
+def _row_bytes(table: StagedTable) -> int:
+    """Return the bytes of a row with its row states."""
+    spec = table.spec
+    states = sum(array_bytes(state.dtype, state.shape) for state in spec.row_states)
+    return array_bytes(spec.dtype, (spec.dim,)) + states

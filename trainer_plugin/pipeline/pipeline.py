@@ -374,7 +374,8 @@ class Pipeline:
             failure = error
         finally:
             if self.ahead is not None:
-                self.statistics.copied = self.ahead.take_copied()
+                copied = self.ahead.take_copied(None if cut is None else cut.snapshot.tables)
+                self.statistics.add_copied(copied)
         try:
             if cut is not None:
                 self._memory.cut(cut.snapshot.used_bytes)

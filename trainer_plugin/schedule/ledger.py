@@ -202,9 +202,12 @@ _LEAST_PERSISTS = 2
 class CopiedRows:
     """How many rows a checkpoint copied before its stall, and in it.
 
+    A row that changed after it was copied was copied once more, and counts twice.
+
     Attributes:
         rows_before, bytes_before: rows copied while training went on, with their row states.
-        rows_in_stall, bytes_in_stall: rows copied while training waited.
+        rows_in_stall, bytes_in_stall: rows copied while training waited, with their row states; 0
+            if the checkpoint failed.
         why_plain: why no row was copied before the stall; None: rows were.
     """
 
@@ -270,6 +273,9 @@ class Statistics:
             that reads never sees the dictionary grow.
         stored_bytes: bytes of chunks of committed checkpoints, by kind.
         stalls: how long training stood still for each checkpoint, in seconds.
+        copied: as in `Stats`.
+        copied_rows, copied_bytes: sums of `copied` over all checkpoints, by "before" and
+            "in_stall".
         last_commit_ms: when the newest checkpoint was committed, in milliseconds since the epoch;
             None: none was.
         interval_seconds: length of the last interval between checkpoints; None: the first interval
@@ -292,6 +298,8 @@ class Statistics:
         self.precision: ChosenPrecision | None = None
         self.interval: Interval | None = None
         self.copied: CopiedRows | None = None
+        self.copied_rows = {"before": 0, "in_stall": 0}
+        self.copied_bytes = {"before": 0, "in_stall": 0}
         self._stalls_ms: deque[float] = deque(maxlen=_KEPT_STALLS)
         self._persists_seconds: deque[float] = deque(maxlen=_RECENT)
         self._safe_batches = 0
@@ -312,6 +320,14 @@ class Statistics:
         """Record how long training stood still for a snapshot."""
         self._stalls_ms.append(milliseconds)
         self.stalls.add(milliseconds / 1e3)
+
+    def add_copied(self, copied: CopiedRows) -> None:
+        """Record the rows that a checkpoint copied before its stall and in it."""
+        self.copied = copied
+        self.copied_rows["before"] += copied.rows_before
+        self.copied_rows["in_stall"] += copied.rows_in_stall
+        self.copied_bytes["before"] += copied.bytes_before
+        self.copied_bytes["in_stall"] += copied.bytes_in_stall
 
     def lost(self, error: BaseException) -> None:
         """Record that a checkpoint failed with this error."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from recpoint.format.chunk import sample_arrays
 from recpoint.format.dtypes import array_bytes, item_bytes, torch_dtype
 from recpoint.format.job import StagedTable
-from recpoint.format.manifest import TableSpec
+from recpoint.format.manifest import CopiedAhead, TableSpec
 from recpoint.kernels import dirty_bitmap, dirty_rows, row_digest, row_gather
 from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
 from recpoint.trainer_plugin.snapshot.plan import (
@@ -339,11 +339,13 @@ class CopiedCut(NamedTuple):
         behind: the content of the slot behind the tables.
         device: brings rows from a GPU; must be drained before the slot is read.
         moves: bring the rows that were copied ahead to their places before the slot is read.
+        copied_ahead: the rows that were copied before the stall and in it; None: none was before.
     """
 
     behind: BehindTables
     device: DeviceDrain
     moves: tuple[Move, ...] = ()
+    copied_ahead: CopiedAhead | None = None
 
 
 def copy_tables(

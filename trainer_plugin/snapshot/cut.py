@@ -19,11 +19,11 @@ from recpoint.embeddings.optimizers import OptimizerWatch
 from recpoint.format import state_tree
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.history import ChosenPrecision
-from recpoint.format.manifest import CODE_BITS, Quantizer
+from recpoint.format.manifest import CODE_BITS, CopiedAhead, Quantizer
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.policy import BaseHistory, Link, Tip, next_link
 from recpoint.trainer_plugin.ranks.sharding import Shard
-from recpoint.trainer_plugin.schedule.ledger import Pending
+from recpoint.trainer_plugin.schedule.ledger import CopiedRows, Pending
 from recpoint.trainer_plugin.schedule.outlook import in_bits, table_widths
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.snapshot import staging
@@ -295,7 +295,8 @@ class Cutter:
             sample = self._sampler.draw(specs, held, request.attempt)
             behind = behind_tables(plan.parts, plan.tables_end, *state, sample, device)
             self._has_large_state = not behind.is_small
-            copied = CopiedCut(behind, device, window.finish(plan, behind))
+            moves = window.finish(plan, behind)
+            copied = CopiedCut(behind, device, moves, _copied_ahead(window.copied))
             return self.seal(plan, request, copied, window.slot, taken, moment)
         except BaseException:
             window.void("the cut failed")
@@ -422,6 +423,7 @@ class Cutter:
             ),
             snapshot_ms=moment.snapshot_ms,
             stall_us=(time.perf_counter_ns() - moment.started_ns) // 1_000,
+            copied_ahead=copied.copied_ahead,
             full_bytes=behind.full_bytes,
             interval_batches=request.interval_batches,
             history=request.history,
@@ -501,3 +503,15 @@ def _marked(tables: Sequence[LiveTable], dirty: Mapping[str, Dirty]) -> MarkedRo
         taken = dirty.get(live.key)
         bitmaps.append(None if taken is None or taken.all_rows else taken.bitmap)
     return MarkedRows(bitmaps, [len(live.held) for live in tables])
+
+
+def _copied_ahead(copied: CopiedRows | None) -> CopiedAhead | None:
+    """Return the figures as records have them; None: no row was copied before the stall."""
+    if copied is None or copied.rows_before == 0:
+        return None
+    return CopiedAhead(
+        rows_before=copied.rows_before,
+        bytes_before=copied.bytes_before,
+        rows_in_stall=copied.rows_in_stall,
+        bytes_in_stall=copied.bytes_in_stall,
+    )

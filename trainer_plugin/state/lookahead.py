@@ -422,7 +422,9 @@ class Lookahead:
         The reader inside must be `Divisible`. Its own generators begin as the global ones are.
 
         Args:
-            states, rank, ranks: as for `Divisible.load_state_dicts`.
+            states: as for `Divisible.load_state_dicts`.
+            rank: as there.
+            ranks: as there.
         """
         self._forget()
         self._told = self._loaded = None

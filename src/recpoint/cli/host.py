@@ -355,6 +355,9 @@ def demo(
     ranks: Annotated[
         int, typer.Option(help="Processes that train together, started by torchrun.")
     ] = 1,
+    lookahead: Annotated[
+        bool, typer.Option("--lookahead", help="Read ahead: rows are copied before the stall.")
+    ] = False,
     stop: Annotated[
         bool, typer.Option("--stop-server", help="Stop the local Prefect server at the end.")
     ] = False,
@@ -366,7 +369,13 @@ def demo(
     from recpoint.flows import prefect_server
 
     settings = DemoSettings(
-        directory=directory, store=store, steps=steps, interval=interval, bits=bits, ranks=ranks
+        directory=directory,
+        store=store,
+        steps=steps,
+        interval=interval,
+        bits=bits,
+        ranks=ranks,
+        lookahead=lookahead,
     )
     console = progress_console() if json_output else output_console()
     try:

@@ -71,6 +71,7 @@ __all__ = [
 
 def checkpoint(manifest: Manifest) -> dict[str, Any]:
     """Return the JSON form of one checkpoint in a listing."""
+    copied = manifest.copied_ahead
     return {
         "step": manifest.step,
         "generation": manifest.generation,
@@ -83,6 +84,7 @@ def checkpoint(manifest: Manifest) -> dict[str, Any]:
         "stored_bytes": manifest.stored_bytes,
         "full_bytes": manifest.full_bytes,
         "stall_ms": manifest.stall_us / 1000,
+        "copied_ahead": None if copied is None else copied.model_dump(),
         "lag_ms": manifest.committed_ms - manifest.snapshot_ms,
         "committed_ms": manifest.committed_ms,
     }
@@ -488,7 +490,7 @@ def show(
         ("rows", f"{manifest.dirty_rows:,}"),
         ("trained", terminal.history_text(manifest.history)),
         ("ranks", manifest.ranks),
-        ("stall", f"{manifest.stall_us / 1000:.1f} ms"),
+        ("stall", terminal.stall_text(manifest)),
         ("snapshot", time_text(manifest.snapshot_ms)),
         ("staged", time_text(manifest.staged_ms)),
         ("committed", time_text(manifest.committed_ms)),

@@ -15,7 +15,7 @@ import torch
 from recpoint.cli import inspect
 from recpoint.dashboards.terminal import quantizer_text
 from recpoint.format.history import ChosenPrecision, History
-from recpoint.format.manifest import Quantizer
+from recpoint.format.manifest import CopiedAhead, Quantizer
 from recpoint.format.naming import MANIFEST_KEY
 from recpoint.format.records import pack_record
 from tests.catalog_builder import UNTRAINED, build, new_run, publish, tables, upload
@@ -52,6 +52,25 @@ def test_list_shows_what_counts_newest_first(recpoint: Invoke, saved_run: SavedR
     assert found[0]["lag_ms"] == 2
     assert found[0]["attempt"] == newest.attempt
     assert all(entry["live"] for entry in found)
+
+
+def test_list_and_show_say_what_was_copied_before_the_stall(
+    recpoint: Invoke, tmp_path: Path
+) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    publish(run, build(run, tables(), step=10, generation=1))
+    built = build(run, tables(), step=20, generation=1)
+    copied = CopiedAhead(rows_before=992, bytes_before=99_200, rows_in_stall=8, bytes_in_stall=800)
+    publish(
+        run, replace(built, manifest=built.manifest.model_copy(update={"copied_ahead": copied}))
+    )
+    newest, oldest = recpoint("list", run.url, "--json").json["checkpoints"]
+    assert newest["copied_ahead"] == copied.model_dump() and oldest["copied_ahead"] is None
+    assert recpoint("show", run.url, "20", "--json").json["copied_ahead"] == copied.model_dump()
+    shown = flat(recpoint("show", run.url, "20").stdout)
+    assert "0.1 ms; 99.2% of 1,000 rows copied before the stall (99.2 kB, and 800 B in it)" in shown
+    assert "copied" not in flat(recpoint("show", run.url, "10").stdout)
 
 
 def test_list_and_show_tell_the_policy(recpoint: Invoke, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.polling import until
         ({"steps": 100, "interval": 26}, "--steps"),
         ({"ranks": 0}, "--ranks"),
         ({"ranks": 17}, "--ranks"),
+        ({"ranks": 2, "lookahead": True}, "--lookahead"),
     ],
 )
 def test_settings_that_show_nothing_are_refused(

@@ -26,6 +26,7 @@ from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.run.run import Run
 from recpoint.dashboards import page, texts
 from recpoint.dashboards.watched_runs import Seen, WatchedRun, WatchedRuns
+from recpoint.format.manifest import CopiedAhead
 from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY
 from recpoint.format.retention_records import Plan, PlannedManifest, PlannedRules, RuleBest
 from recpoint.units import duration_text
@@ -159,6 +160,15 @@ def test_charts_run_from_old_to_new_and_leave_out_what_cannot_be_read() -> None:
     options, words = page.stall_chart(drawn_of(*checkpoints))
     assert options["series"][0]["data"] == [[10_500, 9.0], [30_500, 2.0]] and "at step 10" in words
     assert "took 200 B" in page.bytes_chart(drawn_of(*checkpoints))[1]
+    assert "ahead" not in words
+
+
+def test_the_stall_names_the_rows_that_were_copied_before_it() -> None:
+    copied = CopiedAhead(rows_before=992, bytes_before=9, rows_in_stall=8, bytes_in_stall=1)
+    ahead = facts(20, copied_ahead=copied)
+    assert texts.checkpoint_row(ahead)[-1] == "99.2% of 1,000 rows copied before the stall"
+    _, words = page.stall_chart(drawn_of(facts(30, copied_ahead=copied), ahead, facts(10)))
+    assert words.endswith("2 checkpoints read ahead: 99.2% of 2,000 rows copied before the stall.")
 
 
 def test_rows_have_a_cell_for_each_heading() -> None:

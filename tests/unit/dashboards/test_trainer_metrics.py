@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import random
 import urllib.error
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +89,33 @@ def test_a_scrape_says_what_the_checkpointer_knows(place: Place) -> None:
         url = export.url
     with pytest.raises(urllib.error.URLError):
         scrape(url)
+
+
+def _has_committed(ckpt: recpoint.Checkpointer, count: int) -> bool:
+    return ckpt.stats.committed == count
+
+
+def test_rows_copied_before_and_in_the_stall_are_counted(place: Place) -> None:
+    training = simple_training()
+    reader = recpoint.Lookahead(
+        training.reader, ids=lambda batch: {"users": batch[0], "items": batch[1]}
+    )
+    ckpt = checkpointer(replace(training, reader=reader), place, interval_batches=4)  # type: ignore[arg-type]
+    with recpoint.export_metrics(ckpt, port=0) as export, ckpt, place.agent():
+        ckpt.restore()
+        training.reader = iter(reader)  # type: ignore[assignment]
+        assert export.url is not None
+        sums = dict.fromkeys(("rows_before", "bytes_before", "rows_in_stall", "bytes_in_stall"), 0)
+        for committed in (1, 2, 3):
+            train(training, ckpt, 4)
+            for name in sums:
+                sums[name] += getattr(ckpt.stats.copied, name)
+            until(partial(_has_committed, ckpt, committed))
+        found = scrape(export.url)
+        for name, expected in sums.items():
+            what, when = name.split("_", 1)
+            assert value(found, f"recpoint_trainer_copied_{what}_total", when=when) == expected
+        assert sums["rows_before"] > 0 and sums["rows_in_stall"] > 0
 
 
 def test_restores_and_failures_are_counted_by_cause(

@@ -10,6 +10,7 @@ import pytest
 from prefect import Task
 
 from recpoint import errors
+from recpoint.format.manifest import CopiedAhead
 from recpoint.tasks import persist, reports
 from recpoint.tasks.job_name import job_log, job_name
 from recpoint.tasks.persist import may_heal
@@ -89,6 +90,7 @@ def test_a_report_says_what_a_person_asks() -> None:
         staged_ms=10_500,
         committed_ms=12_250,
         interval_batches=77,
+        copied_ahead=None,
     )
     rows = dict(reports.table_rows(9, checkpoint))
     assert rows["step"] == "9" and rows["rows"] == "1,000"
@@ -96,3 +98,7 @@ def test_a_report_says_what_a_person_asks() -> None:
     assert rows["of a full exact checkpoint"] == "25.0%"
     assert rows["stall"] == "12.3 ms" and rows["staged after"] == "500 ms"
     assert rows["lag (committed after)"] == "2.2 s" and rows["stored"] == "250 B, 4 chunks"
+    assert "rows copied ahead" not in rows
+    ahead = CopiedAhead(rows_before=999, bytes_before=9_990, rows_in_stall=1, bytes_in_stall=10)
+    rows = dict(reports.table_rows(9, checkpoint._replace(copied_ahead=ahead)))
+    assert rows["rows copied ahead"] == "99.9% of 1,000 rows copied before the stall"

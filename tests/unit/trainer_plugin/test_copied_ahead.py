@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from recpoint import Lookahead
+from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
+from recpoint.catalog.store.store import open_store
+from recpoint.format.job import Job as StagedJob
+from recpoint.format.manifest import Manifest
 from tests.polling import until
 from tests.training_builder import Place, checkpointer, seed_everything
 
@@ -83,7 +87,8 @@ class Job:
         reader: Any = Reader()
         if window:
             reader = Lookahead(reader, ids=ids or ids_of, window=window)
-        self.reader, self.schedulers = reader, []
+        self.reader = reader
+        self.schedulers: list[Any] = []
         self.accumulate = accumulate
         self.place = Place(str(directory / "run"), directory / "staging")
         self.checkpoints = checkpointer(
@@ -108,12 +113,16 @@ class Job:
                 optimizer.step()
         self.checkpoints.step()
 
-    def staged(self) -> dict[str, bytes]:
-        """Waits for the job of the newest checkpoint; returns the bytes and places of its rows."""
+    def staged_job(self) -> StagedJob:
+        """Waits for the job of the newest checkpoint."""
         run = self.place.run_directory
         until(lambda: len(area.staged_jobs(run)) > 0)
         (path,) = area.staged_jobs(run)
-        job = area.read_job(path)
+        return area.read_job(path)
+
+    def staged(self) -> dict[str, bytes]:
+        """Waits for the job of the newest checkpoint; returns the bytes and places of its rows."""
+        run, job = self.place.run_directory, self.staged_job()
         slot = (area.slots_directory(run) / job.slot).read_bytes()
         found: dict[str, bytes] = {"kind": job.kind.encode()}
         for segment in job.segments:
@@ -254,6 +263,45 @@ def test_a_table_that_becomes_dirty_as_a_whole_makes_the_cut_plain(tmp_path: Pat
                     job.model.items.weight.mul_(0.9)
         if done % 20 == 0:
             _compare(plain, ahead)
-    assert "'items'" in ahead.checkpoints.stats.copied.why_plain
+    assert "'items'" in ahead.copied.why_plain
     plain.checkpoints.close(final=False)
     ahead.checkpoints.close(final=False)
+
+
+def test_job_and_manifest_say_what_stats_say(tmp_path: Path) -> None:
+    ahead = Job(tmp_path / "ahead", window=12)
+    for done in (20, 40):
+        while ahead.done < done:
+            ahead.batch()
+        staged, copied = ahead.staged_job(), ahead.copied
+        assert copied.rows_before > 0 and staged.copied_ahead is not None
+        figures = staged.copied_ahead.model_dump()
+        assert figures == {name: getattr(copied, name) for name in figures}
+        assert copied.rows_before + copied.rows_in_stall >= staged.dirty_rows
+        row_bytes = 4 * DIM  # no row states
+        assert copied.bytes_before == row_bytes * copied.rows_before
+        ahead.persist()
+        assert newest_manifest(ahead).copied_ahead == staged.copied_ahead
+    ahead.checkpoints.close(final=False)
+
+
+def test_a_plain_cut_says_nothing_in_its_records_and_all_rows_in_stats(tmp_path: Path) -> None:
+    ahead = Job(tmp_path / "ahead", window=12, optimizer="adagrad")
+    while ahead.done < 3:
+        ahead.batch()
+    assert ahead.checkpoints.checkpoint()
+    staged, copied = ahead.staged_job(), ahead.copied
+    assert staged.copied_ahead is None and copied.why_plain
+    assert (copied.rows_before, copied.bytes_before) == (0, 0)
+    assert copied.rows_in_stall == staged.dirty_rows > 0
+    assert copied.bytes_in_stall == 2 * 4 * DIM * staged.dirty_rows  # values and their sums
+    path = area.staged_jobs(ahead.place.run_directory)[0]
+    assert b"copied_ahead" not in path.read_bytes()
+    ahead.persist()
+    assert newest_manifest(ahead).copied_ahead is None
+    ahead.checkpoints.close(final=False)
+
+
+def newest_manifest(job: Job) -> Manifest:
+    run = Run.open(open_store(job.place.run))
+    return run.manifest(*run.live_line()[0])
