@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from benchmarks.faults.matrix import system_of
 from benchmarks.faults.verdicts import Outcome
+from benchmarks.machine import commit
 
 __all__ = ["markdown"]
 
@@ -30,7 +32,8 @@ def markdown(faults: Sequence[str], found: Mapping[str, Mapping[str, Any]]) -> s
     """
     ran = [name for name, one in found.items() if not one["not_run"]]
     lines = [
-        f"Measured on {datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, "
+        f"Measured on {datetime.now(UTC):%Y-%m-%d}, commit {commit()}, "
+        f"Python {platform.python_version()}, "
         f"{platform.system()} {platform.machine()}.",
         "",
         _row(["", *(system_of(name).title for name in ran)]),
@@ -67,8 +70,13 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+#: A path of this machine, of which only the name matters.
+_PATH = re.compile(r"(?:/[\w.+-]+){2,}/(?=[\w.+-])")
+
+
 def _plain(text: str) -> str:
-    """Returns text that is safe in a table of Markdown."""
+    """Returns text that is safe in a table of Markdown, without paths of this machine."""
+    text = _PATH.sub("…/", text)
     for mark in "|<>`*_[]":
         text = text.replace(mark, {"|": "/"}.get(mark, f"\\{mark}"))
     return text
