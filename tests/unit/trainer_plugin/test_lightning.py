@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from recpoint import Checkpointer, LightningCallback, Lookahead, ResumableLoader
 from recpoint.catalog.run.run import Run  # noqa: E402
 from recpoint.catalog.store.store import open_store  # noqa: E402
 from recpoint.errors import SettingsError  # noqa: E402
+from recpoint.installation import install_command
 from recpoint.trainer_plugin import lightning as of_lightning  # noqa: E402
 from tests.forked import ForkedProcess  # noqa: E402
 from tests.lightning_builder import (  # noqa: E402
@@ -345,7 +347,7 @@ def test_without_lightning_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(sys.modules, name)
     for missing in ("lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(SettingsError, match=r"pip install 'recpoint\[lightning\]'"):
+    with pytest.raises(SettingsError, match=re.escape(install_command("lightning"))):
         importlib.import_module(name)
 
 
