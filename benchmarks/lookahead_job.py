@@ -145,7 +145,8 @@ class _Table:
         return {"tables.0": batch}
 
     def loss(self, batch: Tensor) -> Tensor:
-        return self.model.top(self.model.table(0)(batch)).square().mean()
+        loss: Tensor = self.model.top(self.model.table(0)(batch)).square().mean()
+        return loss
 
 
 class _Criteo:

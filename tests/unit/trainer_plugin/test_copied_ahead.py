@@ -173,18 +173,18 @@ def test_staged_bytes_equal_those_of_a_plain_cut(
     chosen: dict[str, Any] = {"policy": policy, "optimizer": optimizer, "sparse": sparse}
     plain = Job(tmp_path / "plain", **chosen)
     ahead = Job(tmp_path / "ahead", window=12, **chosen)
-    copied = _train(plain, ahead, 100)
-    assert [one.why_plain for one in copied[1:]] == [None] * 4  # the first may lack row states
+    copied = _train(plain, ahead, 60)
+    assert [one.why_plain for one in copied[1:]] == [None] * 2  # the first may lack row states
     assert all(one.rows_before > 0 for one in copied[1:])
 
 
 @pytest.mark.parametrize("window", [1, 5, 20, 200])
 def test_any_window(tmp_path: Path, window: int) -> None:
-    copied = _train(Job(tmp_path / "plain"), Job(tmp_path / "ahead", window=window), 80)
+    copied = _train(Job(tmp_path / "plain"), Job(tmp_path / "ahead", window=window), 60)
     assert all(one.why_plain is None for one in copied)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_wrong_predictions_cost_no_byte(tmp_path: Path, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
 
@@ -200,7 +200,7 @@ def test_wrong_predictions_cost_no_byte(tmp_path: Path, seed: int) -> None:
         return ids_of(batch)
 
     plain, ahead = Job(tmp_path / "plain"), Job(tmp_path / "ahead", ids=lie, window=15)
-    copied = _train(plain, ahead, 100)
+    copied = _train(plain, ahead, 60)
     assert any(one.why_plain is None for one in copied)
 
 
@@ -208,7 +208,7 @@ def test_wrong_predictions_cost_no_byte(tmp_path: Path, seed: int) -> None:
 def test_gradients_are_accumulated(tmp_path: Path, sparse: bool) -> None:
     chosen: dict[str, Any] = {"accumulate": 4, "sparse": sparse}
     plain, ahead = Job(tmp_path / "plain", **chosen), Job(tmp_path / "ahead", window=12, **chosen)
-    copied = _train(plain, ahead, 80)
+    copied = _train(plain, ahead, 40)
     assert all(one.why_plain is None for one in copied)
 
 
