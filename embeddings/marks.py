@@ -80,6 +80,7 @@ class Tracker:
         unapplied: rows were marked at a lookup and no optimizer step has followed yet.
         surprise: why `all_rows` was set although nothing announced the change, for the log.
         bitmap: the bitmap that takes marks now.
+        aside: marks from before an open window; None: no window is open.
         version: version of the weight up to which its changes are explained.
         changes: changes of the weight in steps since the row states were last looked at.
         rewrites: lookups since `version` that were marked and changed the weight once each.
@@ -103,6 +104,7 @@ class Tracker:
         "_storage",
         "_whole",
         "all_rows",
+        "aside",
         "bitmap",
         "by_gradient",
         "changes",
@@ -126,6 +128,7 @@ class Tracker:
         self.surprise: str | None = None
         self.version = self.rewrites = 0
         self._know_weight()
+        self.aside: Dirty | None = None
         self.quick: tuple[Tensor, int, int] | None = None
         self._spare: list[Tensor] = [dirty_bitmap.new(self.rows, device=table.weight.device)]
         self._use(dirty_bitmap.new(self.rows, device=table.weight.device))
@@ -149,6 +152,11 @@ class Tracker:
         if self.by_gradient and bitmap.is_cpu:
             return self.weight, bitmap.data_ptr(), self.rows
         return None
+
+    @property
+    def marks(self) -> tuple[Tensor, ...]:
+        """The bitmaps whose rows changed since the last cut; two if a window is open."""
+        return (self.bitmap,) if self.aside is None else (self.bitmap, self.aside.bitmap)
 
     @property
     def bitmap_bytes(self) -> int:
@@ -466,6 +474,7 @@ class Tracker:
         other = self._spare.pop() if self._spare else torch.zeros_like(self.bitmap)
         aside = Dirty(bitmap=self.bitmap, all_rows=False, rows=self.rows)
         self._use(other)
+        self.aside = aside
         return aside
 
     def end_window(self, aside: Dirty, *, keep: bool) -> Dirty:
@@ -475,6 +484,7 @@ class Tracker:
             aside: as `set_aside` returned it, with all later marks added; none is left here.
             keep: the rows stay dirty.
         """
+        self.aside = None
         if keep:
             clean = self.bitmap
             self._use(aside.bitmap)
@@ -485,6 +495,8 @@ class Tracker:
 
     def merge_back(self, dirty: Dirty) -> None:
         """Make the rows that `take` returned dirty again. Never raises: training must go on."""
+        if dirty is self.aside:
+            self.aside = None
         if not self._fits(dirty):
             self.all_rows = True
             return

@@ -1,7 +1,7 @@
 """Cuts snapshots in three steps: plan what goes where, copy it into a slot, seal the slot.
 
-`Cutter.cut` takes the three steps in one stall. `Cutter.open_window` has rows copied before it. If a
-cut fails, all rows that were dirty are dirty again.
+`Cutter.cut` takes the three steps in one stall. `Cutter.open_window` has rows copied before it. If
+a cut fails, all rows that were dirty are dirty again.
 """
 
 from __future__ import annotations
