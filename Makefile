@@ -102,8 +102,8 @@ fuzz: $(NATIVE) ## fuzz each parser a million times, outside CI (tests/fuzz)
 sanitize: $(NATIVE) ## run the kernels' tests under sanitizers, where there is g++ (tests/sanitized)
 	$(BIN)/python tests/sanitized/run.py
 
-faults: $(NATIVE) ## interrupt each call of ours at every place, outside CI (tests/fault)
-	RECPOINT_FAULTS_EVERY=$(FAULTS_EVERY) $(BIN)/python -m pytest -n $(TEST_WORKERS) -o faulthandler_timeout=0 tests/fault/test_interrupted_calls.py $(PYTEST_ARGS)
+faults: $(NATIVE) ## interrupt each call of ours at every place, kill windows, outside CI (tests/fault)
+	RECPOINT_FAULTS_EVERY=$(FAULTS_EVERY) $(BIN)/python -m pytest -n $(TEST_WORKERS) -o faulthandler_timeout=0 tests/fault/test_interrupted_calls.py tests/fault/test_windows_killed.py $(PYTEST_ARGS)
 
 tutorials: ## play the tutorials in new environments, outside CI (tests/tutorials.py)
 	$(PYTHON) -u tests/tutorials.py $(TUTORIALS)
