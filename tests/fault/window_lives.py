@@ -120,7 +120,7 @@ def window_life(
                 copied = checkpoints.stats.copied
                 before += 0 if copied is None else copied.rows_before
                 due = number // _INTERVAL - first // _INTERVAL  # each life has the same
-                until(lambda due=due: checkpoints.stats.committed == due)
+                _until_committed(checkpoints, due)
         checkpoints.close(final=False)
         if kill is not None and trains:  # the life was over before
             os.kill(os.getpid(), signal.SIGKILL)
@@ -149,6 +149,10 @@ def looking_ahead_rank(place: str, rank: int, told: str) -> None:
             found[case] = [type(error).__name__, str(error)]
     Path(told).write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def _until_committed(checkpoints: Checkpointer, count: int) -> None:
+    until(lambda: checkpoints.stats.committed == count)
 
 
 def _killer(is_armed: threading.Event, seconds: float) -> None:

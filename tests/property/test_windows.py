@@ -385,7 +385,7 @@ class Windows(RuleBasedStateMachine):
 
 
 def _machine(policy: Policy) -> Any:
-    machine = type("Windows", (Windows,), {"policy": policy})
+    machine: Any = type("Windows", (Windows,), {"policy": policy})
     case = machine.TestCase
     case.settings = settings(
         max_examples=int(os.environ.get("RECPOINT_WINDOWS_EXAMPLES", "6")),

@@ -83,7 +83,8 @@ class Job:
         reader: Any = Reader()
         if window:
             reader = Lookahead(reader, ids=ids or ids_of, window=window)
-        self.reader, self.schedulers = reader, []
+        self.reader = reader
+        self.schedulers: list[Any] = []
         self.accumulate = accumulate
         self.place = Place(str(directory / "run"), directory / "staging")
         self.checkpoints = checkpointer(
@@ -246,6 +247,6 @@ def test_a_table_that_becomes_dirty_as_a_whole_makes_the_cut_plain(tmp_path: Pat
                     job.model.items.weight.mul_(0.9)
         if done % 20 == 0:
             _compare(plain, ahead)
-    assert "'items'" in ahead.checkpoints.stats.copied.why_plain
+    assert "'items'" in ahead.copied.why_plain
     plain.checkpoints.close(final=False)
     ahead.checkpoints.close(final=False)

@@ -431,7 +431,7 @@ def test_a_loader_that_accelerate_prepared_is_refused() -> None:
 def test_a_loader_that_is_counted_later_is_refused_too() -> None:
     loader = ResumableLoader(DataLoader(TensorDataset(torch.arange(4))))
     ahead = _attached(loader, ids=lambda batch: {"users": batch[0]})
-    loader.before_fetch = int
+    loader.before_fetch = lambda: None
     with pytest.raises(SettingsError, match="whose batches a framework counts"):
         next(iter(ahead))
 

@@ -61,7 +61,7 @@ def to_the_cut(plain: Job, ahead: Job) -> str | None:
         while job.done % 20:
             job.batch()
     _compare(plain, ahead)
-    why: str | None = ahead.checkpoints.stats.copied.why_plain
+    why: str | None = ahead.copied.why_plain
     return why
 
 
@@ -106,7 +106,7 @@ def test_marks_stay_if_a_window_finds_no_memory(
 def test_rows_that_were_marked_before_the_window_are_not_taken_for_unmarked(
     tmp_path: Path,
 ) -> None:
-    every_row = {"verify_unmarked_rows": USERS}
+    every_row: dict[str, Any] = {"verify_unmarked_rows": USERS}
     plain = Job(tmp_path / "plain", **every_row)
     ahead = Job(tmp_path / "ahead", window=12, **every_row)
     for _ in range(3):
