@@ -43,6 +43,15 @@ _Rows = dict[str, dict[str, Tensor]]
 
 _tables = st.sampled_from([*_TABLES])
 _ids = st.lists(st.integers(0, 39), min_size=1, max_size=5)
+_windows = st.tuples(
+    st.integers(0, _INTERVAL - 1),
+    st.sampled_from(
+        ["nothing", "announced", "deleted", "decayed", "other memory", "other states", "early"]
+        + ["no step", "fails", "no slot", "lost"]
+    ),
+    _tables,
+    st.sampled_from(["stored", "stored", "stored", "rejected", "gone", "waits"]),
+)
 
 
 class _Reader:
@@ -271,17 +280,48 @@ class Windows(RuleBasedStateMachine):
         for _ in range(count):
             self.train()
 
-    @rule(counts=st.lists(st.integers(1, _INTERVAL), min_size=2, max_size=4))
-    def chain_that_grows(self, counts: list[int]) -> None:
-        """Checkpoints that go well, some of them early: else few windows are open to the end."""
-        for count in counts:
-            self.some_batches(count)
+    @rule(windows=st.lists(_windows, min_size=2, max_size=6))
+    def windows_in_a_row(self, windows: list[tuple[int, str, str, str]]) -> None:
+        """Each is disturbed once, and cut: else few windows are open when something happens."""
+        for at, disturbance, table, fate in windows:
+            cuts = len(self.truth)
+            for _ in range(at):
+                self.train()
             self.wait_for_the_plan()
-            if count < 3:
-                self.checkpoint()
-            else:
-                self.some_batches(_INTERVAL - count + 1)
-            self.persist_all()
+            self.disturb(disturbance, table)
+            for _ in range(2 * _INTERVAL):
+                if len(self.truth) > cuts:
+                    break
+                self.train()
+            if self.jobs() and fate == "rejected":
+                self.reject_oldest("StagingError")
+            elif self.jobs() and fate == "gone":
+                self.lose_newest()
+            elif fate == "stored":
+                self.persist_all()
+
+    def disturb(self, disturbance: str, table: str) -> None:
+        ids = [0, 7, 39]
+        if disturbance == "announced":
+            self.rows_that_are_announced(table, ids)
+        elif disturbance == "deleted":
+            self.rows_that_are_deleted(table, ids)
+        elif disturbance == "decayed":
+            self.a_table_that_is_decayed(table)
+        elif disturbance == "other memory":
+            self.a_table_in_other_memory(table)
+        elif disturbance == "other states":
+            self.other_row_states(table)
+        elif disturbance == "early":
+            self.checkpoint()
+        elif disturbance == "no step":
+            self.batches_without_a_step(2)
+        elif disturbance == "fails":
+            self.a_cut_that_fails()
+        elif disturbance == "no slot":
+            self.a_slot_that_is_removed()
+        elif disturbance == "lost" and self.jobs():
+            self.reject_oldest("StagingError")
 
     @rule(count=st.integers(1, 4))
     def batches_without_a_step(self, count: int) -> None:
@@ -388,8 +428,8 @@ def _machine(policy: Policy) -> Any:
     machine: Any = type("Windows", (Windows,), {"policy": policy})
     case = machine.TestCase
     case.settings = settings(
-        max_examples=int(os.environ.get("RECPOINT_WINDOWS_EXAMPLES", "6")),
-        stateful_step_count=25,
+        max_examples=int(os.environ.get("RECPOINT_WINDOWS_EXAMPLES", "10")),
+        stateful_step_count=12,
         # Shrinking would take minutes; the steps are in the message as they are.
         phases=[Phase.explicit, Phase.reuse, Phase.generate],
         deadline=None,
