@@ -122,6 +122,7 @@ class Checkpointer:
             that optimizers create in their first step counts from the next `step()` on.
         host_memory_bound_bytes: the same for all ranks whose staging areas share a file system. If
             these are several ranks, growth counts from the next checkpoint that is due.
+        lookahead_bytes: with a `Lookahead` as the reader: memory that it takes in this process now.
 
     Raises:
         SettingsError: a setting cannot work; the message names it.
@@ -384,6 +385,19 @@ class Checkpointer:
     def host_memory_bound_bytes(self) -> int:
         """The most bytes of all ranks whose staging areas share a file system."""
         return self._memory.host.bound_bytes
+
+    @property
+    def lookahead_bytes(self) -> int:
+        """Bytes that a `Lookahead` as the reader takes in this process now; 0 without one.
+
+        These are the batches that are read ahead, and, while rows are copied before a checkpoint,
+        two bitmaps of one bit for each row of each table, and 16 bytes for each row that the
+        batches until the checkpoint look up.
+        """
+        if isinstance(self._reader, Lookahead):
+            ahead = None if self._pipeline is None else self._pipeline.ahead
+            return self._reader.held_bytes if ahead is None else ahead.size_bytes
+        return 0
 
     @property
     def epochs_done(self) -> int:

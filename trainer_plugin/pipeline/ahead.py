@@ -63,6 +63,12 @@ class Ahead:
         # As in `Handoff`: Python would end the thread in the middle of a call.
         atexit.register(self._at_exit)
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the batches that are read ahead, and of the open window."""
+        window = self.window
+        return self._reader.held_bytes + (0 if window is None else window.size_bytes)
+
     def is_near(self, left: int | None) -> bool:
         """Whether `step` has something to do.
 

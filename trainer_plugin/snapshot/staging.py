@@ -210,7 +210,7 @@ class Slot:
         """
         size_bytes = max(size_bytes, 1)
         try:
-            if not self._is_ours():
+            if not self.is_there():
                 self._open()
             if self._data is None or self._data.numel() < size_bytes:
                 self._extend(size_bytes)
@@ -228,7 +228,7 @@ class Slot:
         if self._data is not None and self._data.numel() >= size_bytes:
             return
         try:
-            if not self._is_ours():
+            if not self.is_there():
                 raise StagingError(
                     str(self.path),
                     found="another file, or no file, at this path",
@@ -263,7 +263,7 @@ class Slot:
                 # was synced before its job was written.
                 _log.warning("%s: %s when it was closed", self.path, error.strerror or error)
 
-    def _is_ours(self) -> bool:
+    def is_there(self) -> bool:
         """Whether the path still names the mapped file, and the file is as long as the mapping."""
         if self._descriptor is None:
             return False

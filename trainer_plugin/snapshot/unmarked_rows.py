@@ -6,8 +6,9 @@ each table at random and keeps their digests. At the next cut, the rows among th
 marked must have the same digests. If one does not, the whole table is dirty from that cut on.
 
 The check runs before a cut takes the marks, in the same stall. Only cuts take marks, so at each
-later check the marks name at least the rows that changed since the digests were kept. A checkpoint
-that fails or is rejected only adds marks.
+later check the marks name at least the rows that changed since the digests were kept; a window that
+opened before the cut holds some of them aside. A checkpoint that fails or is rejected only adds
+marks.
 """
 
 from __future__ import annotations

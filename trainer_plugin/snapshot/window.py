@@ -120,14 +120,20 @@ class Window:
         self._placed: tuple[Placed, ...] = ()
         self._end = 0
         self._tables: list[_Ahead] = []
-        for index, live in enumerate(frozen.tables):
-            tracker = trackers.get(live.key)
-            if tracker is not None and not tracker.all_rows:
-                aside = tracker.set_aside()
-                self._tables.append(_Ahead(index, live, tracker, aside, tracker.bitmap))
         # Tables whose marks are aside.
-        self._open = {one.live.key: one for one in self._tables}
+        self._open: dict[str, _Ahead] = {}
         self.copied: CopiedRows | None = None
+        try:
+            for index, live in enumerate(frozen.tables):
+                tracker = trackers.get(live.key)
+                if tracker is not None and not tracker.all_rows:
+                    aside = tracker.set_aside()
+                    one = _Ahead(index, live, tracker, aside, tracker.bitmap)
+                    self._open[live.key] = one
+                    self._tables.append(one)
+        except BaseException:  # there is no memory for one more bitmap
+            self.void("it could not be opened")
+            raise
         self._versions = [one.tracker.version for one in self._tables]
         self._handed = [0] * len(self._tables)
         self._thread = threading.Thread(target=self._run, name="recpoint-ahead", daemon=True)
@@ -205,6 +211,16 @@ class Window:
 
     # --- the training thread -------------------------------------------------------------------
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the window takes beside its slot.
+
+        For each table: one more bitmap of marks, the bitmap of the rows that are looked up, and
+        the plan, as soon as it is made.
+        """
+        bitmaps = sum(one.fresh.nbytes for one in self._tables)
+        return bitmaps + sum(plan.seen.nbytes + plan.size_bytes for plan in self._plans)
+
     def advance(self, batches_done: int) -> None:
         """Hand over the rows that the batches done so far looked up last.
 
@@ -267,6 +283,8 @@ class Window:
                 one.tracker.all_rows or one.tracker.bitmap is not one.fresh
             ):
                 self.void(f"every row of table {one.live.spec.name!r} became dirty")
+        if self.reason is None and not self._has_slot():
+            self.void("its slot was removed from the staging area")
         if self.reason is not None or copier is None:
             return False
         try:
@@ -286,6 +304,13 @@ class Window:
             self.void(str(error))
             return False
         return True
+
+    def _has_slot(self) -> bool:
+        """Whether the slot is still the file that rows were copied to."""
+        try:
+            return self.slot.is_there()
+        except OSError:
+            return False
 
     def end(self, name: str, *, keep: bool) -> Dirty | None:
         """Return the dirty rows of a table, as `Tracker.end_window`; None: it is not copied ahead.
@@ -308,9 +333,9 @@ class Window:
             The moves that `settle` makes; nothing: everything lies where a plain cut would put it.
 
         Raises:
-            StagingFull, StagingError: as `Slot.reserve` and `Slot.grow`.
+            StagingFull, StagingError: as `Slot.grow`.
         """
-        self.slot.reserve(max(self._end, plan.tables_end))
+        self.slot.grow(max(self._end, plan.tables_end))
         data = self.slot.data
         mine = {one.number for one in self._tables}
         others = [
