@@ -80,6 +80,7 @@ class Tracker:
         unapplied: rows were marked at a lookup and no optimizer step has followed yet.
         surprise: why `all_rows` was set although nothing announced the change, for the log.
         bitmap: the bitmap that takes marks now.
+        aside: marks from before an open window; None: no window is open.
         version: version of the weight up to which its changes are explained.
         changes: changes of the weight in steps since the row states were last looked at.
         rewrites: lookups since `version` that were marked and changed the weight once each.
@@ -92,7 +93,7 @@ class Tracker:
     __slots__ = (
         "_after_compiled_lookup",
         "_after_hook",
-        "_aside",
+        "aside",
         "_before_compiled_lookup",
         "_hook",
         "_installed",
@@ -128,7 +129,7 @@ class Tracker:
         self.version = self.rewrites = 0
         self._know_weight()
         self.quick: tuple[Tensor, int, int] | None = None
-        self._aside: Dirty | None = None
+        self.aside: Dirty | None = None
         self._spare: list[Tensor] = [dirty_bitmap.new(self.rows, device=table.weight.device)]
         self._use(dirty_bitmap.new(self.rows, device=table.weight.device))
         self._hook: RemovableHandle | None = None
@@ -469,7 +470,7 @@ class Tracker:
             bool [n], on the CPU.
         """
         found = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
-        for bitmap in (self.bitmap, *(() if self._aside is None else (self._aside.bitmap,))):
+        for bitmap in (self.bitmap, *(() if self.aside is None else (self.aside.bitmap,))):
             words = bitmap.index_select(0, (ids // 32).to(bitmap.device)).cpu().long()
             found |= ((words >> (ids % 32)) & 1).bool()
         return found
@@ -483,7 +484,7 @@ class Tracker:
         other = self._spare.pop() if self._spare else torch.zeros_like(self.bitmap)
         aside = Dirty(bitmap=self.bitmap, all_rows=False, rows=self.rows)
         self._use(other)
-        self._aside = aside
+        self.aside = aside
         return aside
 
     def end_window(self, aside: Dirty, *, keep: bool) -> Dirty:
@@ -493,7 +494,7 @@ class Tracker:
             aside: as `set_aside` returned it, with all later marks added; none is left here.
             keep: the rows stay dirty.
         """
-        self._aside = None
+        self.aside = None
         if keep:
             clean = self.bitmap
             self._use(aside.bitmap)
@@ -504,8 +505,8 @@ class Tracker:
 
     def merge_back(self, dirty: Dirty) -> None:
         """Make the rows that `take` returned dirty again. Never raises: training must go on."""
-        if dirty is self._aside:
-            self._aside = None
+        if dirty is self.aside:
+            self.aside = None
         if not self._fits(dirty):
             self.all_rows = True
             return
