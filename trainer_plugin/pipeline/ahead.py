@@ -36,6 +36,7 @@ class Ahead:
         ledger: knows the tip, and the slots in use.
         area: the staging area.
         is_free: returns whether a slot is free for one more checkpoint.
+        full_bytes: returns the bytes that a full takes in a slot.
 
     Attributes:
         window: the window that is open; None: there is none.
@@ -50,6 +51,7 @@ class Ahead:
         ledger: Ledger,
         area: StagingArea,
         is_free: Callable[[], bool],
+        full_bytes: Callable[[], int],
     ) -> None:
         self._reader = reader
         self._cutter = cutter
@@ -57,6 +59,7 @@ class Ahead:
         self._ledger = ledger
         self._area = area
         self._is_free = is_free
+        self._full_bytes = full_bytes
         self._why = _NOT_PLANNED
         self._process = os.getpid()
         self.window: Window | None = None
@@ -113,6 +116,7 @@ class Ahead:
             frozen,
             self._reader.coming(left),
             opened_at=batches_done,
+            least_bytes=self._full_bytes(),
         )
 
     def link_at_cut(self, link: Link, tables: Sequence[LiveTable]) -> Link:

@@ -171,6 +171,7 @@ class Pipeline:
                 ledger=self._ledger,
                 area=area,
                 is_free=self._is_free,
+                full_bytes=lambda: memory.own_bytes // settings.staging.jobs,
             )
         )
 

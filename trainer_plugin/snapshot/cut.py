@@ -200,6 +200,7 @@ class Cutter:
         batches: Sequence[Mapping[str, Tensor]],
         *,
         opened_at: int,
+        least_bytes: int,
     ) -> Window:
         """Begin to copy rows of a coming checkpoint.
 
@@ -208,6 +209,7 @@ class Cutter:
             frozen: link and tables, as `link` returned them now.
             batches: the rows that coming batches look up, by table name, in order.
             opened_at: batches done.
+            least_bytes: bytes to reserve in the slot, if the rows take less.
         """
         is_full = frozen.link.kind == "full"
         parts = []
@@ -226,6 +228,7 @@ class Cutter:
             trackers=self._trackers,
             batches=batches,
             opened_at=opened_at,
+            least_bytes=least_bytes,
             share=self._copy_share,
         )
 

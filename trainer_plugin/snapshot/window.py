@@ -44,6 +44,9 @@ __all__ = ["Frozen", "Window"]
 #: The most bytes of rows without a place. More make the cut a plain one.
 _TAIL_BYTES = 16 << 20
 
+#: Room in the slot for state that no full counts, such as the reader's.
+_SPARE_BYTES = 1 << 20
+
 
 class Frozen(NamedTuple):
     """What must be the same at the cut as when the window opened.
@@ -87,6 +90,7 @@ class Window:
         trackers: trackers of the tables' dirty rows, none of them `unapplied`.
         batches: the rows that coming batches look up, by table name, in order.
         opened_at: number of batches done.
+        least_bytes: bytes to reserve in the slot if the rows take less, for what lies behind them.
         share: the share of its time that the copying thread copies.
 
     Attributes:
@@ -104,6 +108,7 @@ class Window:
         trackers: Mapping[str, Tracker],
         batches: Sequence[Mapping[str, Tensor]],
         opened_at: int,
+        least_bytes: int,
         share: float,
     ) -> None:
         self.frozen, self.slot, self.opened_at = frozen, slot, opened_at
@@ -111,6 +116,7 @@ class Window:
         self._parts = tuple(parts)
         self._batches: Sequence[Mapping[str, Tensor]] | None = batches
         self._share = share
+        self._least_bytes = least_bytes
         self._lock = threading.Lock()  # held while the thread changes from planning to copying
         self._is_over = False
         self._failure: Exception | None = None
@@ -179,7 +185,8 @@ class Window:
         with self._lock:
             if self._is_over:
                 return None
-            self.slot.reserve(end)
+            # To extend the slot at the cut would take long: its pages would be mapped anew.
+            self.slot.reserve(max(end, self._least_bytes) + _SPARE_BYTES)
             self._parts, self._plans, self._placed, self._end = tuple(parts), plans, placed, end
             self._copier = Copier([self._ahead(one, plan) for one, plan in self._pairs()])
             return self._copier
