@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,7 +129,9 @@ def refused() -> dict[str, str]:
     from torchrec.optim.clipping import GradientClippingOptimizer
     from torchrec.optim.keyed import KeyedOptimizerWrapper
 
+    from recpoint import Checkpointer, Lookahead
     from recpoint.trainer_plugin.integrations.torchrec import find
+    from tests.training_builder import Batches
 
     kinds = dict.fromkeys((*BAGS, *ROWS), "table_wise")
     model = sharded(kinds)
@@ -139,6 +142,9 @@ def refused() -> dict[str, str]:
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     assert source.optimizers([dense, model.fused_optimizer]) == [dense._optimizer]
+    reader = Lookahead(Batches(1), ids=lambda batch: {})
+    both, run = [dense, model.fused_optimizer], str(Path("never begun").absolute())
+    ahead = _error(lambda: Checkpointer(model, both, run=run, reader=reader, interval_batches=2))
     states = source.state_dict()
     t0, t1 = (f"bags.embedding_bags.{name}" for name in ("t0", "t1"))
     assert source.differences([states]) == []
@@ -150,6 +156,7 @@ def refused() -> dict[str, str]:
     # Set here, because FBGEMM makes no unsupported optimizer on a CPU.
     model.module.bags._lookups[0]._emb_modules[0].emb_module.optimizer = EmbOptimType.LARS_SGD
     return {
+        "ahead": ahead,
         "version": version,
         "rates": "; ".join(rates),
         "clipped": "; ".join(one for one in source.differences(clipped) if t0 in one),

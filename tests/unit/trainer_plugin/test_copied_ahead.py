@@ -133,7 +133,10 @@ class Job:
         return found
 
     def persist(self) -> None:
+        committed = self.checkpoints.stats.committed
         assert self.place.persist_all() == 1
+        # Training may reach the next window before it hears of that.
+        until(lambda: self.checkpoints.stats.committed == committed + 1)
 
     @property
     def copied(self) -> Any:

@@ -189,6 +189,7 @@ def test_where_torchrecs_tracker_fails_and_this_one_does_not(
 
 def test_what_is_not_supported_is_named(played: dict[tuple[str, str], list[Any]]) -> None:
     (refused,) = played["refused", ""]
+    assert "Lookahead(...)): found tables of torchrec" in refused["ahead"]
     assert "version 1.7.0" in refused["version"] and "1.8" in refused["version"]
     assert "GradientClippingOptimizer" in refused["optimizer"]
     assert "LARS_SGD" in refused["fused"] and "EXACT_ROWWISE_ADAGRAD" in refused["fused"]
