@@ -86,7 +86,7 @@ def _gate(report: Report, *, smoke: bool) -> None:
     tasks = [
         replace(_table(rows // 10, 3, rows=rows, window=60), digests=True),
         replace(
-            _criteo(batches=1_500, interval=500, window=100, smoke=smoke, rows=1 << 16),
+            _criteo(batches=600, interval=200, window=40, smoke=smoke, rows=1 << 16),
             digests=True,
         ),
     ]
@@ -112,7 +112,7 @@ def _increments(result: Result) -> list[Taken]:
 
 
 def _left(report: Report, *, smoke: bool) -> None:
-    batches = 3_000
+    batches = 2_000
     task = _criteo(batches=batches, interval=1_000, window=200, smoke=smoke, rows=1 << 23)
     found = _increments(_played(task))
     report.put("remainder_share", spread_of([one.rows_in_stall / one.dirty_rows for one in found]))
@@ -122,7 +122,7 @@ def _left(report: Report, *, smoke: bool) -> None:
 
 
 def _stalls(report: Report, *, smoke: bool, plot: bool) -> None:
-    rows, rounds = (100_000, 3) if smoke else (10_000_000, 7)
+    rows, rounds = (100_000, 3) if smoke else (10_000_000, 5)
     most = 3 * rows // 10
     counts = [rows // 1_000, most] if smoke else [rows // 1_000, rows // 100, rows // 10, most]
     stalls: list[list[float]] = []
@@ -143,7 +143,7 @@ def _stalls(report: Report, *, smoke: bool, plot: bool) -> None:
 
 def _costs(report: Report, *, smoke: bool) -> None:
     pairs = 1 if smoke else 10
-    task = _criteo(batches=1_000, interval=500, window=100, smoke=smoke)
+    task = _criteo(batches=600, interval=300, window=60, smoke=smoke)
     cpu: list[float] = []
     wall: list[float] = []
     for number in range(pairs):
