@@ -185,8 +185,7 @@ class Window:
         with self._lock:
             if self._is_over:
                 return None
-            # To extend the slot at the cut would take long: its pages would be mapped anew.
-            self.slot.reserve(max(end, self._least_bytes) + _SPARE_BYTES)
+            self.slot.reserve(max(end, self._least_bytes), spare_bytes=_SPARE_BYTES)
             self._parts, self._plans, self._placed, self._end = tuple(parts), plans, placed, end
             self._copier = Copier([self._ahead(one, plan) for one, plan in self._pairs()])
             return self._copier
