@@ -23,6 +23,7 @@ __all__ = [
 
 KERNELS: Final = (
     "bit_packing",
+    "copy_ahead",
     "dirty_bitmap",
     "dirty_rows",
     "quantize",
@@ -33,6 +34,7 @@ KERNELS: Final = (
 
 #: The kernels that have no version for a GPU, and the reason.
 _ON_CPU_ONLY: Final = {
+    "copy_ahead": "rows on a GPU are gathered there in the stall",
     "dirty_rows": "rows on a GPU go through dirty_bitmap and row_gather",
     "row_digest": "rows are digested where they are staged or decoded, in host memory",
 }

@@ -41,8 +41,8 @@ def last_uses(batches: Sequence[Tensor], *, rows: int, seen: Tensor) -> LastUses
     # One entry more: native code writes the entry before the list before it knows whether the id
     # is new. Memory that is never written is not there.
     room = min(total, rows) + 1
-    ids = torch.empty(room, dtype=torch.int64)
-    starts = torch.empty(len(batches) + 1, dtype=torch.int64)
+    ids = torch.empty(room, dtype=torch.int64, device="cpu")
+    starts = torch.empty(len(batches) + 1, dtype=torch.int64, device="cpu")
     all_given = array("q", given)
     first = library.last_uses(
         _address(all_given), len(batches), rows, seen.data_ptr(), ids.data_ptr(), room,
@@ -55,7 +55,7 @@ def first_places(taken: Tensor, seen: Tensor) -> Tensor:
     """Return the number of rows set in either bitmap before each part, and of all rows set."""
     require_pair(taken, seen)
     words = taken.numel()
-    first = torch.empty(-(-words // STEP_WORDS) + 1, dtype=torch.int64)
+    first = torch.empty(-(-words // STEP_WORDS) + 1, dtype=torch.int64, device="cpu")
     library.first_places(taken.data_ptr(), seen.data_ptr(), words, first.data_ptr())
     return first
 
@@ -185,7 +185,7 @@ class Copier:
         found = []
         for index, table in enumerate(self._tables):
             n = dirty_bitmap.count(table.fresh)
-            ids, places, unplaced = torch.empty((3, n), dtype=torch.int64)
+            ids, places, unplaced = torch.empty((3, n), dtype=torch.int64, device="cpu")
             placed = 0
             if n:
                 placed = library.list_left(

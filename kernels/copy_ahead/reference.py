@@ -20,7 +20,7 @@ def _marked(bitmap: Tensor) -> set[int]:
 
 def _set(bitmap: Tensor, rows: set[int]) -> None:
     dirty_bitmap.clear(bitmap)
-    ids = torch.tensor(sorted(rows), dtype=torch.int64)
+    ids = torch.tensor(sorted(rows), dtype=torch.int64, device="cpu")
     dirty_bitmap.mark(bitmap, ids, rows=32 * bitmap.numel())
 
 
@@ -33,7 +33,8 @@ def last_uses(batches: Sequence[Tensor], *, rows: int, seen: Tensor) -> LastUses
     lists = [[row for row, batch in last.items() if batch == b] for b in range(len(batches))]
     starts = [sum(map(len, lists[:b])) for b in range(len(batches) + 1)]
     return LastUses(
-        torch.tensor(sum(lists, []), dtype=torch.int64), torch.tensor(starts, dtype=torch.int64)
+        torch.tensor(sum(lists, []), dtype=torch.int64, device="cpu"),
+        torch.tensor(starts, dtype=torch.int64, device="cpu"),
     )
 
 
@@ -42,14 +43,16 @@ def first_places(taken: Tensor, seen: Tensor) -> Tensor:
     placed = _marked(taken) | _marked(seen)
     parts = -(-taken.numel() // STEP_WORDS)
     edges = [32 * STEP_WORDS * part for part in range(parts)] + [32 * taken.numel()]
-    return torch.tensor([sum(row < edge for row in placed) for edge in edges], dtype=torch.int64)
+    return torch.tensor(
+        [sum(row < edge for row in placed) for edge in edges], dtype=torch.int64, device="cpu"
+    )
 
 
 def places(ids: Tensor, taken: Tensor, seen: Tensor, first: Tensor) -> Tensor:
     """Return how many rows before each id are set in either bitmap."""
     placed = sorted(_marked(taken) | _marked(seen))
     found = [sum(row < id for row in placed) for id in ids.tolist()]
-    return torch.tensor(found, dtype=torch.int64)
+    return torch.tensor(found, dtype=torch.int64, device="cpu")
 
 
 class Copier:
@@ -66,7 +69,7 @@ class Copier:
                 rows = _marked(table.taken) | _marked(table.seen)
             self._places.append({row: place for place, row in enumerate(sorted(rows))})
             if table.ids is not None:
-                ids = torch.tensor(sorted(rows), dtype=torch.int64)
+                ids = torch.tensor(sorted(rows), dtype=torch.int64, device="cpu")
                 ctypes.memmove(table.ids.address, ids.data_ptr(), ids.nbytes)
         for index, table in enumerate(self._tables):
             self._copy(index, self._places[index].keys() - _marked(table.seen))
@@ -101,7 +104,9 @@ class Copier:
             fresh, known = _marked(table.fresh), self._places[index]
             placed = sorted(fresh & known.keys())
             lists = placed, [known[row] for row in placed], sorted(fresh - known.keys())
-            found.append(Left(*(torch.tensor(one, dtype=torch.int64) for one in lists)))
+            found.append(
+                Left(*(torch.tensor(one, dtype=torch.int64, device="cpu") for one in lists))
+            )
         return found
 
     def finish(self, left: Sequence[Left]) -> None:

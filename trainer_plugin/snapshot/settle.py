@@ -118,7 +118,7 @@ class _Order:
                 self.kept = ((words >> (placed & 31)) & 1).nonzero().reshape(-1)
         self.merged: Tensor | None = None
         if tail:
-            self.merged = torch.zeros(self.ids.numel(), dtype=torch.bool)
+            self.merged = torch.zeros(self.ids.numel(), dtype=torch.bool, device="cpu")
             self.merged[torch.searchsorted(self.ids, table.tail_ids)] = True
 
 
@@ -143,7 +143,7 @@ def _drop_holes(data: Tensor, move: Move, order: _Order) -> None:
     size = _row_bytes(move)
     rows = _rows(data, move.source.offset, move.source.shape[0], size)
     for part in _chunks(order.kept_rows, size):
-        found = torch.empty((part.stop - part.start, size), dtype=torch.uint8)
+        found = torch.empty((part.stop - part.start, size), dtype=torch.uint8, device="cpu")
         row_gather.gather(rows, order.kept[part], found)  # kept places are never before their rank
         rows[part] = found
 
@@ -170,7 +170,7 @@ def _bring(data: Tensor, move: Move, order: _Order | None) -> None:
         is_tail = order.merged[part]
         others = int(is_tail.sum())
         ours = len(is_tail) - others
-        found = torch.empty((len(is_tail), size), dtype=torch.uint8)
+        found = torch.empty((len(is_tail), size), dtype=torch.uint8, device="cpu")
         found[is_tail] = tail[from_tail : from_tail + others]
         found[~is_tail] = own[from_own : from_own + ours]
         rows[part] = found

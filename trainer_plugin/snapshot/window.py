@@ -163,7 +163,7 @@ class Window:
         """Plan the window and begin to copy; None: it is over already."""
         batches, self._batches = self._batches, None
         assert batches is not None
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         parts = list(self._parts)
         plans = []
         for one in self._tables:
@@ -438,7 +438,7 @@ def _arrays(one: _Ahead) -> tuple[Tensor, ...]:
 def _tail(one: _Ahead, ids: Tensor) -> _Tail:
     found = []
     for source in _arrays(one):
-        out = torch.empty((ids.numel(), *source.shape[1:]), dtype=source.dtype)
+        out = torch.empty((ids.numel(), *source.shape[1:]), dtype=source.dtype, device="cpu")
         row_gather.gather(source.detach(), ids, out)
         found.append(out)
     return _Tail(ids, tuple(found))

@@ -54,11 +54,11 @@ def test_urls_that_cannot_work_are_refused(url: str) -> None:
         ("https://minio:9000/bucket/run", "the address of a web server", "AWS_ENDPOINT_URL"),
         ("http://10.0.0.1:9000/bucket/run", "the address of a web server", "AWS_ENDPOINT_URL"),
         pytest.param(
-            "gs://bucket/run", "no package for gs://", "pip install 'gcsfs'",
+            "gs://bucket/run", "no package for gs://", "pip install gcsfs",
             marks=pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is installed"),
         ),
         pytest.param(
-            "abfs://box@account.dfs.core.windows.net/run", "no package for abfs://", "'adlfs'",
+            "abfs://box@account.dfs.core.windows.net/run", "no package for abfs://", "pip install adlfs",
             marks=pytest.mark.skipif(find_spec("adlfs") is not None, reason="adlfs is installed"),
         ),
         ("nosuchscheme://bucket/run", "the scheme 'nosuchscheme'", "correct the run URL"),

@@ -251,7 +251,9 @@ def test_names_are_as_prometheus_wants_them() -> None:
     for metric in METRICS:
         assert metric.name.startswith("recpoint_")
         assert (metric.kind == "counter") == metric.name.endswith("_total"), metric
-        assert not set(metric.labels) - {"run", "result", "kind", "cause", "version"}, metric
+        assert not set(metric.labels) - {"run", "result", "kind", "cause", "version", "when"}, (
+            metric
+        )
         assert not any(unit in metric.name for unit in ("_ms", "_mb", "minutes")), metric
         assert metric.help[0].isupper() or metric.help[0].isdigit() or metric.name in metric.help
         assert metric.help.endswith("."), metric

@@ -36,9 +36,7 @@ def _part(values: torch.Tensor, marked: list[int]) -> TablePart:
 def _copied(part: TablePart, spare_bytes: int) -> torch.Tensor:
     placed, end = place_tables([part])
     data = torch.full((end + spare_bytes,), 7, dtype=torch.uint8)
-    copy_tables(
-        placed, data, [part], MarkedRows([part.bitmap], [ROWS]), lambda _: None, DeviceDrain()
-    )
+    copy_tables(placed, data, [part], MarkedRows([part.bitmap], [ROWS]), lambda device: None)
     ids, values = (spot.view(data) for spot in placed)
     assert ids.tolist() == [3, 70]
     assert (data[end:] == 7).all()
@@ -78,7 +76,7 @@ def test_rows_are_those_that_a_state_dict_leaves_behind() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        copy_tables(placed, data, parts, marked, lend, DeviceDrain())
+        copy_tables(placed, data, parts, marked, lend)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(placed[-1].view(data), few.values[[3, 70]])
