@@ -18,9 +18,13 @@ def _marked(bitmap: Tensor) -> set[int]:
     return set(dirty_bitmap.collect(bitmap, rows=32 * bitmap.numel()).tolist())
 
 
+def _integers(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
 def _set(bitmap: Tensor, rows: set[int]) -> None:
     dirty_bitmap.clear(bitmap)
-    ids = torch.tensor(sorted(rows), dtype=torch.int64, device="cpu")
+    ids = _integers(sorted(rows))
     dirty_bitmap.mark(bitmap, ids, rows=32 * bitmap.numel())
 
 
@@ -52,7 +56,7 @@ def places(ids: Tensor, taken: Tensor, seen: Tensor, first: Tensor) -> Tensor:
     """Return how many rows before each id are set in either bitmap."""
     placed = sorted(_marked(taken) | _marked(seen))
     found = [sum(row < id for row in placed) for id in ids.tolist()]
-    return torch.tensor(found, dtype=torch.int64, device="cpu")
+    return _integers(found)
 
 
 class Copier:
@@ -69,7 +73,7 @@ class Copier:
                 rows = _marked(table.taken) | _marked(table.seen)
             self._places.append({row: place for place, row in enumerate(sorted(rows))})
             if table.ids is not None:
-                ids = torch.tensor(sorted(rows), dtype=torch.int64, device="cpu")
+                ids = _integers(sorted(rows))
                 ctypes.memmove(table.ids.address, ids.data_ptr(), ids.nbytes)
         for index, table in enumerate(self._tables):
             self._copy(index, self._places[index].keys() - _marked(table.seen))
@@ -104,9 +108,7 @@ class Copier:
             fresh, known = _marked(table.fresh), self._places[index]
             placed = sorted(fresh & known.keys())
             lists = placed, [known[row] for row in placed], sorted(fresh - known.keys())
-            found.append(
-                Left(*(torch.tensor(one, dtype=torch.int64, device="cpu") for one in lists))
-            )
+            found.append(Left(*map(_integers, lists)))
         return found
 
     def finish(self, left: Sequence[Left]) -> None:

@@ -58,7 +58,8 @@ def test_urls_that_cannot_work_are_refused(url: str) -> None:
             marks=pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is installed"),
         ),
         pytest.param(
-            "abfs://box@account.dfs.core.windows.net/run", "no package for abfs://", "pip install adlfs",
+            "abfs://box@account.dfs.core.windows.net/run", "no package for abfs://",
+            "pip install adlfs",
             marks=pytest.mark.skipif(find_spec("adlfs") is not None, reason="adlfs is installed"),
         ),
         ("nosuchscheme://bucket/run", "the scheme 'nosuchscheme'", "correct the run URL"),
