@@ -143,7 +143,7 @@ def running_server() -> LocalServer | None:
     try:
         fields = json.loads((server_directory() / "server.json").read_text(encoding="utf-8"))
         server = LocalServer(int(fields["pid"]), int(fields["port"]), str(fields["started"]))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
     return server if _start_time(server.pid) == server.started else None
 
