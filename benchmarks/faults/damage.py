@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.faults.system import Hostile, NotApplicable, Place, normal
@@ -40,11 +40,11 @@ def truncation(trials: Trials) -> Verdict:
     return _each_file(trials, cuts)
 
 
-def _each_file(trials: Trials, damages: object) -> Verdict:
+def _each_file(trials: Trials, damages: Callable[[Path], Iterable[bytes]]) -> Verdict:
     place = trials.prepared(*_STATES)
     verdicts = []
     for path in trials.kind(place).files(2):
-        for data in list(damages(path)):  # type: ignore[operator]
+        for data in list(damages(path)):
             trials.put_back(place)
             path.write_bytes(data)
             names = [path.name, *trials.names(place, 2)]

@@ -6,9 +6,11 @@ that strikes file operations is preloaded into it. Each act of a cell is forked 
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,11 @@ def main(arguments: list[str]) -> int:
 
         # Acts are forked: a pool of threads would not be there.
         torch.set_num_threads(1)
-        import torch._dynamo  # noqa: F401  (else the first optimizer of each act imports it)
-
-        system.load()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the peers' own imports
+            # torch imports torch._dynamo with the first optimizer: once here, and not in each act.
+            for module in ("torch._dynamo", *system.modules):
+                importlib.import_module(module)
         found["versions"] = {one: version(one) for one in system.distributions}
     except (ImportError, PackageNotFoundError, OSError) as error:
         found["not_run"] = str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,14 @@ def _host(place: Place, name: str) -> Place:
     return _OtherHost(place.folder, place.url, name)
 
 
+@dataclass(frozen=True)
 class _OtherHost(Place):
-    def __init__(self, folder: Path, url: str | None, name: str) -> None:
-        super().__init__(folder, url)
-        object.__setattr__(self, "_name", name)
+    host: str = ""
 
     @property
     def staging(self) -> Path:
         """Returns the staging area of that host."""
-        return self.folder / f"staging-{self._name}"  # type: ignore[attr-defined]
+        return self.folder / f"staging-{self.host}"
 
 
 def _wait(path: Path, act: Act | None = None) -> None:

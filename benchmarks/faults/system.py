@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
@@ -155,6 +155,8 @@ class System(ABC):
         name: for the command line.
         title: for people.
         distributions: packages whose versions the table names.
+        modules: modules to import before a trial: all acts are forked from the process that has
+            imported them.
         used: how it is used, for the docs.
         lacks: fault -> why the system has no part that it could strike.
         retention: who deletes old checkpoints: `save` itself, a `call` of its own, or nobody.
@@ -166,6 +168,7 @@ class System(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     distributions: ClassVar[tuple[str, ...]]
+    modules: ClassVar[tuple[str, ...]]
     used: ClassVar[str]
     lacks: ClassVar[Mapping[str, str]] = {}
     retention: ClassVar[Literal["save", "call", "none"]] = "none"
@@ -176,20 +179,10 @@ class System(ABC):
         self.threaded = threaded
         self.worker = worker
 
-    @staticmethod
     @abstractmethod
-    def load() -> None:
-        """Imports the system.
-
-        Raises:
-            ImportError: it is not installed.
-        """
-
-    @abstractmethod
-    @contextmanager
     def trainer(
         self, begin: Begin = "newest", *, keep: int | None = None, overwrite: bool = False
-    ) -> Iterator[Trainer]:
+    ) -> AbstractContextManager[Trainer]:
         """Begins a training process.
 
         Args:
@@ -197,7 +190,6 @@ class System(ABC):
             keep: how many of the newest checkpoints are kept, where saves delete older ones.
             overwrite: let a save write over a checkpoint of the same step.
         """
-        yield  # type: ignore[misc]
 
     @abstractmethod
     def restore(self) -> Restored:

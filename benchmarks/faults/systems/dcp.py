@@ -53,6 +53,7 @@ class DcpSync(StepFolders):
     name = "dcp_sync"
     title = "DCP"
     distributions: ClassVar[tuple[str, ...]] = ("torch",)
+    modules: ClassVar[tuple[str, ...]] = ("torch.distributed.checkpoint",)
     used = (
         "`dcp.save`, a new folder for each step, `overwrite=False` unless the fault is an "
         "overwrite, files synced (the default); two writer threads where writer threads are struck"
@@ -60,11 +61,6 @@ class DcpSync(StepFolders):
     mark: ClassVar[str] = ".metadata"
     lacks = {**LACKS, "worker killed": "the trainer itself writes"}
     on_s3 = True
-
-    @staticmethod
-    def load() -> None:
-        """See `System.load`."""
-        import torch.distributed.checkpoint  # noqa: F401
 
     @contextmanager
     def trainer(

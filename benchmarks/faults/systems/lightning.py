@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.faults.system import (
     Begin,
@@ -100,7 +100,9 @@ def _module(tags: Tags) -> Any:
             return torch.optim.SGD(self.model.parameters(), lr=0.1)
 
         def training_step(self, *_: Any) -> None:
-            train(self.model, self.optimizers(), tags[self.global_step])  # type: ignore[arg-type]
+            # One optimizer, in Lightning's wrapper, whose steps count as `global_step`.
+            optimizer = cast("torch.optim.Optimizer", self.optimizers())
+            train(self.model, optimizer, tags[self.global_step])
 
         def on_train_start(self) -> None:
             if not tags:
@@ -117,6 +119,7 @@ class Lightning(System):
     name = "lightning"
     title = "Lightning"
     distributions = ("lightning",)
+    modules = ("lightning",)
     used = (
         '`ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, save_last=True)`, `fit(ckpt_path="'
         'last")`; `save_top_k=1` where retention is tried'
@@ -130,11 +133,6 @@ class Lightning(System):
         "store dies in an upload": "not tried",
         "path traversal": "a checkpoint is one file, and names no other",
     }
-
-    @staticmethod
-    def load() -> None:
-        """See `System.load`."""
-        import lightning  # noqa: F401
 
     @contextmanager
     def trainer(

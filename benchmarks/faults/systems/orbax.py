@@ -49,6 +49,7 @@ class Orbax(System):
     name = "orbax"
     title = "Orbax"
     distributions = ("orbax-checkpoint", "jax")
+    modules = ("orbax.checkpoint",)
     used = (
         "`CheckpointManager` with `StandardSave` of numpy arrays, asynchronous, waited for, "
         "`check_for_errors()`; an overwrite is `delete(step)` and `save(step)`; `max_to_keep=1` "
@@ -65,11 +66,6 @@ class Orbax(System):
         "negative offsets": "not tried: offsets are in OCDBT's binary files",
         "overlapping ranges": "not tried: ranges are in OCDBT's binary files",
     }
-
-    @staticmethod
-    def load() -> None:
-        """See `System.load`."""
-        import orbax.checkpoint  # noqa: F401
 
     def _manager(self, keep: int | None = None) -> Any:
         import orbax.checkpoint as ocp

@@ -63,19 +63,17 @@ class Recpoint(System):
     name = "recpoint"
     title = "recpoint"
     distributions = ("recpoint",)
+    modules = (
+        "recpoint.catalog.consolidate.merge",
+        "recpoint.catalog.persist.persist",
+        "recpoint.trainer_plugin.checkpointer",
+    )
     used = (
         "`Checkpointer`, lossless, consecutive increments; the agent's persist in a thread that "
         "tries again, and `recpoint agent` in a process where the worker or Prefect is struck"
     )
     retention = "call"
     on_s3 = True
-
-    @staticmethod
-    def load() -> None:
-        """See `System.load`."""
-        import recpoint.catalog.consolidate.merge  # noqa: F401
-        import recpoint.catalog.persist.persist  # noqa: F401
-        import recpoint.trainer_plugin.checkpointer  # noqa: F401
 
     @property
     def url(self) -> str:

@@ -43,6 +43,7 @@ class TorchCheckpointing(StepFolders):
     name = "torch_checkpointing"
     title = "torch-checkpointing"
     distributions = ("torch-checkpointing",)
+    modules = ("torch_checkpointing",)
     used = (
         "`CheckpointManager`, a new folder for each step, `use_direct_io=False` (the default fails "
         "on ext4); saves in a subprocess (the default) where a writer is struck or killed, else "
@@ -54,11 +55,6 @@ class TorchCheckpointing(StepFolders):
         "store dies in an upload": "has only a local file system",
         "path traversal": "its files name no others",
     }
-
-    @staticmethod
-    def load() -> None:
-        """See `System.load`."""
-        import torch_checkpointing  # noqa: F401
 
     def _manager(self) -> Any:
         from torch_checkpointing import CheckpointManager

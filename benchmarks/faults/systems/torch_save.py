@@ -53,6 +53,7 @@ class TorchSave(System):
     name = "torch_save"
     title = "torch.save"
     distributions = ("torch",)
+    modules = ()
     used = (
         "`torch.save` to a temporary name, fsync, `os.replace`, fsync of the folder; "
         "`torch.load(weights_only=True)`"
@@ -64,10 +65,6 @@ class TorchSave(System):
         "store dies in an upload": "a rename needs a file system",
         "path traversal": "a checkpoint is one file, and names no other",
     }
-
-    @staticmethod
-    def load() -> None:
-        """See `System.load`."""
 
     @contextmanager
     def trainer(

@@ -36,6 +36,7 @@ class Torchrec(DcpSync):
     name = "torchrec"
     title = "TorchRec"
     distributions = ("torchrec", "fbgemm-gpu-cpu")
+    modules = ("fbgemm_gpu", "torchrec.distributed.model_parallel")
     used = (
         "`dcp.save` of the `state_dict` of a `DistributedModelParallel` (row-wise tables, one "
         "rank); else as DCP"
@@ -46,13 +47,6 @@ class Torchrec(DcpSync):
         "503, throttling, time-outs, resets": "as DCP, whose writer it uses",
         "store dies in an upload": "as DCP, whose writer it uses",
     }
-
-    @staticmethod
-    def load() -> None:
-        """See `System.load`."""
-        warnings.filterwarnings("ignore")
-        import fbgemm_gpu  # noqa: F401
-        import torchrec.distributed.model_parallel  # noqa: F401
 
     @contextmanager
     def trainer(

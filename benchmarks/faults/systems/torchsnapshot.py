@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ class Torchsnapshot(StepFolders):
     name = "torchsnapshot"
     title = "torchsnapshot"
     distributions = ("torchsnapshot",)
+    modules = ("torchsnapshot",)
     used = (
         "`Snapshot.take`, a new folder for each step; `Snapshot.async_take(...).wait()` where a "
         "writer thread is struck"
@@ -41,12 +41,6 @@ class Torchsnapshot(StepFolders):
         "store dies in an upload": "not tried: its S3 plugin takes no end point",
         "wrong digest": "stores no digests",
     }
-
-    @staticmethod
-    def load() -> None:
-        """See `System.load`."""
-        warnings.filterwarnings("ignore")
-        import torchsnapshot  # noqa: F401
 
     @contextmanager
     def trainer(
