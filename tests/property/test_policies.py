@@ -16,22 +16,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 from torch import Tensor, nn
 
 from recpoint import Checkpointer, Options, Staging, Timeouts
 from recpoint.catalog.persist import persist
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, restore
-from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AgentLock
-from recpoint.catalog.store.store import open_store
-from recpoint.format.job import Job, Outcome
 from recpoint.format.naming import ManifestName
 from recpoint.trainer_plugin.policy import POLICIES, Policy
 from recpoint.trainer_plugin.settings import WhenBusy
-from tests.training_builder import until
+from tests.staged_plays import StagedPlay
 
 ROWS, DIM = 40, 3
 _Rows = dict[str, list[Tensor]]
@@ -67,7 +64,7 @@ class _Reader:
         pass
 
 
-class Trainings(RuleBasedStateMachine):
+class Trainings(StagedPlay):
     """Lives of one trainer after another on one run; an agent that works when it is told to."""
 
     def __init__(self) -> None:
@@ -81,7 +78,7 @@ class Trainings(RuleBasedStateMachine):
         self.agent.__enter__()
         self.truth: dict[ManifestName, _Rows] = {}
         self.generation = 0
-        self.ckpt: Checkpointer | None = None
+        self.ckpt = None
 
     def teardown(self) -> None:
         if self.ckpt is not None:
@@ -92,14 +89,6 @@ class Trainings(RuleBasedStateMachine):
 
     # --- what is there ---------------------------------------------------------------------------
 
-    @property
-    def trainer(self) -> Checkpointer:
-        assert self.ckpt is not None
-        return self.ckpt
-
-    def run(self) -> Run:
-        return Run.open(open_store(self.url))
-
     def rows(self) -> _Rows:
         found = {}
         for name in ("a", "b"):
@@ -107,19 +96,6 @@ class Trainings(RuleBasedStateMachine):
             assert isinstance(weight, Tensor)
             found[name] = [weight.detach().clone(), self.adagrad.state[weight]["sum"].clone()]
         return found
-
-    def jobs(self) -> list[tuple[Path, Job]]:
-        return [(p, area.read_job(p)) for p in area.staged_jobs(self.run_directory)]
-
-    def settled(self) -> None:
-        """What was cut is staged, and every answer there is has been heard."""
-        outcomes = area.outcomes_directory(self.run_directory)
-        until(lambda: not list(outcomes.glob(f"{self.generation:08d}-*.json")))
-        pipeline = self.trainer._pipeline
-        assert pipeline is not None
-        until(lambda: not pipeline._handoff.is_staging() and not pipeline._handoff._unwanted)
-        mine = [job for _, job in self.jobs() if job.generation == self.generation]
-        until(lambda: self.trainer.stats is not None and len(pipeline._ledger) == len(mine))
 
     def note(self) -> None:
         """A cut may have been taken: its truth is what the rows are now."""
@@ -250,35 +226,6 @@ class Trainings(RuleBasedStateMachine):
 
     @precondition(lambda self: self.jobs())
     @rule()
-    def persist_oldest(self) -> None:
-        path, job = self.jobs()[0]
-        outcome = persist.persist_job(path)
-        self.settled()
-        if outcome.result == "committed":
-            self.check(ManifestName(job.step, job.generation))
-
-    @precondition(lambda self: self.jobs())
-    @rule(error_type=st.sampled_from(["StagingError", "MissingLink", "DigestMismatch"]))
-    def reject_oldest(self, error_type: str) -> None:
-        path, job = self.jobs()[0]
-        outcome = Outcome(
-            step=job.step,
-            generation=job.generation,
-            attempt=job.attempt,
-            result="rejected",
-            error_type=error_type,
-            error="for the test",
-            stored_bytes=0,
-            rank_bytes=0,
-            links_to_read=0,
-            quantizers=(),
-            finished_ms=0,
-        )
-        area.finish(path, outcome)
-        self.settled()
-
-    @precondition(lambda self: self.jobs())
-    @rule()
     def damage_oldest(self) -> None:
         path, job = self.jobs()[0]
         slot = area.slots_directory(self.run_directory) / job.slot
@@ -288,12 +235,6 @@ class Trainings(RuleBasedStateMachine):
             file.seek(job.segments[0].offset)
             file.write(bytes([byte ^ 1]))
         assert persist.persist_job(path).result == "rejected"
-        self.settled()
-
-    @precondition(lambda self: self.jobs())
-    @rule()
-    def lose_newest(self) -> None:
-        self.jobs()[-1][0].unlink()
         self.settled()
 
 

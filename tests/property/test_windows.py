@@ -18,21 +18,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, rule
 from torch import Tensor, nn
 
 from recpoint import Checkpointer, Lookahead, Options, Staging, Timeouts
 from recpoint.catalog.persist import persist
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, restore
-from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AgentLock
-from recpoint.catalog.store.store import open_store
-from recpoint.format.job import Job, Outcome
 from recpoint.format.naming import ManifestName
 from recpoint.trainer_plugin.policy import Consecutive, Continuous, Intermittent, OneShot, Policy
 from recpoint.trainer_plugin.snapshot.window import Window
+from tests.staged_plays import StagedPlay
 from tests.training_builder import until
 
 _INTERVAL = 6
@@ -106,7 +104,7 @@ class _Extra:
         pass
 
 
-class Windows(RuleBasedStateMachine):
+class Windows(StagedPlay):
     """One trainer after another on one run; an agent that works when it is told to."""
 
     policy: Policy
@@ -121,7 +119,7 @@ class Windows(RuleBasedStateMachine):
         self.agent.__enter__()
         self.truth: dict[ManifestName, _Rows] = {}
         self.generation = 0
-        self.ckpt: Checkpointer | None = None
+        self.ckpt = None
 
     def teardown(self) -> None:
         try:
@@ -138,11 +136,6 @@ class Windows(RuleBasedStateMachine):
     # --- what is there ---------------------------------------------------------------------------
 
     @property
-    def trainer(self) -> Checkpointer:
-        assert self.ckpt is not None
-        return self.ckpt
-
-    @property
     def window(self) -> Window | None:
         pipeline = self.trainer._pipeline
         assert pipeline is not None and pipeline.ahead is not None
@@ -152,9 +145,6 @@ class Windows(RuleBasedStateMachine):
         weight = self.model[name].weight
         assert isinstance(weight, Tensor)
         return weight
-
-    def run(self) -> Run:
-        return Run.open(open_store(self.url))
 
     def rows(self) -> _Rows:
         """All rows, and row states by name."""
@@ -170,19 +160,6 @@ class Windows(RuleBasedStateMachine):
             arrays = {"": weight.detach(), **states}
             found[name] = {key: one.clone() for key, one in arrays.items()}
         return found
-
-    def jobs(self) -> list[tuple[Path, Job]]:
-        return [(p, area.read_job(p)) for p in area.staged_jobs(self.run_directory)]
-
-    def settled(self) -> None:
-        """What was cut is staged, and every answer there is has been heard."""
-        outcomes = area.outcomes_directory(self.run_directory)
-        until(lambda: not list(outcomes.glob(f"{self.generation:08d}-*.json")))
-        pipeline = self.trainer._pipeline
-        assert pipeline is not None
-        until(lambda: not pipeline._handoff.is_staging())
-        mine = [job for _, job in self.jobs() if job.generation == self.generation]
-        until(lambda: self.trainer.stats is not None and pipeline.pending == len(mine))
 
     def cut(self) -> None:
         """A checkpoint was cut: its truth is what the rows are now."""
@@ -387,41 +364,6 @@ class Windows(RuleBasedStateMachine):
     def persist_all(self) -> None:
         while self.jobs():
             self.persist_oldest()
-
-    @precondition(lambda self: self.jobs())
-    @rule()
-    def persist_oldest(self) -> None:
-        path, job = self.jobs()[0]
-        outcome = persist.persist_job(path)
-        self.settled()
-        if outcome.result == "committed":
-            self.check(ManifestName(job.step, job.generation))
-
-    @precondition(lambda self: self.jobs())
-    @rule(error_type=st.sampled_from(["StagingError", "MissingLink", "DigestMismatch"]))
-    def reject_oldest(self, error_type: str) -> None:
-        path, job = self.jobs()[0]
-        outcome = Outcome(
-            step=job.step,
-            generation=job.generation,
-            attempt=job.attempt,
-            result="rejected",
-            error_type=error_type,
-            error="for the test",
-            stored_bytes=0,
-            rank_bytes=0,
-            links_to_read=0,
-            quantizers=(),
-            finished_ms=0,
-        )
-        area.finish(path, outcome)
-        self.settled()
-
-    @precondition(lambda self: self.jobs())
-    @rule()
-    def lose_newest(self) -> None:
-        self.jobs()[-1][0].unlink()
-        self.settled()
 
 
 def _machine(policy: Policy) -> Any:

@@ -1,0 +1,97 @@
+"""Plays of one trainer after another on one run, and what becomes of the jobs that they stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from recpoint import Checkpointer
+from recpoint.catalog.persist import persist
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.store.store import open_store
+from recpoint.format.job import Job, Outcome
+from recpoint.format.naming import ManifestName
+from tests.training_builder import until
+
+__all__ = ["StagedPlay"]
+
+
+class StagedPlay(RuleBasedStateMachine):
+    """The rules of an agent that works when it is told to.
+
+    A play sets the attributes, and compares what is stored with the truth in `check`.
+
+    Attributes:
+        url: the run URL.
+        run_directory: the run's part of the staging area.
+        ckpt: the trainer that lives now; None: none does.
+        generation: its generation.
+    """
+
+    url: str
+    run_directory: Path
+    ckpt: Checkpointer | None
+    generation: int
+
+    @property
+    def trainer(self) -> Checkpointer:
+        assert self.ckpt is not None
+        return self.ckpt
+
+    def check(self, name: ManifestName) -> None:
+        """Compares a checkpoint that was just stored with the truth."""
+        raise NotImplementedError
+
+    def run(self) -> Run:
+        return Run.open(open_store(self.url))
+
+    def jobs(self) -> list[tuple[Path, Job]]:
+        return [(p, area.read_job(p)) for p in area.staged_jobs(self.run_directory)]
+
+    def settled(self) -> None:
+        """What was cut is staged, and every answer there is has been heard."""
+        outcomes = area.outcomes_directory(self.run_directory)
+        until(lambda: not list(outcomes.glob(f"{self.generation:08d}-*.json")))
+        pipeline = self.trainer._pipeline
+        assert pipeline is not None
+        until(lambda: not pipeline._handoff.is_staging() and not pipeline._handoff._unwanted)
+        mine = [job for _, job in self.jobs() if job.generation == self.generation]
+        until(lambda: self.trainer.stats is not None and pipeline.pending == len(mine))
+
+    @precondition(lambda self: self.jobs())
+    @rule()
+    def persist_oldest(self) -> None:
+        path, job = self.jobs()[0]
+        outcome = persist.persist_job(path)
+        self.settled()
+        if outcome.result == "committed":
+            self.check(ManifestName(job.step, job.generation))
+
+    @precondition(lambda self: self.jobs())
+    @rule(error_type=st.sampled_from(["StagingError", "MissingLink", "DigestMismatch"]))
+    def reject_oldest(self, error_type: str) -> None:
+        path, job = self.jobs()[0]
+        outcome = Outcome(
+            step=job.step,
+            generation=job.generation,
+            attempt=job.attempt,
+            result="rejected",
+            error_type=error_type,
+            error="for the test",
+            stored_bytes=0,
+            rank_bytes=0,
+            links_to_read=0,
+            quantizers=(),
+            finished_ms=0,
+        )
+        area.finish(path, outcome)
+        self.settled()
+
+    @precondition(lambda self: self.jobs())
+    @rule()
+    def lose_newest(self) -> None:
+        self.jobs()[-1][0].unlink()
+        self.settled()
