@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,8 +19,6 @@ from recpoint.trainer_plugin.snapshot.window import Window
 from recpoint.trainer_plugin.state.lookahead import Lookahead
 
 __all__ = ["Ahead"]
-
-_log = logging.getLogger("recpoint")
 
 
 class Ahead:
@@ -97,7 +94,9 @@ class Ahead:
             elif left is not None and 0 < left <= self._reach:
                 self._open(batches_done, left)
         except Exception as error:
-            self._why = str(error)
+            self._why = str(error) or type(error).__name__
+            if self.window is not None:
+                self.window.void(self._why)
             if came_from_handler(error):
                 raise
 

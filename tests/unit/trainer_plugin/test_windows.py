@@ -22,6 +22,7 @@ from recpoint.catalog.staging import area
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.kernels import dirty_bitmap
+from recpoint.kernels.native import library
 from recpoint.lookahead.plan import plan_table
 from recpoint.trainer_plugin.snapshot.window import Window
 from tests.polling import PATIENCE_SECONDS, until
@@ -80,6 +81,23 @@ def test_a_slot_that_is_removed_in_a_window_makes_the_cut_plain(jobs: tuple[Job,
     until(lambda: window._copier is not None and window._copier.copied()[0] > 0)
     window.slot.path.unlink()
     assert "removed" in str(to_the_cut(plain, ahead))
+
+
+def test_a_window_that_cannot_hand_rows_over_makes_the_cut_plain(
+    jobs: tuple[Job, Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, ahead = jobs
+    window = window_of(ahead)
+    until(lambda: window._copier is not None)
+
+    def fails(*_: Any) -> int:
+        raise OSError("the native call failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(library, "hand_over", fails)
+        for job in (plain, ahead):
+            job.batch()
+    assert to_the_cut(plain, ahead) == "the native call failed"
 
 
 def test_marks_stay_if_a_window_finds_no_memory(
