@@ -80,8 +80,10 @@ def _read_gaps(
     before = tl.load(ends + at + i - 1, mask=(i < gaps) & (at + i > 0), other=-1)
     last = tl.load(symbols + end, mask=i < gaps, other=0).to(tl.int64)
     high = (end - before - 1) * 255 + last
+    # `limit` may arrive in 32 bits, which a shift by 32 and more would leave undefined.
+    most = tl.zeros_like(high) + limit
     # Compared before it is shifted, so that it stays below 2^63.
-    fits = high <= (limit >> (8 * LOW))
+    fits = high <= (most >> (8 * LOW))
     gap = tl.where(fits, high, 0) << (8 * LOW)
     for plane in tl.static_range(LOW):
         byte = tl.load(planes + plane * gaps + i, mask=i < gaps, other=0)
