@@ -275,7 +275,8 @@ def test_parts_on_a_device(run: Run, bits: int | None) -> None:
         piece.bits = bits
     full = stored(run, pieces, ranks=2)
     ids = torch.tensor([0, 7, 8, 31])
-    made = build(run, pieces, step=6, generation=1, parent=full, dirty=[ids, ids[:1], ids[1:]])
+    dirty = [ids, ids[:1], ids[1:]]
+    made = build(run, pieces, step=6, generation=1, parent=full, dirty=dirty, ranks=2)
     publish(run, made)
     here, there = (
         TablePart(
