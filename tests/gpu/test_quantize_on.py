@@ -25,6 +25,8 @@ from tests.training_builder import until
 pytestmark = pytest.mark.gpu
 
 ROWS = 3000
+#: Batches before the batch of the first checkpoint.
+BEFORE = 9
 
 
 class _Stored(NamedTuple):
@@ -56,23 +58,25 @@ def _trained(folder: Path, table: nn.Embedding, precision: Precision) -> _Stored
     def compiled() -> bool:
         return not any(t.name == "recpoint-compile" for t in threading.enumerate())
 
+    for _ in range(BEFORE):  # a method is chosen anew once twice as many batches are trained
+        ckpt.step()
     for number in range(1, 4):
         ids = torch.arange(number, ROWS, 7, device=table.weight.device)
         with torch.no_grad():
             table.weight[ids] += 0.01 * number
         ckpt.mark("table", ids)
-        ckpt.step()
+        ckpt.step()  # hears of the commit before, whose methods are compiled beside training
+        until(compiled, seconds=300)
         assert ckpt.checkpoint()
         until(lambda: bool(staged.staged_jobs(jobs)))
         (path,) = staged.staged_jobs(jobs)
         codes.append(staged.read_job(path).tables[0].codes)
         assert persist.persist_job(path).result == "committed"
         until(committed)
-        until(compiled, seconds=300)
     ckpt.close(final=False)
     run, target = Run.open(open_store(url)), MemoryTarget()
     restore(run, target)
-    methods = [run.manifest(number, 1).quantizers[0].chosen for number in (1, 2, 3)]
+    methods = [run.manifest(BEFORE + number, 1).quantizers[0].chosen for number in (1, 2, 3)]
     return _Stored(codes, methods, target.tables["table"].values)
 
 
