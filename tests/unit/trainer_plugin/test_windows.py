@@ -243,7 +243,9 @@ def test_sigterm_in_a_window_takes_a_last_checkpoint(tmp_path: Path) -> None:
         with job.place.agent():
             for _ in range(14):
                 job.batch()
-            assert window_of(job).reason is None
+            window = window_of(job)
+            until(lambda: window._copier is not None)  # planned
+            assert window.reason is None
             os.kill(os.getpid(), signal.SIGTERM)
             job.batch()
         assert told == [signal.SIGTERM]  # handed on after the last checkpoint
