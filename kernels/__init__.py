@@ -1,4 +1,4 @@
-"""Tensors in, tensors out, no I/O: the operations on embedding rows.
+"""Tensors in, tensors out: the operations on embedding rows. Only `row_blocks` does I/O.
 
 One folder for each operation: `reference.py` says what is right, `native.cpp` (called by `cpu.py`)
 and `triton.py` are fast and give the same bits, and the folder's functions choose between them by
@@ -15,9 +15,12 @@ from recpoint.kernels import (
     dirty_bitmap,
     dirty_rows,
     quantize,
+    row_blocks,
     row_digest,
     row_gather,
+    row_map,
     row_set,
+    slot_map,
 )
 
 __all__ = [
@@ -26,7 +29,10 @@ __all__ = [
     "dirty_bitmap",
     "dirty_rows",
     "quantize",
+    "row_blocks",
     "row_digest",
     "row_gather",
+    "row_map",
     "row_set",
+    "slot_map",
 ]

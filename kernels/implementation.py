@@ -27,16 +27,22 @@ KERNELS: Final = (
     "dirty_bitmap",
     "dirty_rows",
     "quantize",
+    "row_blocks",
     "row_digest",
     "row_gather",
+    "row_map",
     "row_set",
+    "slot_map",
 )
 
 #: The kernels that have no version for a GPU, and the reason.
 _ON_CPU_ONLY: Final = {
     "copy_ahead": "rows on a GPU are gathered there in the stall",
     "dirty_rows": "rows on a GPU go through dirty_bitmap and row_gather",
+    "row_blocks": "files are read into host memory",
     "row_digest": "rows are digested where they are staged or decoded, in host memory",
+    "row_map": "places of rows in files are looked up in host memory",
+    "slot_map": "ids are read ahead in host memory",
 }
 
 

@@ -1,5 +1,8 @@
-"""What the batches that are read ahead say about rows: which row is final when.
+"""What the batches that are read ahead say about rows: which is final when, and which is needed.
 
-In: the rows that each coming batch looks up. Out: plans. A plan is a hint. It says which rows can
-be copied early, and the marks say which rows have to be copied. Read `plan.py`.
+In: the rows that each coming batch looks up. Out: plans.
+
+`plan.py` plans the copies of a checkpoint. Such a plan is a hint. It says which rows can be copied
+early, and the marks say which rows have to be copied. `oracle.py` plans a cache: which rows lie in
+which slots when a batch is trained. Such a plan is exact, because training looks rows up there.
 """

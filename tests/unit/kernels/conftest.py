@@ -17,8 +17,11 @@ _COMPARED = (
     "test_quantize",
     "test_quantize_rows",
     "test_quantize_searches",
+    "test_row_blocks",
     "test_row_gather",
+    "test_row_map",
     "test_row_set",
+    "test_slot_map",
     "test_subnormals",
 )
 

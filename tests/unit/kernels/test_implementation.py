@@ -44,9 +44,17 @@ def test_what_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def _on_cuda() -> set[tuple[str | None, str]]:
     """What is told of kernels that have a version for a GPU."""
     found = [found for found in implementations() if found.device == "cuda"]
-    on_cpu_only = ("copy_ahead", "dirty_rows", "row_digest")
+    on_cpu_only = (
+        "copy_ahead",
+        "dirty_rows",
+        "row_blocks",
+        "row_digest",
+        "row_map",
+        "slot_map",
+    )
     told = {kernel.kernel: kernel for kernel in found}
     assert all(told[kernel].name is None for kernel in on_cpu_only)
     assert "dirty_bitmap and row_gather" in told["dirty_rows"].why
     assert "host memory" in told["row_digest"].why
+    assert "read ahead" in told["slot_map"].why
     return {(kernel.name, kernel.why) for kernel in found if kernel.kernel not in on_cpu_only}
