@@ -11,7 +11,7 @@ import pytest
 
 gc.disable()  # until collection ends: nothing that is imported until then becomes garbage
 
-pytest.register_assert_rewrite("recpoint.testing.store_suite")
+pytest.register_assert_rewrite("recpoint.testing.homes", "recpoint.testing.store_suite")
 
 from recpoint.testing.seaweed import SeaweedServer  # noqa: E402  (after the rewriting is set up)
 

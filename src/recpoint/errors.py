@@ -18,6 +18,7 @@ __all__ = [
     "ForeignObject",
     "FormatError",
     "GenerationRecordLost",
+    "HomeError",
     "IncompatibleModel",
     "MalformedObject",
     "MissingLink",
@@ -265,6 +266,13 @@ class UnknownTable(RecpointError, KeyError):
 
 class UnknownRow(RecpointError, IndexError):
     """A row that its table does not have was looked up."""
+
+
+# --- homes of rows -------------------------------------------------------------------------------
+
+
+class HomeError(RecpointError):
+    """A home of embedding rows was used against its contract, or its files cannot be used."""
 
 
 # --- staging -------------------------------------------------------------------------------------

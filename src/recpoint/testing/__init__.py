@@ -1,4 +1,4 @@
-"""Tests stores and training jobs: a contract suite for stores, planned faults, an S3 server."""
+"""Tests stores, homes and training jobs: contract suites, planned faults, an S3 server."""
 
 from __future__ import annotations
 

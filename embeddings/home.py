@@ -1,0 +1,169 @@
+"""Defines a home: where rows of embedding tables live while no trainer holds them in its cache.
+
+A row with its optimizer state is one record of a fixed number of bytes. A home knows neither dtypes
+nor optimizers. `homes.local` makes a home in memory or in files. `recpoint.testing.homes` tests
+that a class keeps this contract.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+__all__ = ["FrozenRows", "Home"]
+
+
+class FrozenRows(ABC):
+    """Reads rows of a table as they were when `Home.freeze` was called.
+
+    As a context manager, it is released at the end of the block.
+    """
+
+    @abstractmethod
+    def fetch(self, ids: Tensor, out: Tensor) -> Tensor:
+        """Read frozen records. As `Home.fetch`, for ids within the frozen rows.
+
+        Raises:
+            HomeError: the rows were released, or as `Home.fetch`.
+            ValueError: as `Home.fetch`; also for an id outside the frozen rows.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the frozen records up. A second call does nothing. No `fetch` may be running."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class Home(ABC):
+    """Holds records of embedding rows by table and id.
+
+    Who calls what: a trainer names its tables with `add_table`. Before a batch it calls `fetch` for
+    the rows that its cache lacks, and it makes the initial values of rows that were never written.
+    When a row leaves the cache, the trainer calls `write_back`. A checkpoint calls `freeze`, and
+    reads the frozen rows while training goes on.
+
+    Threads: `fetch`, `write_back`, `freeze` and `FrozenRows.fetch` may be called by several threads
+    at the same time, also for one table. If several threads write or read the same row, the callers
+    agree on the order: without that, a fetch returns the record before or after a write-back, never
+    a mixture. A `FrozenRows.fetch` beside a write-back of the same rows returns the frozen records.
+    `clear` must not run beside other calls for its table, and `close` not beside any other call.
+
+    A home is no checkpoint. It promises nothing about records after its process has ended.
+
+    As a context manager, it is closed at the end of the block.
+    """
+
+    @abstractmethod
+    def add_table(self, table: str, *, rows: int, record_bytes: int) -> None:
+        """Make room for a table. Needed once before the table is used; again, it does nothing.
+
+        The time and memory do not depend on the number of rows.
+
+        Args:
+            table: any name that is not empty.
+            rows: rows of the table, 1 or more. Ids are 0 … rows - 1.
+            record_bytes: bytes of a row with its optimizer state, 1 or more.
+
+        Raises:
+            HomeError: the table is there with another size, or the home is closed.
+            ValueError: a name or number that no table can have.
+        """
+
+    @abstractmethod
+    def fetch(self, table: str, ids: Tensor, out: Tensor) -> Tensor:
+        """Read records.
+
+        Args:
+            table: a table that was added.
+            ids: int64 [n], ascending without duplicates, contiguous, on the CPU.
+            out: uint8 [n, record_bytes], contiguous, on the CPU. The records of rows that the home
+                has are written to it. Other rows of `out` are left alone.
+
+        Returns:
+            bool [n]: True if the home has the row. Rows that were never written are False: the
+            caller makes their initial values.
+
+        Raises:
+            HomeError: the table was not added, the home is closed, or its files are damaged or
+                cannot be read. `out` is then undefined.
+            ValueError: ids or out have another form, or an id is outside the table.
+        """
+
+    @abstractmethod
+    def write_back(self, table: str, ids: Tensor, records: Tensor, *, batch: int) -> None:
+        """Store records. A second call with the same arguments leaves what one call leaves.
+
+        Args:
+            table: a table that was added.
+            ids: as for `fetch`.
+            records: uint8 [n, record_bytes], contiguous, on the CPU. They are copied.
+            batch: the batch after which the records are these. For a table it never decreases.
+
+        Raises:
+            HomeError: the table was not added, the batch is before that of an earlier call, the
+                home is closed, or its files cannot be written. Every row of the call then has its
+                record of before.
+            ValueError: ids or records have another form, or an id is outside the table.
+        """
+
+    @abstractmethod
+    def freeze(self, table: str, rows: range) -> FrozenRows:
+        """Return a reader of rows as they are now, for use while write-backs go on.
+
+        Several may be open at once. Records that are replaced while one is open take additional
+        room until it is released.
+
+        Args:
+            table: a table that was added.
+            rows: the rows that will be read: a range of step 1 within the table.
+
+        Raises:
+            HomeError: the table was not added, or the home is closed.
+            ValueError: not a range of step 1 within the table.
+        """
+
+    @abstractmethod
+    def clear(self, table: str) -> None:
+        """Forget all rows of a table and its batch number.
+
+        Raises:
+            HomeError: rows of the table are frozen, the table was not added, or the home is closed.
+        """
+
+    @abstractmethod
+    def size_bytes(self) -> dict[str, int]:
+        """Return the bytes that the home takes, by role.
+
+        "rows", "index", "frozen" and "buffers" are memory, "disk" is not. A home has all five.
+
+        Raises:
+            HomeError: the home is closed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything up. A second call does nothing; other calls raise HomeError."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

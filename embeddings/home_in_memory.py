@@ -1,0 +1,244 @@
+"""Keeps the rows of a home in memory, which follows the rows that were written.
+
+A table is a region of virtual memory with a place for each row, and a flag for each row that was
+written. The kernel backs a page when it is first written, so a table of 10^9 rows costs nothing at
+the start. Records that are replaced while rows are frozen go to a second region of that kind.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from recpoint.embeddings.home import FrozenRows, Home
+from recpoint.embeddings.home_tables import BatchOrder, HomeTables, TableForm
+from recpoint.errors import HomeError
+from recpoint.kernels import row_gather
+
+__all__ = ["MemoryHome"]
+
+_PAGE_BYTES: Final = mmap.PAGESIZE
+#: Lets a mapping be larger than the memory of the machine. Python names it from 3.13 on.
+_NORESERVE: Final = 0x4000
+
+
+class MemoryHome(Home):
+    """Keeps rows in memory. A write-back copies the records, and a fetch copies them out."""
+
+    def __init__(self) -> None:
+        self._tables: HomeTables[_Table] = HomeTables("a home in memory")
+
+    def add_table(self, table: str, *, rows: int, record_bytes: int) -> None:
+        """Reserve addresses for a table, without memory."""
+        self._tables.add(TableForm(table, rows, record_bytes), _Table)
+
+    def fetch(self, table: str, ids: Tensor, out: Tensor) -> Tensor:
+        """Copy records out of the table."""
+        return self._tables.get(table).fetch(ids, out)
+
+    def write_back(self, table: str, ids: Tensor, records: Tensor, *, batch: int) -> None:
+        """Copy records into the table; first save those that are frozen."""
+        self._tables.get(table).write_back(ids, records, batch)
+
+    def freeze(self, table: str, rows: range) -> FrozenRows:
+        """Save the records of these rows from now on, before they are replaced."""
+        return self._tables.get(table).freeze(rows)
+
+    def clear(self, table: str) -> None:
+        """Give the memory of the table back."""
+        self._tables.get(table).clear()
+
+    def size_bytes(self) -> dict[str, int]:
+        """Count the pages that were written."""
+        total = {"rows": 0, "index": 0, "frozen": 0, "buffers": 0, "disk": 0}
+        for table in self._tables.all():
+            table.add_sizes(total)
+        return total
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for table in self._tables.close():
+            table.close()
+
+
+class _Region:
+    """A place for each of `rows` records, and a flag for each that was written."""
+
+    def __init__(self, rows: int, record_bytes: int) -> None:
+        self._record_bytes = record_bytes
+        self._records = _lazy(rows * record_bytes).view(rows, record_bytes)
+        self._has = _lazy(rows).view(torch.bool)
+        # Of the pages of `_records` and of `_has`.
+        self._pages = tuple(
+            _lazy(-(-size // _PAGE_BYTES)).view(torch.bool) for size in (rows * record_bytes, rows)
+        )
+        self.record_pages = 0
+        self.flag_pages = 0
+
+    def has(self, ids: Tensor) -> Tensor:
+        return self._has[ids]
+
+    def put(self, ids: Tensor, records: Tensor, positions: Tensor) -> None:
+        """Store records[positions] as the records of `ids`."""
+        row_gather.move(records, positions, self._records, ids)
+        self._has[ids] = True
+        first = ids * self._record_bytes // _PAGE_BYTES
+        last = ((ids + 1) * self._record_bytes - 1) // _PAGE_BYTES
+        self.record_pages += self._touch(0, first, last)
+        flag = ids // _PAGE_BYTES
+        self.flag_pages += self._touch(1, flag, flag)
+
+    def _touch(self, which: int, first: Tensor, last: Tensor) -> int:
+        """Note pages first … last of each row as written; returns how many are new."""
+        pages, new = self._pages[which], 0
+        while first.numel():
+            found = torch.unique_consecutive(first)  # ids ascend
+            found = found[~pages[found]]
+            pages[found] = True
+            new += found.numel()
+            more = first < last
+            first, last = first[more] + 1, last[more]
+        return new
+
+    def get(self, ids: Tensor, out: Tensor, positions: Tensor) -> None:
+        """Copy the records of `ids` to out[positions]."""
+        row_gather.move(self._records, ids, out, positions)
+
+
+class _Frozen(FrozenRows):
+    def __init__(self, table: _Table, rows: range) -> None:
+        self._table: _Table | None = table
+        self._form = table.form
+        self.rows = rows
+        self._saved = _Region(max(1, len(rows)), table.form.record_bytes)
+        self._is_saved = _lazy(max(1, len(rows))).view(torch.bool)
+
+    def save(self, ids: Tensor, has: Tensor, live: _Region) -> None:
+        """Save the live records of these rows, as far as they are frozen and not saved before."""
+        inside = (ids >= self.rows.start) & (ids < self.rows.stop)
+        ids, has = ids[inside], has[inside]
+        new = ~self._is_saved[ids - self.rows.start]
+        ids, has = ids[new], has[new]
+        self._is_saved[ids - self.rows.start] = True
+        ids = ids[has]
+        if ids.numel():
+            records = torch.empty(
+                len(ids), self._form.record_bytes, dtype=torch.uint8, device="cpu"
+            )
+            positions = torch.arange(len(ids), dtype=torch.int64, device="cpu")
+            live.get(ids, records, positions)
+            self._saved.put(ids - self.rows.start, records, positions)
+
+    def fetch(self, ids: Tensor, out: Tensor) -> Tensor:
+        table = self._table
+        if table is None:
+            raise HomeError(
+                f"frozen rows of table {self._form.table!r}",
+                found="a fetch after release()",
+                expected="no fetch after release(), clear() or close()",
+                next_step="freeze the rows again",
+            )
+        self._form.require_records(ids, "out", out, self.rows)
+        with table.lock:
+            place = ids - self.rows.start
+            is_saved = self._is_saved[place]
+            has = torch.where(is_saved, self._saved.has(place), table.live.has(ids))
+            positions = (has & is_saved).nonzero().view(-1)
+            self._saved.get(place[positions], out, positions)
+            positions = (has & ~is_saved).nonzero().view(-1)
+            table.live.get(ids[positions], out, positions)
+        return has
+
+    def add_sizes(self, total: dict[str, int]) -> None:
+        saved = self._saved
+        # The flags of saved rows, and those of their records, are written together.
+        total["frozen"] += (saved.record_pages + 2 * saved.flag_pages) * _PAGE_BYTES
+
+    def release(self) -> None:
+        table, self._table = self._table, None
+        if table is not None:
+            with table.lock:
+                table.frozen.discard(self)
+                del self._saved, self._is_saved
+
+    def drop(self) -> None:
+        """Give the records up, because the table is closed."""
+        self._table = None
+        del self._saved, self._is_saved
+
+
+class _Table:
+    """One table. `lock` is held while records are copied, which takes microseconds a thousand."""
+
+    def __init__(self, form: TableForm) -> None:
+        self.form = form
+        self.lock = threading.Lock()
+        self.live = _Region(form.rows, form.record_bytes)
+        self.frozen: set[_Frozen] = set()
+        self._batches = BatchOrder(form.table)
+
+    def fetch(self, ids: Tensor, out: Tensor) -> Tensor:
+        self.form.require_records(ids, "out", out)
+        with self.lock:
+            has = self.live.has(ids)
+            positions = has.nonzero().view(-1)
+            self.live.get(ids[positions], out, positions)
+        return has
+
+    def write_back(self, ids: Tensor, records: Tensor, batch: int) -> None:
+        self.form.require_records(ids, "records", records)
+        with self.lock:
+            self._batches.require_next(batch)
+            if self.frozen:
+                has = self.live.has(ids)
+                for frozen in self.frozen:
+                    frozen.save(ids, has, self.live)
+            positions = torch.arange(len(ids), dtype=torch.int64, device="cpu")
+            self.live.put(ids, records, positions)
+            self._batches.last = batch
+
+    def freeze(self, rows: range) -> FrozenRows:
+        self.form.require_rows(rows)
+        with self.lock:
+            frozen = _Frozen(self, rows)
+            self.frozen.add(frozen)
+        return frozen
+
+    def clear(self) -> None:
+        with self.lock:
+            if self.frozen:
+                raise HomeError(
+                    f"table {self.form.table!r}",
+                    found=f"{len(self.frozen)} readers of frozen rows",
+                    expected="none when a table is cleared",
+                    next_step="release them first",
+                )
+            self.live = _Region(self.form.rows, self.form.record_bytes)
+            self._batches.last = None
+
+    def add_sizes(self, total: dict[str, int]) -> None:
+        with self.lock:
+            total["rows"] += self.live.record_pages * _PAGE_BYTES
+            total["index"] += self.live.flag_pages * _PAGE_BYTES
+            for frozen in self.frozen:
+                frozen.add_sizes(total)
+
+    def close(self) -> None:
+        with self.lock:
+            for frozen in self.frozen:
+                frozen.drop()
+            self.frozen.clear()
+            del self.live
+
+
+def _lazy(size_bytes: int) -> Tensor:
+    """Return zeros, uint8 [size_bytes], in pages that the kernel backs when they are written."""
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        # A large page would back 512 pages for the first row in one of them.
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory alive
