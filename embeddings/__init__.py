@@ -1,4 +1,4 @@
-"""Finds a model's embedding tables and marks which of their rows have changed.
+"""Finds a model's embedding tables, marks which rows have changed, and keeps rows out of memory.
 
 The input is a model and its optimizers. The output is the model's tables, each with a tracker; the
 tracker's bitmap has one bit for each row, set if the row changed since the last checkpoint. The
@@ -7,4 +7,39 @@ checkpoints or serving. Read the modules in this order: `tables.py` (what a tabl
 tables come from), `marks.py` (the dirty rows of one table), `lookups.py` (hooks into the lookups of
 a table's module) and `optimizers.py` (which rows an optimizer step changes, and marking them after
 each step). `served_tables.py` stands alone: it holds values, or codes that lookups decode.
+
+Tables larger than memory: `home.py` (where rows are that are not in use), `homes.py` (in memory or
+in files), `slots.py` (the rows in use), `cached_rows.py` (which of them must stay), `cache.py`
+(brings rows before their first use, and writes them back after their last), `cached_tables.py`
+(puts a model's tables into a cache), `initial.py` (first values of rows) and `cache_view.py` (all
+rows of one moment, for a checkpoint).
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from recpoint.embeddings.cached_tables import cached, read_rows
+    from recpoint.embeddings.homes import FileLimits, local
+    from recpoint.embeddings.initial import Uniform, fill
+
+__all__ = ["FileLimits", "Uniform", "cached", "fill", "local", "read_rows"]
+
+_PUBLIC = {
+    "FileLimits": "homes",
+    "Uniform": "initial",
+    "cached": "cached_tables",
+    "fill": "initial",
+    "local": "homes",
+    "read_rows": "cached_tables",
+}
+
+
+def __getattr__(name: str) -> object:
+    # Imported when used: a trainer without a cache needs neither oracle nor home.
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from recpoint.format.manifest import Columns
 
 __all__ = [
     "TABLE_DTYPES",
+    "DescribesTable",
     "Lookup",
     "Marker",
     "ModuleTable",
@@ -157,6 +158,14 @@ class Table(ABC):
         return not self.fused
 
     @property
+    def cached(self) -> bool:
+        """Whether `weight` holds only some rows at a time, in slots (`cached_tables.CachedTable`).
+
+        Positions in such a weight are slots, not rows.
+        """
+        return False
+
+    @property
     def row_states(self) -> Mapping[str, Tensor] | None:
         """Optimizer state with one entry for each row, [rows, ...]; restored in place.
 
@@ -228,6 +237,14 @@ class ModuleTable(Table):
         """Hook in after each call of the module; see `Table.after_lookup`."""
         handle: Any = self.module.register_forward_hook(hook, with_kwargs=True)
         return handle  # type: ignore[no-any-return]
+
+
+@runtime_checkable
+class DescribesTable(Protocol):
+    """A forward pre-hook of an embedding module that describes the module's table itself."""
+
+    def table(self, name: str, parameter_name: str, module: Lookup) -> ModuleTable:
+        """Return the table; the arguments are those of `ModuleTable`."""
 
 
 class Marker(Protocol):
@@ -361,10 +378,15 @@ def plain_tables(model: nn.Module, sources: Sequence[TableSource] = ()) -> Plain
                 )
             if is_table:
                 assert isinstance(module, Lookup)
-                tables.append(
-                    ModuleTable(name=name or "weight", parameter_name=full_name, module=module)
-                )
+                tables.append(_table_of(module, name or "weight", full_name))
     return PlainTables(tables, names)
+
+
+def _table_of(module: Lookup, name: str, parameter_name: str) -> ModuleTable:
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, DescribesTable):
+            return hook.table(name, parameter_name, module)
+    return ModuleTable(name=name, parameter_name=parameter_name, module=module)
 
 
 def refuse_unstorable(tables: Sequence[Table]) -> None:

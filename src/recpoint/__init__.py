@@ -11,6 +11,7 @@ from recpoint import errors, loggers
 if TYPE_CHECKING:
     __version__: str
 
+    from recpoint import embeddings
     from recpoint.catalog.restore.placement import TablePart
     from recpoint.catalog.restore.restore import restore_parts
     from recpoint.dashboards.metrics.trainer import export_metrics
@@ -47,6 +48,7 @@ __all__ = [
     "TablePart",
     "Timeouts",
     "__version__",
+    "embeddings",
     "errors",
     "export_metrics",
     "restore_parts",
@@ -81,6 +83,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.metadata.version("recpoint")
+    if name == "embeddings":
+        return importlib.import_module("recpoint.embeddings")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 
+from recpoint.embeddings.cached_tables import PlannedCache, planned_cache
 from recpoint.errors import SettingsError
 from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.setting_checks import checked_whole
@@ -208,6 +209,9 @@ class Lookahead:
     The Checkpointer can then copy rows before a checkpoint is due, because it knows which rows the
     batches until then will change.
 
+    If tables are in a cache (`recpoint.embeddings.cached`), the rows of coming batches are brought
+    from their home, and a batch is handed out once its rows are there.
+
     For each batch that is handed out at most two are read, in the same thread, until `window`
     batches are held. No read goes beyond the end of an epoch. An error of the reader is raised at
     the batch that it belongs to.
@@ -270,6 +274,7 @@ class Lookahead:
         self.window = checked_whole("Lookahead.window", window, 1, _MOST_WINDOW)
         self._ids = ids
         self._tables = None if model is None else tables_of(model)
+        self._cache: PlannedCache | None = None if model is None else planned_cache(model)
         self._own = rng.OwnGenerators()
         self._follows_global = False
         self._told: int | None = None
@@ -279,6 +284,8 @@ class Lookahead:
 
     def _forget(self) -> None:
         """Forget the open epoch and what is held of it."""
+        if self._cache is not None:
+            self._cache.forget()
         self._held: deque[_Held] = deque()
         self._held_bytes = 0
         self._anchors: deque[_Anchor] = deque()
@@ -312,17 +319,19 @@ class Lookahead:
 
     # For the Checkpointer.
 
-    def attach(self, tables: Mapping[str, int]) -> None:
+    def attach(self, tables: Mapping[str, int], cache: PlannedCache | None = None) -> None:
         """Take the tables of the model; a Checkpointer calls it when it is built.
 
         Args:
             tables: table name -> number of rows of the whole table.
+            cache: plans the batches that are read for tables in a cache; None: none is.
 
         Raises:
             SettingsError: a batch that is held has ids of a table that does not exist, or its ids
                 are not valid.
         """
         self._tables = dict(tables)
+        self._cache = cache
         for one in self._held:
             if one.ids is None:
                 self._find_ids(one)
@@ -462,6 +471,8 @@ class Lookahead:
     # Reading.
 
     def _next(self, epoch: _Epoch) -> Any:
+        if self._cache is not None:
+            self._cache.end_batch()
         if self._open is not epoch:
             self._turn_to(epoch)
         if self._is_new:
@@ -473,6 +484,8 @@ class Lookahead:
                 self._epochs = capture(self._inside)
         elif self._has_room:
             self._own.run(self._read_two)
+        if self._cache is not None:
+            self._cache.plan(one.ids or {} for one in islice(self._held, self._cache.ahead, None))
         return self._hand_out()
 
     @property
@@ -490,6 +503,8 @@ class Lookahead:
             # Keep the newest anchor before the position too: `_rewind` needs it.
             while len(self._anchors) > 1 and self._anchors[1].position < self._given:
                 self._anchors.popleft()
+            if self._cache is not None:
+                self._cache.begin_batch()
             return one.batch
         last, self._last = self._last, None
         if last is _END:

@@ -1,0 +1,754 @@
+"""Keeps the rows that training needs in slots, and all others at their home (BagPipe, SOSP 2023).
+
+A `Lookahead` tells the cache which rows each coming batch looks up (`plan`), and when a batch is
+handed out (`begin_batch`). For each table, an oracle gives rows their slots. One thread, the *home
+thread*, writes back rows that leave and fetches rows that enter, in the order in which they were
+planned. A fetch therefore follows the last write-back of its row.
+
+A row that a lookup has read with gradients on stays in its slot until the optimizer's step, or
+until no gradient can come any more: the graph of the lookup is gone, or its gradient was dropped.
+See `TableSlots` for what each thread may touch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from recpoint.embeddings.cache_view import CacheView, TableView
+from recpoint.embeddings.cached_rows import NO_IDS, CachedRows
+from recpoint.embeddings.home import FrozenRows, Home
+from recpoint.embeddings.optimizers import Watched, all_rows_changed, row_states
+from recpoint.embeddings.slots import TableSlots, sum_gradient
+from recpoint.errors import SettingsError
+from recpoint.lookahead.oracle import CapacityError, Oracle, Step
+
+__all__ = ["Cache", "CacheStats"]
+
+
+#: Threads that read rows of different tables at the same time, and the fewest tables that they are
+#: worth starting for.
+_READERS: Final = 4
+_FEWEST_AT_ONCE: Final = 3
+#: Rows that are copied to the home at a time.
+_PIECE_ROWS: Final = 65_536
+
+
+@dataclass(kw_only=True)
+class CacheStats:
+    """What a cache has done since it was made.
+
+    Attributes:
+        batches: batches that were handed out.
+        unplanned: batches for which there was no room before they were handed out.
+        hits: ids looked up whose rows were in their slots.
+        misses: ids looked up whose rows were not: no plan had them, because they belong to an
+            evaluation or to a batch that the reader did not give. 0 for all other lookups.
+        fetched_rows: rows that entered a slot.
+        written_rows: rows that were written back.
+        fetched_bytes: bytes of rows and row states that came from the home. Rows that were never
+            written come from nowhere: their first values are computed.
+        written_bytes: bytes of rows and row states that were written back.
+        waits: batches and lookups for which training waited.
+        wait_seconds: how long it waited for them.
+        window: batches that are planned and were not handed out yet.
+    """
+
+    batches: int = 0
+    unplanned: int = 0
+    hits: int = 0
+    misses: int = 0
+    fetched_rows: int = 0
+    written_rows: int = 0
+    fetched_bytes: int = 0
+    written_bytes: int = 0
+    waits: int = 0
+    wait_seconds: float = 0.0
+    window: int = 0
+
+
+class Cache:
+    """The cached tables of one model.
+
+    All methods are called from the training thread.
+
+    Args:
+        home: where rows are that have no slot.
+        tables: name -> slots and first values.
+        row_local: optimizer classes that, as the user declares, change only rows looked up.
+
+    Attributes:
+        home: as given.
+        tables: as given.
+        batch: number of the batch that training is at; 1: before the first.
+        planned: number of the last batch that is planned.
+    """
+
+    def __init__(
+        self, home: Home, tables: Mapping[str, CachedRows], *, row_local: tuple[type, ...] = ()
+    ) -> None:
+        self.home = home
+        self.tables = dict(tables)
+        self.batch = self.planned = 1
+        self._stats = CacheStats()
+        self._row_local = row_local
+        self._by_weight = {id(rows.slots.weight): rows for rows in self.tables.values()}
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recpoint-home")
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="recpoint-home-read")
+        self._error: BaseException | None = None  # of the home thread; nothing is done after it
+        self._moves = 0  # numbers the write-backs
+        self._arrivals: dict[int, list[Future[None]]] = {}
+        self._partly: set[str] = set()  # tables that are planned for the batch after `planned`
+        self._views: list[CacheView] = []  # whose rows in slots are not copied yet
+        self._stepping: set[int] = set()  # ids of optimizers whose step holds `_dense`
+        self._dense = threading.Lock()  # held while a step reads and writes all slots
+        _follow_steps(self)
+
+    @property
+    def stats(self) -> CacheStats:
+        """What the cache has done until now; may be read from any thread."""
+        return replace(self._stats, window=max(0, self.planned - self.batch))
+
+    # What the Lookahead does.
+
+    def plan(self, ids: Mapping[str, Tensor], *, is_next: bool = False) -> bool:
+        """Plan the batch after the last that is planned; its rows begin to arrive.
+
+        Args:
+            ids: table name -> ids that the batch looks up, int32 or int64 [n], on the CPU. Names
+                of other tables, and ids out of range, are ignored.
+            is_next: no batch is held before this one.
+
+        Returns:
+            Whether it is planned. Otherwise there is no room until earlier batches are trained.
+
+        Raises:
+            SettingsError: with `is_next`, the batch needs more slots than a table has.
+            HomeError: the home has failed.
+        """
+        self._end_failed_step()
+        self._raise_error()
+        number = self.planned + 1
+        moves: list[tuple[CachedRows, Step]] = []
+        for name, rows in self.tables.items():
+            if name in self._partly:
+                continue
+            try:
+                step = rows.oracle.plan(_in_range(ids.get(name), rows.slots))
+            except CapacityError as error:
+                if is_next:
+                    raise self._too_small(name, error.needed) from error
+                step = None
+            if step is None:
+                break
+            self._partly.add(name)
+            moves.append((rows, step))
+        # What is planned for some tables is under way all the same.
+        self._arrivals.setdefault(number, []).append(self._start(moves))
+        if len(self._partly) < len(self.tables):
+            return False
+        self._partly.clear()
+        self.planned = number
+        return True
+
+    def end_batch(self) -> None:
+        """Take note that the script asks for another batch: it has trained the one before.
+
+        Rows of batches whose gradient no step has applied yet stay in their slots.
+        """
+        self._end_failed_step()
+        for rows in self.tables.values():
+            self._release(rows, self.batch)
+
+    def _release(self, rows: CachedRows, batch: int) -> None:
+        rows.forget_lookups()
+        since = rows.since
+        rows.oracle.release(batch if since is None else min(batch, since - 1))
+
+    def begin_batch(self) -> None:
+        """Wait until the rows of the batch that is handed out next have arrived.
+
+        Raises:
+            HomeError: the home has failed.
+        """
+        self.batch += 1
+        self._stats.batches += 1
+        if self.planned < self.batch:
+            # Its lookups bring its rows. What was planned for some tables is held until then.
+            self._stats.unplanned += 1
+            for name, rows in self.tables.items():
+                if name not in self._partly:
+                    rows.oracle.plan(NO_IDS)
+            self._partly.clear()
+            self.planned = self.batch
+        self._wait(self._arrivals.pop(self.batch, []))
+
+    def forget(self) -> None:
+        """Forget the plans of batches that were not handed out; rows keep their slots."""
+        for rows in self.tables.values():
+            rows.oracle.forget(keep=self.batch)
+        self._partly.clear()
+        self.planned = self.batch
+        for number in [number for number in self._arrivals if number > self.batch]:
+            # Their rows may be looked up all the same, and then have to be waited for.
+            self._arrivals.setdefault(self.batch + 1, []).extend(self._arrivals.pop(number))
+
+    # What lookups do.
+
+    def slots_of(self, name: str, ids: Tensor, *, trains: bool) -> Tensor:
+        """Return the slots of the rows that a lookup reads; brings rows that have none.
+
+        Args:
+            name: name of the table.
+            ids: int32 or int64, any shape, on any device.
+            trains: gradients flow to the rows.
+
+        Returns:
+            Slots, of the shape and dtype of `ids`, on its device.
+
+        Raises:
+            IndexError: an id is out of range.
+            SettingsError: there are not enough slots.
+            HomeError: the home has failed.
+        """
+        self._end_failed_step()
+        self._raise_error()
+        rows = self.tables[name]
+        slots = rows.slots
+        flat = ids.detach().reshape(-1).to("cpu").contiguous()
+        if slots.padding_row is not None:
+            is_padding = flat == slots.padding_row
+            if bool(is_padding.any()):
+                self._bring_padding(rows)
+                found = torch.full(flat.shape, slots.padding, dtype=torch.int64, device="cpu")
+                found[~is_padding] = self._slots_of(rows, flat[~is_padding], trains)
+                return found.to(ids.dtype).view(ids.shape).to(ids.device)
+        found = self._slots_of(rows, flat, trains)
+        return found.to(ids.dtype).view(ids.shape).to(ids.device)
+
+    def _slots_of(self, rows: CachedRows, flat: Tensor, trains: bool) -> Tensor:
+        hold = self.batch if trains else None
+        found = rows.oracle.slots_of(flat, hold=hold)
+        ready = rows.slots.ready
+        if found.numel() and not (int(found.min()) >= 0 and bool(ready[found].all())):
+            missing = int(((found < 0) | ~ready[found]).sum())
+            self._stats.misses += missing
+            self._stats.hits -= missing
+            found = self._bring(rows, flat, hold)
+        self._stats.hits += found.numel()
+        if trains:
+            rows.note_lookup(flat, found, self.batch)
+        return found
+
+    def _bring(self, rows: CachedRows, flat: Tensor, hold: int | None) -> Tensor:
+        """Bring rows that are looked up outside a plan."""
+        slots = rows.slots
+        if not 0 <= int(flat.min()) <= int(flat.max()) < slots.rows:
+            raise IndexError(f"table {slots.name!r}: found a row id outside 0 … {slots.rows - 1}")
+        self._wait([self._thread.submit(self._raise_error)])  # rows on their way arrive before it
+        found = rows.oracle.slots_of(flat, hold=hold)
+        missing = torch.unique(flat[found < 0].long())
+        if missing.numel():
+            # Rows that no step will change may leave as soon as others need their slots.
+            until = rows.oracle.released if hold is None else hold
+            step = rows.oracle.claim(missing, hold=until)
+            if step is not None:
+                self._wait([self._start([(rows, step)])])
+                found = rows.oracle.slots_of(flat, hold=hold)
+            if step is None or int(found.min()) < 0:  # there is no room for all of them
+                found = self._bring_alone(rows, flat)
+        return found
+
+    def _bring_alone(self, rows: CachedRows, flat: Tensor) -> Tensor:
+        """Bring rows in place of rows that are planned and of rows whose training is over."""
+        self.forget()
+        # The time until now counts as a batch that is trained.
+        self.batch += 1
+        self.planned = self.batch
+        for other in self.tables.values():
+            other.oracle.plan(NO_IDS)
+            other.hold_lookups(self.batch)
+            self._release(other, self.batch - 1)
+        found = rows.oracle.slots_of(flat, hold=self.batch)
+        missing = torch.unique(flat[found < 0].long())
+        if missing.numel():
+            step = rows.oracle.claim(missing, hold=self.batch)
+            if step is None:
+                raise self._too_small(rows.slots.name, torch.unique(flat).numel())
+            self._wait([self._start([(rows, step)])])
+        return rows.oracle.slots_of(flat)
+
+    def _bring_padding(self, rows: CachedRows) -> None:
+        slots = rows.slots
+        if not slots.ready[slots.padding]:
+            assert slots.padding_row is not None
+            ids = torch.tensor([slots.padding_row], dtype=torch.int64, device="cpu")
+            at = torch.tensor([slots.padding], dtype=torch.int64, device="cpu")
+            self._wait([self._thread.submit(self._guarded(lambda: self._bring_in(rows, ids, at)))])
+
+    def _too_small(self, name: str, needed: int) -> SettingsError:
+        return SettingsError(
+            f"cached(capacity_rows=...): table {name!r}",
+            found=f"{self.tables[name].slots.capacity} slots",
+            expected=f"at least {needed}: the rows that are looked up together, or whose gradients "
+            "no step has applied yet",
+            next_step="give the table more slots (capacity_rows={name: slots}), or look up fewer "
+            "rows at a time; evaluate under torch.no_grad()",
+        )
+
+    # What the home thread does.
+
+    def _start(self, moves: Sequence[tuple[CachedRows, Step]]) -> Future[None]:
+        """Have the home thread write back and fetch the rows of steps, at most one a table."""
+        for rows, step in moves:
+            rows.slots.ready[step.fetched_slots] = False
+        return self._thread.submit(self._guarded(lambda: self._move(moves)))
+
+    def _guarded(self, act: Callable[[], None]) -> Callable[[], None]:
+        def guarded() -> None:
+            self._raise_error()
+            try:
+                act()
+            except BaseException as error:
+                self._error = error
+                raise
+
+        return guarded
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _move(self, moves: Sequence[tuple[CachedRows, Step]]) -> None:
+        for rows, step in moves:
+            if step.evicted_slots.numel():
+                self._evict(rows, step)
+        entering = [(rows, step) for rows, step in moves if step.fetched_ids.numel()]
+        # A table has few of the rows of a batch: a disk is busy only with those of several tables.
+        read = map if len(entering) < _FEWEST_AT_ONCE else self._readers.map
+        found = read(lambda one: self.read_home(one[0], one[1].fetched_ids), entering)
+        for (rows, step), (records, there) in zip(entering, found, strict=True):
+            self._put(rows, step.fetched_ids, step.fetched_slots, records, there)
+
+    def _evict(self, rows: CachedRows, step: Step) -> None:
+        slots = rows.slots
+        differs = slots.changed[step.evicted_slots]
+        if bool(differs.any()):
+            # A step that writes every slot writes the same bytes to these.
+            records = slots.records(step.evicted_slots[differs])
+            self._write_back(rows, step.evicted_ids[differs], records)
+        slots.ids[step.evicted_slots] = -1
+
+    def _write_back(self, rows: CachedRows, ids: Tensor, records: Tensor) -> None:
+        self.put_at_home(rows)
+        self._moves += 1
+        self.home.write_back(rows.slots.name, ids, records, batch=self._moves)
+        self._stats.written_rows += ids.numel()
+        self._stats.written_bytes += records.nbytes
+
+    def put_at_home(self, rows: CachedRows) -> None:
+        """Have the home know a table. Only the home thread, or nobody else, may be at work."""
+        if not rows.is_at_home:
+            layout = rows.slots.fix_layout()
+            self.home.add_table(
+                rows.slots.name, rows=rows.slots.rows, record_bytes=layout.size_bytes
+            )
+            rows.is_at_home = True
+
+    def _bring_in(self, rows: CachedRows, ids: Tensor, at: Tensor) -> None:
+        self._put(rows, ids, at, *self.read_home(rows, ids))
+
+    def _put(
+        self, rows: CachedRows, ids: Tensor, at: Tensor, records: Tensor | None, there: Tensor
+    ) -> None:
+        slots = rows.slots
+        is_new = ~there
+        new = rows.initial(ids[is_new]) if bool(is_new.any()) else None
+        with self._dense:
+            if records is not None and new is None:
+                slots.put(at, records)
+            elif records is not None:
+                slots.put(at[there], records[there])
+            if new is not None:
+                slots.put_new(at[is_new], new)
+            slots.ids[at] = ids
+            slots.changed[at] = False
+            slots.ready[at] = True
+        self._stats.fetched_rows += ids.numel()
+        if records is not None:
+            self._stats.fetched_bytes += int(there.sum()) * records.shape[1]
+
+    def read_home(self, rows: CachedRows, ids: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return records of rows at home, uint8 [n, bytes], and which of them the home has.
+
+        Several threads of the cache may call it at the same time.
+        """
+        layout = rows.slots.layout
+        if not rows.is_at_home or layout is None:
+            return None, torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
+        records = torch.empty(ids.numel(), layout.size_bytes, dtype=torch.uint8, device="cpu")
+        return records, self.home.fetch(rows.slots.name, ids, records)
+
+    def _wait(self, futures: Iterable[Future[None]]) -> None:
+        left = [one for one in futures if not (one.done() and one.exception() is None)]
+        if not left:
+            return
+        begun = time.perf_counter()
+        for one in left:
+            one.result()
+        self._stats.waits += 1
+        self._stats.wait_seconds += time.perf_counter() - begun
+
+    def _copy_storage(self, rows: CachedRows) -> None:
+        """Write the rows of a table that had storage to the home, and let the storage go."""
+        storage, slots = rows.storage, rows.slots
+        assert storage is not None
+        self.put_at_home(rows)
+        for first in range(0, slots.rows, _PIECE_ROWS):
+            ids = torch.arange(
+                first, min(first + _PIECE_ROWS, slots.rows), dtype=torch.int64, device="cpu"
+            )
+            records = slots.new_records(storage[ids.to(storage.device)].cpu())
+            self._moves += 1
+            self.home.write_back(slots.name, ids, records, batch=self._moves)
+        rows.storage = None
+        rows.initial = _never
+
+    # What steps of optimizers do.
+
+    def is_trained_by(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer trains a table of this cache."""
+        return any(
+            rows.slots.weight is parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if (rows := self._by_weight.get(id(parameter))) is not None
+        )
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Take note of the rows that a step is about to change."""
+        self._end_failed_step()
+        touches_all = False
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                rows = self._by_weight.get(id(parameter))
+                if rows is None or rows.slots.weight is not parameter:
+                    continue
+                self._refuse_other_rows(rows, optimizer, group, number)
+                self._refuse_other_states(rows, optimizer)
+                if parameter.grad is None:
+                    continue
+                rows.refuse_applied_gradient()
+                if not parameter.grad.is_sparse:
+                    touches_all = True
+                elif type(optimizer) is not SGD:  # SGD adds each entry to the weight by itself
+                    rows.gradient = parameter.grad
+                    parameter.grad = sum_gradient(rows.gradient, rows.slots, rows.oracle.slots_of)
+                self._will_change(rows, rows.to_change())
+        if touches_all:
+            # The step reads every slot and writes it again, so that nothing may arrive meanwhile.
+            self._dense.acquire()
+            self._stepping.add(id(optimizer))
+
+    def _will_change(self, rows: CachedRows, slots: Tensor) -> None:
+        with self._lock:
+            for view in self._views:
+                view.save(rows.slots.name, slots)
+        rows.slots.changed[slots] = True
+        if rows.marker is None:
+            rows.is_unmarked = True
+        else:
+            rows.marker.mark(rows.slots.ids[slots])
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Take note that a step has changed the rows."""
+        self._end_failed_step()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                rows = self._by_weight.get(id(parameter))
+                if rows is None or rows.slots.weight is not parameter:
+                    continue
+                if parameter.grad is None:
+                    if not rows.slots.states:
+                        self.follow_states(rows, optimizer)
+                    continue
+                if rows.gradient is not None:
+                    parameter.grad, rows.gradient = rows.gradient, None
+                rows.stepped()
+                self.follow_states(rows, optimizer)
+
+    def follow_states(self, rows: CachedRows, optimizer: Optimizer) -> None:
+        """Look at the row states that an optimizer has for a table now."""
+        slots = rows.slots
+        slots.follow_states(
+            row_states(optimizer.state.get(slots.weight, {}), slots.weight.shape[0])
+        )
+        if rows.storage is not None and not rows.is_copying:
+            rows.is_copying = True
+            self._thread.submit(self._guarded(lambda: self._copy_storage(rows)))
+
+    def _end_failed_step(self) -> None:
+        """Let the home thread go on after a step: one that fails calls no hook at its end."""
+        if self._stepping:
+            self._stepping.clear()
+            self._dense.release()
+
+    def _refuse_other_rows(
+        self, rows: CachedRows, optimizer: Optimizer, group: Mapping[str, Any], number: int
+    ) -> None:
+        known = rows.watched
+        if known is not None and known[0] == id(optimizer) and not known[1].differ(group):
+            return
+        self.refuse_optimizer(rows, optimizer, group)
+        rows.watched = id(optimizer), Watched(group)
+
+    def _refuse_other_states(self, rows: CachedRows, optimizer: Optimizer) -> None:
+        """Refuse row states that are not those of the rows in slots, as of another training."""
+        slots = rows.slots
+        state = optimizer.state.get(slots.weight, {})
+        size = slots.weight.shape[0]
+        found = row_states(state, size)
+        if slots.states:
+            is_right = all(found.get(name) is own for name, own in slots.states.items())
+        elif slots.rows != size and row_states(state, slots.rows):
+            is_right = False
+        else:
+            # Before the first step, rows have the states that the optimizer gives to new ones.
+            is_right = all(bool((one == one[slots.blank]).all()) for one in found.values())
+        if not is_right:
+            raise SettingsError(
+                f"cached table {slots.name!r}",
+                found=f"row states of {type(optimizer).__name__} that were loaded or replaced "
+                "outside of recpoint",
+                expected="the states that the optimizer has made for the rows in slots, because "
+                "those of all other rows are at home",
+                next_step="restore the states with the model from a checkpoint, "
+                "Checkpointer.restore(), and use no optimizer.load_state_dict()",
+            )
+
+    def refuse_optimizer(
+        self, rows: CachedRows, optimizer: Optimizer, group: Mapping[str, Any]
+    ) -> None:
+        """Refuse an optimizer that changes rows that were not looked up.
+
+        Raises:
+            SettingsError: it does.
+        """
+        weight = rows.slots.weight
+        sparse = weight.grad.is_sparse if weight.grad is not None else False
+        reason = all_rows_changed(
+            optimizer, group, sparse=sparse, dtype=weight.dtype, row_local=self._row_local
+        )
+        if reason is not None:
+            raise SettingsError(
+                f"cached table {rows.slots.name!r}",
+                found=f"{type(optimizer).__name__}: {reason.why}",
+                expected="an optimizer that changes only the rows that were looked up, because the "
+                "others are not in memory",
+                next_step=reason.change.replace(
+                    "Options.row_local_optimizers", "cached(row_local_optimizers=...)"
+                ),
+            )
+
+    def zero_rows(self, name: str, ids: Tensor) -> None:
+        """Set rows and their row states to zero.
+
+        Args:
+            name: name of the table.
+            ids: int64 [n], on the CPU, in any order.
+        """
+        self._end_failed_step()
+        rows = self.tables[name]
+        if rows.slots.padding_row is not None and bool((ids == rows.slots.padding_row).any()):
+            self._bring_padding(rows)
+            for _, array in rows.slots.arrays():
+                array[rows.slots.padding] = 0
+        for part in torch.unique(ids).split(max(1, rows.slots.capacity // 2)):
+            at = self._slots_of(rows, part, trains=False)
+            self._will_change(rows, at)
+            for _, array in rows.slots.arrays():
+                array.index_fill_(0, at.to(array.device), 0)
+
+    # What checkpoints do.
+
+    def view(self) -> CacheView:
+        """Return a view of all tables as they are now; it must be released.
+
+        The home is frozen after the write-backs that were planned before. Rows in slots that a
+        step changes before the view has copied them are saved first.
+        """
+        self._end_failed_step()
+        self._raise_error()
+        view = CacheView(self._thread.submit, self._lock, self._freeze, self._collected)
+        for name, rows in self.tables.items():
+            view.add(name, TableView(rows.slots, rows.initial))
+        self._views.append(view)
+        return view
+
+    def _freeze(self, name: str) -> FrozenRows | None:
+        self._raise_error()
+        rows = self.tables[name]
+        return self.home.freeze(name, range(rows.slots.rows)) if rows.is_at_home else None
+
+    def _collected(self, view: CacheView) -> None:
+        if view in self._views:
+            self._views.remove(view)
+
+    # What restores do.
+
+    def restored(self) -> None:
+        """Begin anew: no row is in a slot, and none is at home.
+
+        A restore then writes all rows to the home.
+        """
+        self._end_failed_step()
+        self._wait([self._thread.submit(lambda: None)])
+        self._error = None
+        for rows in self.tables.values():
+            slots = rows.slots
+            rows.oracle = Oracle(slots.capacity)
+            rows.oracle.plan(NO_IDS)
+            rows.forget_all()
+            rows.is_unmarked = False
+            slots.ids.fill_(-1)
+            slots.ready.zero_()
+            slots.changed.zero_()
+            slots.layout = None
+            if rows.storage is not None:
+                rows.storage, rows.initial = None, _never
+            if rows.is_at_home:
+                self.home.clear(slots.name)
+        self.batch = self.planned = 1
+        self._arrivals.clear()
+        self._partly.clear()
+
+    def write_home(self, name: str, ids: Tensor, records: Tensor) -> None:
+        """Write rows to the home while nothing is trained.
+
+        Args:
+            name: name of the table.
+            ids: int64 [n], ascending.
+            records: uint8 [n, bytes], as the slots' layout says.
+        """
+        rows = self.tables[name]
+        self.put_at_home(rows)
+        self._moves += 1
+        self.home.write_back(name, ids, records, batch=self._moves)
+
+    # Other.
+
+    def rows_of(self, name: str, ids: Tensor) -> tuple[Tensor, ...]:
+        """Return rows and row states as they are now, wherever they are.
+
+        Args:
+            name: name of the table.
+            ids: int64 [n], on the CPU.
+
+        Returns:
+            [n, dim] and [n, …] for each row state, in the optimizer's order, on the CPU.
+        """
+        wanted, inverse = torch.unique(ids, return_inverse=True)
+        outs = [
+            torch.empty((wanted.numel(), *array.shape[1:]), dtype=array.dtype, device="cpu")
+            for _, array in self.tables[name].slots.arrays()
+        ]
+        view = self.view()
+        view.fetch(name, wanted, outs)
+        view.begin()
+        view.finish()
+        return tuple(out[inverse] for out in outs)
+
+    def size_bytes(self) -> dict[str, int]:
+        """Return bytes of memory by role: slots, oracle, and the home's own roles."""
+        return {
+            "slots": sum(rows.slots.size_bytes for rows in self.tables.values()),
+            "oracle": sum(rows.oracle.size_bytes for rows in self.tables.values()),
+            **self.home.size_bytes(),
+        }
+
+    def close(self) -> None:
+        """End the home thread after what it has to do. The home stays open."""
+        self._end_failed_step()
+        self._thread.shutdown(wait=True)
+        self._readers.shutdown(wait=True)
+
+
+def _in_range(ids: Tensor | None, slots: TableSlots) -> Tensor:
+    """Return the ids that name rows of the table, without the padding row."""
+    if ids is None or not ids.numel():
+        return NO_IDS
+    low, high = torch.aminmax(ids)
+    if int(low) < 0 or int(high) >= slots.rows:
+        ids = ids[(ids >= 0) & (ids < slots.rows)]
+    if slots.padding_row is not None:
+        ids = ids[ids != slots.padding_row]
+    return ids
+
+
+def _never(ids: Tensor) -> Tensor:
+    raise AssertionError(f"{len(ids)} rows of a table whose rows are all at home")
+
+
+_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
+_hooks: list[Any] = []
+
+
+def _follow_steps(cache: Cache) -> None:
+    """Tell the cache of each step of each optimizer."""
+    _caches.add(cache)
+    if not _hooks:
+        # Of all optimizers, because the one of a table is built after the table is cached.
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    caches = _caches_of(optimizer)
+    if not caches:
+        return None
+
+    def look() -> None:
+        for cache in caches:
+            cache.before_step(optimizer)
+
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        look()
+        return None
+
+    def with_look() -> Any:
+        # The gradients are there after it, and the step begins then.
+        loss = closure()
+        with torch.no_grad():
+            look()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], with_look, *args[2:]), kwargs
+    return args, {**kwargs, "closure": with_look}
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for cache in _caches_of(optimizer):
+        cache.after_step(optimizer)
+
+
+def _caches_of(optimizer: Optimizer) -> list[Cache]:
+    """Return the caches of tables that an optimizer trains."""
+    return [cache for cache in list(_caches) if cache.is_trained_by(optimizer)]

@@ -1,0 +1,269 @@
+"""The slots of one cached table: rows and their optimizer state, in plain tensors.
+
+A slot holds one row of the table. Row states are the tensors that the optimizer keeps for the
+weight, which has a row for each slot. Rows enter and leave as *records*: the bytes of the weight's
+row, then those of each row state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+from recpoint.errors import SettingsError
+
+__all__ = ["Field", "RecordLayout", "TableSlots", "as_bytes", "sum_gradient"]
+
+
+class Field(NamedTuple):
+    """One array of a record.
+
+    Attributes:
+        name: name of the row state; "" for the weight.
+        dtype: dtype of the array.
+        shape: shape of a row's entry.
+        first: its first byte in the record.
+        size_bytes: its number of bytes.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first: int
+    size_bytes: int
+
+
+class RecordLayout(NamedTuple):
+    """Where the arrays of a row lie in its record.
+
+    Attributes:
+        fields: the weight's row first, then the row states in the optimizer's order.
+        size_bytes: bytes of a record.
+    """
+
+    fields: tuple[Field, ...]
+    size_bytes: int
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> RecordLayout:
+        """Lay out arrays: name -> dtype and shape of a row's entry; "" is the weight."""
+        fields, end = [], 0
+        for name, (dtype, shape) in arrays.items():
+            size = dtype.itemsize * int(torch.Size(shape).numel())
+            fields.append(Field(name, dtype, shape, end, size))
+            end += size
+        return cls(tuple(fields), end)
+
+    def array(self, records: Tensor, field: Field) -> Tensor:
+        """Return an array of records, copied: [n, *shape] from uint8 [n, size_bytes]."""
+        part = records[:, field.first : field.first + field.size_bytes].contiguous()
+        return part.view(field.dtype).reshape(len(records), *field.shape)
+
+    def put(self, records: Tensor, field: Field, values: Tensor) -> None:
+        """Write an array [n, *shape] into records, uint8 [n, size_bytes]."""
+        records[:, field.first : field.first + field.size_bytes] = as_bytes(values)
+
+
+def as_bytes(array: Tensor) -> Tensor:
+    """Return a contiguous array [n, …] as uint8 [n, bytes of an entry], in the same memory."""
+    return array.reshape(len(array), -1).view(torch.uint8)
+
+
+class TableSlots:
+    """The slots of one table.
+
+    Two threads use them. The training thread trains rows and looks them up; the home thread brings
+    rows and takes them away. They never touch the same slot at the same time: the oracle gives a
+    slot to another row only after the batches that train its row.
+
+    Args:
+        name: name of the table.
+        rows: rows of the table.
+        capacity: number of slots.
+        dim: values in a row.
+        dtype: dtype of the weight.
+        device: device of the slots.
+        trained: whether the weight requires gradients.
+        padding_row: the row that lookups skip; None: there is none.
+
+    Attributes:
+        weight: the module's parameter, [capacity + 2, dim]. Its last two rows belong to no slot:
+            `blank` is never looked up, so its row states stay as the optimizer makes them for a
+            new row; `padding` is the padding row.
+        states: name -> the row states of the weight, [capacity + 2, …], as the optimizer has them.
+        ids: int64 [capacity + 2], on the CPU: row of each slot, as of the home thread; -1: none.
+        ready: bool [capacity + 2], on the CPU: the row of the slot has arrived.
+        changed: bool [capacity + 2], on the CPU: the row differs from its home's.
+        layout: layout of records; None: the row states are not known yet.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        rows: int,
+        capacity: int,
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        trained: bool,
+        padding_row: int | None = None,
+    ) -> None:
+        self.name = name
+        self.rows = rows
+        self.capacity = capacity
+        self.padding_row = padding_row
+        # Zeroed: an optimizer with dense gradients reads every slot, so that NaN must not be there.
+        self.weight = Parameter(
+            torch.zeros(capacity + 2, dim, dtype=dtype, device=device), requires_grad=trained
+        )
+        self.states: dict[str, Tensor] = {}
+        self.ids = torch.full((capacity + 2,), -1, dtype=torch.int64, device="cpu")
+        self.ready = torch.zeros(capacity + 2, dtype=torch.bool, device="cpu")
+        self.changed = torch.zeros(capacity + 2, dtype=torch.bool, device="cpu")
+        self.layout: RecordLayout | None = None
+
+    @property
+    def blank(self) -> int:
+        """The slot that is never looked up."""
+        return self.capacity
+
+    @property
+    def padding(self) -> int:
+        """The slot of the padding row."""
+        return self.capacity + 1
+
+    @property
+    def dim(self) -> int:
+        """Values in a row."""
+        return self.weight.shape[1]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of rows, row states and the lists beside them."""
+        arrays = (self.weight, *self.states.values(), self.ids, self.ready, self.changed)
+        return sum(array.nbytes for array in arrays)
+
+    def follow_states(self, states: Mapping[str, Tensor]) -> None:
+        """Take the row states that the optimizer has now.
+
+        Raises:
+            SettingsError: the table's records have been laid out, and the states are others.
+        """
+        self.states = dict(states)
+        if self.layout is not None:
+            wanted = self._present_layout()
+            if wanted != self.layout:
+                raise SettingsError(
+                    f"cached table {self.name!r}",
+                    found=f"an optimizer with the row states {_brief(wanted)}",
+                    expected=f"{_brief(self.layout)}, as the rows at home have them",
+                    next_step="train the table with one optimizer; to change it, take a "
+                    "checkpoint, and restore it into a model that is cached anew",
+                )
+
+    def fix_layout(self) -> RecordLayout:
+        """Lay out records by the row states of now; they cannot become others afterwards."""
+        if self.layout is None:
+            self.layout = self._present_layout()
+        return self.layout
+
+    def _present_layout(self) -> RecordLayout:
+        arrays = {"": self.weight, **self.states}
+        return RecordLayout.of({n: (a.dtype, tuple(a.shape[1:])) for n, a in arrays.items()})
+
+    def arrays(self) -> tuple[tuple[str, Tensor], ...]:
+        """Return name and values of the weight (named "") and of each row state.
+
+        Writing to them is no change that torch counts: autograd has to find the weight unchanged
+        while other rows arrive between forward and backward.
+        """
+        return ("", self.weight.data), *((n, state.data) for n, state in self.states.items())
+
+    def by_ids(self, gradient: Tensor) -> Tensor:
+        """Return a sparse gradient of the slots as one of the table: entries by the rows' ids."""
+        slots = gradient._indices()[0]
+        ids = self.ids.to(slots.device)[slots]
+        if self.padding_row is not None:
+            ids[slots == self.padding] = self.padding_row
+        return torch.sparse_coo_tensor(
+            ids[None],
+            gradient._values(),
+            (self.rows, *gradient.shape[1:]),
+            check_invariants=False,
+        )
+
+    def records(self, slots: Tensor) -> Tensor:
+        """Return the records of slots: uint8 [n, layout.size_bytes], on the CPU.
+
+        Args:
+            slots: int64 [n], on the CPU.
+        """
+        layout = self.fix_layout()
+        out = torch.empty(len(slots), layout.size_bytes, dtype=torch.uint8, device="cpu")
+        at = slots.to(self.weight.device)
+        for field, (_, array) in zip(layout.fields, self.arrays(), strict=True):
+            layout.put(out, field, array.index_select(0, at).cpu())
+        return out
+
+    def put(self, slots: Tensor, records: Tensor) -> None:
+        """Write records (as `records` returns them) into slots."""
+        layout = self.fix_layout()
+        at = slots.to(self.weight.device)
+        for field, (_, array) in zip(layout.fields, self.arrays(), strict=True):
+            array.index_copy_(0, at, layout.array(records, field).to(array.device))
+
+    def put_new(self, slots: Tensor, values: Tensor) -> None:
+        """Write rows that were never trained: their values [n, dim], and new row states."""
+        at = slots.to(self.weight.device)
+        (_, weight), *states = self.arrays()
+        weight.index_copy_(0, at, values.to(weight.device))
+        for _, state in states:
+            state.index_copy_(0, at, state[self.blank].clone().expand(len(slots), *state.shape[1:]))
+
+    def new_records(self, values: Tensor) -> Tensor:
+        """Return the records of rows that were never trained, from their values [n, dim]."""
+        layout = self.fix_layout()
+        blank = torch.tensor([self.blank], dtype=torch.int64, device="cpu")
+        out = self.records(blank).expand(len(values), layout.size_bytes).contiguous()
+        layout.put(out, layout.fields[0], values.to(self.weight.dtype))
+        return out
+
+
+def sum_gradient(
+    gradient: Tensor, slots: TableSlots, slots_of: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Sum the rows of a sparse gradient as a table without a cache would have them summed.
+
+    torch sums the rows of one id in the order that its sort leaves them in, and the sort is not
+    stable. The sums therefore follow from all ids. They are made here with the rows' own ids, so
+    that each sum has the same bits.
+
+    Args:
+        gradient: sparse [slots, dim], not coalesced.
+        slots: the slots of the table.
+        slots_of: returns the slot of each id, int64 [n], on the CPU; -1 for the padding row.
+
+    Returns:
+        The sparse gradient with each slot once, in the order of the rows' ids.
+    """
+    summed = slots.by_ids(gradient).coalesce()
+    at = slots_of(summed._indices()[0].cpu())
+    if slots.padding_row is not None:
+        at[at < 0] = slots.padding
+    return torch.sparse_coo_tensor(
+        at[None].to(gradient.device),
+        summed._values(),
+        gradient.shape,
+        is_coalesced=True,
+        check_invariants=False,
+    )
+
+
+def _brief(layout: RecordLayout) -> str:
+    named = {field.name: (str(field.dtype), field.shape) for field in layout.fields if field.name}
+    return f"{named!r:.300}"
