@@ -11,6 +11,7 @@ from recpoint.format.history import History
 from recpoint.format.manifest import (
     CODE_BITS,
     MAX_CHAIN_LENGTH,
+    CacheUse,
     ChainLength,
     ChosenMethod,
     CopiedAhead,
@@ -136,6 +137,7 @@ class Job(Record):
     staged_ms: Milliseconds
     stall_us: _Bytes
     copied_ahead: Annotated[CopiedAhead | None, Field(exclude_if=is_absent)] = None
+    cache: Annotated[CacheUse | None, Field(exclude_if=is_absent)] = None
     full_bytes: _Bytes
     quantized_by: Annotated[str, Field(max_length=255)]  # implementation; "": no codes are staged
     interval_batches: _Bytes  # batches since the previous checkpoint, to show the agent's lag

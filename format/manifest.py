@@ -26,6 +26,7 @@ __all__ = [
     "ChosenMethod",
     "ChunkEntry",
     "Columns",
+    "CacheUse",
     "CopiedAhead",
     "Dtype",
     "Kind",
@@ -298,6 +299,27 @@ class CopiedAhead(Part):
         return self.rows_before / (self.rows_before + self.rows_in_stall)
 
 
+class CacheUse(Part):
+    """What the cache of a trainer's tables did since the checkpoint before, or since the start.
+
+    Attributes:
+        hits, misses: ids looked up whose rows were in their slots, and were not.
+        fetched_rows, fetched_bytes: rows that entered a slot; bytes of those that the home had.
+        written_rows, written_bytes: rows that were written back.
+        wait_us: how long training waited for rows, in microseconds.
+        window: batches that were planned ahead at the cut.
+    """
+
+    hits: _Count
+    misses: _Count
+    fetched_rows: _Count
+    fetched_bytes: _Count
+    written_rows: _Count
+    written_bytes: _Count
+    wait_us: _Count
+    window: _Count
+
+
 def check_copied_ahead(copied: CopiedAhead | None, ranks: int) -> None:
     """Checks that no row was copied ahead if several ranks took part: their parts cannot say so.
 
@@ -364,6 +386,7 @@ class Manifest(StoredRecord):
     committed_ms: Milliseconds
     stall_us: _Count
     copied_ahead: Annotated[CopiedAhead | None, Field(exclude_if=is_absent)] = None
+    cache: Annotated[CacheUse | None, Field(exclude_if=is_absent)] = None
     dirty_rows: _Count
     full_bytes: _Count
     history: History

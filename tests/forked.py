@@ -36,6 +36,7 @@ _PRELOADED = [
     "tests.forked_shell",
     "tests.other_user",
     "tests.persist_process",
+    "tests.fault.cached_lives",
     "tests.fault.lives",
     "tests.fault.mesh_lives",
     "tests.fault.own_state_lives",

@@ -13,6 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recpoint.catalog.staging.area import default_staging_root
+from recpoint.embeddings.cache import Cache
+from recpoint.embeddings.cached_tables import CachedTable, CachedTracker, planned_cache
 from recpoint.embeddings.marks import Tracker
 from recpoint.embeddings.optimizers import OptimizerWatch
 from recpoint.embeddings.tables import Table, TableSource
@@ -129,6 +131,37 @@ def _refuse_ahead(ranks: Ranks, trained: Trained, settings: Settings) -> None:
         )
 
 
+def _look_at_cache(ranks: Ranks, trained: Trained) -> Cache | None:
+    """Return the cache of the model's tables; None: no table is cached.
+
+    Raises:
+        SettingsError: there are several ranks, or an optimizer changes rows that were not looked
+            up.
+    """
+    tables = [table for table in trained.tables if isinstance(table, CachedTable)]
+    if not tables:
+        return None
+    if ranks.several:
+        raise SettingsError(
+            "Checkpointer(model): recpoint.embeddings.cached(...)",
+            found=f"{ranks.count} ranks",
+            expected="one process that trains the cached tables",
+            next_step="train in one process, or without a cache",
+        )
+    cache = tables[0].cache
+    for optimizer in trained.optimizers:
+        for group in optimizer.param_groups:
+            for table in tables:
+                if any(table.weight is parameter for parameter in group["params"]):
+                    cache.refuse_optimizer(table.cached_rows, optimizer, group)
+                    cache.follow_states(table.cached_rows, optimizer)
+    return cache
+
+
+def _tracker_of(table: Table) -> Tracker:
+    return CachedTracker(table) if isinstance(table, CachedTable) else Tracker(table)
+
+
 def assemble(
     ranks: Ranks,
     trained: Trained,
@@ -156,10 +189,15 @@ def assemble(
     """
     agree_on_settings(ranks, settings.common | {"run": run_url})
     shards = lay_out(ranks, trained.tables)
+    with ranks.together("looking at the cache"):
+        cache = _look_at_cache(ranks, trained)
     if isinstance(reader, Lookahead):
         with ranks.together("looking at the reader"):
-            _refuse_ahead(ranks, trained, settings)
-            reader.attach({shard.name: shard.rows for shard in shards})
+            if cache is None:
+                _refuse_ahead(ranks, trained, settings)
+            reader.attach(
+                {shard.name: shard.rows for shard in shards}, planned_cache(trained.module)
+            )
     with ranks.together("looking at the state of training"):
         state = TrainingState(
             model=trained.model_state,
@@ -172,7 +210,9 @@ def assemble(
             copies=[one.copy.parameter_name for one in shards if one.copy is not None],
         )
         state.refuse_inference()
-        trackers = {shard.key: Tracker(shard.table) for shard in shards if shard.table is not None}
+        trackers = {
+            shard.key: _tracker_of(shard.table) for shard in shards if shard.table is not None
+        }
         row_local = tuple(settings.options.row_local_optimizers)
         others = () if extras is None else tuple(extras.values())
         unknown = UnknownOptimizers(trained.module, trained.optimizers, trained.tables, others)
@@ -184,6 +224,7 @@ def assemble(
             state=state,
             settings=settings,
             rank=ranks.rank,
+            cache=cache,
         )
         directory = settings.staging.directory
         area = StagingArea(

@@ -19,6 +19,8 @@ from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import RestoreReport
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.run_url import naming_errors
+from recpoint.embeddings.cache import CacheStats
+from recpoint.embeddings.cached_tables import CachedTable
 from recpoint.embeddings.marks import Tracker
 from recpoint.embeddings.tables import Table, held_ids, zero_rows
 from recpoint.errors import SettingsError
@@ -357,7 +359,7 @@ class Checkpointer:
             ends=lambda: self._end.is_due,
             ranks=self._ranks,
             replicas=self._replicas,
-            reader=self._reader if isinstance(self._reader, Lookahead) else None,
+            reader=self._reader_ahead(),
         )
         pipeline.prepare()
         self._state.warn_of_batches(start.batches_done)
@@ -367,6 +369,15 @@ class Checkpointer:
             self._uncounted = Uncounted(self._state.optimizers.parameters())
         if self._settings.options.announce and self._ranks.rank == 0:
             announce_start(run.url, start.report, resumed=start.resumed, left=start.left)
+
+    def _reader_ahead(self) -> Lookahead | None:
+        """Return the reader if rows are copied before a cut: not those of a cache.
+
+        These are copied after it: from slots that no step has changed, or from the frozen home.
+        """
+        if not isinstance(self._reader, Lookahead) or any(one.cached for one in self._tables):
+            return None
+        return self._reader
 
     def take_sigterm(self) -> None:
         """Handle SIGTERM from now on, as `restore` does unless `Options.handle_sigterm` is False.
@@ -576,6 +587,10 @@ class Checkpointer:
             SettingsError, IndexError, ValueError: for the reasons that `mark` gives.
         """
         for one, tracker in self._named(table):
+            if isinstance(one, CachedTable):
+                with held():
+                    one.cache.zero_rows(one.key_in_cache, held_ids(one, ids).cpu())
+                continue
             here = held_ids(one, ids)
             states = list(self._state.optimizers.row_states(one).tensors.values())
             with held():
@@ -588,11 +603,15 @@ class Checkpointer:
     def stats(self) -> Stats:
         """Counts and timings of this process's checkpoints so far."""
         if self._pipeline is None:
-            return Statistics().read(self.batches_done)
+            return Statistics().read(self.batches_done, self._cache_stats())
         if self._pipeline.outcomes.has_news() and not (self._is_over() or self._is_busy):
             with held():
                 self._pipeline.outcomes.fetch()
-        return self._pipeline.statistics.read(self.batches_done)
+        return self._pipeline.statistics.read(self.batches_done, self._cache_stats())
+
+    def _cache_stats(self) -> CacheStats | None:
+        cached = next((one for one in self._tables if isinstance(one, CachedTable)), None)
+        return None if cached is None else cached.cache.stats
 
     def close(self, *, final: bool = True) -> None:
         """End checkpointing: take a last checkpoint if batches are new, and wait for the agent.
@@ -769,6 +788,7 @@ class Observation:
         agent_running: whether an agent serves the staging area.
         staging_free_bytes: bytes that snapshots may take in the staging area; None: unknown.
         staging_bound_bytes: the most bytes that snapshots take.
+        cache: as in `Stats`.
     """
 
     run: str
@@ -793,6 +813,7 @@ class Observation:
     agent_running: bool
     staging_free_bytes: int | None
     staging_bound_bytes: int
+    cache: CacheStats | None
 
 
 def observe(checkpointer: Checkpointer) -> Observation:
@@ -832,4 +853,5 @@ def observe(checkpointer: Checkpointer) -> Observation:
         agent_running=area.agent_is_running(),
         staging_free_bytes=area.free_bytes(),
         staging_bound_bytes=checkpointer.memory_bound_bytes,
+        cache=checkpointer._cache_stats(),
     )

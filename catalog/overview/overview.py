@@ -14,7 +14,7 @@ from recpoint.catalog.run.chain import Chain
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import Verdict
 from recpoint.errors import RecpointError
-from recpoint.format.manifest import CopiedAhead, Manifest
+from recpoint.format.manifest import CacheUse, CopiedAhead, Manifest
 from recpoint.format.records import EndRecord
 from recpoint.format.retention_records import Plan
 
@@ -220,6 +220,7 @@ class CheckpointFacts:
         stored_bytes: bytes of its chunks.
         full_bytes: bytes of a full, exact (fp32) checkpoint of the same state.
         copied_ahead: rows and bytes copied before its stall and in it; None: none was before.
+        cache: what the cache of the trainer's tables did before it; None: no table was in a cache.
         error: what is wrong with its manifest; the other figures are then 0 or None.
     """
 
@@ -244,6 +245,7 @@ class CheckpointFacts:
     stored_bytes: int
     full_bytes: int
     copied_ahead: CopiedAhead | None = None
+    cache: CacheUse | None = None
     error: str | None = None
 
 
@@ -604,6 +606,7 @@ class ManifestFigures(NamedTuple):
     due_ms: int | None
     due_batches: int | None
     copied_ahead: CopiedAhead | None
+    cache: CacheUse | None
     error: str | None
 
 
@@ -622,13 +625,14 @@ def kept(manifest: Manifest) -> ManifestFigures:
         due_ms=manifest.history.due_ms,
         due_batches=manifest.history.due_batches,
         copied_ahead=manifest.copied_ahead,
+        cache=manifest.cache,
         error=None,
     )
 
 
 def unreadable(error: RecpointError) -> ManifestFigures:
     """Return the figures to keep of an unreadable manifest."""
-    return ManifestFigures("full", 0, 0, 0, 0, 0, 0, 0, None, None, None, str(error))
+    return ManifestFigures("full", 0, 0, 0, 0, 0, 0, 0, None, None, None, None, str(error))
 
 
 def state_of(read: ManifestFigures, verdict: Verdict | None) -> State:

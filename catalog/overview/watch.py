@@ -367,6 +367,7 @@ class RunWatch:
             stored_bytes=read.stored_bytes,
             full_bytes=read.full_bytes,
             copied_ahead=read.copied_ahead,
+            cache=read.cache,
             error=read.error,
         )
 

@@ -362,6 +362,7 @@ class PersistJob:
             **stored_fields(self.job, entries, quantization),
             stands_for=None,
             copied_ahead=self.job.copied_ahead,
+            cache=self.job.cache,
             tables=tuple(table.spec for table in self.job.tables),
             committed_ms=now_ms(),
         )

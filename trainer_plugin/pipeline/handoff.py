@@ -223,6 +223,8 @@ class Handoff:
 
     def _note_staged(self, snapshot: Snapshot, failure: Exception | None) -> None:
         ref = snapshot.ref
+        if failure is not None:
+            snapshot.device.release()
         # A failure after the rename, for instance of the last fsync, may leave the agent with the
         # job, so the slot must not be written again before the agent has answered.
         there = _may_exist(self._job_path(ref)) or _may_exist(self._outcome_path(ref))

@@ -16,12 +16,14 @@ from recpoint.catalog.restore.placement import TablePart, map_parts
 from recpoint.catalog.restore.restore import dense_tensors, weight_name
 from recpoint.catalog.restore.rows import LogicalState, LogicalTable, logical_tables
 from recpoint.catalog.restore.target import RowSink, StateWanted, TableTarget
+from recpoint.embeddings.cached_tables import CachedTable
 from recpoint.embeddings.tables import Table
 from recpoint.errors import IncompatibleModel, SettingsError
 from recpoint.format.dtypes import dtype_name, torch_dtype
 from recpoint.format.manifest import Manifest
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.policy import Tip
+from recpoint.trainer_plugin.restore.home_sink import HomeSink, columns_differ, state_tensors
 from recpoint.trainer_plugin.state.model import nearest, optimizers_for, tree_for
 from recpoint.trainer_plugin.state.training_state import OF_ALL_RANKS, OF_TRAINERS, TrainingState
 from recpoint.trainer_plugin.tables import layout_text
@@ -281,11 +283,26 @@ class ModelTarget:
         there = logical_tables(manifest.tables)
         found = table_differences(self._tables, there, elsewhere=self._elsewhere)
         found += _row_state_differences(self._tables, there)
+        cached = [table for table in self._tables if isinstance(table, CachedTable)]
+        for table in cached:
+            found += columns_differ(table, there[table.name]) if table.name in there else []
         self._refuse(manifest, found)
         self._rows.clear()
         self.changed.clear()
-        parts = [self._part(table, there[table.name]) for table in self._tables]
-        return map_parts(manifest, parts)
+        plain = [table for table in self._tables if not table.cached]
+        targets = map_parts(manifest, [self._part(table, there[table.name]) for table in plain])
+        for cache in {id(table.cache): table.cache for table in cached}.values():
+            cache.restored()
+        for table in cached:
+            stored = there[table.name]
+            targets[stored.pieces[0].index] = self._sink(table, stored)
+        return targets
+
+    def _sink(self, table: CachedTable, stored: LogicalTable) -> HomeSink:
+        states = self._rows[table.parameter_name] = state_tensors(table, stored)
+        if self._since_full:
+            self.changed[table.key] = dirty_bitmap.new(table.rows)
+        return HomeSink(table, stored, states, self.changed.get(table.key))
 
     def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
         """Say which ranks' trees are needed; see `StateChoosingTarget.state_wanted`.
@@ -322,6 +339,10 @@ class ModelTarget:
         self.batches_done = self._state.restore(
             saved, self._rows, ranks=self._count, attempt=manifest.attempt
         )
+        for table in self._tables:
+            if isinstance(table, CachedTable):
+                states = self._state.optimizers.row_states(table).tensors
+                table.cached_rows.slots.follow_states(states)
         self.manifest = manifest
 
     def _refuse(self, manifest: Manifest, differences: Sequence[str]) -> None:
@@ -394,6 +415,8 @@ class PartialTarget:
                 found.append(f"table {new!r} is not in the model{near(new, self._tables)}")
             else:
                 found += _shape_differences(self._tables[new][0], there[old])
+                if self._tables[new][0].cached:
+                    found.append(f"table {new!r} is cached: only a whole checkpoint can be loaded")
                 found += self._sharded_differences(new, old)
         _refuse(manifest, found, next_step=_NEXT_PARTS)
         self._rows.clear()

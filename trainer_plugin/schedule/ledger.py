@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from recpoint.catalog.overview.overview import CAUSES, Histogram, cause_of
+from recpoint.embeddings.cache import CacheStats
 from recpoint.embeddings.marks import Dirty, Tracker
 from recpoint.format.history import ChosenPrecision
 from recpoint.format.manifest import Kind
@@ -244,6 +245,7 @@ class Stats:
         interval: with `interval_seconds="auto"`: the present interval, and why it was chosen.
         copied: with a `Lookahead` as the reader: the rows of the newest checkpoint that were copied
             before its stall and in it; None: no `Lookahead`, or no checkpoint yet.
+        cache: what the cache of the model's tables has done; None: no table is in a cache.
     """
 
     staged: int
@@ -261,6 +263,7 @@ class Stats:
     precision: ChosenPrecision | None
     interval: Interval | None
     copied: CopiedRows | None
+    cache: CacheStats | None
 
 
 class Statistics:
@@ -393,8 +396,8 @@ class Statistics:
         """Age of the newest committed checkpoint, or of training if there is none."""
         return time.monotonic() - self._safe_seconds
 
-    def read(self, batches_done: int) -> Stats:
-        """Return the counters as they are now."""
+    def read(self, batches_done: int, cache: CacheStats | None = None) -> Stats:
+        """Return the counters as they are now, with those of a cache."""
         return Stats(
             staged=self.staged,
             committed=self.committed,
@@ -411,6 +414,7 @@ class Statistics:
             precision=self.precision,
             interval=self.interval,
             copied=self.copied,
+            cache=cache,
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.staging.job import kernel_method
+from recpoint.embeddings.cache_view import CacheView
 from recpoint.embeddings.tables import Table
 from recpoint.format.dtypes import Dtype, item_bytes
 from recpoint.format.manifest import CODE_BITS, ChosenMethod, Quantizer
@@ -36,12 +37,17 @@ SMALL_BYTES = 64 << 10
 
 
 class DeviceDrain:
-    """Brings the rows of one snapshot from their device to the host.
+    """Brings the rows of one snapshot to the host: from their device, or from a cache and its home.
 
-    `gather` and `release_training` run in the stall; `drain` runs in the background thread.
+    `gather`, `fetch` and `release_training` run in the stall; `drain` runs in the background
+    thread.
+
+    Args:
+        view: reads the rows of cached tables; None: no table is cached.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, view: CacheView | None = None) -> None:
+        self._view = view
         self._gathers: list[tuple[Tensor, Tensor, Tensor]] = []
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._ready: dict[torch.device, torch.cuda.Event] = {}
@@ -87,11 +93,23 @@ class DeviceDrain:
         if out.nbytes:
             self._waiting.append((buffer, out))
 
+    def fetch(self, table: str, ids: Tensor | None, outs: Sequence[Tensor]) -> None:
+        """Have rows of a cached table arrive in `outs`; see `CacheView.fetch`."""
+        assert self._view is not None
+        self._view.fetch(table, ids, outs)
+
+    def release(self) -> None:
+        """Give up what is held of a cache and its home, after a cut that failed."""
+        if self._view is not None:
+            self._view.release()
+
     def release_training(self) -> None:
         """Launch the gathers; record on each device's current stream when its copies are done.
 
         Training may change the tables after this returns, in the same streams.
         """
+        if self._view is not None:
+            self._view.begin()
         for device in {buffer.device for _, _, buffer in self._gathers}:
             chosen = [gather for gather in self._gathers if gather[2].device == device]
             row_gather.gather_many(*zip(*chosen, strict=True))
@@ -103,7 +121,13 @@ class DeviceDrain:
                 self._ready[buffer.device] = event
 
     def drain(self) -> None:
-        """Copy everything to the host, on a separate stream, and release the device buffers."""
+        """Copy everything to the host, on a separate stream, and release the device buffers.
+
+        Raises:
+            HomeError: rows of a cached table cannot be read from their home.
+        """
+        if self._view is not None:
+            self._view.finish()
         if not self._waiting:
             return
         pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
@@ -342,7 +366,7 @@ class TableQuantizer:
     def may(self, table: Table, bits: int) -> bool:
         """Whether setting, width and the table's form allow quantizing in this process."""
         wanted = self._on == "device" or (self._on == "auto" and table.weight.is_cuda)
-        possible = table.weight.is_cuda or table.weight.is_cpu
+        possible = (table.weight.is_cuda or table.weight.is_cpu) and not table.cached
         return wanted and possible and _is_narrower(table, bits) and table.dtype != "F64"
 
 

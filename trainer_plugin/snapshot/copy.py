@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -93,16 +93,32 @@ class Sample:
     size_bytes: int
     arrays: list[tuple[Tensor, ...]] = field(default_factory=list)
 
-    def copy(self, sources: Sequence[Sequence[Tensor]], device: DeviceDrain) -> None:
-        """Copy the rows; rows of a GPU arrive when `device` is drained.
+    def copy(
+        self,
+        sources: Sequence[Sequence[Tensor]],
+        device: DeviceDrain,
+        in_cache: Sequence[str | None] | None = None,
+    ) -> None:
+        """Copy the rows; those of a GPU or a cache arrive when `device` is drained.
 
         Args:
             sources: for each table, the live values and row states.
-            device: brings rows from a GPU to the host.
+            device: brings rows to the host.
+            in_cache: for each table, its name in its cache, which has the rows; None: no table is
+                in a cache.
         """
         there: dict[torch.device, tuple[Tensor, ...]] = {}
         for index, (ids, arrays) in enumerate(zip(self.ids, sources, strict=True)):
             found = []
+            cached = None if in_cache is None else in_cache[index]
+            if cached is not None:
+                found = [
+                    torch.empty((len(ids), *one.shape[1:]), dtype=one.dtype, device="cpu")
+                    for one in arrays
+                ]
+                device.fetch(cached, ids, found)
+                self.arrays.append(tuple(found))
+                continue
             for source in arrays:
                 if source.is_cpu:
                     found.append(source.index_select(0, ids))
@@ -320,7 +336,11 @@ def behind_tables(
     """
     placed, state_end = place_state(tree, tensors, end)
     with torch.no_grad():
-        sample.copy([live_rows(part.values, part.row_states) for part in parts], device)
+        sample.copy(
+            [live_rows(part.values, part.row_states) for part in parts],
+            device,
+            [part.in_cache for part in parts],
+        )
     return BehindTables(
         tree=tree,
         tensors=tensors,
@@ -353,8 +373,9 @@ def copy_tables(
     data: Tensor,
     parts: Sequence[TablePart],
     marked: MarkedRows,
-    meanwhile: Callable[[DeviceDrain], None],
-) -> DeviceDrain:
+    device: DeviceDrain,
+    meanwhile: Callable[[], None],
+) -> None:
     """Copy the tables to their places.
 
     Args:
@@ -362,17 +383,17 @@ def copy_tables(
         data: the slot's reserved bytes, uint8 [n].
         parts: the parts of the tables that the snapshot holds.
         marked: the parts' marked rows.
+        device: brings rows from a GPU or a cache; must be drained before they are there.
         meanwhile: called once, while other threads copy, if there are other threads.
-
-    Returns:
-        Rows that are still on a GPU and must be drained.
     """
     by_name = {spot.name: spot for spot in placed}
-    device = DeviceDrain()
     together: dict[int, dirty_rows.Destination] = {}
     with torch.no_grad():
         for index, part in enumerate(parts):
             if part.row_count == 0:
+                continue
+            if part.in_cache is not None:
+                _from_cache(index, part, by_name, data, device, together)
                 continue
             arrays = []
             if part.codes is None:
@@ -400,8 +421,27 @@ def copy_tables(
                 ids = dirty_bitmap.collect(part.bitmap, rows=len(part.held))
             outs = tuple((source.detach(), spot.view(data)) for source, spot in arrays)
             _rows(ids, ids_spot.view(data), outs, device)
-    marked.copy(together, lambda: meanwhile(device))
-    return device
+    marked.copy(together, meanwhile)
+
+
+def _from_cache(
+    index: int,
+    part: TablePart,
+    by_name: Mapping[str, Placed],
+    data: Tensor,
+    device: DeviceDrain,
+    together: dict[int, dirty_rows.Destination],
+) -> None:
+    """Copy the ids of a cached table's rows now; the rows themselves come after the stall."""
+    assert part.in_cache is not None
+    names = [f"t{index}.values", *(f"t{index}.state.{n}" for n in range(len(part.row_states)))]
+    outs = [by_name[name].view(data) for name in names]
+    ids = None
+    if part.bitmap is not None:
+        spot = by_name[f"t{index}.ids"]
+        together[index] = dirty_rows.Destination(spot.room(data), ())
+        ids = spot.view(data)
+    device.fetch(part.in_cache, ids, outs)
 
 
 def copy_state(

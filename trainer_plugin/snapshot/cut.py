@@ -14,12 +14,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from recpoint.catalog.store.contract import now_ms
+from recpoint.embeddings.cache import Cache, CacheStats
+from recpoint.embeddings.cached_tables import CachedTable
 from recpoint.embeddings.marks import Dirty, Tracker
 from recpoint.embeddings.optimizers import OptimizerWatch
 from recpoint.format import state_tree
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.history import ChosenPrecision
-from recpoint.format.manifest import CODE_BITS, CopiedAhead, Quantizer
+from recpoint.format.manifest import CODE_BITS, CacheUse, CopiedAhead, Quantizer
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.policy import BaseHistory, Link, Tip, next_link
 from recpoint.trainer_plugin.ranks.sharding import Shard
@@ -91,6 +93,7 @@ class Cutter:
         state: the training state outside the tables.
         settings: how rows and row states are stored, and how long a chain may be.
         rank: rank of this process.
+        cache: has the rows of cached tables; None: no table is cached.
 
     Attributes:
         rule: whether the width of any table is chosen anew for each cut.
@@ -109,8 +112,11 @@ class Cutter:
         state: TrainingState,
         settings: Settings,
         rank: int = 0,
+        cache: Cache | None = None,
     ) -> None:
         self._shards = tuple(shards)
+        self._cache = cache
+        self._used = CacheStats() if cache is None else cache.stats  # at the cut before
         self._trackers = trackers
         self._watch = watch
         self._state = state
@@ -358,8 +364,9 @@ class Cutter:
         # for lack of room, although the rest may be smaller now.
         slot.reserve(plan.tables_end)
         found: list[BehindTables] = []
+        device = DeviceDrain(None if self._cache is None else self._cache.view())
 
-        def look_behind(device: DeviceDrain) -> None:
+        def look_behind() -> None:
             # This is Python with cold caches and takes most of a millisecond. Meanwhile other
             # threads copy the dirty rows. Neither side changes what the other reads.
             tree, tensors = plan.state or self._captured(request.step)
@@ -371,12 +378,16 @@ class Cutter:
                 behind.write(slot)
             found.append(behind)
 
-        device = copy_tables(plan.placed, slot.data, plan.parts, plan.marked, look_behind)
-        (behind,) = found
-        if not behind.is_small:
-            behind.write(slot)  # here torch may use as many threads as it likes
-        self._has_large_state = not behind.is_small
-        device.release_training()
+        try:
+            copy_tables(plan.placed, slot.data, plan.parts, plan.marked, device, look_behind)
+            (behind,) = found
+            if not behind.is_small:
+                behind.write(slot)  # here torch may use as many threads as it likes
+            self._has_large_state = not behind.is_small
+            device.release_training()
+        except BaseException:
+            device.release()
+            raise
         return CopiedCut(behind, device)
 
     def seal(
@@ -427,11 +438,29 @@ class Cutter:
             snapshot_ms=moment.snapshot_ms,
             stall_us=(time.perf_counter_ns() - moment.started_ns) // 1_000,
             copied_ahead=copied.copied_ahead,
+            cache=self._cache_use(),
             full_bytes=behind.full_bytes,
             interval_batches=request.interval_batches,
             history=request.history,
         )
         return Cut(snapshot, pending)
+
+    def _cache_use(self) -> CacheUse | None:
+        """Return what the cache did since the cut before."""
+        if self._cache is None:
+            return None
+        before, now = self._used, self._cache.stats
+        self._used = now
+        return CacheUse(
+            hits=now.hits - before.hits,
+            misses=now.misses - before.misses,
+            fetched_rows=now.fetched_rows - before.fetched_rows,
+            fetched_bytes=now.fetched_bytes - before.fetched_bytes,
+            written_rows=now.written_rows - before.written_rows,
+            written_bytes=now.written_bytes - before.written_bytes,
+            wait_us=round(1e6 * (now.wait_seconds - before.wait_seconds)),
+            window=now.window,
+        )
 
     def _keeps_marks(self, link: Link) -> bool:
         """Whether the rows that a cut at this link holds stay dirty."""
@@ -468,6 +497,7 @@ class Cutter:
             bits=width,
             quantizer=self._precision.quantizer,
             state_bits=None if self._precision.state == "lossless" else 16,
+            in_cache=live.table.key_in_cache if isinstance(live.table, CachedTable) else None,
         )
 
     def _name_methods(self, parts: list[TablePart], link: Link, step: int) -> None:

@@ -28,7 +28,7 @@ class LiveTable(NamedTuple):
         table: the table with the rows that this rank stores; None: it stores no row.
         spec: the table as it is stored.
         held: the rows of the table that this rank stores.
-        weight: the live values, [len(held), dim].
+        weight: the live values, [len(held), dim]; of a cached table, its slots.
         row_states: the live row states, in the order of `spec.row_states`.
     """
 
@@ -84,7 +84,7 @@ class LiveTables:
             key=shard.key,
             table=table,
             spec=known[1],
-            held=range(first_row, first_row + weight.shape[0]),
+            held=range(first_row, first_row + table.rows),
             weight=weight,
             row_states=tuple(found.tensors.values()),
         )

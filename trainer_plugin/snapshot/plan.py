@@ -123,7 +123,7 @@ class TablePart:
     Attributes:
         spec: the table as it is stored.
         held: the rows of the table that this rank stores; positions count from its start.
-        values: the live weight [len(held), dim].
+        values: the live weight [len(held), dim]; of a cached table, its slots.
         row_states: live row states, in the order of `spec.row_states`.
         bitmap: the rows to store, on the weight's device; None: all rows.
         row_count: number of rows to store.
@@ -134,6 +134,7 @@ class TablePart:
             rows, or the rows are found while they are copied.
         method: method of the quantizer; None: the agent chooses it, if the rows are quantized.
         codes: the rows as codes, if this process quantized them; None: `values` are staged.
+        in_cache: name of the table in its cache, which has the rows; None: `values` has them.
     """
 
     spec: TableSpec
@@ -148,6 +149,7 @@ class TablePart:
     ids: Tensor | None = None
     method: ChosenMethod | None = None
     codes: Codes | None = None
+    in_cache: str | None = None
 
     @property
     def staged(self) -> StagedTable:

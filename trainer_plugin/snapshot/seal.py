@@ -15,7 +15,7 @@ from recpoint.catalog.store.contract import now_ms
 from recpoint.format.dtypes import dtype_name
 from recpoint.format.history import History
 from recpoint.format.job import Job, Segment, StagedTable
-from recpoint.format.manifest import CopiedAhead
+from recpoint.format.manifest import CacheUse, CopiedAhead
 from recpoint.format.records import CheckpointRef
 from recpoint.format.state_values import booleans
 from recpoint.kernels import implementation
@@ -49,6 +49,7 @@ class Snapshot:
         snapshot_ms: wall-clock time of the cut, in milliseconds since the epoch.
         stall_us: how long training stood still for the cut, in microseconds.
         copied_ahead: the rows that were copied before the stall and in it; None: none was before.
+        cache: what the cache did since the cut before; None: no table is in a cache.
         full_bytes: bytes of this rank's part of a full, exact checkpoint.
         interval_batches: batches since the checkpoint before.
         history: history of the training state.
@@ -68,6 +69,7 @@ class Snapshot:
     snapshot_ms: int
     stall_us: int
     copied_ahead: CopiedAhead | None
+    cache: CacheUse | None
     full_bytes: int
     interval_batches: int
     history: History
@@ -119,6 +121,7 @@ def seal(snapshot: Snapshot, *, run: str, run_url: str, rank: int, ranks: int) -
         staged_ms=now_ms(),
         stall_us=snapshot.stall_us,
         copied_ahead=snapshot.copied_ahead,
+        cache=snapshot.cache,
         full_bytes=snapshot.full_bytes,
         quantized_by=implementation.on_devices(snapshot.quantized_on)[:255],
         interval_batches=snapshot.interval_batches,

@@ -77,7 +77,7 @@ class UnmarkedRows:
         if not self._count:
             return
         for live in tables:
-            if live.table is None:
+            if live.table is None or live.table.cached:  # a cache has no writes but its own
                 continue
             tracker, kept = trackers[live.key], self._kept.get(live.key)
             tracker.notice_changes(

@@ -27,6 +27,7 @@ from recpoint.kernels.copy_ahead import Copier, TableAhead
 from recpoint.lookahead.plan import TablePlan, plan_table
 from recpoint.trainer_plugin.policy import Link, Tip
 from recpoint.trainer_plugin.schedule.ledger import CopiedRows
+from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
 from recpoint.trainer_plugin.snapshot.copy import BehindTables, copy_state, copy_tables
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
 from recpoint.trainer_plugin.snapshot.plan import (
@@ -348,7 +349,8 @@ class Window:
             replace(part, row_count=0) if index in mine else part
             for index, part in enumerate(plan.parts)
         ]
-        copy_tables(self._placed, data, others, plan.marked, lambda _: None)
+        device = DeviceDrain()  # stays empty: all tables are on the CPU
+        copy_tables(self._placed, data, others, plan.marked, device, lambda: None)
         self.copied = self._counted(others)
         if self._placed == plan.placed and not any(tail.ids.numel() for tail in self._tails):
             behind.write(self.slot)

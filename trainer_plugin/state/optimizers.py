@@ -102,7 +102,7 @@ class OptimizerState:
             SettingsError: an optimizer trains a parameter that is not in the model, or no longer.
         """
         names = parameter_names(self._model)
-        rows = {id(table.weight): table.rows for table in self._tables}
+        rows = {id(table.weight): table.weight.shape[0] for table in self._tables}
         return [
             {
                 "class": _class_name(optimizer),

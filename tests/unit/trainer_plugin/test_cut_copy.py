@@ -36,7 +36,8 @@ def _part(values: torch.Tensor, marked: list[int]) -> TablePart:
 def _copied(part: TablePart, spare_bytes: int) -> torch.Tensor:
     placed, end = place_tables([part])
     data = torch.full((end + spare_bytes,), 7, dtype=torch.uint8)
-    copy_tables(placed, data, [part], MarkedRows([part.bitmap], [ROWS]), lambda device: None)
+    marked = MarkedRows([part.bitmap], [ROWS])
+    copy_tables(placed, data, [part], marked, DeviceDrain(), lambda: None)
     ids, values = (spot.view(data) for spot in placed)
     assert ids.tolist() == [3, 70]
     assert (data[end:] == 7).all()
@@ -67,7 +68,7 @@ def test_rows_are_those_that_a_state_dict_leaves_behind() -> None:
     placed, end = place_tables(parts)
     data = torch.empty(end, dtype=torch.uint8)
 
-    def lend(device: DeviceDrain) -> None:
+    def lend() -> None:
         few.values.mul_(2.0)
         time.sleep(0.2)
         few.values.mul_(0.5)
@@ -76,7 +77,7 @@ def test_rows_are_those_that_a_state_dict_leaves_behind() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        copy_tables(placed, data, parts, marked, lend)
+        copy_tables(placed, data, parts, marked, DeviceDrain(), lend)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(placed[-1].view(data), few.values[[3, 70]])
