@@ -23,7 +23,7 @@ from recpoint.format.history import ChosenPrecision, History
 from recpoint.format.manifest import Manifest, Quantizer, TableSpec
 from recpoint.format.naming import CONSOLIDATED_KEY, ManifestName, ValidationResult
 from recpoint.format.validation import ValidationFinding
-from recpoint.units import bytes_text, copied_text, time_text
+from recpoint.units import bytes_text, cache_text, copied_text, time_text
 
 if TYPE_CHECKING:
     from recpoint.catalog.check.check import CheckReport, Severity
@@ -276,6 +276,8 @@ def validation_table(
 def stall_text(manifest: Manifest) -> str:
     """Returns how long training waited, and the rows and bytes copied before that and in it."""
     text, copied = f"{manifest.stall_us / 1000:.1f} ms", manifest.copied_ahead
+    if manifest.cache is not None:
+        text += f"; {cache_text(manifest.cache)}"
     if copied is None:
         return text
     share = copied_text(copied.rows_before, copied.rows_in_stall)

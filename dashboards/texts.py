@@ -18,7 +18,7 @@ from recpoint.catalog.run.pins import pinned_text
 from recpoint.dashboards.terminal import shown
 from recpoint.dashboards.watched_runs import Seen, WatchedRun
 from recpoint.format.retention_records import Plan
-from recpoint.units import bytes_text, copied_text, counted, duration_text, time_text
+from recpoint.units import bytes_text, cache_text, copied_text, counted, duration_text, time_text
 
 __all__ = [
     "CHECKPOINT_HEADINGS",
@@ -362,6 +362,8 @@ def checkpoint_row(one: CheckpointFacts) -> tuple[str, ...]:
     notes += [pinned_text(map(plain, one.pins))] if one.pins else []
     if one.copied_ahead is not None:
         notes.append(copied_text(one.copied_ahead.rows_before, one.copied_ahead.rows_in_stall))
+    if one.cache is not None:
+        notes.append(cache_text(one.cache))
     validation = NONE if one.validation is None else str(one.validation)
     if one.error is not None:
         notes.insert(0, plain(one.error))

@@ -27,10 +27,10 @@ from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_API_URL
 from recpoint.catalog.persist.persist import PersistJob
 from recpoint.catalog.run.commit import Committed
 from recpoint.format.job import Job
-from recpoint.format.manifest import CopiedAhead
+from recpoint.format.manifest import CacheUse, CopiedAhead
 from recpoint.tasks.job_name import job_name
 from recpoint.tasks.persist import run_name
-from recpoint.units import bytes_text, copied_text, counted, duration_text
+from recpoint.units import bytes_text, cache_text, copied_text, counted, duration_text
 
 __all__ = [
     "ARTIFACT_PREFIX",
@@ -266,6 +266,7 @@ class Checkpoint(NamedTuple):
     committed_ms: int
     interval_batches: int
     copied_ahead: CopiedAhead | None
+    cache: CacheUse | None = None
 
 
 def _checkpoint_of(job: Job, committed: Committed) -> Checkpoint:
@@ -285,6 +286,7 @@ def _checkpoint_of(job: Job, committed: Committed) -> Checkpoint:
         committed_ms=committed.committed_ms,
         interval_batches=job.interval_batches,
         copied_ahead=job.copied_ahead,
+        cache=job.cache,
     )
 
 
@@ -335,6 +337,7 @@ def table_rows(step: int, checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("of a full exact checkpoint", f"{ratio:.1%}"),
         ("stall", duration_text(checkpoint.stall_us / 1e6)),
         *_copied_rows(checkpoint.copied_ahead),
+        *([("cache", cache_text(checkpoint.cache))] if checkpoint.cache is not None else []),
         ("staged after", duration_text((checkpoint.staged_ms - checkpoint.snapshot_ms) / 1000)),
         ("lag (committed after)", duration_text(_lag_seconds(checkpoint))),
         ("batches since the checkpoint before", f"{checkpoint.interval_batches:,}"),

@@ -73,6 +73,27 @@ TRAINER_METRICS: Final = _table("recpoint", *_BUILD) + _table(
         "Bytes of these rows with their row states, by when.",
     ),
     (
+        *("cache_lookups_total", "counter", "run result"),
+        "Ids that were looked up in tables in a cache, by result: hit, or miss (an evaluation, or "
+        "a batch that the reader did not give). Absent without a cache.",
+    ),
+    (
+        *("cache_rows_total", "counter", "run way"),
+        "Rows that a cache fetched and wrote back, by way. Absent without a cache.",
+    ),
+    (
+        *("cache_bytes_total", "counter", "run way"),
+        "Bytes of rows and row states that a cache fetched from their home and wrote back, by way.",
+    ),
+    (
+        *("cache_wait_seconds_total", "counter", "run"),
+        "How long training waited for rows of a cache. Absent without a cache.",
+    ),
+    (
+        *("cache_window_batches", "gauge", "run"),
+        "Batches whose rows a cache has, or has asked for, before they are trained.",
+    ),
+    (
         *("stored_bytes_total", "counter", "run kind"),
         "Bytes that committed checkpoints take in the store, by kind: full or increment.",
     ),

@@ -89,6 +89,18 @@ def _sample(samples: Samples, seen: Observation) -> None:
     for what, copied in (("rows", seen.copied_rows), ("bytes", seen.copied_bytes)):
         name = f"recpoint_trainer_copied_{what}_total"
         samples.add_each(name, copied.items(), label="when", run=run)
+    cache = seen.cache
+    if cache is not None:
+        found = {"hit": cache.hits, "miss": cache.misses}
+        samples.add_each(
+            "recpoint_trainer_cache_lookups_total", found.items(), label="result", run=run
+        )
+        rows = {"fetched": cache.fetched_rows, "written": cache.written_rows}
+        samples.add_each("recpoint_trainer_cache_rows_total", rows.items(), label="way", run=run)
+        sizes = {"fetched": cache.fetched_bytes, "written": cache.written_bytes}
+        samples.add_each("recpoint_trainer_cache_bytes_total", sizes.items(), label="way", run=run)
+        add("cache_wait_seconds_total", cache.wait_seconds)
+        add("cache_window_batches", cache.window)
     results = {
         "committed": seen.committed,
         "skipped": seen.skipped,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Protocol
 
-__all__ = ["bytes_text", "copied_text", "counted", "duration_text", "time_text"]
+__all__ = ["bytes_text", "cache_text", "copied_text", "counted", "duration_text", "time_text"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
@@ -45,6 +46,31 @@ def counted(count: int, what: str) -> str:
     """How many there are of something, in the singular where there is one."""
     plural = f"{what}es" if what.endswith(("s", "x", "ch", "sh")) else f"{what}s"
     return f"{count:,} {what if count == 1 else plural}"
+
+
+class _CacheUse(Protocol):
+    """What `cache_text` reads of `format.manifest.CacheUse`."""
+
+    hits: int
+    misses: int
+    fetched_rows: int
+    fetched_bytes: int
+    written_rows: int
+    written_bytes: int
+    wait_us: int
+    window: int
+
+
+def cache_text(use: _CacheUse) -> str:
+    """What a cache did between two checkpoints."""
+    ids = use.hits + use.misses
+    share = use.hits / ids if ids else 1.0
+    return (
+        f"cache: {share:.2%} of {counted(ids, 'id')} found, "
+        f"{counted(use.fetched_rows, 'row')} fetched ({bytes_text(use.fetched_bytes)}), "
+        f"{use.written_rows:,} written back ({bytes_text(use.written_bytes)}), waited "
+        f"{duration_text(use.wait_us / 1e6)}, {counted(use.window, 'batch')} ahead"
+    )
 
 
 def copied_text(rows_before: int, rows_in_stall: int) -> str:

@@ -12,12 +12,18 @@ from pathlib import Path
 import numpy as np
 import prometheus_client
 import pytest
+import torch
 
 import recpoint
 from recpoint.catalog.overview.overview import CAUSES, SECONDS, Histogram, cause_of, cause_of_name
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
+from recpoint.dashboards import terminal
 from recpoint.dashboards.metrics.table import AGENT_METRICS, METRICS, TRAINER_METRICS
 from recpoint.errors import RecpointError, SettingsError, StaleWriter, StoreFull, StoreUnavailable
 from recpoint.installation import install_command
+from tests.cached_training import Batches, cached_model, lookahead
+from tests.cached_training import train as train_cached
 from tests.scraping import scrape, value
 from tests.torch_interpreter import run_program
 from tests.training_builder import Place, checkpointer, simple_training, train, until
@@ -80,6 +86,7 @@ def test_a_scrape_says_what_the_checkpointer_knows(place: Place) -> None:
             bound = value(found, "recpoint_trainer_staging_bound_bytes")
             assert bound == ckpt.memory_bound_bytes < free
             missing = exposed(TRAINER_METRICS) - {name for name, _ in found}
+            missing -= {name for name in missing if "_cache_" in name}  # no table is in a cache
             assert not missing
             assert {name for name, _ in found if "recpoint" in name} <= exposed(TRAINER_METRICS)
             ckpt.close()
@@ -93,6 +100,41 @@ def test_a_scrape_says_what_the_checkpointer_knows(place: Place) -> None:
 
 def _has_committed(ckpt: recpoint.Checkpointer, count: int) -> bool:
     return ckpt.stats.committed == count
+
+
+def test_what_a_cache_does_is_counted(place: Place) -> None:
+    model, cache = cached_model({"users": 30, "items": 40})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reader = lookahead(Batches(), model, 10)
+    ckpt = recpoint.Checkpointer(
+        model,
+        optimizer,
+        run=place.run,
+        reader=reader,
+        interval_batches=5,
+        staging=recpoint.Staging(directory=place.staging),
+        options=recpoint.Options(handle_sigterm=False, announce=False),
+    )
+    with recpoint.export_metrics(ckpt, port=0) as export, ckpt, place.agent():
+        ckpt.restore()
+        train_cached(model, optimizer, reader, batches=20, after=lambda _: ckpt.step())
+        assert export.url is not None
+        found = scrape(export.url)
+        stats = ckpt.stats.cache
+        assert stats is not None and stats == cache.stats
+        prefix = "recpoint_trainer_cache"
+        assert value(found, f"{prefix}_lookups_total", result="hit") == stats.hits > 0
+        assert value(found, f"{prefix}_lookups_total", result="miss") == stats.misses == 0
+        for way in ("fetched", "written"):
+            rows, size = getattr(stats, f"{way}_rows"), getattr(stats, f"{way}_bytes")
+            assert value(found, f"{prefix}_rows_total", way=way) == rows > 0
+            assert value(found, f"{prefix}_bytes_total", way=way) == size
+        assert value(found, f"{prefix}_wait_seconds_total") == pytest.approx(stats.wait_seconds)
+        assert value(found, f"{prefix}_window_batches") == stats.window > 0
+    run = Run.open(open_store(place.run))
+    newest = run.manifest(*run.live_line()[0])
+    assert newest.cache is not None and newest.cache.hits > 0
+    assert "cache: 100.00% of" in terminal.stall_text(newest)
 
 
 def test_rows_copied_before_and_in_the_stall_are_counted(place: Place) -> None:
@@ -251,9 +293,15 @@ def test_names_are_as_prometheus_wants_them() -> None:
     for metric in METRICS:
         assert metric.name.startswith("recpoint_")
         assert (metric.kind == "counter") == metric.name.endswith("_total"), metric
-        assert not set(metric.labels) - {"run", "result", "kind", "cause", "version", "when"}, (
-            metric
-        )
+        assert not set(metric.labels) - {
+            "run",
+            "result",
+            "kind",
+            "cause",
+            "version",
+            "when",
+            "way",
+        }, metric
         assert not any(unit in metric.name for unit in ("_ms", "_mb", "minutes")), metric
         assert metric.help[0].isupper() or metric.help[0].isdigit() or metric.name in metric.help
         assert metric.help.endswith("."), metric
