@@ -74,6 +74,8 @@ class DemoSettings:
         bits: "lossless", "8", "4", "3" or "2".
         ranks: processes that train together; torchrun starts them if there are 2 or more.
         lookahead: the trainer reads ahead, so that rows are copied before the stall.
+        home: directory for the rows of the trainer that is killed, which has those in use in a
+            cache; the other trainer has all rows in memory. None: both have.
     """
 
     directory: Path
@@ -83,6 +85,7 @@ class DemoSettings:
     bits: str = "lossless"
     ranks: int = 1
     lookahead: bool = False
+    home: Path | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -91,6 +94,12 @@ class DemoSettings:
             raise _refused("--ranks", str(self.ranks), f"1 to {MOST_RANKS} processes")
         if self.lookahead and self.ranks > 1:
             raise _refused("--lookahead", f"--ranks {self.ranks}", "one process: leave out --ranks")
+        if self.home is not None and (self.ranks > 1 or self.lookahead):
+            raise _refused(
+                "--home",
+                f"{self.home} with --ranks or --lookahead",
+                "neither: one process trains through a cache, and it always reads ahead",
+            )
         if self.interval < 1:
             raise _refused("--interval", str(self.interval), "1 or more batches")
         if self.steps < 4 * self.interval:
@@ -152,6 +161,8 @@ class _Demo:
         arguments = [f"--seed={seed}"]
         if checkpoints and self.settings.lookahead:  # the other one proves that it changes nothing
             arguments.append("--lookahead")
+        if checkpoints and self.settings.home is not None:
+            arguments.append(f"--home={self.settings.home}")
         if checkpoints:
             arguments += [
                 f"--run={self.run_url}",
@@ -232,7 +243,7 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
         ChildFailed: a process of the demo ended with an error.
         StoreError: the store cannot be used.
     """
-    script = example_script()
+    script = example_script("train_larger_than_memory" if settings.home else "train_dlrm")
     make_fresh(settings.directory)
     name = f"demo-{secrets.token_hex(4)}"
     parent = settings.store.rstrip("/") if settings.store else str(settings.directory.resolve())
@@ -285,6 +296,7 @@ def _run(demo: _Demo) -> DemoResult:
         and report.ok
         and flows > 0
         and (document["checkpoints_copied_ahead"] > 0 or not demo.settings.lookahead)
+        and (document["cache"] is not None or demo.settings.home is None)
         and (document["steps"], document["ranks"]) == (demo.settings.steps, demo.settings.ranks)
     )
     return DemoResult(
@@ -316,6 +328,7 @@ def _document(
         "auc_last_tenth": found["auc_last_tenth"],
         "bits": settings.bits,
         "ranks": found["ranks"],
+        "cache": found.get("cache"),
         "checkpoints": len(manifests),
         "bytes_written": sum(manifest.stored_bytes for manifest in manifests),
         "bytes_full_fp32": sum(manifest.full_bytes for manifest in manifests),
@@ -344,9 +357,9 @@ def _copied(manifests: list[Manifest]) -> dict[str, int]:
     }
 
 
-def example_script() -> Path:
-    """Returns the path of the training script, which ships with this package."""
-    return Path(recpoint.__file__).resolve().parent / "examples" / "train_dlrm.py"
+def example_script(name: str = "train_dlrm") -> Path:
+    """Returns the path of a training script, which ships with this package."""
+    return Path(recpoint.__file__).resolve().parent / "examples" / f"{name}.py"
 
 
 _MARK = "recpoint-demo.txt"
@@ -416,6 +429,7 @@ def report_views(result: DemoResult, *, server_stopped: bool) -> list[Renderable
         ),
         ("look at", look),
         *([("copied ahead", _copied_text(document))] if result.lookahead else []),
+        *([("cache", _cache_text(document["cache"]))] if document["cache"] else []),
         ("AUC", f"{document['auc']:.6f}, uninterrupted {document['auc_uninterrupted']:.6f}"),
     ]
     return [
@@ -426,6 +440,13 @@ def report_views(result: DemoResult, *, server_stopped: bool) -> list[Renderable
         *terminal.check_views(result.check)[-1:],
         _proof(result),
     ]
+
+
+def _cache_text(cache: dict[str, Any]) -> str:
+    return (
+        f"{counted(cache['hits'], 'id')} found in it, {cache['misses']:,} not; "
+        f"{counted(cache['fetched_rows'], 'row')} fetched, {cache['written_rows']:,} written back"
+    )
 
 
 def _copied_text(document: dict[str, Any]) -> str:

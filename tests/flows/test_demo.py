@@ -19,7 +19,9 @@ from recpoint.catalog.store.store import open_store
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("prefect")
-@pytest.mark.parametrize(("ranks", "more"), [(1, []), (2, []), (1, ["--lookahead"])])
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(1, []), (2, []), (1, ["--lookahead"]), (1, ["--home"])]
+)
 def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(
     tmp_path: Path, ranks: int, more: list[str]
 ) -> None:
@@ -27,6 +29,9 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(
     # A server of its own, which must not be one that somebody is looking at.
     environment |= {"RECPOINT_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     demo = tmp_path / "demo"
+    is_cached = more == ["--home"]
+    if is_cached:
+        more = [f"--home={tmp_path / 'rows'}"]
     ended = subprocess.run(
         [sys.executable, "-m", "recpoint", "demo", f"--dir={demo}", "--stop-server"]
         + ["--steps=120", "--interval=20", f"--ranks={ranks}", *more],
@@ -67,8 +72,13 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(
         for when, name in (("before_stalls", "before"), ("in_stalls", "in_stall")):
             figure = sum(getattr(one, f"{what}_{name}") for one in ahead)
             assert document[f"{what}_copied_{when}"] == figure
-    assert (document["rows_copied_before_stalls"] > 0) is bool(more)
-    assert ("copied ahead" in ended.stdout) is bool(more)
+    is_ahead = more == ["--lookahead"]
+    assert (document["rows_copied_before_stalls"] > 0) is is_ahead
+    assert ("copied ahead" in ended.stdout) is is_ahead
+    assert (document["cache"] is not None) is is_cached
+    if is_cached:
+        assert document["cache"]["misses"] == 0 < document["cache"]["written_rows"]
+        assert all(manifest.cache is not None for manifest in manifests)
     assert manifests[0].step == 120
     assert {manifest.ranks for manifest in manifests} == {ranks}
     assert run.generation_numbers() == [1, 2]

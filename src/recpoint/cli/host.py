@@ -358,6 +358,10 @@ def demo(
     lookahead: Annotated[
         bool, typer.Option("--lookahead", help="Read ahead: rows are copied before the stall.")
     ] = False,
+    home: Annotated[
+        Path | None,
+        typer.Option(help="Keep rows in files in this directory, and those in use in a cache."),
+    ] = None,
     stop: Annotated[
         bool, typer.Option("--stop-server", help="Stop the local Prefect server at the end.")
     ] = False,
@@ -376,6 +380,7 @@ def demo(
         bits=bits,
         ranks=ranks,
         lookahead=lookahead,
+        home=home,
     )
     console = progress_console() if json_output else output_console()
     try:
