@@ -19,6 +19,7 @@ NAMES = (
     "start",
     "snapshot",
     "lookahead",
+    "cache",
     "persist",
     "restore",
     "retention",
@@ -38,6 +39,9 @@ NAMES = (
 #: Options of the benchmark `faults`.
 _OF_FAULTS = ("system", "fault", "places", "markdown_file")
 
+#: Options of the benchmark `cache`.
+_OF_CACHE = ("directory",)
+
 #: Modules of this checkout: an import error in them is a bug, not a package that is not installed.
 _OURS = ("recpoint", "benchmarks", "tests")
 
@@ -47,7 +51,8 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         print("usage: python -m benchmarks NAME [--smoke] [--plot]")
         print("       python -m benchmarks all --out DIR [--smoke] [--only NAME ...]")
-        print("       python -m benchmarks faults [--system NAME] [--fault NAME] [--places N]\n")
+        print("       python -m benchmarks faults [--system NAME] [--fault NAME] [--places N]")
+        print("       python -m benchmarks cache [--directory DIR]\n")
         for name in NAMES:
             doc = importlib.import_module(f"benchmarks.{name}").__doc__ or ""
             print(f"  {name:<17} {doc.splitlines()[0]}")
@@ -58,7 +63,11 @@ def main(arguments: list[str]) -> int:
 
         return run_all(given.only or NAMES, given.out, smoke=given.smoke)
     options = {"smoke": given.smoke} | ({"plot": True} if given.plot else {})
-    options |= {name: value for name in _OF_FAULTS if (value := getattr(given, name)) is not None}
+    options |= {
+        name: value
+        for name in (*_OF_FAULTS, *_OF_CACHE)
+        if (value := getattr(given, name)) is not None
+    }
     try:
         benchmark = importlib.import_module(f"benchmarks.{given.name}")
         with watch() as watched:
@@ -93,6 +102,10 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     faults.add_argument(
         "--markdown", type=Path, dest="markdown_file", help="the file for the table of the docs"
     )
+    cache = parser.add_argument_group("cache")
+    cache.add_argument(
+        "--directory", type=Path, help="the disk that is measured; default: the working directory"
+    )
     given = parser.parse_args(arguments)
     if given.plot and given.name not in ("bytes", "lookahead"):
         parser.error(f"--plot: found with {given.name}, expected with bytes or lookahead")
@@ -102,6 +115,9 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
         if given.name != "faults" and getattr(given, option) is not None:
             said = option.removesuffix("_file")
             parser.error(f"--{said}: found with {given.name}, expected with faults only")
+    for option in _OF_CACHE:
+        if given.name != "cache" and getattr(given, option) is not None:
+            parser.error(f"--{option}: found with {given.name}, expected with cache only")
     if given.name == "faults":
         _check_names(parser, given)
     for option in ("out", "only"):

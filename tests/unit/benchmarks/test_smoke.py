@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SLOW = {
     "accuracy",
     "bytes",
+    "cache",
     "consolidate",
     "faults",
     "follow",
@@ -98,6 +99,7 @@ def test_without_a_package_it_is_not_run() -> None:
         ["policy", "--only", "gpu"],
         ["policy", "--quick"],
         ["policy", "--system", "recpoint"],
+        ["policy", "--directory", "here"],
         ["faults", "--fault", "no such fault"],
     ],
 )
