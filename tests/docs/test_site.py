@@ -111,8 +111,11 @@ def test_an_address_of_another_host_is_found() -> None:
 
 def test_every_public_name_has_its_reference(site: Path) -> None:
     page = (site / "reference" / "api.html").read_text()
-    modules = {"errors", "__version__"}
+    modules = {"embeddings", "errors", "__version__"}
     missing = [n for n in recpoint.__all__ if n not in modules and f'id="recpoint.{n}"' not in page]
+    assert not missing
+    tables = [getattr(recpoint.embeddings, name) for name in recpoint.embeddings.__all__]
+    missing = [n.__name__ for n in tables if f'id="{n.__module__}.{n.__qualname__}"' not in page]
     assert not missing
     errors = (site / "reference" / "errors.html").read_text()
     assert not [n for n in recpoint.errors.__all__ if f'id="recpoint.errors.{n}"' not in errors]
