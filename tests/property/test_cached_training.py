@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -336,8 +337,12 @@ class Play(RuleBasedStateMachine):
     @rule(
         users=st.none() | st.sets(st.integers(0, USERS - 1), max_size=50),
         items=st.none() | st.sets(st.integers(0, ITEMS - 1), max_size=50),
+        steps=st.booleans(),
     )
-    def take_a_view(self, users: set[int] | None, items: set[int] | None) -> None:
+    def take_a_view(self, users: set[int] | None, items: set[int] | None, steps: bool) -> None:
+        goes_on = threading.Event()
+        if steps:  # before the home thread has copied the slots
+            self.cache._thread.submit(goes_on.wait)
         view = self.cache.view()
         then = {
             name: tuple(array.clone() for array in arrays)
@@ -354,6 +359,9 @@ class Play(RuleBasedStateMachine):
             view.fetch(name, ids, outs[name])
         view.begin()
         self.views.append(Taken(view, wanted, outs, Rows(then)))
+        if steps:
+            self.step()
+            goes_on.set()
 
     @precondition(lambda self: self.views)
     @rule(which=st.integers(0, 1))
@@ -401,6 +409,13 @@ class Play(RuleBasedStateMachine):
         if hasattr(self, "cache"):
             while self.views:
                 self.finish_a_view(0)
+            self.compare(None)
+            self.losses.clear()
+            # All rows leave their slots, so that the home has to have them.
+            with torch.no_grad():
+                for name, rows in SIZES.items():
+                    for ids in torch.arange(rows).split(MOST):
+                        getattr(self.model, name)(ids.view(-1, 1))
             self.compare(None)
             self.cache.close()
             self.home.close()
