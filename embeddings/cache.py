@@ -288,7 +288,8 @@ class Cache:
         if missing.numel():
             step = rows.oracle.claim(missing, hold=self.batch)
             if step is None:
-                raise self._too_small(rows.slots.name, torch.unique(flat).numel())
+                held = rows.oracle.capacity - rows.oracle.free
+                raise self._too_small(rows.slots.name, held + missing.numel())
             self._wait([self._start([(rows, step)])])
         return rows.oracle.slots_of(flat)
 
@@ -443,12 +444,12 @@ class Cache:
         """Take note of the rows that a step is about to change."""
         self._end_failed_step()
         touches_all = False
-        for number, group in enumerate(optimizer.param_groups):
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
                 rows = self._by_weight.get(id(parameter))
                 if rows is None or rows.slots.weight is not parameter:
                     continue
-                self._refuse_other_rows(rows, optimizer, group, number)
+                self._refuse_other_rows(rows, optimizer, group)
                 self._refuse_other_states(rows, optimizer)
                 if parameter.grad is None:
                     continue
@@ -508,7 +509,7 @@ class Cache:
             self._dense.release()
 
     def _refuse_other_rows(
-        self, rows: CachedRows, optimizer: Optimizer, group: Mapping[str, Any], number: int
+        self, rows: CachedRows, optimizer: Optimizer, group: Mapping[str, Any]
     ) -> None:
         known = rows.watched
         if known is not None and known[0] == id(optimizer) and not known[1].differ(group):
