@@ -103,6 +103,7 @@ def cached_model(
     *,
     is_meta: bool = True,
     row_local: tuple[type, ...] = (),
+    initial: Initial = INITIAL,
     **form: Any,
 ) -> tuple[Model, Cache]:
     torch.manual_seed(5)
@@ -114,7 +115,7 @@ def cached_model(
     else:
         model = plain_model(**form)
     given = local() if home is None else home
-    cached(model, given, capacity, initial=INITIAL, row_local_optimizers=row_local)
+    cached(model, given, capacity, initial=initial, row_local_optimizers=row_local)
     cache = cache_of(model)
     assert cache is not None
     return model, cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from recpoint.embeddings.cached_tables import cached
 from recpoint.embeddings.homes import local
 from recpoint.errors import SettingsError
 from tests.cached_training import (
+    INITIAL,
     ITEMS,
     USERS,
     Batches,
@@ -255,6 +257,37 @@ def test_rows_that_wait_for_a_step_count_as_needed() -> None:
     with pytest.raises(SettingsError, match=r"table 'users'.*found 10 slots.*at least 12:"):
         model.users(torch.arange(100, 106))
     assert waiting.requires_grad
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_rows_that_wait_for_a_step_leave_the_other_slots_to_lookups(gradients: bool) -> None:
+    """Lookups whose outputs are dropped never get gradients, and give their slots free."""
+    plain = plain_model()
+    model, _ = cached_model({"users": 10, "items": ITEMS})
+    waiting = model.users(torch.arange(2))
+    with torch.set_grad_enabled(gradients):
+        for first in range(100, 180, 8):
+            ids = torch.arange(first, first + 8)
+            assert torch.equal(model.users(ids), plain.users(ids))
+    assert torch.equal(waiting, plain.users(torch.arange(2)))
+
+
+def test_an_evaluation_waits_for_rows_that_are_on_their_way() -> None:
+    def slow(table: str, ids: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        time.sleep(0.1)
+        return INITIAL(table, ids, dim, dtype)
+
+    plain = plain_model()
+    model, cache = cached_model(AMPLE, initial=slow)
+    reader = iter(lookahead(Batches(), model, 10))
+    for _ in range(4):
+        next(reader)
+    assert cache.stats.window > 0
+    with torch.no_grad():
+        for number in (6, 7):
+            batch = Batches().batch(number)
+            assert torch.equal(model(batch), plain(batch))
+    assert cache.stats.misses > 0
 
 
 def test_a_lookup_out_of_range_is_an_index_error() -> None:
