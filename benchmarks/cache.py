@@ -18,7 +18,8 @@ the moment when its rows are there. Planning and waits for rows add to that.
   homes, which has up to 128 reads under way.
 - `vs_memory_162ms`: samples a second over tables that are all in memory.
 - `moved_2k`, `moved_16k`: rows that the oracle fetches with 4 M slots and a window of 200, of the
-  rows that are fetched without a cache, for 2,048 and 16,384 samples a batch.
+  rows that are fetched without a cache, for 2,048 and 16,384 samples a batch. `…_least`: the rows
+  that come for the first time, which every cache has to move.
 - `oracle_ids_per_s`, `oracle_share`: ids that the oracle plans a second on one thread; its part of
   the processor's time of a batch.
 - `vs_10m_rows`: samples a second of one table of 10^9 rows over one of 10^7 with the same lookups.
@@ -65,6 +66,7 @@ from recpoint.embeddings.homes import FileLimits
 from recpoint.embeddings.optimizers import row_states
 from recpoint.kernels.row_blocks import BlockForm, Channel
 from recpoint.lookahead.oracle import Oracle
+from recpoint.trainer_plugin.state.lookahead import fetched_batches
 
 __all__ = ["KEYS", "run"]
 
@@ -78,6 +80,8 @@ KEYS = (
     "vs_memory_162ms",
     "moved_2k",
     "moved_16k",
+    "moved_2k_least",
+    "moved_16k_least",
     "oracle_ids_per_s",
     "oracle_share",
     "vs_10m_rows",
@@ -506,20 +510,31 @@ def _plan_alone(report: Report, sizes: _Sizes, cpu_seconds: float) -> None:
         names = [f"tables.{name}" for name in reader.tables]
         oracles = _oracles(reader.tables, sizes.oracle_capacity)
         moved, seconds = _planned(oracles, [one.sparse for one in batches], sizes.window)
-        unique = [sum(ids.unique().numel() for ids in one.sparse) for one in batches]
+        rows = [[ids.unique() for ids in one.sparse] for one in batches]
+        unique = [sum(len(ids) for ids in one) for one in rows]
         # The first half fills the cache.
         half = count // 2
         report.figures[key] = sum(moved[half:]) / sum(unique[half:])
+        new = sum(_new_rows(table, half) for table in zip(*rows, strict=True))
+        report.figures[f"{key}_least"] = new / sum(unique[half:])
         ids = len(names) * lines * count
         report.notes.append(
             f"{key}: {report.figures[key]:.4f} in batches {half:,} to {count:,}, "
             f"{sum(moved) / sum(unique):.4f} in all, of {statistics.fmean(unique):,.0f} rows a "
-            f"batch; {ids / seconds:,.0f} ids a second"
+            f"batch; {ids / seconds:,.0f} ids a second. {report.figures[f'{key}_least']:.4f} come "
+            "for the first time, so no cache moves fewer"
         )
         if key == "moved_2k":
             report.figures["oracle_ids_per_s"] = ids / seconds
             report.figures["oracle_share"] = seconds / count / cpu_seconds
             report.timed("the oracle, a batch", [seconds / count])
+
+
+def _new_rows(batches: Sequence[Tensor], first: int) -> int:
+    """Returns how many different rows of a table come in no batch before `first`."""
+    before = torch.cat([torch.empty(0, dtype=torch.int64), *batches[:first]])
+    after = torch.cat([torch.empty(0, dtype=torch.int64), *batches[first:]])
+    return int((~torch.isin(after.unique(), before)).sum())
 
 
 def _oracles(rows: Mapping[str, int], capacity: int) -> list[Oracle]:
@@ -551,7 +566,9 @@ def _planned(
     for now in range(1, len(batches) + 1):
         until = min(len(batches), now + window - 1)
         for table, oracle in enumerate(oracles):
-            while oracle.planned < until:
+            while oracle.expected < until:
+                oracle.expect(batches[oracle.expected][table])
+            while oracle.planned < min(until, now + fetched_batches(window) - 1):
                 step = oracle.plan(batches[oracle.planned][table])
                 if step is None:
                     if oracle.planned < now:

@@ -95,6 +95,7 @@ class Cache:
         tables: as given.
         batch: number of the batch that training is at; 1: before the first.
         planned: number of the last batch that is planned.
+        expected: number of the last batch whose rows are known; `planned` or more.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Cache:
     ) -> None:
         self.home = home
         self.tables = dict(tables)
-        self.batch = self.planned = 1
+        self.batch = self.planned = self.expected = 1
         self._stats = CacheStats()
         self._row_local = row_local
         self._by_weight = {id(rows.slots.weight): rows for rows in self.tables.values()}
@@ -124,6 +125,18 @@ class Cache:
         return replace(self._stats, window=max(0, self.planned - self.batch))
 
     # What the Lookahead does.
+
+    def expect(self, ids: Mapping[str, Tensor]) -> None:
+        """Keep the rows in slots that the batch after `expected` looks up; no row is fetched.
+
+        Args:
+            ids: as for `plan`.
+        """
+        for name, rows in self.tables.items():
+            # A table may have been planned for this batch before the others had room.
+            if rows.oracle.expected == self.expected:
+                rows.oracle.expect(_in_range(ids.get(name), rows.slots))
+        self.expected += 1
 
     def plan(self, ids: Mapping[str, Tensor], *, is_next: bool = False) -> bool:
         """Plan the batch after the last that is planned; its rows begin to arrive.
@@ -163,6 +176,7 @@ class Cache:
             return False
         self._partly.clear()
         self.planned = number
+        self.expected = max(self.expected, number)
         return True
 
     def end_batch(self) -> None:
@@ -195,6 +209,7 @@ class Cache:
                     rows.oracle.plan(NO_IDS)
             self._partly.clear()
             self.planned = self.batch
+            self.expected = max(self.expected, self.batch)
         self._wait(self._arrivals.pop(self.batch, []))
 
     def forget(self) -> None:
@@ -202,7 +217,7 @@ class Cache:
         for rows in self.tables.values():
             rows.oracle.forget(keep=self.batch)
         self._partly.clear()
-        self.planned = self.batch
+        self.planned = self.expected = self.batch
         for number in [number for number in self._arrivals if number > self.batch]:
             # Their rows may be looked up all the same, and then have to be waited for.
             self._arrivals.setdefault(self.batch + 1, []).extend(self._arrivals.pop(number))
@@ -278,7 +293,7 @@ class Cache:
         self.forget()
         # The time until now counts as a batch that is trained.
         self.batch += 1
-        self.planned = self.batch
+        self.planned = self.expected = self.batch
         for other in self.tables.values():
             other.oracle.plan(NO_IDS)
             other.hold_lookups(self.batch)
@@ -633,7 +648,7 @@ class Cache:
                 rows.storage, rows.initial = None, _never
             if rows.is_at_home:
                 self.home.clear(slots.name)
-        self.batch = self.planned = 1
+        self.batch = self.planned = self.expected = 1
         self._arrivals.clear()
         self._partly.clear()
 

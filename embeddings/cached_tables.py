@@ -6,7 +6,8 @@ lookup with slots. Everything else about the model stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Never
 
@@ -41,6 +42,8 @@ __all__ = [
     "planned_cache",
     "read_rows",
 ]
+
+_log = logging.getLogger("recpoint")
 
 
 def cached(
@@ -177,23 +180,46 @@ class PlannedCache:
     def __init__(self, cache: Cache, names: Mapping[str, str]) -> None:
         self.cache = cache
         self._names = dict(names)
+        self._has_told = False
 
     @property
     def ahead(self) -> int:
         """Number of batches that are planned and were not handed out."""
         return self.cache.planned - self.cache.batch
 
-    def plan(self, batches: Iterable[Mapping[str, Tensor]]) -> None:
-        """Plan batches, the next ones after those that are planned, as far as there is room.
+    def plan(self, batches: Sequence[Mapping[str, Tensor]], *, fetched: int) -> None:
+        """Plan batches, as far as there is room.
+
+        Args:
+            batches: all that were read and not handed out, in order: table name -> ids.
+            fetched: rows of so many of them are fetched now. Rows of the others stay if they are in
+                slots. A row that came early would take a slot in which another row could stay.
 
         Raises:
             SettingsError: the next batch alone needs more slots than a table has.
             HomeError: the home has failed.
         """
-        for ids in batches:
-            known = {own: ids[name] for name, own in self._names.items() if name in ids}
-            if not self.cache.plan(known, is_next=self.ahead == 0):
+        for ids in batches[self.cache.expected - self.cache.batch :]:
+            self.cache.expect(self._own(ids))
+        for ids in batches[self.ahead : fetched]:
+            if not self.cache.plan(self._own(ids), is_next=self.ahead == 0):
+                if not self._has_told:
+                    self._tell(fetched)
                 return
+
+    def _own(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {own: ids[name] for name, own in self._names.items() if name in ids}
+
+    def _tell(self, fetched: int) -> None:
+        """Say once that the window has shrunk."""
+        self._has_told = True
+        _log.warning(
+            "cached(capacity_rows=...): the slots have room for the rows of %d batches, and rows "
+            "are to be fetched %d batches ahead. Results do not change, and training may wait for "
+            "rows. Next: give the tables more slots, or make the Lookahead's window smaller",
+            self.ahead,
+            fetched,
+        )
 
     def end_batch(self) -> None:
         """See `Cache.end_batch`."""

@@ -62,6 +62,10 @@ class Oracle:
     evicted only if a slot is needed and none is free: first those with the earliest last use, among
     equals those with the lowest slots. Free slots are used lowest first.
 
+    Batches can be known before they are planned (`expect`). Their rows then stay if they have
+    slots, and take none if they have not. Planned batches come first: if there is no room for one,
+    rows stay no longer for batches that are only expected, until these are planned.
+
     Args:
         capacity: slots of the cache, 1 or more.
 
@@ -71,7 +75,9 @@ class Oracle:
 
     def __init__(self, capacity: int) -> None:
         self._map = SlotMap(capacity)
-        self._planned = self._released = 0
+        self._planned = self._released = self._expected = 0
+        self._kept = 0  # last expected batch for which rows are kept; 0: none
+        self._dropped = 0  # last expected batch for which rows are no longer kept; 0: none
 
     @property
     def capacity(self) -> int:
@@ -82,6 +88,11 @@ class Oracle:
     def planned(self) -> int:
         """The last batch that is planned; 0: none is."""
         return self._planned
+
+    @property
+    def expected(self) -> int:
+        """The last batch that is planned or expected; 0: none is."""
+        return self._expected
 
     @property
     def released(self) -> int:
@@ -107,16 +118,20 @@ class Oracle:
 
         Returns:
             The Step; each row of the batch has a slot from now on. None: there is no room before
-            more batches are released, and nothing has changed.
+            more batches are released, and no slot has changed.
 
         Raises:
-            CapacityError: the batch alone looks up more rows than there are slots; nothing has
+            CapacityError: the batch alone looks up more rows than there are slots; no slot has
                 changed.
             IndexError: an id is negative; nothing has changed.
             ValueError: `ids` has another form.
         """
         batch = self._planned + 1
         taken = self._map.take(ids, use=batch, released=self._released)
+        if taken is None and self._kept > self._planned:
+            self._map.lower(self._planned)
+            self._kept, self._dropped = 0, self._expected
+            taken = self._map.take(ids, use=batch, released=self._released)
         if taken is None:
             if ids.numel() > self.capacity:
                 needed = torch.unique(ids).numel()
@@ -124,7 +139,23 @@ class Oracle:
                     raise CapacityError(needed, self.capacity)
             return None
         self._planned = batch
+        self._expected = max(self._expected, batch)
         return _step(batch, taken)
+
+    def expect(self, ids: Tensor) -> None:
+        """Keep rows that have slots for the batch `expected` + 1, which is planned later.
+
+        Args:
+            ids: as for `plan`.
+
+        Raises:
+            ValueError: `ids` has another form.
+        """
+        self._expected += 1
+        # Not before all batches that had to give way are planned: each plan would drop some anew.
+        if self._planned >= self._dropped:
+            self._map.expect(ids, self._expected)
+            self._kept = self._expected
 
     def release(self, batch: int) -> None:
         """Say that all batches up to `batch` are trained: their rows may be evicted from now on.
@@ -176,7 +207,7 @@ class Oracle:
         return None if taken is None else _step(hold, taken)
 
     def forget(self, *, keep: int) -> None:
-        """Make the plans of the batches after `keep` void; `keep` + 1 is planned next.
+        """Forget the batches after `keep`, planned or expected; `keep` + 1 is planned next.
 
         Rows that these batches need may be evicted once `keep` is released, unless `slots_of` or
         `claim` holds them for longer. No row loses its slot, because it may have been fetched.
@@ -189,7 +220,8 @@ class Oracle:
                 f"keep: {keep}, expected {self._released} (released) to {self._planned} (planned)"
             )
         self._map.lower(keep)
-        self._planned = keep
+        self._planned = self._expected = keep
+        self._kept = self._dropped = 0
 
     def drop(self, ids: Tensor) -> Tensor:
         """Take the slots from rows at once, whatever holds them. The slots become free.

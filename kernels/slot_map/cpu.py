@@ -78,12 +78,23 @@ class SlotMap:
 
         `lower` does not lower them below `use`.
         """
+        return self._raise(ids, use, is_held=True)
+
+    def expect(self, ids: Tensor, use: int) -> None:
+        """Raise the last uses of the rows that have a slot to `use` at least.
+
+        `lower` lowers them again.
+        """
+        self._raise(ids, use, is_held=False)
+
+    def _raise(self, ids: Tensor, use: int, *, is_held: bool) -> Tensor:
         require_use("use", use)
         ids = as_vector(ids)
         slots = torch.empty(ids.numel(), dtype=torch.int64, device="cpu")
         library.hold_slots(
-            self._address, ids.data_ptr(), ids.numel(), ids.element_size(), use, slots.data_ptr()
-        )
+            self._address, ids.data_ptr(), ids.numel(), ids.element_size(), use, is_held,
+            slots.data_ptr(),
+        )  # fmt: skip
         return slots
 
     def take(self, ids: Tensor, *, use: int, released: int) -> Taken | None:

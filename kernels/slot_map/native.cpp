@@ -291,15 +291,17 @@ void find_slots(const Map* map, const void* ids, int64_t n, int64_t width, int64
     find_any(*map, ids, n, width, slots);
 }
 
-// `find_slots`, and the rows that are found have a last use of at least `use`, which `lower_uses`
-// does not lower.
-void hold_slots(Map* map, const void* ids, int64_t n, int64_t width, int64_t use, int64_t* slots) {
+// `find_slots`, and the rows that are found have a last use of at least `use`. If `is_held`,
+// `lower_uses` does not lower it.
+void hold_slots(
+    Map* map, const void* ids, int64_t n, int64_t width, int64_t use, bool is_held, int64_t* slots
+) {
     find_any(*map, ids, n, width, slots);
     for (int64_t i = 0; i < n; ++i) {
+        if (i + AHEAD < n && slots[i + AHEAD] >= 0) ask(map->last + slots[i + AHEAD]);
         if (slots[i] < 0) continue;
         int64_t& last = map->last[slots[i]];
-        int64_t& held = map->held[slots[i]];
-        held = greatest(held, use);
+        if (is_held) map->held[slots[i]] = greatest(map->held[slots[i]], use);
         if (last >= use) continue;
         expect_use(*map, use);
         map->ready -= last <= map->free_to;

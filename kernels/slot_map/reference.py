@@ -44,6 +44,12 @@ class SlotMap:
             self._last[row] = max(self._last[row], use)
         return self.find(ids)
 
+    def expect(self, ids: Tensor, use: int) -> None:
+        """Raise the last uses of the rows that have a slot; `lower` lowers them again."""
+        require_use("use", use)
+        for row in self._slots.keys() & set(as_vector(ids).tolist()):
+            self._last[row] = max(self._last[row], use)
+
     def take(self, ids: Tensor, *, use: int, released: int) -> Taken | None:
         """Give each row a slot, and raise its last use."""
         require_use("use", use)

@@ -17,7 +17,7 @@ _USES = st.integers(0, 9)
 _CALLS = (
     st.tuples(st.just("take"), _IDS)
     | st.tuples(st.just("release"), _USES)
-    | st.tuples(st.sampled_from(["hold", "add"]), _IDS, st.integers(0, 400))
+    | st.tuples(st.sampled_from(["hold", "expect", "add"]), _IDS, st.integers(0, 400))
     | st.tuples(st.just("lower"), _USES)
     | st.tuples(st.just("drop"), _IDS)
     | st.tuples(st.just("evictable"))
@@ -48,8 +48,8 @@ class _Both:
             ids = torch.tensor(given[0], dtype=torch.int64)
             if self.call("take", ids, use=use, released=self.released) is not None:
                 self.planned = use
-        elif what == "hold":
-            self.call("hold", torch.tensor(given[0], dtype=torch.int64), given[1])
+        elif what in ("hold", "expect"):
+            self.call(what, torch.tensor(given[0], dtype=torch.int64), given[1])
         elif what == "add":
             self.call("add", self.new(given[0]), use=given[1], released=self.released)
         elif what == "lower":
@@ -103,6 +103,9 @@ def test_long_streams_are_those_of_the_reference(
         else:
             both.planned += 1
             both.released = max(both.released, both.planned - window)
+        both.call("expect", ids[::3], both.planned + window)
+        if batch % 97 == 96:
+            both.call("lower", both.planned)
     both.call("rows")
 
 

@@ -40,12 +40,14 @@ class OracleMachine(RuleBasedStateMachine):
         self.oracle, self.again = Oracle(capacity), Oracle(capacity)
         self.slots: dict[int, int] = {}
         self.uses: dict[int, int] = {}  # by plans
+        self.expectations: dict[int, int] = {}  # by batches that are expected
+        self.expected = self.kept = self.dropped = 0
         self.holds: dict[int, int] = {}  # by calls with `hold`
         self.planned = self.released = 0
         self.bytes = self.oracle.size_bytes
 
     def last(self, row: int) -> int:
-        return max(self.uses[row], self.holds[row])
+        return max(self.uses[row], self.holds[row], self.expectations.get(row, 0))
 
     def evictable(self) -> list[int]:
         return [row for row in self.slots if self.last(row) <= self.released]
@@ -69,6 +71,7 @@ class OracleMachine(RuleBasedStateMachine):
             assert self.slots.pop(row) == slot
             assert self.uses.pop(row) <= self.released
             assert self.holds.pop(row) <= self.released
+            assert self.expectations.pop(row, 0) <= self.released
         for row, slot in zip(fetched, step.fetched_slots.tolist(), strict=True):
             assert slot not in self.slots.values()
             self.slots[row], self.uses[row], self.holds[row] = slot, 0, 0
@@ -78,6 +81,10 @@ class OracleMachine(RuleBasedStateMachine):
     def plan(self, ids: list[int], small: bool) -> None:
         rows = set(ids)
         given = _tensor(ids).int() if small else _tensor(ids)
+        new = rows - self.slots.keys()
+        if len(new) > self.free() - len(rows & set(self.evictable())) and self.kept > self.planned:
+            self.lower_expectations()
+            self.kept, self.dropped = 0, self.expected
         if len(rows) > self.capacity:
             for oracle in self.oracle, self.again:
                 with pytest.raises(CapacityError) as caught:
@@ -86,14 +93,29 @@ class OracleMachine(RuleBasedStateMachine):
             return
         step = self.oracle.plan(given)
         assert _plain(step) == _plain(self.again.plan(given))
-        new = rows - self.slots.keys()
         room = self.free() - len(rows & set(self.evictable()))
         assert (step is None) == (len(new) > room)
         if step is not None:
             self.carry_out(step, new, rows)
             self.planned += 1
+            self.expected = max(self.expected, self.planned)
             assert step.batch == self.planned
             self.uses.update(dict.fromkeys(rows, self.planned))
+
+    @precondition(lambda self: self.capacity)
+    @rule(ids=_BATCH)
+    def expect(self, ids: list[int]) -> None:
+        self.expected += 1
+        if self.planned >= self.dropped:
+            self.kept = self.expected
+            found = self.slots.keys() & set(ids)
+            self.expectations.update(dict.fromkeys(found, self.expected))
+        for oracle in self.oracle, self.again:
+            oracle.expect(_tensor(ids))
+
+    def lower_expectations(self) -> None:
+        """The row is taken for one of the last batch that is planned: it leaves late."""
+        self.expectations = {row: min(use, self.planned) for row, use in self.expectations.items()}
 
     @precondition(lambda self: self.capacity)
     @rule(count=st.integers(0, 4))
@@ -132,6 +154,8 @@ class OracleMachine(RuleBasedStateMachine):
         for oracle in self.oracle, self.again:
             oracle.forget(keep=self.planned)
         self.uses = {row: min(use, self.planned) for row, use in self.uses.items()}
+        self.lower_expectations()
+        self.expected, self.kept, self.dropped = self.planned, 0, 0
 
     @precondition(lambda self: self.capacity)
     @rule(ids=st.lists(_ROWS, max_size=3))
@@ -141,6 +165,7 @@ class OracleMachine(RuleBasedStateMachine):
             expected.append(self.slots.pop(row, -1))
             self.uses.pop(row, None)
             self.holds.pop(row, None)
+            self.expectations.pop(row, None)
         for oracle in self.oracle, self.again:
             assert oracle.drop(_tensor(ids)).tolist() == expected
 
@@ -155,6 +180,7 @@ class OracleMachine(RuleBasedStateMachine):
         if not self.capacity:
             return
         assert (self.oracle.planned, self.oracle.released) == (self.planned, self.released)
+        assert self.oracle.expected == self.expected
         ids, slots = self.oracle.held()
         assert dict(zip(ids.tolist(), slots.tolist(), strict=True)) == self.slots
         assert ids.tolist() == sorted(self.slots)
@@ -167,9 +193,14 @@ TestOracle.settings = settings(max_examples=300, stateful_step_count=40, deadlin
 
 
 @settings(max_examples=50, deadline=None)
-@given(batches=st.lists(_BATCH, max_size=30), window=st.integers(1, 8), extra=st.integers(0, 6))
+@given(
+    batches=st.lists(_BATCH, max_size=30),
+    window=st.integers(1, 8),
+    further=st.integers(0, 8),
+    extra=st.integers(0, 6),
+)
 def test_a_cached_run_sees_the_rows_of_an_uncached_one(
-    batches: list[list[int]], window: int, extra: int
+    batches: list[list[int]], window: int, further: int, extra: int
 ) -> None:
     """Rows are numbers that training counts up, in a store and in slots."""
     capacity = max([len(set(ids)) for ids in batches] + [1]) + extra
@@ -178,6 +209,8 @@ def test_a_cached_run_sees_the_rows_of_an_uncached_one(
     expected = dict.fromkeys(range(31), 0)
     steps: list[Step] = []
     for trained, ids in enumerate(batches):
+        for coming in batches[oracle.expected : trained + window + further]:
+            oracle.expect(_tensor(coming))
         for coming in batches[len(steps) : trained + window]:
             step = oracle.plan(_tensor(coming))
             if step is None:

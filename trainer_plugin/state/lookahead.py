@@ -40,6 +40,7 @@ from recpoint.trainer_plugin.state.reader import (
 
 __all__ = [
     "Lookahead",
+    "fetched_batches",
     "goes_forward",
     "is_divisible",
     "load_divided",
@@ -58,6 +59,8 @@ _KEYS: Final = {_MARK, "reader", "forward", "generators"}
 #: A state of the reader is kept once in this many batches.
 _STRIDE: Final = 16
 _MOST_WINDOW: Final = 1_000_000
+#: Rows of a cache are fetched for the nearer half of the window, and for so many batches at least.
+_LEAST_FETCHED: Final = 16
 _END: Final[Any] = object()
 
 
@@ -164,6 +167,11 @@ def _drop(batches: Iterator[Any], count: int) -> None:
 
 
 # The reader ahead of training.
+
+
+def fetched_batches(window: int) -> int:
+    """Return for how many of the batches that are held rows are fetched into a cache."""
+    return max(_LEAST_FETCHED, window // 2)
 
 
 class _Anchor(NamedTuple):
@@ -485,7 +493,9 @@ class Lookahead:
         elif self._has_room:
             self._own.run(self._read_two)
         if self._cache is not None:
-            self._cache.plan(one.ids or {} for one in islice(self._held, self._cache.ahead, None))
+            self._cache.plan(
+                [one.ids or {} for one in self._held], fetched=fetched_batches(self.window)
+            )
         return self._hand_out()
 
     @property

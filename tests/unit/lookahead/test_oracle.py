@@ -103,6 +103,46 @@ def test_plans_can_be_forgotten() -> None:
         oracle.forget(keep=0)
 
 
+def test_rows_stay_for_expected_batches() -> None:
+    oracle = Oracle(3)
+    oracle.expect(_ids(1))  # no row has a slot yet
+    assert oracle.expected == 1
+    _plan(oracle, 1, 2, 3)
+    oracle.expect(_ids(9))
+    oracle.expect(_ids(1, 2))
+    oracle.release(1)
+    assert (oracle.planned, oracle.expected, oracle.free) == (1, 3, 1)
+    assert _lists(_plan(oracle, 9)) == ([3], [2], [9], [2])  # row 1 would leave otherwise
+    assert _lists(_plan(oracle, 1, 2)) == ([], [], [], [])
+
+
+def test_planned_batches_come_before_expected_ones() -> None:
+    oracle = Oracle(2)
+    _plan(oracle, 1, 2)
+    oracle.release(1)
+    oracle.expect(_ids(8, 9))
+    oracle.expect(_ids(1, 2))
+    assert oracle.free == 0
+    assert _lists(_plan(oracle, 8, 9)) == ([1, 2], [0, 1], [8, 9], [0, 1])
+    oracle.release(2)
+    oracle.expect(_ids(8))  # batch 3 is not planned yet, and its rows had to leave
+    assert (oracle.planned, oracle.expected, oracle.free) == (2, 4, 2)
+    _plan(oracle, 1)
+    oracle.release(3)
+    oracle.expect(_ids(1))
+    assert oracle.free == 1  # row 1 stays for batch 5
+
+
+def test_expected_batches_can_be_forgotten() -> None:
+    oracle = Oracle(2)
+    _plan(oracle, 1)
+    oracle.release(1)
+    oracle.expect(_ids(1))
+    assert (oracle.expected, oracle.free) == (2, 1)
+    oracle.forget(keep=1)
+    assert (oracle.expected, oracle.free) == (1, 2)
+
+
 def test_rows_can_be_dropped() -> None:
     oracle = Oracle(3)
     _plan(oracle, 1, 2, 3)
