@@ -652,6 +652,18 @@ class Cache:
         self._arrivals.clear()
         self._partly.clear()
 
+    def fetch_home(self, name: str, ids: Tensor, records: Tensor) -> None:
+        """Read rows that `write_home` wrote, while nothing is trained.
+
+        Args:
+            name: name of the table.
+            ids: int64 [n], ascending.
+            records: uint8 [n, bytes]. Those of rows that the home has are written to it.
+        """
+        rows = self.tables[name]
+        self.put_at_home(rows)
+        self.home.fetch(name, ids, records)
+
     def write_home(self, name: str, ids: Tensor, records: Tensor) -> None:
         """Write rows to the home while nothing is trained.
 

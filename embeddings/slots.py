@@ -60,7 +60,10 @@ class RecordLayout(NamedTuple):
 
     def array(self, records: Tensor, field: Field) -> Tensor:
         """Return an array of records, copied: [n, *shape] from uint8 [n, size_bytes]."""
-        part = records[:, field.first : field.first + field.size_bytes].contiguous()
+        # One record's part is contiguous as it is: `contiguous` would not copy it.
+        part = records[:, field.first : field.first + field.size_bytes].clone(
+            memory_format=torch.contiguous_format
+        )
         return part.view(field.dtype).reshape(len(records), *field.shape)
 
     def put(self, records: Tensor, field: Field, values: Tensor) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
+from recpoint.embeddings import cached, local, read_rows
+from recpoint.embeddings.cached_tables import cache_of
 from recpoint.trainer_plugin.policy import PolicyName
 from tests.torchrec_model import BAGS, ROWS, Ranker, all_tables, batch, sharded, shards
 
@@ -216,17 +218,21 @@ def lived(
     die_at: int | None = None,
     policy: PolicyName = "consecutive",
     apart: bool = False,
+    in_cache: bool = False,
 ) -> Any:
     """Trains from the newest checkpoint up to batch `steps`, with a checkpoint every two batches.
 
     Args:
         kinds: how each table is sharded; None: not at all, in one process.
         apart: see `optimizers`.
+        in_cache: whether a cache has the tables; they are not sharded then.
     """
     from recpoint import Checkpointer, Options, Staging
 
     rank = dist.get_rank()
     model = Ranker(device="cpu") if kinds is None else sharded(kinds, optimizer=optimizer)
+    if in_cache:
+        cached(model, local(), capacity_rows=90)
     of_torch = optimizers(model, optimizer, apart=apart)
     with Checkpointer(
         model,
@@ -372,8 +378,11 @@ def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str
             found["optimizer"] |= {f"{name}.{key}": value.clone() for key, value in state.items()}
             continue
         own = name.removesuffix(".weight")
-        sums = {"sum": state["sum"].squeeze(1).clone()} if "sum" in state else {}
-        found["tables"][own, 0, 0] = {"weight": parameter.detach().clone(), **sums}
+        rows = {"values": parameter.detach(), "sum": state.get("sum")}
+        if cache_of(model) is not None:
+            rows = {"sum": None} | read_rows(model, own, one)
+        sums = {} if rows["sum"] is None else {"sum": rows["sum"].squeeze(1).clone()}
+        found["tables"][own, 0, 0] = {"weight": rows["values"].clone(), **sums}
         eps = (group["eps"],) if sums else ()
         found["rates"][own] = (group["lr"], *eps)
         found["steps"] |= {own: int(state["step"])} if sums else {}

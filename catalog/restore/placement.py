@@ -18,7 +18,7 @@ from recpoint.format.dtypes import torch_dtype
 from recpoint.format.manifest import Manifest
 from recpoint.kernels import quantize, row_gather
 
-__all__ = ["PartsTarget", "TablePart", "map_parts", "place"]
+__all__ = ["PartsTarget", "TablePart", "map_parts", "place", "place_piece"]
 
 
 # Writes rows of a checked chunk to the tensors of a model; decodes only the rows that are needed.
@@ -364,6 +364,22 @@ def map_parts(manifest: Manifest, parts: Sequence[TablePart]) -> list[TableTarge
     return [
         _target(wanted[index]) if index in wanted else None for index in range(len(manifest.tables))
     ]
+
+
+def place_piece(stored: StoredRows, table: LogicalTable, piece: Piece, part: TablePart) -> None:
+    """Write rows of a chunk to a part that has all columns of their piece.
+
+    Args:
+        stored: rows of the piece, numbered as those of the part.
+        table: the table in the checkpoint.
+        piece: one of its pieces.
+        part: as `map_parts` takes it.
+    """
+    into = _target([_of_piece(table, piece, part, _common(piece.columns, part.columns))])
+    if isinstance(into, TableTarget):
+        place(stored, None, into)
+    else:
+        into.take(stored, None)
 
 
 def _target(parts: list[PartOfPiece]) -> TableTarget | RowSink:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -10,66 +9,41 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.restore.chunks import StoredRows
-from recpoint.catalog.restore.placement import place
-from recpoint.catalog.restore.rows import LogicalTable
-from recpoint.catalog.restore.target import TableTarget, mark_rows
+from recpoint.catalog.restore.placement import TablePart, place_piece
+from recpoint.catalog.restore.rows import LogicalTable, Piece
+from recpoint.catalog.restore.target import mark_rows
 from recpoint.embeddings.cached_tables import CachedTable
 from recpoint.embeddings.slots import RecordLayout
-from recpoint.format.dtypes import torch_dtype
 
-__all__ = ["HomeSink", "columns_differ", "state_tensors"]
+__all__ = ["HomeSink"]
 
 _ROWS_AT_A_TIME: Final = 65_536
 
 
-def columns_differ(table: CachedTable, stored: LogicalTable) -> list[str]:
-    """Return why the rows of a checkpoint cannot go to a home, one sentence for each reason."""
-    if len(stored.pieces) == 1:
-        return []
-    return [
-        f"table {table.name!r} is cached here, and the checkpoint has it in {len(stored.pieces)} "
-        "pieces by columns: restore it into a model without a cache, take a checkpoint there, and "
-        "restore that"
-    ]
-
-
-def state_tensors(table: CachedTable, stored: LogicalTable) -> dict[str, Tensor]:
-    """Return zeroed row states of the slots, [slots, …] each, as the checkpoint names them."""
-    weight = table.weight
-    return {
-        state.name: torch.zeros(
-            (weight.shape[0], *state.shape), dtype=torch_dtype(state.dtype), device=weight.device
-        )
-        for state in stored.row_states
-    }
-
-
 class HomeSink:
-    """Writes one table's rows to its home; a `RowSink`.
+    """Writes the rows of one piece of a table to the table's home; a `RowSink`.
+
+    A table that was sharded by columns has several pieces. They are read one after another, and
+    each adds its columns to the records that the home has.
 
     Args:
-        table: the table; its cache has been emptied (`Cache.restored`).
-        stored: the table in the checkpoint, in one piece.
-        states: name -> row state of the slots, as `state_tensors` returns them.
+        table: the table; its cache has been emptied (`Cache.restored`), and its slots have the row
+            states of the checkpoint, by name. One value a row may be [slots] or [slots, 1].
+        stored: the table in the checkpoint.
+        piece: the piece.
         changed: bitmap of the rows that increments held; None: nobody asks.
     """
 
     wanted = None
 
     def __init__(
-        self,
-        table: CachedTable,
-        stored: LogicalTable,
-        states: Mapping[str, Tensor],
-        changed: Tensor | None,
+        self, table: CachedTable, stored: LogicalTable, piece: Piece, changed: Tensor | None
     ) -> None:
         self._cache = table.cache
         self._name = table.key_in_cache
-        self._rows = stored.rows
+        self._stored, self._piece = stored, piece
         self._changed = changed
-        slots = table.cached_rows.slots
-        slots.states = dict(states)
-        self._layout: RecordLayout = slots.fix_layout()
+        self._layout: RecordLayout = table.cached_rows.slots.fix_layout()
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
         """See `RowSink.take`."""
@@ -84,7 +58,7 @@ class HomeSink:
 
     def _take(self, stored: StoredRows, at: Tensor) -> None:
         rows = stored.rows
-        ids = at + rows.start if isinstance(rows, range) else rows[at]
+        ids = (at + rows.start if isinstance(rows, range) else rows[at]).contiguous()
         quantized = stored.scheme != "exact"
         part = replace(
             stored,
@@ -94,16 +68,21 @@ class HomeSink:
             offset=stored.offset[at] if quantized else stored.offset,
             row_states=tuple(state[at] for state in stored.row_states),
         )
-        arrays = [
-            torch.empty((at.numel(), *field.shape), dtype=field.dtype, device="cpu")
-            for field in self._layout.fields
-        ]
-        place(part, None, TableTarget(values=arrays[0], row_states=tuple(arrays[1:])))
-        records = torch.empty(at.numel(), self._layout.size_bytes, dtype=torch.uint8, device="cpu")
-        for field, array in zip(self._layout.fields, arrays, strict=True):
-            self._layout.put(records, field, array)
-        self._cache.write_home(self._name, ids.contiguous(), records)
+        records = torch.zeros(at.numel(), self._layout.size_bytes, dtype=torch.uint8, device="cpu")
+        if len(self._stored.pieces) > 1:
+            self._cache.fetch_home(self._name, ids, records)
+        arrays = {field.name: self._layout.array(records, field) for field in self._layout.fields}
+        values = arrays.pop("")
+        states = {
+            state.name: arrays[state.name].view(len(at), *state.shape)
+            for state in self._stored.row_states
+        }
+        into = TablePart(table=self._stored.name, values=values, row_states=states)
+        place_piece(part, self._stored, self._piece, into)
+        for field in self._layout.fields:
+            self._layout.put(records, field, arrays.get(field.name, values))
+        self._cache.write_home(self._name, ids, records)
 
     def mark(self, rows: range | Tensor) -> None:
         """See `RowSink.mark`."""
-        mark_rows(self._changed, rows, of=self._rows)
+        mark_rows(self._changed, rows, of=self._stored.rows)

@@ -23,7 +23,7 @@ from recpoint.format.dtypes import dtype_name, torch_dtype
 from recpoint.format.manifest import Manifest
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.policy import Tip
-from recpoint.trainer_plugin.restore.home_sink import HomeSink, columns_differ, state_tensors
+from recpoint.trainer_plugin.restore.home_sink import HomeSink
 from recpoint.trainer_plugin.state.model import nearest, optimizers_for, tree_for
 from recpoint.trainer_plugin.state.training_state import OF_ALL_RANKS, OF_TRAINERS, TrainingState
 from recpoint.trainer_plugin.tables import layout_text
@@ -284,8 +284,6 @@ class ModelTarget:
         found = table_differences(self._tables, there, elsewhere=self._elsewhere)
         found += _row_state_differences(self._tables, there)
         cached = [table for table in self._tables if isinstance(table, CachedTable)]
-        for table in cached:
-            found += columns_differ(table, there[table.name]) if table.name in there else []
         self._refuse(manifest, found)
         self._rows.clear()
         self.changed.clear()
@@ -295,14 +293,15 @@ class ModelTarget:
             cache.restored()
         for table in cached:
             stored = there[table.name]
-            targets[stored.pieces[0].index] = self._sink(table, stored)
+            table.cached_rows.slots.states = dict(
+                self._row_states(table, stored, len(table.weight))
+            )
+            if self._since_full:
+                self.changed[table.key] = dirty_bitmap.new(table.rows)
+            changed = self.changed.get(table.key)
+            for piece in stored.pieces:
+                targets[piece.index] = HomeSink(table, stored, piece, changed)
         return targets
-
-    def _sink(self, table: CachedTable, stored: LogicalTable) -> HomeSink:
-        states = self._rows[table.parameter_name] = state_tensors(table, stored)
-        if self._since_full:
-            self.changed[table.key] = dirty_bitmap.new(table.rows)
-        return HomeSink(table, stored, states, self.changed.get(table.key))
 
     def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
         """Say which ranks' trees are needed; see `StateChoosingTarget.state_wanted`.
@@ -357,18 +356,25 @@ class ModelTarget:
         elsewhere = self._elsewhere - {table.name for table in self._tables}
         return self._state.adopt(self._tree(manifest, state), elsewhere=elsewhere)
 
-    def _part(self, table: Table, stored: LogicalTable) -> TablePart:
+    def _row_states(self, table: Table, stored: LogicalTable, rows: int) -> dict[str, Tensor]:
+        """Return the row states that the optimizer gets: name -> [rows, …]; its own if they fit."""
         current = self._state.optimizers.row_states(table).tensors
-        rows = self._rows[table.parameter_name] = {}
-        into: dict[str, Tensor] = {}
+        found = self._rows[table.parameter_name] = {}
         for state in stored.row_states:
             # Optimizers create state in their first step, so a new optimizer has none yet.
-            shape, dtype = (table.rows, *_entry_shape(state, table)), torch_dtype(state.dtype)
+            shape, dtype = (rows, *_entry_shape(state, table)), torch_dtype(state.dtype)
             tensor = current.get(state.name)
             if tensor is None or not _holds(tensor, shape, dtype):
-                tensor = torch.empty(shape, dtype=dtype, device=table.weight.device)
-            rows[state.name] = tensor
-            into[state.name] = tensor.view(shape)
+                tensor = torch.zeros(shape, dtype=dtype, device=table.weight.device)
+            found[state.name] = tensor
+        return found
+
+    def _part(self, table: Table, stored: LogicalTable) -> TablePart:
+        states = self._row_states(table, stored, table.rows)
+        into = {
+            state.name: states[state.name].view(table.rows, *_entry_shape(state, table))
+            for state in stored.row_states
+        }
         if self._since_full:
             self.changed[table.key] = dirty_bitmap.new(table.rows)
         return TablePart(

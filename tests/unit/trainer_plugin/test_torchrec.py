@@ -56,14 +56,16 @@ RESHARDED = [
     (3, each("table_wise") | {"t0": "table_row_wise", "s0": "row_wise"}),
 ]
 _COPIED = each("table_wise") | dict.fromkeys(BAGS, "data_parallel")
-#: Lives of one run: ranks, plan (None: no TorchRec, one process), and whether tables that torch
-#: trains have an optimizer of their own.
+#: Lives of one run: ranks, plan (None: no TorchRec, one process; CACHED: this, with the tables in a
+#: cache), and whether tables that torch trains have an optimizer of their own.
+CACHED: dict[str, str] = {}
 RETRAINED: dict[str, list[tuple[int, dict[str, str] | None, bool]]] = {
     "Adagrad": [
         (2, each("row_wise"), False),
         (2, _COPIED, False),
         (1, None, False),
         (2, each("column_wise") | {"t0": "dense"}, False),
+        (1, CACHED, False),
         (3, each("table_wise") | {"t0": "dense"}, False),
         (2, each("row_wise"), False),
     ],
@@ -72,6 +74,8 @@ RETRAINED: dict[str, list[tuple[int, dict[str, str] | None, bool]]] = {
         (2, each("table_wise"), False),
         (1, None, True),
         (3, each("row_wise"), False),
+        (1, CACHED, True),
+        (2, each("row_wise"), False),
     ],
     "SGD": [(2, each("row_wise"), False), (2, _COPIED, True), (2, each("table_wise"), False)],
 }
@@ -111,8 +115,8 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], li
         place = {"run": str(folder / optimizer), "staging": str(folder / f"of-{optimizer}")}
         for number, (ranks, plan, apart) in enumerate(retrained):
             plays["retrained", f"{optimizer}{number}"] = {
-                "play": "lived", "ranks": ranks, "kinds": plan, "optimizer": optimizer,
-                "apart": apart, "steps": 3 + 2 * number, **place,
+                "play": "lived", "ranks": ranks, "kinds": plan or None, "in_cache": plan == CACHED,
+                "optimizer": optimizer, "apart": apart, "steps": 3 + 2 * number, **place,
             }  # fmt: skip
     place = {"run": str(folder / "resharded"), "staging": str(folder / "staging")}
     sequences = {"run": str(folder / "sequences"), "staging": str(folder / "of-sequences")}
