@@ -171,7 +171,7 @@ def _drop(batches: Iterator[Any], count: int) -> None:
 
 def fetched_batches(window: int) -> int:
     """Return for how many of the batches that are held rows are fetched into a cache."""
-    return max(_LEAST_FETCHED, window // 2)
+    return min(window + 1, max(_LEAST_FETCHED, window // 2))
 
 
 class _Anchor(NamedTuple):

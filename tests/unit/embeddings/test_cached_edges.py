@@ -121,6 +121,22 @@ def test_as_many_slots_as_one_batch_has_rows() -> None:
 # --- ids -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("slots", "window"), [(80, 60), (80, 8), (600, 8)])
+def test_a_window_that_does_not_fit_is_told_once(
+    slots: int, window: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, model, cache = pair(slots)
+    own, optimizer = (Adagrad(m.parameters(), lr=0.1) for m in (plain, model))
+    train(plain, own, Batches(), batches=40)
+    train(model, optimizer, lookahead(Batches(), model, window), batches=40)
+    same(plain, own, cache)
+    assert cache.stats.misses == 0
+    said = [one.getMessage() for one in caplog.records if "the slots have room" in one.message]
+    wanted = min(window + 1, max(16, window // 2))
+    assert len(said) == (slots < 600)
+    assert all(f"are to be fetched {wanted} batches ahead" in one for one in said)
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_types_and_shapes_of_ids(dtype: torch.dtype, sparse: bool) -> None:
