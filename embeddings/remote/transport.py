@@ -1,0 +1,103 @@
+"""Defines how a trainer calls an embedding server: five calls.
+
+`EmbeddingServer` answers them in the server's process. A transport, such as `TcpTransport`, has the
+same five calls in the trainer's process, and passes each on to one server.
+
+A server that starts has no rows. Each start draws a new number, its *incarnation*. A trainer reads
+it once, in `hello`, and names it in each call. A server refuses calls that name another
+incarnation, so a server that was started again is never read as if it had the rows of before.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["Greeting", "Transport", "Value"]
+
+#: What a command takes and returns: what JSON can carry.
+Value = int | str | bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Greeting:
+    """What a server says of itself.
+
+    Attributes:
+        incarnation: number of this start of the server, 1 to 2^63 - 1. No two starts share one.
+        host: name of the machine.
+        pid: process id of the server there.
+    """
+
+    incarnation: int
+    host: str
+    pid: int
+
+
+class Transport(ABC):
+    """Calls one embedding server.
+
+    All calls may come from several threads at the same time. A call that fails may or may not have
+    reached the server, and may be repeated as it was: the server does each write once.
+
+    Raises:
+        ServerLost: the server does not answer in time, has ended, or has another incarnation. The
+            error names the server.
+        HomeError: the server answers that the call is against the contract of `Home`.
+    """
+
+    @abstractmethod
+    def hello(self) -> Greeting:
+        """Ask the server who it is. The only call that names no incarnation."""
+
+    @abstractmethod
+    def command(
+        self, name: str, arguments: Mapping[str, Value], *, incarnation: int
+    ) -> Mapping[str, Value]:
+        """Do something small: "add_table", "freeze", "release", "clear", "sizes".
+
+        Args:
+            name: what to do.
+            arguments: depend on the name; `EmbeddingServer` says which.
+            incarnation: of the server that is meant.
+        """
+
+    @abstractmethod
+    def fetch(
+        self, table: str, slots: Tensor, out: Tensor, *, incarnation: int, frozen: int | None = None
+    ) -> Tensor:
+        """Read records, as `Home.fetch` does.
+
+        Args:
+            table: name of the table.
+            slots: int64 [n], ascending, on the CPU: places of the rows on this server.
+            out: uint8 [n, record_bytes], contiguous, on the CPU.
+            incarnation: of the server that is meant.
+            frozen: number that the command "freeze" returned; None: the rows as they are now.
+
+        Returns:
+            bool [n]: whether the server has the row.
+        """
+
+    @abstractmethod
+    def write_back(
+        self, table: str, slots: Tensor, records: Tensor, *, incarnation: int, trainer: int, batch: int
+    ) -> None:
+        """Store records, as `Home.write_back` does.
+
+        Args:
+            table: name of the table.
+            slots: int64 [n], ascending, on the CPU: places of the rows on this server.
+            records: uint8 [n, record_bytes], contiguous, on the CPU.
+            incarnation: of the server that is meant.
+            trainer: number of the trainer that writes.
+            batch: increases with each write of this trainer to this table. A write that comes again
+                is acknowledged and not done again, also if later writes were done since.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the connection up. The server goes on. A second call does nothing."""
