@@ -6,6 +6,10 @@ same five calls in the trainer's process, and passes each on to one server.
 A server that starts has no rows. Each start draws a new number, its *incarnation*. A trainer reads
 it once, in `hello`, and names it in each call. A server refuses calls that name another
 incarnation, so a server that was started again is never read as if it had the rows of before.
+
+A server works for one training at a time, its *owner*. A training that begins takes over servers
+that an earlier one has left, with the command "begin": the server forgets all rows and takes a new
+incarnation. It then refuses whatever the earlier training still sends.
 """
 
 from __future__ import annotations
@@ -30,11 +34,13 @@ class Greeting:
         incarnation: number of this start of the server, 1 to 2^63 - 1. No two starts share one.
         host: name of the machine.
         pid: process id of the server there.
+        owner: number of the training that the server works for; 0: none has begun yet.
     """
 
     incarnation: int
     host: str
     pid: int
+    owner: int = 0
 
 
 class Transport(ABC):
@@ -57,7 +63,7 @@ class Transport(ABC):
     def command(
         self, name: str, arguments: Mapping[str, Value], *, incarnation: int
     ) -> Mapping[str, Value]:
-        """Do something small: "add_table", "freeze", "release", "clear", "sizes".
+        """Do something small: "begin", "add_table", "freeze", "release", "clear", "sizes".
 
         Args:
             name: what to do.
@@ -84,7 +90,14 @@ class Transport(ABC):
 
     @abstractmethod
     def write_back(
-        self, table: str, slots: Tensor, records: Tensor, *, incarnation: int, trainer: int, batch: int
+        self,
+        table: str,
+        slots: Tensor,
+        records: Tensor,
+        *,
+        incarnation: int,
+        trainer: int,
+        batch: int,
     ) -> None:
         """Store records, as `Home.write_back` does.
 

@@ -35,6 +35,7 @@ __all__ = [
     "RetentionRefused",
     "RunRecordLost",
     "ScriptingRefused",
+    "ServerLost",
     "SettingsError",
     "StaleWriter",
     "StagingError",
@@ -273,6 +274,10 @@ class UnknownRow(RecpointError, IndexError):
 
 class HomeError(RecpointError):
     """A home of embedding rows was used against its contract, or its files cannot be used."""
+
+
+class ServerLost(HomeError):
+    """An embedding server does not answer, or was started again and has no rows any more."""
 
 
 # --- staging -------------------------------------------------------------------------------------

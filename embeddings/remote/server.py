@@ -1,0 +1,420 @@
+"""Holds the rows of one embedding server, and answers the five calls of `Transport`.
+
+A call may come twice, late, or after its caller has given up. This is why nothing goes wrong then:
+
+- A trainer numbers its writes, freezes and clears of a table in one sequence (`batch`). The server
+  does each once: a number that is not above the trainer's last one is acknowledged, not done. So
+  rows that come late never replace newer ones, and a late "clear" forgets nothing.
+- Each call names an incarnation. A server that was started again, or that another training has
+  taken over, has another one, and refuses the call.
+- "add_table", "release" and "begin" leave the same when they are done again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final, Never
+
+from torch import Tensor
+
+from recpoint.embeddings.home import FrozenRows, Home
+from recpoint.embeddings.home_in_files import FileHome
+from recpoint.embeddings.home_in_memory import MemoryHome
+from recpoint.embeddings.remote.transport import Greeting, Transport, Value
+from recpoint.errors import HomeError, ServerLost
+
+__all__ = ["MOST_REQUEST_BYTES", "EmbeddingServer"]
+
+#: Bytes of slots and records in one call.
+MOST_REQUEST_BYTES: Final = 16 << 20
+_MOST_TABLES: Final = 4_096
+_MOST_NAME_BYTES: Final = 1_024
+#: Readers of frozen rows of one table.
+_MOST_FROZEN: Final = 64
+_MOST_TRAINERS: Final = 4_096
+#: A table's addresses: less than what a process can have.
+_MOST_TABLE_BYTES: Final = 1 << 45
+_NUMBERS: Final = 1 << 63
+
+
+class EmbeddingServer(Transport):
+    """The rows of one server, in memory or in files. A transport passes calls on to it.
+
+    The commands and their arguments:
+
+    | name | arguments | returns |
+    |---|---|---|
+    | "begin" | owner: number of a training, 1 to 2^63 - 1 | incarnation |
+    | "add_table" | table, rows, record_bytes | – |
+    | "freeze" | table, start, stop, trainer, batch, open_from | number |
+    | "release" | number | – |
+    | "clear" | table, trainer, batch | – |
+    | "sizes" | – | what `Home.size_bytes` returns |
+
+    "begin" forgets everything. If this owner has begun already, it does nothing, and its
+    incarnation may be any. "freeze" keeps slots start … stop - 1 as they are, for
+    `fetch(frozen=number)`. `open_from` is the trainer's first freeze of the table, by `batch`, that
+    is still open. Those before are released, so a freeze whose answer was lost is not kept for
+    ever. "clear" also releases all frozen rows of the table.
+
+    Args:
+        directory: where the rows are kept in files; None: in memory.
+        name: what errors call the server.
+
+    Raises:
+        HomeError: the directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: str | os.PathLike[str] | None = None,
+        name: str = "the embedding server",
+    ) -> None:
+        self._directory = directory
+        self._name = name
+        self._gate = _Gate()
+        self._home = self._new_home()
+        self._incarnation = _drawn()
+        self._owner = 0
+        self._has_ended = False
+        self._tables: dict[str, _Table] = {}
+        self._numbers = itertools.count(1)
+        self._frozen: dict[int, _Frozen] = {}
+        self._lock = threading.Lock()  # guards the three above
+
+    def _new_home(self) -> Home:
+        return MemoryHome() if self._directory is None else FileHome(self._directory)
+
+    def hello(self) -> Greeting:
+        """See `Transport`."""
+        with self._gate.shared():
+            if self._has_ended:
+                self._refuse_ended()
+            return Greeting(
+                incarnation=self._incarnation,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                owner=self._owner,
+            )
+
+    def command(
+        self, name: str, arguments: Mapping[str, Value], *, incarnation: int
+    ) -> Mapping[str, Value]:
+        """See `Transport`; the class says which commands there are.
+
+        Raises:
+            ServerLost, HomeError: as `Transport`.
+            ValueError: no such command, or other arguments than it takes.
+        """
+        given = _Arguments(name, arguments)
+        if name == "begin":
+            return {"incarnation": self._begin(given.number("owner", 1), incarnation)}
+        if name in ("release", "clear"):
+            # No fetch may run beside them.
+            with self._gate.alone():
+                self._require(incarnation)
+                if name == "release":
+                    self._release(given.number("number"))
+                else:
+                    self._clear(given.text("table"), given.number("trainer"), given.number("batch"))
+            return {}
+        with self._gate.shared():
+            self._require(incarnation)
+            if name == "add_table":
+                self._add_table(
+                    given.text("table"), given.number("rows"), given.number("record_bytes")
+                )
+                return {}
+            if name == "freeze":
+                return {"number": self._freeze(given)}
+            if name == "sizes":
+                return dict(self._home.size_bytes())
+        raise ValueError(f"command {name!r:.100}, expected one that an embedding server has")
+
+    def fetch(
+        self, table: str, slots: Tensor, out: Tensor, *, incarnation: int, frozen: int | None = None
+    ) -> Tensor:
+        """See `Transport`.
+
+        Raises:
+            ServerLost, HomeError: as `Transport`.
+            ValueError: slots or out do not fit the table.
+        """
+        _refuse_large(slots, out)
+        with self._gate.shared():
+            self._require(incarnation)
+            if frozen is None:
+                self._table(table)
+                return self._home.fetch(table, slots, out)
+            with self._lock:
+                reader = self._frozen.get(frozen)
+            if reader is None or reader.table != table:
+                self._refuse_released(table)
+            return reader.rows.fetch(slots, out)
+
+    def write_back(
+        self,
+        table: str,
+        slots: Tensor,
+        records: Tensor,
+        *,
+        incarnation: int,
+        trainer: int,
+        batch: int,
+    ) -> None:
+        """See `Transport`.
+
+        Raises:
+            ServerLost, HomeError: as `Transport`.
+            ValueError: slots or records do not fit the table.
+        """
+        _refuse_large(slots, records)
+        with self._gate.shared():
+            self._require(incarnation)
+            here = self._table(table)
+            with here.lock:
+                if not here.is_new(trainer, batch):
+                    return
+                self._home.write_back(table, slots, records, batch=0)
+                here.last[trainer] = batch
+
+    def close(self) -> None:
+        """Do nothing: the server goes on."""
+
+    def end(self) -> None:
+        """Give all rows up. A second call does nothing; other calls raise ServerLost."""
+        with self._gate.alone():
+            if not self._has_ended:
+                self._has_ended = True
+                self._forget()
+
+    def _begin(self, owner: int, incarnation: int) -> int:
+        with self._gate.alone():
+            if self._has_ended:
+                self._refuse_ended()
+            if owner != self._owner:
+                self._require(incarnation)
+                self._incarnation, self._owner = _drawn(), owner
+                self._forget()
+                self._home = self._new_home()
+            return self._incarnation
+
+    def _forget(self) -> None:
+        self._frozen.clear()
+        self._tables.clear()
+        self._home.close()
+
+    def _add_table(self, table: str, rows: int, record_bytes: int) -> None:
+        if rows * record_bytes > _MOST_TABLE_BYTES or record_bytes + 8 > MOST_REQUEST_BYTES:
+            raise HomeError(
+                f"{self._name}: table {table!r}",
+                found=f"{rows} rows of {record_bytes} bytes",
+                expected=f"at most {_MOST_TABLE_BYTES} bytes on one server, and "
+                f"{MOST_REQUEST_BYTES - 8} in a row",
+                next_step="divide the table over more servers, or make its rows shorter",
+            )
+        with self._lock:
+            if table not in self._tables and len(self._tables) >= _MOST_TABLES:
+                raise HomeError(
+                    self._name,
+                    found=f"{_MOST_TABLES} tables",
+                    expected="no more than these",
+                    next_step="train fewer tables on these servers",
+                )
+            try:
+                self._home.add_table(table, rows=rows, record_bytes=record_bytes)
+            except (OSError, MemoryError) as error:
+                raise HomeError(
+                    f"{self._name}: table {table!r}",
+                    found=f"{rows} rows of {record_bytes} bytes, and the system says: {error}",
+                    expected="that the server can have the addresses",
+                    next_step="divide the table over more servers",
+                ) from error
+            self._tables.setdefault(table, _Table())
+
+    def _freeze(self, given: _Arguments) -> int:
+        table, trainer, batch = given.text("table"), given.number("trainer"), given.number("batch")
+        rows = range(given.number("start"), given.number("stop"))
+        open_from = given.number("open_from")
+        here = self._table(table)
+        with here.lock:
+            for number, frozen in list(here.frozen.items()):
+                if frozen.trainer == trainer and frozen.batch == batch:
+                    return number
+                if frozen.trainer == trainer and frozen.batch < open_from:
+                    # Its caller gave up before it knew the number, so no fetch is running.
+                    self._drop(here, number)
+            if not here.is_new(trainer, batch):
+                self._refuse_released(table)
+            if len(here.frozen) >= _MOST_FROZEN:
+                raise HomeError(
+                    f"{self._name}: table {table!r}",
+                    found=f"{_MOST_FROZEN} readers of frozen rows",
+                    expected="no more than these",
+                    next_step="release some",
+                )
+            reader = self._home.freeze(table, rows)
+            here.last[trainer] = batch
+            with self._lock:
+                number = next(self._numbers)
+                here.frozen[number] = self._frozen[number] = _Frozen(table, trainer, batch, reader)
+        return number
+
+    def _release(self, number: int) -> None:
+        with self._lock:
+            reader = self._frozen.get(number)
+        if reader is not None:
+            self._drop(self._tables[reader.table], number)
+
+    def _drop(self, table: _Table, number: int) -> None:
+        with self._lock:
+            self._frozen.pop(number, None)
+        table.frozen.pop(number).rows.release()
+
+    def _clear(self, table: str, trainer: int, batch: int) -> None:
+        here = self._table(table)
+        if here.is_new(trainer, batch):
+            for number in list(here.frozen):
+                self._drop(here, number)
+            self._home.clear(table)
+            here.last[trainer] = batch
+
+    def _table(self, table: str) -> _Table:
+        with self._lock:
+            here = self._tables.get(table)
+        if here is None:
+            raise HomeError(
+                f"{self._name}: table {table!r}",
+                found="no such table",
+                expected="a table that was added",
+                next_step="call add_table first",
+            )
+        return here
+
+    def _require(self, incarnation: int) -> None:
+        if self._has_ended:
+            self._refuse_ended()
+        if incarnation != self._incarnation:
+            raise ServerLost(
+                self._name,
+                found="a server that was started again since, or works for another training now",
+                expected="the server that has the rows of this training",
+                next_step="restore the last checkpoint: that gives the servers their rows again",
+            )
+
+    def _refuse_ended(self) -> Never:
+        raise ServerLost(
+            self._name,
+            found="a call after its end",
+            expected="a server that is running",
+            next_step="start the servers again, and restore the last checkpoint",
+        )
+
+    def _refuse_released(self, table: str) -> Never:
+        raise HomeError(
+            f"{self._name}: frozen rows of table {table!r}",
+            found="a call after release() or clear()",
+            expected="no call after release(), clear() or close()",
+            next_step="freeze the rows again",
+        )
+
+
+class _Frozen:
+    """Frozen rows of a table, and who froze them."""
+
+    def __init__(self, table: str, trainer: int, batch: int, rows: FrozenRows) -> None:
+        self.table = table
+        self.trainer = trainer
+        self.batch = batch
+        self.rows = rows
+
+
+class _Table:
+    """What has been done to one table. `lock` is held by those who change it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.last: dict[int, int] = {}  # trainer -> number of its last write, freeze or clear
+        self.frozen: dict[int, _Frozen] = {}
+
+    def is_new(self, trainer: int, batch: int) -> bool:
+        """Whether the call with this number was not done yet."""
+        if trainer not in self.last and len(self.last) >= _MOST_TRAINERS:
+            raise ValueError(f"trainer: {trainer}, expected at most {_MOST_TRAINERS} trainers")
+        return batch > self.last.get(trainer, -1)
+
+
+class _Gate:
+    """Lets calls in side by side, or one alone; one that waits to be alone goes first."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._waiting = 0
+        self._is_alone = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_alone and not self._waiting)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            self._waiting += 1
+            self._changed.wait_for(lambda: not self._is_alone and not self._inside)
+            self._waiting -= 1
+            self._is_alone = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_alone = False
+                self._changed.notify_all()
+
+
+class _Arguments:
+    """The arguments of a command, which come from another process."""
+
+    def __init__(self, name: str, given: Mapping[str, Value]) -> None:
+        self._name = name
+        self._given = given
+
+    def number(self, key: str, least: int = 0) -> int:
+        value = self._given.get(key)
+        if type(value) is not int or not least <= value < _NUMBERS:
+            raise ValueError(f"{self._name}: {key} {value!r:.100}, expected an integer >= {least}")
+        return value
+
+    def text(self, key: str) -> str:
+        value = self._given.get(key)
+        if type(value) is not str or len(value.encode()) > _MOST_NAME_BYTES:
+            raise ValueError(
+                f"{self._name}: {key} {value!r:.100}, expected at most {_MOST_NAME_BYTES} bytes"
+            )
+        return value
+
+
+def _refuse_large(slots: Tensor, records: Tensor) -> None:
+    size = slots.nbytes + records.nbytes
+    if size > MOST_REQUEST_BYTES:
+        raise ValueError(f"a call of {size} bytes, expected at most {MOST_REQUEST_BYTES}")
+
+
+def _drawn() -> int:
+    """Return a number that no other start has: 1 to 2^63 - 1."""
+    return secrets.randbelow(_NUMBERS - 1) + 1
