@@ -114,8 +114,9 @@ class Home(ABC):
 
         Raises:
             HomeError: the table was not added, the batch is before that of an earlier call, the
-                home is closed, or its files cannot be written. Every row of the call then has its
-                record of before.
+                home is closed, or its files cannot be written. In a home of this process, every row
+                of the call then has its record of before. On servers, each row has its record of
+                before or the new one, and a repetition of the call that succeeds is all it takes.
             ValueError: ids or records have another form, or an id is outside the table.
         """
 
@@ -138,6 +139,8 @@ class Home(ABC):
     @abstractmethod
     def clear(self, table: str) -> None:
         """Forget all rows of a table and its batch number.
+
+        A home on servers then takes servers that were started again, which have lost their rows.
 
         Raises:
             HomeError: rows of the table are frozen, the table was not added, or the home is closed.

@@ -21,8 +21,11 @@ from hypothesis.stateful import (
 from recpoint.embeddings import homes
 from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.homes import FileLimits
+from recpoint.embeddings.remote.served_home import ServedHome
+from recpoint.embeddings.remote.server import EmbeddingServer
 from recpoint.errors import HomeError
 from recpoint.testing.homes import fetched, ids_of, records_of
+from tests.simulated_network import Repeating, Unreliable, repeated
 
 ROWS = 400
 #: Few rows anywhere, or many in a stretch: hypothesis itself draws small sets.
@@ -155,7 +158,24 @@ class FilePlay(HomePlay):
             assert left == ["home.lock"]
 
 
+class ServedPlay(HomePlay):
+    """On a network that loses, repeats and delays calls to the servers."""
+
+    @initialize(servers=st.integers(1, 3), seed=st.integers(0, 2**32))
+    def begin_served(self, servers: int, seed: int) -> None:
+        self.servers = [EmbeddingServer() for _ in range(servers)]
+        network = [Unreliable(server, seed + at) for at, server in enumerate(self.servers)]
+        self.home = Repeating(repeated(lambda: ServedHome(network)))
+        for table, size in SIZES.items():
+            self.home.add_table(table, rows=ROWS, record_bytes=size)
+
+    def begin(self) -> None:
+        """Begun by `begin_served`."""
+
+
 TestMemoryHome = MemoryPlay.TestCase
 TestMemoryHome.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestServedHome = ServedPlay.TestCase
+TestServedHome.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestFileHome = FilePlay.TestCase
 TestFileHome.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

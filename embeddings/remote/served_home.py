@@ -1,0 +1,447 @@
+"""Makes one home of several embedding servers.
+
+Each table's rows are divided over all servers (`placement.py`). A call asks all servers at the same
+time, each in pieces of bounded size.
+
+Each table remembers the incarnation in which each server has its rows. A call names it, so a server
+that was started again refuses the call, and `ServerLost` is raised. Only `clear`, and `add_table`
+of a new table, take the servers as they are now: the table then has no rows anyway.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from typing import Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from recpoint.embeddings.home import FrozenRows, Home
+from recpoint.embeddings.home_tables import BatchOrder, HomeTables, TableForm
+from recpoint.embeddings.remote.placement import placement_of
+from recpoint.embeddings.remote.transport import Transport
+from recpoint.errors import HomeError, ServerLost
+from recpoint.kernels import row_gather
+
+__all__ = ["ServedHome"]
+
+T = TypeVar("T")
+
+#: Slots and records that one call carries, unless one record is longer.
+_PIECE_BYTES: Final = 4 << 20
+#: Threads for each server: as many callers as a cache has.
+_CALLS_AT_ONCE: Final = 4
+_MOST_THREADS: Final = 64
+
+
+class ServedHome(Home):
+    """A home whose rows are on embedding servers.
+
+    Args:
+        transports: one for each server, in the order of the servers. The home closes them.
+        owner: number of the training that the servers work for, as `owner` of the home that took
+            them over; None: this home takes them over, and they forget what they have.
+        trainer: number of this trainer among those with the same owner.
+        revive: called with the number of a server that does not answer. Returns a transport to the
+            server that is there instead. None: there is none.
+        at_close: called once the transports are closed.
+
+    Attributes:
+        owner: number of the training that the servers work for.
+
+    Raises:
+        ServerLost: a server does not answer, or works for another training.
+    """
+
+    def __init__(
+        self,
+        transports: Sequence[Transport],
+        *,
+        owner: int | None = None,
+        trainer: int = 0,
+        revive: Callable[[int], Transport] | None = None,
+        at_close: Callable[[], None] | None = None,
+    ) -> None:
+        if not transports:
+            raise ValueError("transports: none, expected one for each server")
+        self._trainer = trainer
+        self._revive = revive
+        self._at_close = at_close
+        self._servers = [_Server(transport) for transport in transports]
+        self._tables: HomeTables[_Table] = HomeTables("the home on embedding servers")
+        self._threads = ThreadPoolExecutor(
+            min(_MOST_THREADS, _CALLS_AT_ONCE * len(transports)),
+            thread_name_prefix="recpoint-servers",
+        )
+        self.owner = secrets.randbelow((1 << 63) - 1) + 1 if owner is None else owner
+        try:
+            self._at_all(lambda server: self._begin(server, takes_over=owner is None))
+        except BaseException:
+            self._threads.shutdown(wait=True)
+            raise
+
+    def add_table(self, table: str, *, rows: int, record_bytes: int) -> None:
+        """Make room for a table on all servers."""
+        self._tables.add(TableForm(table, rows, record_bytes), self._made)
+
+    def _made(self, form: TableForm) -> _Table:
+        made = _Table(form, len(self._servers))
+
+        def add(number: int) -> None:
+            made.parts[number].incarnation = self._add(number, made)
+
+        self._at_all(add)
+        return made
+
+    def _add(self, number: int, table: _Table) -> int:
+        """Add a table at a server as it is now; returns the server's incarnation."""
+        incarnation = self._begin(number, takes_over=False)
+        self._servers[number].transport.command(
+            "add_table",
+            {
+                "table": table.form.table,
+                "rows": table.placement.slots(number),
+                "record_bytes": table.form.record_bytes,
+            },
+            incarnation=incarnation,
+        )
+        return incarnation
+
+    def fetch(self, table: str, ids: Tensor, out: Tensor) -> Tensor:
+        """Read records from all servers at the same time."""
+        here = self._tables.get(table)
+        here.form.require_records(ids, "out", out)
+        return self._fetch(here, ids, out, None)
+
+    def _fetch(
+        self, table: _Table, ids: Tensor, out: Tensor, frozen: Sequence[int] | None
+    ) -> Tensor:
+        if len(self._servers) == 1:
+            number = None if frozen is None else frozen[0]
+            return self._fetch_at(0, table, table.placement.split(ids)[0][1], out, number)
+        has = torch.zeros(len(ids), dtype=torch.bool, device="cpu")
+        split = table.placement.split(ids)
+
+        def fetch(server: int) -> None:
+            positions, slots = split[server]
+            if not len(slots):
+                return
+            records = torch.empty(
+                len(slots), table.form.record_bytes, dtype=torch.uint8, device="cpu"
+            )
+            number = None if frozen is None else frozen[server]
+            found = self._fetch_at(server, table, slots, records, number)
+            there = found.nonzero().view(-1)
+            row_gather.move(records, there, out, positions[there])
+            has[positions] = found
+
+        self._at_all(fetch)
+        return has
+
+    def _fetch_at(
+        self, server: int, table: _Table, slots: Tensor, out: Tensor, frozen: int | None
+    ) -> Tensor:
+        part, transport = table.parts[server], self._servers[server].transport
+        found = [
+            transport.fetch(
+                table.form.table,
+                slots[piece],
+                out[piece],
+                incarnation=part.incarnation,
+                frozen=frozen,
+            )
+            for piece in table.pieces(len(slots))
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def write_back(self, table: str, ids: Tensor, records: Tensor, *, batch: int) -> None:
+        """Store records at all servers at the same time."""
+        here = self._tables.get(table)
+        here.form.require_records(ids, "records", records)
+        with here.next_batch(batch):
+            self._write(here, ids, records)
+
+    def _write(self, here: _Table, ids: Tensor, records: Tensor) -> None:
+        if len(self._servers) == 1:
+            self._write_at(0, here, here.placement.split(ids)[0][1], records)
+            return
+        split = here.placement.split(ids)
+
+        def write(server: int) -> None:
+            positions, slots = split[server]
+            if len(slots):
+                part = torch.empty(
+                    len(slots), here.form.record_bytes, dtype=torch.uint8, device="cpu"
+                )
+                row_gather.gather(records, positions, part)
+                self._write_at(server, here, slots, part)
+
+        self._at_all(write)
+
+    def _write_at(self, server: int, table: _Table, slots: Tensor, records: Tensor) -> None:
+        part, transport = table.parts[server], self._servers[server].transport
+        with part.lock:
+            for piece in table.pieces(len(slots)):
+                transport.write_back(
+                    table.form.table,
+                    slots[piece],
+                    records[piece],
+                    incarnation=part.incarnation,
+                    trainer=self._trainer,
+                    batch=next(part.numbers),
+                )
+
+    def freeze(self, table: str, rows: range) -> FrozenRows:
+        """Freeze the rows at all servers."""
+        here = self._tables.get(table)
+        here.form.require_rows(rows)
+        return _Frozen(self, here, rows)
+
+    def clear(self, table: str) -> None:
+        """Forget all rows of a table. Servers that were started again are used again for it."""
+        here = self._tables.get(table)
+        here.require_unfrozen()
+
+        def clear(server: int) -> None:
+            part = here.parts[server]
+            with part.lock:
+                part.incarnation = self._add(server, here)
+                self._servers[server].transport.command(
+                    "clear",
+                    {"table": table, "trainer": self._trainer, "batch": next(part.numbers)},
+                    incarnation=part.incarnation,
+                )
+
+        self._at_all(clear)
+        here.forget_batches()
+
+    def size_bytes(self) -> dict[str, int]:
+        """Add up what the servers take."""
+        self._tables.all()
+        total = {"rows": 0, "index": 0, "frozen": 0, "buffers": 0, "disk": 0}
+        for sizes in self._at_all(self._sizes):
+            for role in total:
+                total[role] += sizes[role]
+        return total
+
+    def _sizes(self, number: int) -> dict[str, int]:
+        server = self._servers[number]
+        sizes = server.transport.command("sizes", {}, incarnation=server.incarnation)
+        return {role: int(size or 0) for role, size in sizes.items()}
+
+    def close(self) -> None:
+        """Close the transports."""
+        self._tables.close()
+        self._threads.shutdown(wait=True)
+        for server in self._servers:
+            server.transport.close()
+        at_close, self._at_close = self._at_close, None
+        if at_close is not None:
+            at_close()
+
+    def _begin(self, number: int, *, takes_over: bool) -> int:
+        """Learn the incarnation that a server has now, and have it work for this training."""
+        server = self._servers[number]
+        with server.lock:
+            try:
+                greeting = server.transport.hello()
+            except ServerLost:
+                if self._revive is None:
+                    raise
+                server.transport.close()
+                server.transport = self._revive(number)
+                greeting = server.transport.hello()
+            server.incarnation = greeting.incarnation
+            if greeting.owner != self.owner:
+                if greeting.owner and not takes_over:
+                    raise ServerLost(
+                        f"embedding server {number + 1} of {len(self._servers)}"
+                        f" (pid {greeting.pid} on {greeting.host})",
+                        found="a server that another training has taken over",
+                        expected="a server that works for this training",
+                        next_step="end the training that is not wanted, and start the other again",
+                    )
+                begun = server.transport.command(
+                    "begin", {"owner": self.owner}, incarnation=greeting.incarnation
+                )
+                server.incarnation = int(begun["incarnation"] or 0)
+            return server.incarnation
+
+    def _at_all(self, act: Callable[[int], T]) -> list[T]:
+        """Call `act` with each server's number, at the same time; returns what it returned.
+
+        Raises:
+            Exception: what the first server's call raised, once all calls have ended.
+        """
+        last = len(self._servers) - 1
+        others = [self._threads.submit(act, number) for number in range(last)]
+        try:
+            own = act(last)
+        finally:
+            wait(others)
+        return [*(one.result() for one in others), own]
+
+    def _freeze_at(self, server: int, table: _Table, rows: range) -> tuple[int, int]:
+        """Freeze rows at one server; returns the number of the reader, and its batch."""
+        part, transport = table.parts[server], self._servers[server].transport
+        slots = table.placement.slots_of(server, rows)
+        with part.lock:
+            batch = next(part.numbers)
+            answer = transport.command(
+                "freeze",
+                {
+                    "table": table.form.table,
+                    "start": slots.start,
+                    "stop": slots.stop,
+                    "trainer": self._trainer,
+                    "batch": batch,
+                    "open_from": min(part.open, default=batch),
+                },
+                incarnation=part.incarnation,
+            )
+            part.open.add(batch)
+        return int(answer["number"] or 0), batch
+
+    def _release_at(self, server: int, table: _Table, number: int, batch: int) -> None:
+        part, transport = table.parts[server], self._servers[server].transport
+        with part.lock:
+            part.open.discard(batch)
+        # If the server is lost, so are its frozen rows. If only the call is lost, the next freeze
+        # or `clear` of the table releases them.
+        with suppress(ServerLost):
+            transport.command("release", {"number": number}, incarnation=part.incarnation)
+
+    def _is_open(self) -> bool:
+        try:
+            self._tables.all()
+        except HomeError:
+            return False
+        return True
+
+
+class _Server:
+    """One server. `lock` is held while its transport or incarnation is renewed."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.incarnation = 0
+        self.lock = threading.Lock()
+
+
+class _Part:
+    """The rows of a table on one server.
+
+    Attributes:
+        incarnation: of the server that has them.
+        lock: held during a call that has a number, so that numbers arrive in their order.
+        numbers: of writes, freezes and clears; they never begin anew.
+        open: numbers of freezes that are open.
+    """
+
+    def __init__(self) -> None:
+        self.incarnation = 0
+        self.lock = threading.Lock()
+        self.numbers = itertools.count(1)
+        self.open: set[int] = set()
+
+
+class _Table:
+    """A table on all servers."""
+
+    def __init__(self, form: TableForm, servers: int) -> None:
+        self.form = form
+        self.placement = placement_of(form.table, rows=form.rows, servers=servers)
+        self.parts = [_Part() for _ in range(servers)]
+        self.frozen: set[_Frozen] = set()
+        self._piece_rows = max(1, _PIECE_BYTES // (form.record_bytes + 8))
+        self._batches = BatchOrder(form.table)
+        self.lock = threading.Lock()  # guards `frozen` and the batches
+
+    def pieces(self, rows: int) -> Iterable[slice]:
+        """Return the parts of 0 … rows - 1 that go into one call each; one if there are no rows."""
+        return [
+            slice(first, min(first + self._piece_rows, rows))
+            for first in range(0, max(1, rows), self._piece_rows)
+        ]
+
+    @contextmanager
+    def next_batch(self, batch: int) -> Iterator[None]:
+        """Refuse a batch before the last one; the last one is this if the block ends well."""
+        with self.lock:
+            self._batches.require_next(batch)
+        yield
+        with self.lock:
+            self._batches.last = max(batch, self._batches.last or batch)
+
+    def require_unfrozen(self) -> None:
+        """Refuse a call while rows are frozen.
+
+        Raises:
+            HomeError: says how many readers there are.
+        """
+        with self.lock:
+            if self.frozen:
+                raise HomeError(
+                    f"table {self.form.table!r}",
+                    found=f"{len(self.frozen)} readers of frozen rows",
+                    expected="none when a table is cleared",
+                    next_step="release them first",
+                )
+
+    def forget_batches(self) -> None:
+        """Take any batch next."""
+        with self.lock:
+            self._batches.last = None
+
+
+class _Frozen(FrozenRows):
+    """Rows that are frozen at all servers."""
+
+    def __init__(self, home: ServedHome, table: _Table, rows: range) -> None:
+        self._home = home
+        self._table = table
+        self._rows = rows
+        self._is_released = False
+        self._at: dict[int, tuple[int, int]] = {}  # server -> number and batch
+        with table.lock:
+            table.frozen.add(self)
+        try:
+            home._at_all(self._freeze)
+        except BaseException:
+            self.release()
+            raise
+
+    def _freeze(self, server: int) -> None:
+        self._at[server] = self._home._freeze_at(server, self._table, self._rows)
+
+    def fetch(self, ids: Tensor, out: Tensor) -> Tensor:
+        form = self._table.form
+        self._home._tables.get(form.table)  # raises if the home is closed
+        if self._is_released:
+            raise HomeError(
+                f"frozen rows of table {form.table!r}",
+                found="a fetch after release()",
+                expected="no fetch after release(), clear() or close()",
+                next_step="freeze the rows again",
+            )
+        form.require_records(ids, "out", out, self._rows)
+        numbers = [number for _, (number, _) in sorted(self._at.items())]
+        return self._home._fetch(self._table, ids, out, numbers)
+
+    def release(self) -> None:
+        if self._is_released:
+            return
+        self._is_released = True
+        if self._home._is_open():
+            self._home._at_all(self._release)
+        with self._table.lock:
+            self._table.frozen.discard(self)
+
+    def _release(self, server: int) -> None:
+        if server in self._at:
+            self._home._release_at(server, self._table, *self._at[server])
