@@ -1,0 +1,475 @@
+"""Calls an embedding server over TCP.
+
+A `TcpServer` has one thread for each connection, and answers one request of a connection at a time.
+A `TcpTransport` opens a connection for each thread that calls, and keeps it for the next call. Both
+sides know a token. See `wire.py` for the bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Final, NoReturn, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recpoint.embeddings.remote.server import EmbeddingServer
+from recpoint.embeddings.remote.transport import Greeting, Transport, Value
+from recpoint.embeddings.remote.wire import (
+    COMMAND,
+    FETCH,
+    FETCH_FROZEN,
+    HELLO,
+    WRITE,
+    Answer,
+    Malformed,
+    Request,
+    Stream,
+    TokenRefused,
+    error_of,
+    parse,
+    prove_client,
+    prove_server,
+    text_of,
+    text_of_error,
+)
+from recpoint.errors import HomeError, ServerLost
+from recpoint.kernels import row_gather
+
+__all__ = ["TcpServer", "TcpTransport"]
+
+T = TypeVar("T")
+
+_LOG: Final = logging.getLogger(__name__)
+#: How long a client may take to prove that it knows the token.
+_PROOF_SECONDS: Final = 10.0
+#: How long the rest of a request, or the reading of an answer, may take.
+_REST_SECONDS: Final = 60.0
+_MOST_CONNECTIONS: Final = 64
+#: Connections that a transport keeps.
+_MOST_IDLE: Final = 8
+_FIRST_PAUSE_SECONDS: Final = 0.01
+_LONGEST_PAUSE_SECONDS: Final = 0.5
+
+
+class TcpTransport(Transport):
+    """Calls a server over TCP.
+
+    A call whose connection breaks is made again, on a new connection, until its time is over. If
+    nothing listens at the address, the server has ended, and the call fails at once.
+
+    Args:
+        address: host and port.
+        token: what both sides know.
+        name: what errors call the server; None: by its address.
+        timeout_seconds: how long a call may take.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        token: bytes,
+        *,
+        name: str | None = None,
+        timeout_seconds: float = 60.0,
+    ) -> None:
+        self._address = address
+        self._token = token
+        self._name = name or f"the embedding server at {address[0]}:{address[1]}"
+        self._timeout_seconds = timeout_seconds
+        self._lock = threading.Lock()
+        self._idle: list[Stream] = []
+        self._is_closed = False
+
+    def hello(self) -> Greeting:
+        """See `Transport`."""
+
+        def ask(stream: Stream) -> Greeting:
+            stream.send(Request(kind=HELLO).pieces)
+            said = parse(_received(stream).text)
+            host = said.get("host")
+            numbers = [said.get(key) for key in ("incarnation", "pid", "owner")]
+            if not isinstance(host, str) or not all(type(number) is int for number in numbers):
+                raise Malformed("a greeting that is none")
+            incarnation, pid, owner = (int(str(number)) for number in numbers)
+            return Greeting(incarnation=incarnation, host=host, pid=pid, owner=owner)
+
+        return self._call(ask)
+
+    def command(
+        self, name: str, arguments: Mapping[str, Value], *, incarnation: int
+    ) -> Mapping[str, Value]:
+        """See `Transport`."""
+        text = text_of({"name": name, "arguments": dict(arguments)})
+
+        def ask(stream: Stream) -> Mapping[str, Value]:
+            stream.send(Request(kind=COMMAND, text=text, incarnation=incarnation).pieces)
+            said = parse(_received(stream).text)
+            return {key: one for key, one in said.items() if isinstance(one, int | str | None)}
+
+        return self._call(ask)
+
+    def fetch(
+        self, table: str, slots: Tensor, out: Tensor, *, incarnation: int, frozen: int | None = None
+    ) -> Tensor:
+        """See `Transport`. Only records that are there come over the network."""
+        request = Request(
+            kind=FETCH if frozen is None else FETCH_FROZEN,
+            text=table.encode(),
+            record_bytes=out.shape[1],
+            count=len(slots),
+            incarnation=incarnation,
+            number=frozen or 0,
+        )
+
+        def ask(stream: Stream) -> Tensor:
+            stream.send([*request.pieces, slots])
+            answer = _received(stream, most=len(slots))
+            if answer.count == len(slots):
+                stream.receive_into(out)
+                return torch.ones(len(slots), dtype=torch.bool, device="cpu")
+            bits = np.frombuffer(stream.receive(-(-len(slots) // 8)), dtype=np.uint8)
+            has = torch.from_numpy(np.unpackbits(bits, count=len(slots))).view(torch.bool)
+            there = has.nonzero().view(-1)
+            if len(there) != answer.count:
+                raise Malformed("another number of records than was announced")
+            records = torch.empty(len(there), out.shape[1], dtype=torch.uint8, device="cpu")
+            stream.receive_into(records)
+            all_of_them = torch.arange(len(there), dtype=torch.int64, device="cpu")
+            row_gather.move(records, all_of_them, out, there)
+            return has
+
+        return self._call(ask)
+
+    def write_back(
+        self,
+        table: str,
+        slots: Tensor,
+        records: Tensor,
+        *,
+        incarnation: int,
+        trainer: int,
+        batch: int,
+    ) -> None:
+        """See `Transport`."""
+        request = Request(
+            kind=WRITE,
+            text=table.encode(),
+            record_bytes=records.shape[1],
+            count=len(slots),
+            incarnation=incarnation,
+            number=trainer,
+            batch=batch,
+        )
+
+        def ask(stream: Stream) -> None:
+            stream.send([*request.pieces, slots, records])
+            _received(stream)
+
+        self._call(ask)
+
+    def close(self) -> None:
+        """Close the connections. Later calls raise HomeError."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for stream in idle:
+            stream.close()
+
+    def _call(self, ask: Callable[[Stream], T]) -> T:
+        deadline = time.monotonic() + self._timeout_seconds
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            stream = None
+            try:
+                stream = self._taken(deadline)
+                stream.deadline = deadline
+                answer = ask(stream)
+            except _Refused as refused:
+                if stream is not None:
+                    self._give_back(stream)
+                raise refused.error from None
+            except TimeoutError as error:
+                _close(stream)
+                self._raise_lost(f"no answer in {self._timeout_seconds:g} s", error)
+            except ConnectionRefusedError as error:
+                self._raise_lost("no process that listens there: it has ended", error)
+            except (Malformed, TokenRefused) as error:
+                _close(stream)
+                what = "a process that does not know the token of this training"
+                if isinstance(error, Malformed):
+                    what = f"something that is no embedding server of this version: {error}"
+                self._raise_lost(what, error)
+            except (OSError, EOFError) as error:
+                # The server has closed the connection, or has ended. The call may have been done.
+                _close(stream)
+                self._drop_idle()
+                if time.monotonic() + pause >= deadline:
+                    self._raise_lost(f"a connection that breaks ({error})", error)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            except BaseException:
+                _close(stream)  # the rest of an answer may still come
+                raise
+            else:
+                self._give_back(stream)
+                return answer
+
+    def _taken(self, deadline: float) -> Stream:
+        """Return a connection that nobody uses, or a new one."""
+        with self._lock:
+            if self._is_closed:
+                raise HomeError(
+                    self._name,
+                    found="a call after close()",
+                    expected="no call after close()",
+                    next_step="make a new transport",
+                )
+            if self._idle:
+                return self._idle.pop()
+        left = max(0.001, deadline - time.monotonic())
+        stream = Stream(socket.create_connection(self._address, timeout=left))
+        try:
+            stream.deadline = deadline
+            prove_client(stream, self._token)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def _give_back(self, stream: Stream) -> None:
+        with self._lock:
+            if not self._is_closed and len(self._idle) < _MOST_IDLE:
+                self._idle.append(stream)
+                return
+        stream.close()
+
+    def _drop_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for stream in idle:
+            stream.close()
+
+    def _raise_lost(self, found: str, error: Exception) -> NoReturn:
+        raise ServerLost(
+            self._name,
+            found=found,
+            expected="an embedding server that answers",
+            next_step="look at the server's log; then restore the last checkpoint, which starts "
+            "servers of this machine again",
+        ) from error
+
+
+class _Refused(Exception):
+    """The server answers with an error; the connection is as good as before."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _received(stream: Stream, *, most: int = 0) -> Answer:
+    answer = Answer.receive(stream, most=most)
+    if answer.is_error:
+        raise _Refused(error_of(answer.text))
+    return answer
+
+
+def _close(stream: Stream | None) -> None:
+    if stream is not None:
+        stream.close()
+
+
+class TcpServer:
+    """Answers calls to a server that come over TCP, until it is closed.
+
+    As a context manager, it is closed at the end of the block. The server itself goes on.
+
+    Args:
+        server: what answers.
+        token: what both sides know; not empty.
+        host: address to listen at.
+        port: 0: the system chooses one.
+        most_connections: further ones are closed at once; their calls are tried again.
+
+    Attributes:
+        address: host and port.
+
+    Raises:
+        OSError: the system refuses the address.
+    """
+
+    def __init__(
+        self,
+        server: EmbeddingServer,
+        token: bytes,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        most_connections: int = _MOST_CONNECTIONS,
+    ) -> None:
+        if not token:
+            raise ValueError("token: empty, expected bytes that nobody can guess")
+        self._server = server
+        self._token = token
+        self._most = most_connections
+        self._lock = threading.Lock()
+        self._open: dict[Stream, threading.Thread] = {}
+        self._is_closing = threading.Event()
+        self._listener = socket.create_server((host, port), backlog=128)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._thread = threading.Thread(target=self._accept, name="recpoint-accept", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections, and wait for what they do. A second call does nothing."""
+        self._is_closing.set()
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        except OSError:
+            pass  # closed before
+        self._listener.close()
+        self._thread.join()
+        with self._lock:
+            still_open = dict(self._open)
+        for stream, thread in still_open.items():
+            stream.close()
+            thread.join()
+
+    def _accept(self) -> None:
+        while not self._is_closing.is_set():
+            try:
+                connected, _ = self._listener.accept()
+            except OSError as error:
+                if not self._is_closing.wait(0.1):
+                    _LOG.warning("an embedding server cannot accept a connection: %s", error)
+                continue
+            try:
+                stream = Stream(connected)
+            except OSError:  # it is gone already
+                connected.close()
+                continue
+            with self._lock:
+                if len(self._open) >= self._most:
+                    stream.close()
+                    continue
+                thread = threading.Thread(
+                    target=self._answer_all, args=(stream,), name="recpoint-answer", daemon=True
+                )
+                self._open[stream] = thread
+            thread.start()
+
+    def _answer_all(self, stream: Stream) -> None:
+        try:
+            stream.deadline = time.monotonic() + _PROOF_SECONDS
+            prove_server(stream, self._token)
+            answering = _Answering(self._server, stream)
+            while True:
+                answering.answer_next()
+        except TokenRefused:
+            _LOG.warning("an embedding server refused a connection: another token")
+        except Malformed as error:
+            _LOG.warning("an embedding server closes a connection: found %s", error)
+        except (OSError, EOFError):
+            pass  # the trainer has closed the connection, or is gone
+        finally:
+            stream.close()
+            with self._lock:
+                del self._open[stream]
+
+
+class _Answering:
+    """Answers the requests of one connection."""
+
+    def __init__(self, server: EmbeddingServer, stream: Stream) -> None:
+        self._server = server
+        self._stream = stream
+        # Made larger when a request needs it, which is bounded.
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def answer_next(self) -> None:
+        stream = self._stream
+        stream.deadline = None  # a trainer may have nothing to ask for hours
+        header = Request.header_from(stream)
+        stream.deadline = time.monotonic() + _REST_SECONDS
+        request = Request.receive(header, stream)
+        slots, records = self._room(request.count, request.record_bytes)
+        stream.receive_into(slots)
+        if request.kind == WRITE:
+            stream.receive_into(records)
+        try:
+            pieces = self._pieces(request, slots, records)
+        except (HomeError, ValueError) as error:
+            pieces = Answer(is_error=True, text=text_of_error(error)).pieces
+        except (OSError, MemoryError, RuntimeError) as error:
+            _LOG.exception("an embedding server cannot answer")
+            told = HomeError(
+                "an embedding server",
+                found=f"{type(error).__name__}: {error}",
+                expected="an answer",
+                next_step="look at the server's log",
+            )
+            pieces = Answer(is_error=True, text=text_of_error(told)).pieces
+        stream.deadline = time.monotonic() + _REST_SECONDS
+        stream.send(pieces)
+
+    def _room(self, count: int, record_bytes: int) -> tuple[Tensor, Tensor]:
+        """Return int64 [count] and uint8 [count, record_bytes], of the connection's memory."""
+        size = count * (8 + record_bytes)
+        if size > len(self._memory):
+            self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        slots = self._memory[: 8 * count].view(torch.int64)
+        return slots, self._memory[8 * count : size].view(count, record_bytes)
+
+    def _pieces(self, request: Request, slots: Tensor, records: Tensor) -> list[bytes | Tensor]:
+        if request.kind == HELLO:
+            return Answer(text=text_of(vars(self._server.hello()))).pieces
+        if request.kind == COMMAND:
+            said = parse(request.text)
+            name, arguments = said.get("name"), said.get("arguments")
+            if not isinstance(name, str) or not isinstance(arguments, dict):
+                raise Malformed("a command without name or arguments")
+            found = self._server.command(name, arguments, incarnation=request.incarnation)
+            return Answer(text=text_of(found)).pieces
+        table = request.text.decode()
+        if request.kind == WRITE:
+            self._server.write_back(
+                table,
+                slots,
+                records,
+                incarnation=request.incarnation,
+                trainer=request.number,
+                batch=request.batch,
+            )
+            return Answer().pieces
+        has = self._server.fetch(
+            table,
+            slots,
+            records,
+            incarnation=request.incarnation,
+            frozen=request.number if request.kind == FETCH_FROZEN else None,
+        )
+        there = has.nonzero().view(-1)
+        if len(there) == len(slots):
+            return [*Answer(count=len(slots)).pieces, records]
+        found_records = torch.empty(len(there), records.shape[1], dtype=torch.uint8, device="cpu")
+        row_gather.gather(records, there, found_records)
+        bits = np.packbits(has.numpy()).tobytes()
+        return [*Answer(count=len(there)).pieces, bits, found_records]

@@ -1,0 +1,346 @@
+"""Defines the bytes that `TcpTransport` and `TcpServer` exchange, and reads and writes them.
+
+A connection begins with a proof, in both directions, that the other side knows the token (HMAC of
+fresh random numbers, so nothing that was overheard can be used again). Records are not encrypted.
+Then each request has one answer:
+
+    request: header, text, slots (int64), and for a write the records
+    answer:  header, text, and for a fetch a bit for each slot, and the records that are there
+
+All numbers are little-endian. The text of a request is the table's name, or a command in JSON; the
+text of an answer is what a command returns, or an error, in JSON. Nothing is ever unpickled. Each
+side checks the lengths in a header before it makes room for what follows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from recpoint.embeddings.remote.server import MOST_REQUEST_BYTES
+from recpoint.errors import HomeError, RecpointError, ServerLost
+
+__all__ = [
+    "COMMAND",
+    "FETCH",
+    "FETCH_FROZEN",
+    "HELLO",
+    "WRITE",
+    "Answer",
+    "Malformed",
+    "Request",
+    "Stream",
+    "TokenRefused",
+    "error_of",
+    "parse",
+    "prove_client",
+    "prove_server",
+    "text_of",
+    "text_of_error",
+]
+
+HELLO: Final = 1
+COMMAND: Final = 2
+FETCH: Final = 3
+FETCH_FROZEN: Final = 4
+WRITE: Final = 5
+
+_GREETING: Final = b"recpoint embedding server 1\n"
+_NONCE_BYTES: Final = 32
+_REFUSED: Final = bytes(hashlib.sha256().digest_size)
+#: Magic, kind, bytes of the text, bytes of a record, number of slots, incarnation, and the number
+#: of the frozen reader, or of trainer and batch.
+_REQUEST: Final = struct.Struct("<4sB3xIIQqqq")
+#: Magic, whether it is an error, bytes of the text, number of records.
+_ANSWER: Final = struct.Struct("<4s?3xIQ")
+_REQUEST_MAGIC: Final = b"rpeq"
+_ANSWER_MAGIC: Final = b"rpea"
+_MOST_TEXT_BYTES: Final = 1 << 16
+#: Characters of one part of an error.
+_MOST_ERROR_CHARACTERS: Final = 4_000
+
+assert sys.byteorder == "little"  # tensors are sent as they lie in memory
+
+
+class Malformed(Exception):
+    """The other side sent what no request or answer looks like. The connection is of no use."""
+
+
+class TokenRefused(Exception):
+    """The other side does not know the token."""
+
+
+class Stream:
+    """Sends and receives whole pieces on a socket.
+
+    Attributes:
+        deadline: `time.monotonic` until which sends and receives may take; None: for ever.
+
+    Raises:
+        TimeoutError: the deadline has passed.
+        EOFError: the other side has closed the connection.
+        OSError: the connection is broken.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Finds out, in hours, that the other machine is gone.
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._socket = connected
+        self.deadline: float | None = None
+
+    def send(self, parts: Sequence[bytes | Tensor]) -> None:
+        """Send parts one after another; tensors are contiguous."""
+        views = [view for view in map(_bytes_of, parts) if len(view)]
+        while views:
+            self._wait()
+            sent = self._socket.sendmsg(views)
+            while sent:
+                if sent < len(views[0]):
+                    views[0] = views[0][sent:]
+                    break
+                sent -= len(views.pop(0))
+
+    def receive(self, size_bytes: int) -> bytes:
+        """Receive a few bytes."""
+        found = bytearray(size_bytes)
+        self._receive_into(memoryview(found))
+        return bytes(found)
+
+    def receive_into(self, memory: Tensor) -> None:
+        """Receive the bytes of a contiguous tensor."""
+        self._receive_into(_bytes_of(memory))
+
+    def _receive_into(self, view: memoryview) -> None:
+        while len(view):
+            self._wait()
+            count = self._socket.recv_into(view)
+            if not count:
+                raise EOFError("the other side has closed the connection")
+            view = view[count:]
+
+    def _wait(self) -> None:
+        left = None if self.deadline is None else self.deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise TimeoutError("no time left")
+        self._socket.settimeout(left)
+
+    def close(self) -> None:
+        """Close the socket; also wakes a thread that receives. A second call does nothing."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it is not connected any more
+        self._socket.close()
+
+
+def prove_client(stream: Stream, token: bytes) -> None:
+    """Prove to a server that this side knows the token, and have it prove the same.
+
+    Raises:
+        TokenRefused: one of them does not.
+        Malformed: no embedding server of this version answers.
+    """
+    if stream.receive(len(_GREETING)) != _GREETING:
+        raise Malformed("no greeting of an embedding server")
+    theirs = stream.receive(_NONCE_BYTES)
+    own = secrets.token_bytes(_NONCE_BYTES)
+    stream.send([own, _proof(token, b"client", theirs, own)])
+    answer = stream.receive(len(_REFUSED))
+    if not hmac.compare_digest(answer, _proof(token, b"server", theirs, own)):
+        raise TokenRefused
+
+
+def prove_server(stream: Stream, token: bytes) -> None:
+    """Have a client prove that it knows the token, and prove the same.
+
+    Raises:
+        TokenRefused: the client does not.
+    """
+    own = secrets.token_bytes(_NONCE_BYTES)
+    stream.send([_GREETING, own])
+    theirs = stream.receive(_NONCE_BYTES)
+    proof = stream.receive(len(_REFUSED))
+    if not hmac.compare_digest(proof, _proof(token, b"client", own, theirs)):
+        stream.send([_REFUSED])
+        raise TokenRefused
+    stream.send([_proof(token, b"server", own, theirs)])
+
+
+def _proof(token: bytes, side: bytes, of_server: bytes, of_client: bytes) -> bytes:
+    return hmac.digest(token, side + of_server + of_client, "sha256")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The header of a request, and its text.
+
+    Attributes:
+        kind: HELLO to WRITE.
+        text: name of the table, or a command in JSON.
+        record_bytes: of the table; 0 for HELLO and COMMAND, as the others are if unused.
+        count: number of slots.
+        incarnation: of the server that is meant.
+        number: of the frozen reader, or of the trainer.
+        batch: of a write.
+    """
+
+    kind: int
+    text: bytes = b""
+    record_bytes: int = 0
+    count: int = 0
+    incarnation: int = 0
+    number: int = 0
+    batch: int = 0
+
+    @property
+    def pieces(self) -> list[bytes | Tensor]:
+        """The bytes to send."""
+        header = _REQUEST.pack(
+            _REQUEST_MAGIC,
+            self.kind,
+            len(self.text),
+            self.record_bytes,
+            self.count,
+            self.incarnation,
+            self.number,
+            self.batch,
+        )
+        return [header, self.text]
+
+    @staticmethod
+    def header_from(stream: Stream) -> bytes:
+        """Receive a header, which says whether a request has come at all."""
+        return stream.receive(_REQUEST.size)
+
+    @staticmethod
+    def receive(header: bytes, stream: Stream) -> Request:
+        """Receive the rest of a request.
+
+        Raises:
+            Malformed: it is none, or it is larger than any may be.
+        """
+        magic, kind, text_bytes, record_bytes, count, *numbers = _REQUEST.unpack(header)
+        has_rows = kind in (FETCH, FETCH_FROZEN, WRITE)
+        if (
+            magic != _REQUEST_MAGIC
+            or not HELLO <= kind <= WRITE
+            or text_bytes > _MOST_TEXT_BYTES
+            or has_rows != (record_bytes > 0)
+            or (count and not has_rows)
+            or count * (8 + record_bytes) > MOST_REQUEST_BYTES
+        ):
+            raise Malformed("no request of a trainer")
+        incarnation, number, batch = numbers
+        return Request(
+            kind=kind,
+            text=stream.receive(text_bytes),
+            record_bytes=record_bytes,
+            count=count,
+            incarnation=incarnation,
+            number=number,
+            batch=batch,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The header of an answer, and its text.
+
+    Attributes:
+        is_error: the text is an error.
+        text: JSON.
+        count: number of records that follow.
+    """
+
+    is_error: bool = False
+    text: bytes = b""
+    count: int = 0
+
+    @property
+    def pieces(self) -> list[bytes | Tensor]:
+        """The bytes to send."""
+        header = _ANSWER.pack(_ANSWER_MAGIC, self.is_error, len(self.text), self.count)
+        return [header, self.text]
+
+    @staticmethod
+    def receive(stream: Stream, *, most: int) -> Answer:
+        """Receive an answer with at most `most` records.
+
+        Raises:
+            Malformed: it is none, or it is larger than asked for.
+        """
+        magic, is_error, text_bytes, count = _ANSWER.unpack(stream.receive(_ANSWER.size))
+        if magic != _ANSWER_MAGIC or text_bytes > _MOST_TEXT_BYTES or count > most:
+            raise Malformed("no answer of an embedding server")
+        return Answer(is_error=is_error, text=stream.receive(text_bytes), count=count)
+
+
+def text_of(values: Mapping[str, object]) -> bytes:
+    """Return values as JSON."""
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def parse(text: bytes) -> dict[str, object]:
+    """Return the values of a JSON object.
+
+    Raises:
+        Malformed: it is none.
+    """
+    try:
+        values = json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise Malformed("text that is no JSON") from error
+    if not isinstance(values, dict):
+        raise Malformed("JSON that is no object")
+    return values
+
+
+def text_of_error(error: Exception) -> bytes:
+    """Return an error as JSON."""
+    if isinstance(error, RecpointError):
+        kind = "ServerLost" if isinstance(error, ServerLost) else "HomeError"
+        parts = [error.subject, error.found, error.expected, error.next_step]
+    else:
+        kind, parts = "ValueError", [str(error)]
+    return text_of({"kind": kind, "parts": [part[:_MOST_ERROR_CHARACTERS] for part in parts]})
+
+
+def error_of(text: bytes) -> Exception:
+    """Return the error that `text_of_error` was given, as far as a caller can tell.
+
+    Raises:
+        Malformed: it is none.
+    """
+    values = parse(text)
+    kind, parts = values.get("kind"), values.get("parts")
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        raise Malformed("an error without parts")
+    if kind == "ValueError" and len(parts) == 1:
+        return ValueError(parts[0])
+    if kind not in ("HomeError", "ServerLost") or len(parts) != 4:
+        raise Malformed("an error of no kind")
+    subject, found, expected, next_step = parts
+    made = ServerLost if kind == "ServerLost" else HomeError
+    return made(subject, found=found, expected=expected, next_step=next_step)
+
+
+def _bytes_of(part: bytes | Tensor) -> memoryview:
+    if isinstance(part, Tensor):
+        if not part.numel():
+            return memoryview(b"")
+        array: Any = part.view(-1).view(torch.uint8).numpy()  # a buffer, which its type hides
+        return memoryview(array)
+    return memoryview(part)
