@@ -12,7 +12,7 @@ Tables larger than memory: `home.py` (where rows are that are not in use), `home
 in files), `slots.py` (the rows in use), `cached_rows.py` (which of them must stay), `cache.py`
 (brings rows before their first use, and writes them back after their last), `cached_tables.py`
 (puts a model's tables into a cache), `initial.py` (first values of rows) and `cache_view.py` (all
-rows of one moment, for a checkpoint).
+rows of one moment, for a checkpoint). `remote/` has homes in server processes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from recpoint.embeddings.cached_tables import cached, read_rows
     from recpoint.embeddings.homes import FileLimits, local
     from recpoint.embeddings.initial import Uniform, fill
+    from recpoint.embeddings.remote.processes import servers
 
-__all__ = ["FileLimits", "Uniform", "cached", "fill", "local", "read_rows"]
+__all__ = ["FileLimits", "Uniform", "cached", "fill", "local", "read_rows", "servers"]
 
 _PUBLIC = {
     "FileLimits": "homes",
@@ -33,6 +34,7 @@ _PUBLIC = {
     "fill": "initial",
     "local": "homes",
     "read_rows": "cached_tables",
+    "servers": "remote.processes",
 }
 
 

@@ -46,7 +46,7 @@ __all__ = ["TcpServer", "TcpTransport"]
 
 T = TypeVar("T")
 
-_LOG: Final = logging.getLogger(__name__)
+_LOG: Final = logging.getLogger("recpoint")
 #: How long a client may take to prove that it knows the token.
 _PROOF_SECONDS: Final = 10.0
 #: How long the rest of a request, or the reading of an answer, may take.

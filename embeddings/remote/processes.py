@@ -1,0 +1,320 @@
+"""Starts embedding servers as processes of this machine, and starts them again.
+
+With several ranks, rank 0 starts the servers, and the others get addresses and token through the
+process group. Only rank 0 starts a server again, at the same port, so that the others find it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+import torch.distributed as dist
+
+from recpoint.embeddings.home import Home
+from recpoint.embeddings.remote.served_home import ServedHome
+from recpoint.embeddings.remote.tcp import TcpTransport
+from recpoint.embeddings.remote.transport import Transport
+from recpoint.errors import HomeError, ServerLost, SettingsError
+
+__all__ = ["servers"]
+
+_MOST_SERVERS: Final = 64
+#: A process imports torch first.
+_START_SECONDS: Final = 120.0
+#: After this, a process that does not end by itself is killed: nobody needs its rows any more.
+_END_SECONDS: Final = 5.0
+_LOOK_SECONDS: Final = 0.1
+
+
+def servers(
+    count: int,
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    timeout_seconds: float = 60.0,
+) -> Home:
+    """Make a home in embedding servers: processes of this machine that share the rows.
+
+        home = recpoint.embeddings.servers(count=4)
+        model = recpoint.embeddings.cached(model, home, capacity_rows=4_000_000)
+
+    The servers end when the home is closed, or with this process. They listen on 127.0.0.1 only,
+    and answer those who know a token that is drawn here.
+
+    When a server is lost, the next batch raises ServerLost, which names it. Then restore the last
+    checkpoint (`Checkpointer.restore`): the lost server is started again, and all get their rows.
+
+    With several ranks on this machine (an initialized `torch.distributed` process group), all ranks
+    call it together. Rank 0 starts the servers, also again, and the others use the same ones.
+
+    Args:
+        count: number of servers.
+        directory: on a local disk: each server keeps its rows in files of a directory there. None:
+            they stay in memory.
+        timeout_seconds: how long a call to a server may take before the server counts as lost.
+
+    Raises:
+        SettingsError: a number that cannot work.
+        HomeError: a server does not start.
+    """
+    if type(count) is not int or not 1 <= count <= _MOST_SERVERS:
+        raise _refused("count", f"{count!r:.100}", f"1 to {_MOST_SERVERS}")
+    if not timeout_seconds > 0:
+        raise _refused("timeout_seconds", f"{timeout_seconds!r:.100}", "more than 0")
+    given = None if directory is None else Path(directory).absolute()
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return _started(count, given, timeout_seconds)[0]
+    if dist.get_rank() == 0:
+        return _started_for_all(count, given, timeout_seconds)
+    return _joined(timeout_seconds)
+
+
+class _Process:
+    """One server's process."""
+
+    def __init__(
+        self, number: int, count: int, token: bytes, directory: Path | None, port: int = 0
+    ) -> None:
+        self._title = f"embedding server {number + 1} of {count}"
+        settings = {
+            "name": self._title,
+            "token": token.hex(),
+            "directory": None if directory is None else str(directory / f"server-{number + 1}"),
+            "port": port,
+            "parent": os.getpid(),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "recpoint.embeddings.remote.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # Ctrl-C at a terminal is for the trainer, which may want to take a checkpoint.
+            start_new_session=True,
+        )
+        self._token = token
+        self.port = 0
+        self._write(json.dumps(settings).encode() + b"\n")
+
+    def wait_until_started(self) -> None:
+        """Wait for the port.
+
+        Raises:
+            HomeError: the process ends or takes too long; it has then ended.
+        """
+        try:
+            said = self._line(time.monotonic() + _START_SECONDS)
+            told: dict[str, Any] = json.loads(said) if said else {}
+            if "port" not in told:
+                code = self._process.wait(_END_SECONDS)
+                raise self._failed(told.get("error") or f"an end with exit status {code}")
+            self.port = int(told["port"])
+        except (ValueError, TimeoutError, subprocess.TimeoutExpired) as error:
+            raise self._failed(f"no port on its standard output: {error}") from error
+        finally:
+            if not self.port:
+                self.kill()
+
+    def _line(self, deadline: float) -> bytes:
+        out = _opened(self._process.stdout)
+        said = b""
+        while not said.endswith(b"\n"):
+            if not select.select([out], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError(f"nothing in {_START_SECONDS:g} s")
+            read = os.read(out.fileno(), 4_096)
+            if not read:
+                return b""
+            said += read
+        return said
+
+    def _failed(self, found: str) -> HomeError:
+        return HomeError(
+            self._title,
+            found=found,
+            expected="a process that starts",
+            next_step=f"run `{sys.executable} -c 'import recpoint.embeddings'`, and look at memory",
+        )
+
+    def _write(self, line: bytes) -> None:
+        stdin = _opened(self._process.stdin)
+        try:
+            stdin.write(line)
+            stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended
+
+    def transport(self, timeout_seconds: float) -> TcpTransport:
+        """Return a transport to it."""
+        name = f"{self._title} (pid {self._process.pid}, 127.0.0.1:{self.port})"
+        address = ("127.0.0.1", self.port)
+        return TcpTransport(address, self._token, name=name, timeout_seconds=timeout_seconds)
+
+    def ask_to_end(self) -> None:
+        """Have it end; `kill` waits for that."""
+        if not _opened(self._process.stdin).closed:
+            self._write(b"end\n")
+
+    def kill(self, after_seconds: float = 0.0) -> None:
+        """End it at once, if it has not ended after a while."""
+        try:
+            self._process.wait(after_seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            try:
+                _opened(pipe).close()
+            except BrokenPipeError:
+                pass  # what was not written is of no use to a process that has ended
+
+
+class _Processes:
+    """All servers' processes."""
+
+    def __init__(self, count: int, directory: Path | None, timeout_seconds: float) -> None:
+        if directory is not None:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.token = secrets.token_bytes(32)
+        self._timeout_seconds = timeout_seconds
+        self._directory = directory
+        self._owned_by = os.getpid()
+        self.all: list[_Process] = []
+        try:
+            for number in range(count):
+                self.all.append(_Process(number, count, self.token, directory))
+            for process in self.all:
+                process.wait_until_started()
+        except BaseException:
+            for process in self.all:
+                process.kill()
+            raise
+
+    def transports(self) -> list[Transport]:
+        return [process.transport(self._timeout_seconds) for process in self.all]
+
+    def start_again(self, number: int) -> Transport:
+        """Start a server that does not answer again."""
+        old = self.all[number]
+        old.kill()
+        new = _Process(number, len(self.all), self.token, self._directory, old.port)
+        new.wait_until_started()
+        self.all[number] = new
+        return new.transport(self._timeout_seconds)
+
+    def end(self) -> None:
+        """End all. A process that was forked from this one ends none of them."""
+        if os.getpid() != self._owned_by:
+            return
+        for process in self.all:
+            process.ask_to_end()
+        for process in self.all:
+            process.kill(_END_SECONDS)
+        self.all.clear()
+
+
+def _started(
+    count: int, directory: Path | None, timeout_seconds: float
+) -> tuple[ServedHome, _Processes]:
+    processes = _Processes(count, directory, timeout_seconds)
+    try:
+        home = ServedHome(
+            processes.transports(), revive=processes.start_again, at_close=processes.end
+        )
+    except BaseException:
+        processes.end()
+        raise
+    weakref.finalize(home, processes.end)  # if nobody closes it
+    return home, processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Invitation:
+    """What rank 0 tells the others; `error` if its servers did not start."""
+
+    host: str
+    token: bytes = b""
+    ports: tuple[int, ...] = ()
+    owner: int = 0
+    error: str = ""
+
+
+def _started_for_all(count: int, directory: Path | None, timeout_seconds: float) -> ServedHome:
+    host = socket.gethostname()
+    try:
+        home, processes = _started(count, directory, timeout_seconds)
+    except BaseException as error:
+        dist.broadcast_object_list([_Invitation(host=host, error=str(error) or repr(error))])
+        raise
+    ports = tuple(process.port for process in processes.all)
+    told = _Invitation(host=host, token=processes.token, ports=ports, owner=home.owner)
+    dist.broadcast_object_list([told])
+    return home
+
+
+def _joined(timeout_seconds: float) -> ServedHome:
+    heard: list[_Invitation] = [_Invitation(host="")]
+    dist.broadcast_object_list(heard)
+    told, host = heard[0], socket.gethostname()
+    if told.error or told.host != host:
+        raise HomeError(
+            "servers(...)",
+            found=f"rank 0 could not start them: {told.error}"
+            if told.error
+            else f"rank {dist.get_rank()} on {host}, rank 0 on {told.host}",
+            expected="servers that all ranks reach: they listen on one machine only",
+            next_step="start all ranks on one machine, or read what rank 0 says",
+        )
+
+    def transport(number: int) -> TcpTransport:
+        port, count = told.ports[number], len(told.ports)
+        return TcpTransport(
+            ("127.0.0.1", port),
+            told.token,
+            name=f"embedding server {number + 1} of {count} (127.0.0.1:{port})",
+            timeout_seconds=timeout_seconds,
+        )
+
+    return ServedHome(
+        [transport(number) for number in range(len(told.ports))],
+        owner=told.owner,
+        trainer=dist.get_rank(),
+        revive=lambda number: _until_it_answers(transport(number), timeout_seconds),
+    )
+
+
+def _until_it_answers(transport: Transport, timeout_seconds: float) -> Transport:
+    """Wait until rank 0 has started a server again.
+
+    Raises:
+        ServerLost: it does not in time.
+    """
+    deadline = time.monotonic() + timeout_seconds + _START_SECONDS
+    while True:
+        try:
+            transport.hello()
+        except ServerLost:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_LOOK_SECONDS)
+        else:
+            return transport
+
+
+def _opened(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None  # each is subprocess.PIPE
+    return pipe
+
+
+def _refused(setting: str, found: str, expected: str) -> SettingsError:
+    return SettingsError(
+        f"servers({setting}=...)", found=found, expected=expected, next_step=f"change {setting}"
+    )
