@@ -238,10 +238,9 @@ class Cache:
         Raises:
             IndexError: an id is out of range.
             SettingsError: there are not enough slots.
-            HomeError: the home has failed.
+            HomeError: rows that have no slot are looked up, and the home has failed.
         """
         self._end_failed_step()
-        self._raise_error()
         rows = self.tables[name]
         slots = rows.slots
         flat = ids.detach().reshape(-1).to("cpu").contiguous()

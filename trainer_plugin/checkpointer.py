@@ -23,7 +23,7 @@ from recpoint.embeddings.cache import CacheStats
 from recpoint.embeddings.cached_tables import CachedTable
 from recpoint.embeddings.marks import Tracker
 from recpoint.embeddings.tables import Table, held_ids, zero_rows
-from recpoint.errors import SettingsError
+from recpoint.errors import ServerLost, SettingsError
 from recpoint.format.manifest import Kind
 from recpoint.interrupts import Hold, held
 from recpoint.trainer_plugin.assembly import assemble, look_at
@@ -194,7 +194,9 @@ class Checkpointer:
             batches_done=lambda: self.batches_done,
             step=self._step,
             count=self._count_batch,
+            rewind=self._rewind,
         )
+        self._rewinds = 0
         self._has_position = reader is not None or bool(extras)
         # `final` of a close() that was called during another call.
         self._close_wanted: bool | None = None
@@ -313,6 +315,33 @@ class Checkpointer:
             raise
         self._begin(run, start)
         return start.report
+
+    def _rewind(self, error: ServerLost) -> None:
+        """Go back to the newest checkpoint, because an embedding server has lost its rows.
+
+        Raises:
+            ServerLost: as given: there is no checkpoint, or this is one time too many.
+            RecpointError: as `restore`.
+        """
+        if self._rewinds >= self._settings.options.rewinds:
+            raise error
+        self._rewinds += 1
+        self._running("batches()")
+        _log.warning("%s. Training goes back to the newest checkpoint", error)
+        self._whole(lambda hold: self._back(error, hold))
+
+    def _back(self, lost: ServerLost, hold: Hold) -> None:
+        assert self._pipeline is not None  # training is running
+        self._pipeline.close()
+        self._pipeline = self._pace = None
+        self._untrack()
+        self._cutter.unmarked.forget()
+        self._area.close()
+        wanted = Wanted(Selection(), fresh=False, partial=None, seed=None)
+        if self._restore(wanted, hold) is None:
+            # The run would begin anew, and the model has been trained: this is the end.
+            self._close_wanted = False
+            raise lost
 
     def _taken_over(self, wanted: Wanted, staged: StagedParts) -> tuple[Run, Start]:
         drain_seconds = self._settings.timeouts.drain_seconds
@@ -674,13 +703,16 @@ class Checkpointer:
             self._loop.end()
             if pipeline is not None:
                 pipeline.close()
-            self._watch.remove()
-            for source in self._sources:
-                source.untrack()
-            for tracker in self._trackers.values():
-                tracker.remove()
+            self._untrack()
             self._area.close()
             self._ranks.close()
+
+    def _untrack(self) -> None:
+        self._watch.remove()
+        for source in self._sources:
+            source.untrack()
+        for tracker in self._trackers.values():
+            tracker.remove()
 
     def __enter__(self) -> Self:
         return self

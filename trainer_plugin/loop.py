@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from recpoint.errors import SettingsError
+from recpoint.errors import ServerLost, SettingsError
 from recpoint.trainer_plugin.setting_checks import checked_whole
 from recpoint.trainer_plugin.state.reader import Passes, tell_epoch
 from recpoint.trainer_plugin.state.training_state import TrainingState
@@ -81,6 +81,8 @@ class Loop:
         batches_done: returns how many batches training has done.
         step: called after each batch.
         count: counts a batch and does nothing else.
+        rewind: called when the reader raises that an embedding server is lost. Either it brings
+            everything back to a checkpoint, or it raises.
 
     Attributes:
         is_waiting: whether training is working on a batch that the loop yielded.
@@ -93,11 +95,13 @@ class Loop:
         batches_done: Callable[[], int],
         step: Callable[[], None],
         count: Callable[[], None],
+        rewind: Callable[[ServerLost], None],
     ) -> None:
         self._state = state
         self._batches_done = batches_done
         self._step = step
         self._count = count
+        self._rewind = rewind
         self._source: object = None
         self._pass: Iterator[Any] | None = None
         self._batches: weakref.ref[Generator[Any, None, None]] | None = None
@@ -162,12 +166,14 @@ class Loop:
         Raises:
             SettingsError: the source gives no batch, and the bound is not reached.
         """
-        if self._state.passes is None:
-            self._state.passes = Passes()
-        # The restored position may be the end of an epoch, so that no batch is left in it.
-        self._may_be_empty |= self._pass is None and self._batches_done() > 0
+        self._resume()
         while not bound.is_met(self._passes, self._batches_done()):
-            batch = self._next(source)
+            try:
+                batch = self._next(source)
+            except ServerLost as error:
+                self._rewind(error)
+                self._resume()
+                continue
             if batch is _END:
                 self._end_pass(bound)
                 continue
@@ -184,6 +190,13 @@ class Loop:
             finally:
                 self.is_waiting = False
             self._step()
+
+    def _resume(self) -> None:
+        """Take note of the position that was restored."""
+        if self._state.passes is None:
+            self._state.passes = Passes()
+        # It may be the end of an epoch, so that no batch is left in it.
+        self._may_be_empty |= self._pass is None and self._batches_done() > 0
 
     def end(self) -> None:
         """Release the source and iterator of the open epoch."""

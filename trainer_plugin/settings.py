@@ -193,6 +193,7 @@ WHEN_BUSY: tuple[WhenBusy, ...] = ("skip", "wait", "cancel")
 
 _MAX_SLOTS = 1_000
 _MOST_ROWS = (1 << 63) - 1
+_MOST_REWINDS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,6 +381,9 @@ class Options:
         copy_share: with a `Lookahead` as the reader: the share of its time in which the thread that
             copies rows before a checkpoint copies, above 0 up to 1. It pauses otherwise, so that
             training keeps the rest of the memory's bandwidth.
+        rewinds: how often a loop over `Checkpointer.batches` goes back to the newest checkpoint,
+            in this process, when an embedding server is lost. The loop then yields the batches
+            after that checkpoint again, and `stats` begins anew. 0: the loop raises ServerLost.
 
     Raises:
         SettingsError: a value is not allowed; the message names the field.
@@ -391,6 +395,7 @@ class Options:
     verify_unmarked_rows: int = 0
     announce: bool = True
     copy_share: float = 0.5
+    rewinds: int = 0
 
     def __post_init__(self) -> None:
         row_local = tuple(several("Options.row_local_optimizers", self.row_local_optimizers))
@@ -408,6 +413,7 @@ class Options:
             ),
             announce=checked_flag("Options.announce", self.announce),
             copy_share=checked_number("Options.copy_share", self.copy_share, highest=1, zero=False),
+            rewinds=checked_whole("Options.rewinds", self.rewinds, 0, _MOST_REWINDS),
         )
 
 

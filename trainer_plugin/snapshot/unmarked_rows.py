@@ -64,6 +64,10 @@ class UnmarkedRows:
         self._kept: dict[str, _Kept] = {}
         self.found = 0
 
+    def forget(self) -> None:
+        """Forget the rows that were kept: a restore has replaced them."""
+        self._kept.clear()
+
     def check(self, tables: Sequence[LiveTable], trackers: Mapping[str, Tracker]) -> None:
         """Compare the rows that were kept, and keep other rows for the next cut.
 
