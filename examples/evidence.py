@@ -29,7 +29,7 @@ class ProgressFile:
             path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
         self._path = path
 
-    def write(self, **values: float) -> None:
+    def write(self, **values: float | Sequence[int]) -> None:
         """Appends one line."""
         if self._path is not None:
             with self._path.open("ab", buffering=0) as file:

@@ -1,8 +1,12 @@
-"""Trains tables that need not fit into memory: rows are on a disk, and those in use are in a cache.
+"""Trains tables that need not fit into memory: rows are elsewhere, and those in use are in a cache.
 
 python -m recpoint agent &                       # persists what trainers on this host stage
 python examples/train_larger_than_memory.py --home /nvme/tables --run ./runs/large
+python examples/train_larger_than_memory.py --servers 2 --run ./runs/large
 python examples/train_larger_than_memory.py      # the same training, all in memory: the same bits
+
+`--home` keeps the rows on a disk, `--servers` in server processes. When a server is lost, training
+goes back to the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import os
 import random
 from contextlib import nullcontext
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +30,7 @@ import recpoint
 from auc import PrequentialAUC
 from batches import Batch
 from evidence import ProgressFile, digest
-from recpoint.embeddings import Uniform, cached, fill, local, read_rows
+from recpoint.embeddings import Uniform, cached, fill, local, read_rows, servers
 from retail import RetailReader
 
 INITIAL = Uniform(seed=0, low=-0.02, high=0.02)
@@ -52,6 +57,7 @@ def arguments() -> argparse.Namespace:
     """Parses the command line."""
     add = (parser := argparse.ArgumentParser(description=__doc__.splitlines()[0])).add_argument
     add("--home", type=Path, help="directory for the rows; default: all rows in memory")
+    add("--servers", type=int, default=0, help="server processes for the rows, instead of --home")
     add("--capacity", type=int, default=20_000, help="rows in the cache, of all tables together")
     add("--window", type=int, default=20, help="batches to read ahead")
     add("--rows", type=int, default=1 << 18, help="most rows of one table")
@@ -80,13 +86,14 @@ def main() -> None:
         return dict(zip(names, batch.sparse.unbind(1), strict=True))
 
     model = Ranker(reader.tables)
-    if args.home is None:
+    home = servers(count=args.servers) if args.servers else args.home and local(args.home)
+    if home is None:
         model.tables.to_empty(device="cpu")
         fill(model, INITIAL)
         batches = reader
     else:
         # A row gets its first values when it is first looked up.
-        cached(model, local(args.home), args.capacity, initial=INITIAL)
+        cached(model, home, args.capacity, initial=INITIAL)
         batches = recpoint.Lookahead(reader, model, ids=ids, window=args.window)
 
     # After `cached`, which gives each table another parameter.
@@ -104,12 +111,18 @@ def main() -> None:
         interval_batches=args.interval,
         bits=bits,
         staging=recpoint.Staging(directory=args.staging, jobs=args.max_staged),
+        options=recpoint.Options(rewinds=args.servers),
     )
 
     with checkpointer or nullcontext():
         restored = checkpointer.restore() if checkpointer else None
-        step = first = restored.restored.step if restored else 0
-        for batch in batches if step < args.steps else ():
+        first = restored.restored.step if restored else 0
+        left = (
+            checkpointer.batches(total=args.steps) if checkpointer else islice(batches, args.steps)
+        )
+        for number, batch in enumerate(left):
+            # After a rewind, batches come again.
+            step = checkpointer.batches_done if checkpointer else number
             logits = model(batch.sparse)
             loss = F.binary_cross_entropy_with_logits(logits, batch.label)
             for one in (optimizer, dense_optimizer):
@@ -118,12 +131,9 @@ def main() -> None:
             for one in (optimizer, dense_optimizer):
                 one.step()
             auc.add(step, logits, batch.label)
-            step += 1
-            if checkpointer:
-                checkpointer.step()
-            progress.write(step=step, steps=args.steps, loss=loss.item(), pid=os.getpid())
-            if step >= args.steps:
-                break
+            pids = [one.pid for one in getattr(home, "greetings", ())]
+            at = {"step": step + 1, "steps": args.steps, "pid": os.getpid()}
+            progress.write(**at, loss=loss.item(), servers=pids)
 
     stats = checkpointer.stats.cache if checkpointer else None
     random_state = (random.getstate(), np.random.get_state(), torch.get_rng_state())
@@ -138,7 +148,7 @@ def main() -> None:
         },
         "ranks": 1,
         "restored_step": first if restored else None,
-        "steps": step,
+        "steps": checkpointer.batches_done if checkpointer else args.steps,
         "cache": None if stats is None else asdict(stats),
     }
     print(json.dumps(result))

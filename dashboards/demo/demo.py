@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
+import signal
 import statistics
 import tempfile
 import time
@@ -18,6 +20,7 @@ from rich.text import Text
 import recpoint
 from recpoint.catalog.check.check import CheckReport, check
 from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging.area import run_directory, staged_jobs
 from recpoint.catalog.store.store import open_store
 from recpoint.dashboards import terminal
 from recpoint.dashboards.demo.processes import (
@@ -49,6 +52,7 @@ __all__ = ["DemoSettings", "example_script", "make_fresh", "report_views", "run_
 
 BITS = ("lossless", "8", "4", "3", "2")
 MOST_RANKS = 16
+MOST_SERVERS = 16
 
 _SEED = 0
 _OTHER_SEED = 20_101_201
@@ -76,6 +80,7 @@ class DemoSettings:
         lookahead: the trainer reads ahead, so that rows are copied before the stall.
         home: directory for the rows of the trainer that is killed, which has those in use in a
             cache; the other trainer has all rows in memory. None: both have.
+        servers: the same with the rows in so many server processes, of which one is killed first.
     """
 
     directory: Path
@@ -86,6 +91,12 @@ class DemoSettings:
     ranks: int = 1
     lookahead: bool = False
     home: Path | None = None
+    servers: int = 0
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the trainer that is killed has its tables in a cache."""
+        return self.home is not None or self.servers > 0
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -94,11 +105,17 @@ class DemoSettings:
             raise _refused("--ranks", str(self.ranks), f"1 to {MOST_RANKS} processes")
         if self.lookahead and self.ranks > 1:
             raise _refused("--lookahead", f"--ranks {self.ranks}", "one process: leave out --ranks")
-        if self.home is not None and (self.ranks > 1 or self.lookahead):
+        if not 0 <= self.servers <= MOST_SERVERS:
+            raise _refused("--servers", str(self.servers), f"1 to {MOST_SERVERS} processes")
+        if self.is_cached and (self.ranks > 1 or self.lookahead):
             raise _refused(
-                "--home",
-                f"{self.home} with --ranks or --lookahead",
+                "--home" if self.home is not None else "--servers",
+                f"{self.home or self.servers} with --ranks or --lookahead",
                 "neither: one process trains through a cache, and it always reads ahead",
+            )
+        if self.home is not None and self.servers:
+            raise _refused(
+                "--home", f"{self.home} with --servers {self.servers}", "one place for the rows"
             )
         if self.interval < 1:
             raise _refused("--interval", str(self.interval), "1 or more batches")
@@ -163,6 +180,8 @@ class _Demo:
             arguments.append("--lookahead")
         if checkpoints and self.settings.home is not None:
             arguments.append(f"--home={self.settings.home}")
+        if checkpoints and self.settings.servers:
+            arguments.append(f"--servers={self.settings.servers}")
         if checkpoints:
             arguments += [
                 f"--run={self.run_url}",
@@ -215,20 +234,52 @@ class _Demo:
             time.sleep(_POLL_SECONDS)
         self.progress.show(trainers, self.committed)
 
+    def kill_a_server(self, victim: Trainer, *others: Trainer) -> int:
+        """Kills a server of a trainer, which goes back to a checkpoint.
+
+        Returns the batches that it had trained, once it has gone on.
+        """
+        interval = self.settings.interval
+        target = self.settings.steps // 4 // interval * interval + (interval + 1) // 2
+        self.watch(lambda: victim.step >= target, victim, *others)
+        self.stop_until_committed(1, victim, *others)
+        before = victim.servers
+        os.kill(before[-1], signal.SIGKILL)
+        step = victim.step
+        victim.go_on()
+        self.watch(lambda: victim.servers not in ([], before), victim, *others)
+        self.progress.server_killed(step, victim.step)
+        return step
+
     def kill_in_the_middle(self, victim: Trainer, *others: Trainer) -> int:
         """Kills a trainer between two checkpoints; returns the batches that it had trained."""
         interval = self.settings.interval
         target = self.settings.steps // 2 // interval * interval + (interval + 1) // 2
         self.watch(lambda: victim.step >= target, victim, *others)
-        if not self._enough():
-            victim.stop()
-            self.watch(self._enough, victim, *others)
+        self.stop_until_committed(_COMMITS_BEFORE_KILL, victim, *others)
         victim.kill()
         self.children.remove(victim)
         return victim.step
 
-    def _enough(self) -> bool:
-        return len(self.committed) >= _COMMITS_BEFORE_KILL
+    def stop_until_committed(self, count: int, victim: Trainer, *others: Trainer) -> None:
+        """Stops a trainer until so many checkpoints are committed.
+
+        It goes on while none is staged, because it stages the rows of a cache while it trains.
+        """
+        directory = run_directory(self.staging, self.run_url)
+
+        def is_enough() -> bool:
+            return len(self.committed) >= count
+
+        def is_staged() -> bool:
+            return bool(staged_jobs(directory))
+
+        while not is_enough():
+            victim.stop()
+            self.watch(lambda: is_enough() or not is_staged(), victim, *others)
+            if not is_enough():
+                victim.go_on()
+                self.watch(lambda: is_enough() or is_staged(), victim, *others)
 
 
 def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
@@ -243,7 +294,7 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
         ChildFailed: a process of the demo ended with an error.
         StoreError: the store cannot be used.
     """
-    script = example_script("train_larger_than_memory" if settings.home else "train_dlrm")
+    script = example_script("train_larger_than_memory" if settings.is_cached else "train_dlrm")
     make_fresh(settings.directory)
     name = f"demo-{secrets.token_hex(4)}"
     parent = settings.store.rstrip("/") if settings.store else str(settings.directory.resolve())
@@ -266,6 +317,7 @@ def _run(demo: _Demo) -> DemoResult:
 
     alone = demo.start_trainer("uninterrupted", seed=_SEED, checkpoints=False)
     victim = demo.start_trainer("killed", seed=_SEED, checkpoints=True)
+    server_killed_at = demo.kill_a_server(victim, alone) if demo.settings.servers else None
     killed_at = demo.kill_in_the_middle(victim, alone)
     committed_by_then = len(demo.committed)
     demo.progress.killed(killed_at, committed_by_then)
@@ -280,6 +332,7 @@ def _run(demo: _Demo) -> DemoResult:
     report = check(run, level="full")
     flows = persisted_by_prefect(ui, demo.run_url)
     document = _document(demo.settings, manifests, expected=expected, found=found) | {
+        "server_killed_at_step": server_killed_at,
         "killed_at_step": killed_at,
         "check_ok": report.ok,
         "persisted_by_prefect": flows,
@@ -296,7 +349,7 @@ def _run(demo: _Demo) -> DemoResult:
         and report.ok
         and flows > 0
         and (document["checkpoints_copied_ahead"] > 0 or not demo.settings.lookahead)
-        and (document["cache"] is not None or demo.settings.home is None)
+        and (document["cache"] is not None or not demo.settings.is_cached)
         and (document["steps"], document["ranks"]) == (demo.settings.steps, demo.settings.ranks)
     )
     return DemoResult(
@@ -320,6 +373,7 @@ def _document(
     lags = [(manifest.committed_ms - manifest.snapshot_ms) / 1000 for manifest in manifests]
     return {
         "steps": found["steps"],
+        "server_killed_at_step": None,
         "killed_at_step": None,
         "restored_step": found["restored_step"],
         "resumed_bit_identical": found["digests"] == expected["digests"],
@@ -465,6 +519,9 @@ def _proof(result: DemoResult) -> Text:
     ranks = document["ranks"]
     who = f"rank {ranks - 1} of {ranks} " if ranks > 1 else ""
     story = f"{who}killed with SIGKILL at step {killed}, restored at step {restored}: after "
+    if document["server_killed_at_step"] is not None:
+        at = document["server_killed_at_step"]
+        story = f"an embedding server killed with SIGKILL at step {at}, the trainer {story}"
     story += (
         f"{document['steps']} steps weights, optimizer state, random generators and next batch "
     )

@@ -93,6 +93,10 @@ class Child:
         """Sends SIGSTOP: the process keeps its state and does nothing."""
         self._process.send_signal(signal.SIGSTOP)
 
+    def go_on(self) -> None:
+        """Sends SIGCONT: the process goes on after `stop`."""
+        self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """Sends SIGKILL; the process has ended when this returns."""
         self._process.kill()
@@ -169,6 +173,11 @@ class Trainer(Child):
     def step(self) -> int:
         """Batches trained, as the trainer last reported; 0 before the first report."""
         return int(last_progress(self._progress).get("step", 0))
+
+    @property
+    def servers(self) -> list[int]:
+        """Process ids of its embedding servers, as it last reported."""
+        return list(last_progress(self._progress).get("servers", ()))
 
     def result(self) -> dict[str, Any]:
         """Returns the JSON object that the trainer printed last.
@@ -301,6 +310,13 @@ class DemoProgress:
                 lag = max(0, trainer.step - newest)
                 note = f"{len(committed)} checkpoints committed, lag {lag} batches"
             self._bars.update(task, completed=trainer.step, note=note)
+
+    def server_killed(self, step: int, went_on: int) -> None:
+        """Shows that SIGKILL was sent to an embedding server, and where training went on."""
+        self._print_line(
+            f"killed an embedding server with SIGKILL at step {step}; training went back, and "
+            f"on with step {went_on}, with another server"
+        )
 
     def killed(self, step: int, committed: int) -> None:
         """Shows that SIGKILL was sent at batch `step`, after `committed` checkpoints."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.home_tables import BatchOrder, HomeTables, TableForm
 from recpoint.embeddings.remote.placement import placement_of
-from recpoint.embeddings.remote.transport import Transport
+from recpoint.embeddings.remote.transport import Greeting, Transport
 from recpoint.errors import HomeError, ServerLost
 from recpoint.kernels import row_gather
 
@@ -220,6 +220,11 @@ class ServedHome(Home):
         self._at_all(clear)
         here.forget_batches()
 
+    @property
+    def greetings(self) -> tuple[Greeting, ...]:
+        """What each server said of itself when this home began to use it."""
+        return tuple(server.greeting for server in self._servers if server.greeting is not None)
+
     def size_bytes(self) -> dict[str, int]:
         """Add up what the servers take."""
         self._tables.all()
@@ -256,7 +261,7 @@ class ServedHome(Home):
                 server.transport.close()
                 server.transport = self._revive(number)
                 greeting = server.transport.hello()
-            server.incarnation = greeting.incarnation
+            server.incarnation, server.greeting = greeting.incarnation, greeting
             if greeting.owner != self.owner:
                 if greeting.owner and not takes_over:
                     raise ServerLost(
@@ -330,6 +335,7 @@ class _Server:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.incarnation = 0
+        self.greeting: Greeting | None = None
         self.lock = threading.Lock()
 
 

@@ -20,7 +20,8 @@ from recpoint.catalog.store.store import open_store
 @pytest.mark.slow
 @pytest.mark.xdist_group("prefect")
 @pytest.mark.parametrize(
-    ("ranks", "more"), [(1, []), (2, []), (1, ["--lookahead"]), (1, ["--home"])]
+    ("ranks", "more"),
+    [(1, []), (2, []), (1, ["--lookahead"]), (1, ["--home"]), (1, ["--servers=2"])],
 )
 def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(
     tmp_path: Path, ranks: int, more: list[str]
@@ -29,8 +30,8 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(
     # A server of its own, which must not be one that somebody is looking at.
     environment |= {"RECPOINT_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     demo = tmp_path / "demo"
-    is_cached = more == ["--home"]
-    if is_cached:
+    is_cached = more in (["--home"], ["--servers=2"])
+    if more == ["--home"]:
         more = [f"--home={tmp_path / 'rows'}"]
     ended = subprocess.run(
         [sys.executable, "-m", "recpoint", "demo", f"--dir={demo}", "--stop-server"]
@@ -57,7 +58,10 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(
     assert document["bytes_written"] < document["bytes_full_fp32"]
     assert document["stall_ms_median"] > 0
     who = "" if ranks == 1 else "rank 1 of 2 "
-    assert f"proof: {who}killed with SIGKILL at step" in proof
+    assert f"{who}killed with SIGKILL at step" in proof
+    is_served = more == ["--servers=2"]
+    assert (document["server_killed_at_step"] is not None) is is_served
+    assert proof.startswith("proof: an embedding server killed") is is_served
 
     # What it says is what is there.
     run = Run.open(open_store(document["run"]))
@@ -81,8 +85,9 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(
         assert all(manifest.cache is not None for manifest in manifests)
     assert manifests[0].step == 120
     assert {manifest.ranks for manifest in manifests} == {ranks}
-    assert run.generation_numbers() == [1, 2]
-    restored = run.generation(2).restored
+    # A rewind begins a generation, too.
+    assert run.generation_numbers() == ([1, 2, 3] if is_served else [1, 2])
+    restored = run.generation(run.generation_numbers()[-1]).restored
     assert restored is not None and restored.step == document["restored_step"]
     assert check(run, level="full").ok
 

@@ -362,6 +362,10 @@ def demo(
         Path | None,
         typer.Option(help="Keep rows in files in this directory, and those in use in a cache."),
     ] = None,
+    servers: Annotated[
+        int,
+        typer.Option(help="Keep rows in so many server processes; one is killed first, too."),
+    ] = 0,
     stop: Annotated[
         bool, typer.Option("--stop-server", help="Stop the local Prefect server at the end.")
     ] = False,
@@ -381,6 +385,7 @@ def demo(
         ranks=ranks,
         lookahead=lookahead,
         home=home,
+        servers=servers,
     )
     console = progress_console() if json_output else output_console()
     try:
