@@ -1,8 +1,8 @@
 """Runs one embedding server, as `python -m recpoint.embeddings.remote.process`.
 
-`processes.py` starts such processes. The settings come through stdin as one line of JSON, so that the token is
-in no list of processes; the port goes back through stdout. The process ends when a further line
-comes, when stdin ends, or when its parent is gone, also after SIGKILL.
+`processes.py` starts such processes. The settings come through stdin as one line of JSON, so that
+the token is in no list of processes. The port goes back through stdout. The process ends when
+another line comes, when stdin ends, or when its parent is gone, also after SIGKILL.
 """
 
 from __future__ import annotations

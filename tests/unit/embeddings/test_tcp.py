@@ -1,0 +1,386 @@
+"""Calls over TCP: the contract of homes, broken and slow connections, tokens, and garbage."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from recpoint.embeddings.home import Home
+from recpoint.embeddings.remote.served_home import ServedHome
+from recpoint.embeddings.remote.server import MOST_REQUEST_BYTES, EmbeddingServer
+from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
+from recpoint.embeddings.remote.transport import Value
+from recpoint.embeddings.remote.wire import (
+    COMMAND,
+    FETCH,
+    HELLO,
+    Request,
+    Stream,
+    TokenRefused,
+    prove_client,
+    prove_server,
+    text_of,
+)
+from recpoint.errors import HomeError, ServerLost
+from recpoint.testing.homes import HomeSuite, fetched, ids_of, records_of
+from tests.polling import until
+
+TOKEN = b"a token that only these tests know"
+
+
+@pytest.fixture
+def served() -> Iterator[TcpServer]:
+    server = EmbeddingServer()
+    with TcpServer(server, TOKEN) as served:
+        yield served
+    server.end()
+
+
+class TestTcpHome(HomeSuite):
+    @pytest.fixture(params=[1, 2, 3])
+    def home(self, request: pytest.FixtureRequest) -> Iterator[Home]:
+        with ExitStack() as opened:
+            served = [
+                opened.enter_context(TcpServer(EmbeddingServer(), TOKEN))
+                for _ in range(request.param)
+            ]
+            yield opened.enter_context(
+                ServedHome([TcpTransport(one.address, TOKEN) for one in served])
+            )
+
+
+def with_table(transport: TcpTransport, *, rows: int = 100, record_bytes: int = 8) -> int:
+    incarnation = transport.hello().incarnation
+    table: dict[str, Value] = {"table": "t", "rows": rows, "record_bytes": record_bytes}
+    assert transport.command("add_table", table, incarnation=incarnation) == {}
+    return incarnation
+
+
+def test_a_greeting_names_the_process(served: TcpServer) -> None:
+    transport = TcpTransport(served.address, TOKEN)
+    greeting = transport.hello()
+    assert (greeting.pid, greeting.host) == (os.getpid(), socket.gethostname())
+    assert greeting == transport.hello()
+    transport.close()
+
+
+def test_errors_of_the_server_are_raised_here(served: TcpServer) -> None:
+    """And the connection is used again: the server refuses a second one."""
+    transport = TcpTransport(served.address, TOKEN)
+    incarnation = with_table(transport)
+    served._most = 1
+    out = torch.zeros(1, 8, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="ids: 100, expected 0 <= id < 100"):
+        transport.fetch("t", ids_of([100]), out, incarnation=incarnation)
+    with pytest.raises(ValueError, match="shape"):
+        transport.fetch("t", ids_of([1]), out[:, :4].contiguous(), incarnation=incarnation)
+    with pytest.raises(HomeError, match="'u'.*no such table"):
+        transport.fetch("u", ids_of([1]), out, incarnation=incarnation)
+    with pytest.raises(ServerLost, match="started again"):
+        transport.fetch("t", ids_of([1]), out, incarnation=incarnation % 7 + 1)
+    with pytest.raises(ValueError, match="'explode'"):
+        transport.command("explode", {}, incarnation=incarnation)
+    assert not transport.fetch("t", ids_of([1]), out, incarnation=incarnation).any()
+    transport.close()
+    with pytest.raises(HomeError, match=r"close\(\)"):
+        transport.hello()
+
+
+def test_another_token_is_refused(served: TcpServer) -> None:
+    with pytest.raises(ServerLost, match=f"server at 127.0.0.1:{served.address[1]}.*the token"):
+        TcpTransport(served.address, b"guessed").hello()
+    with pytest.raises(ValueError, match="token"):
+        TcpServer(EmbeddingServer(), b"")
+
+
+def test_a_server_must_know_the_token_too() -> None:
+    def impostor(stream: Stream) -> None:
+        prove_server(stream, b"guessed")
+
+    with fake_server(impostor) as address, pytest.raises(ServerLost, match="the token"):
+        TcpTransport(address, TOKEN).hello()
+
+
+def test_an_address_where_nothing_listens_is_lost_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+    began = time.monotonic()
+    with pytest.raises(ServerLost, match=r"server 3 of 4 \(pid 9\).*it has ended"):
+        TcpTransport(address, TOKEN, name="embedding server 3 of 4 (pid 9)").hello()
+    assert time.monotonic() - began < 30  # of 60
+
+
+@contextmanager
+def fake_server(act: Callable[[Stream], None]) -> Iterator[tuple[str, int]]:
+    """Has `act` talk to each connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    opened: list[Stream] = []
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                stream = Stream(listener.accept()[0])
+                opened.append(stream)
+                with suppress(OSError, EOFError, TokenRefused):
+                    act(stream)
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    yield listener.getsockname()
+    with suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    for stream in opened:
+        stream.close()
+    thread.join()
+    listener.close()
+
+
+@pytest.mark.parametrize("when", ["before the proof", "after it"])
+def test_a_server_that_is_silent_is_named_when_time_is_over(when: str) -> None:
+    def silent(stream: Stream) -> None:
+        if when == "after it":
+            prove_server(stream, TOKEN)
+        stream.receive(1 << 30)
+
+    with fake_server(silent) as address, pytest.raises(ServerLost, match="the slow one.*0.2 s"):
+        TcpTransport(address, TOKEN, name="the slow one", timeout_seconds=0.2).hello()
+
+
+# In the proof of 92 bytes, in the answers to the writes, 20 bytes each, and in the fetched rows.
+@pytest.mark.parametrize("after_bytes", [50, 92, 100, 120, 140])
+def test_a_broken_connection_is_opened_again(served: TcpServer, after_bytes: int) -> None:
+    """The call is made again: before it was sent, and after it was done."""
+    transport = TcpTransport(served.address, TOKEN)
+    incarnation = with_table(transport)
+    for _ in range(2):
+        for stream in list(served._open):
+            stream.close()
+        until(lambda: not served._open)
+        assert transport.hello().incarnation == incarnation
+    with broken_once(served.address, after_bytes=after_bytes) as address:
+        through = TcpTransport(address, TOKEN)
+        for batch in (1, 2):  # the answer to one of them is cut off
+            through.write_back(
+                "t",
+                ids_of([batch]),
+                records_of([batch], 8),
+                incarnation=incarnation,
+                trainer=0,
+                batch=batch,
+            )
+        found = fetched(partial(through.fetch, "t", incarnation=incarnation), range(5), 8)
+        assert found.keys() == {1, 2}
+        through.close()
+    transport.close()
+
+
+@contextmanager
+def broken_once(to: tuple[str, int], *, after_bytes: int) -> Iterator[tuple[str, int]]:
+    """A proxy whose first connection breaks after some bytes of the server's."""
+    broken: list[bool] = []
+
+    def pass_on(stream: Stream) -> None:
+        upstream = socket.create_connection(to)
+        sends = threading.Thread(target=copy, args=(stream._socket, upstream, None), daemon=True)
+        sends.start()
+        limit = None if broken else after_bytes
+        broken.append(True)
+        copy(upstream, stream._socket, limit)
+        stream.close()
+        sends.join()
+        upstream.close()
+
+    def copy(source: socket.socket, dest: socket.socket, limit: int | None) -> None:
+        with suppress(OSError):
+            while limit is None or limit > 0:
+                data = source.recv(1 << 16 if limit is None else min(limit, 1 << 16))
+                if not data:
+                    break
+                dest.sendall(data)
+                limit = None if limit is None else limit - len(data)
+        with suppress(OSError):
+            dest.shutdown(socket.SHUT_RDWR)
+
+    with fake_server(pass_on) as address:
+        yield address
+    assert len(broken) > 1
+
+
+def test_a_server_that_always_closes_is_lost_when_time_is_over(served: TcpServer) -> None:
+    served._most = 0
+    with pytest.raises(ServerLost, match="a connection that breaks"):
+        TcpTransport(served.address, TOKEN, timeout_seconds=0.3).hello()
+    served._most = 1
+    transport = TcpTransport(served.address, TOKEN, timeout_seconds=60)
+    assert transport.hello().owner == 0
+    transport.close()
+
+
+def test_calls_of_many_threads_have_connections_of_their_own(served: TcpServer) -> None:
+    transport = TcpTransport(served.address, TOKEN)
+    incarnation = with_table(transport, rows=1_600)
+    failed: list[BaseException] = []
+
+    def work(number: int) -> None:
+        ids = ids_of(range(number, 1_600, 16))
+        try:
+            for batch in range(10):
+                records = records_of(range(number, 1_600, 16), 8, version=batch)
+                transport.write_back(
+                    "t", ids, records, incarnation=incarnation, trainer=number, batch=batch
+                )
+                out = torch.zeros_like(records)
+                assert transport.fetch("t", ids, out, incarnation=incarnation).all()
+                assert torch.equal(out, records)
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    until(lambda: len(served._open) <= 8)
+    transport.close()
+    until(lambda: not served._open)
+
+
+def talking(served: TcpServer) -> Stream:
+    """A connection whose client has proved that it knows the token."""
+    stream = Stream(socket.create_connection(served.address))
+    stream.deadline = time.monotonic() + 60
+    prove_client(stream, TOKEN)
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("record_bytes", "count"),
+    [(8, 1 << 40), (1 << 31, 1), (8, MOST_REQUEST_BYTES // 16 + 1), (0, 5)],
+)
+def test_a_request_that_is_too_large_is_not_made_room_for(
+    served: TcpServer, record_bytes: int, count: int
+) -> None:
+    stream = talking(served)
+    stream.send(Request(kind=FETCH, text=b"t", record_bytes=record_bytes, count=count).pieces)
+    with pytest.raises((EOFError, ConnectionResetError)):
+        stream.receive(1)
+    stream.close()
+
+
+FIELDS = st.builds(
+    lambda magic, *numbers: struct.pack("<4sB3xIIQqqq", magic, *numbers),
+    st.sampled_from([b"rpeq", b"rpea", b"\0\0\0\0"]),
+    st.integers(0, 7),
+    st.sampled_from([0, 1, 2, 70, 1 << 16, 1 << 32 - 1]),
+    st.sampled_from([0, 1, 8, 1 << 24, (1 << 32) - 1]),
+    st.sampled_from([0, 1, 9, 1 << 20, 1 << 63]),
+    *[st.sampled_from([0, -1, 1, 1 << 62])] * 3,
+)
+TEXTS = st.sampled_from(
+    [b"t", b"{}", b"[" * 60, b'{"name":"sizes","arguments":3}', b"\xff\xfe", text_of({"name": 1})]
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    garbage=st.binary(max_size=300) | st.tuples(FIELDS, TEXTS).map(b"".join), proved=st.booleans()
+)
+def test_garbage_ends_its_connection_only(garbage: bytes, proved: bool) -> None:
+    served, good = _garbage_server()
+    if proved:
+        stream = talking(served)
+    else:
+        stream = Stream(socket.create_connection(served.address))
+    with suppress(OSError):
+        stream.send([garbage])
+    stream.close()
+    assert good.hello().owner == 0
+    assert served._thread.is_alive()
+
+
+_FOR_GARBAGE: list[tuple[TcpServer, TcpTransport]] = []
+
+
+def _garbage_server() -> tuple[TcpServer, TcpTransport]:
+    if not _FOR_GARBAGE:
+        served = TcpServer(EmbeddingServer(), TOKEN)
+        _FOR_GARBAGE.append((served, TcpTransport(served.address, TOKEN)))
+    return _FOR_GARBAGE[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_garbage_server() -> Iterator[None]:
+    yield
+    for served, transport in _FOR_GARBAGE:
+        transport.close()
+        served.close()
+    _FOR_GARBAGE.clear()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        struct.pack("<4s?3xIQ", b"rpea", False, 0, 1 << 60),
+        struct.pack("<4s?3xIQ", b"rpea", False, 1 << 31, 0),
+        struct.pack("<4s?3xIQ", b"rpea", True, 2, 0) + b"{}",
+        struct.pack("<4s?3xIQ", b"rpea", True, 1, 0) + b"{",
+        struct.pack("<4s?3xIQ", b"rpea", False, 0, 1) + b"\x00",
+    ],
+)
+def test_an_answer_that_is_none_is_refused(answer: bytes) -> None:
+    """Also one that is larger than what was asked for."""
+
+    def malformed(stream: Stream) -> None:
+        prove_server(stream, TOKEN)
+        Request.receive(Request.header_from(stream), stream)
+        stream.send([answer])
+
+    out = torch.zeros(2, 8, dtype=torch.uint8)
+    with fake_server(malformed) as address, pytest.raises(ServerLost, match="no embedding server"):
+        TcpTransport(address, TOKEN).fetch("t", ids_of([0, 1]), out, incarnation=1)
+
+
+def test_commands_of_another_form_are_refused(served: TcpServer) -> None:
+    transport = TcpTransport(served.address, TOKEN)
+    incarnation = with_table(transport)
+    for name, arguments in [
+        ("add_table", {"table": "u", "rows": True, "record_bytes": 8}),
+        ("add_table", {"table": "u", "rows": -1, "record_bytes": 8}),
+        ("add_table", {"table": 7, "rows": 1, "record_bytes": 8}),
+        ("add_table", {"table": "u" * 2_000, "rows": 1, "record_bytes": 8}),
+        ("freeze", {"table": "t"}),
+        ("begin", {"owner": 0}),
+        ("release", {}),
+    ]:
+        with pytest.raises(ValueError, match=f"{name}: "):
+            transport.command(name, arguments, incarnation=incarnation)  # type: ignore[arg-type]
+    for rows, record_bytes in ((1 << 60, 8), (1, 1 << 30)):
+        too_large: dict[str, Value] = {"table": "u", "rows": rows, "record_bytes": record_bytes}
+        with pytest.raises(HomeError, match="'u'.*on one server"):
+            transport.command("add_table", too_large, incarnation=incarnation)
+    transport.close()
+
+
+def test_closing_ends_calls_that_are_under_way(served: TcpServer) -> None:
+    stream = talking(served)
+    stream.send(Request(kind=HELLO).pieces)
+    assert stream.receive(4) == b"rpea"
+    stream.send([Request(kind=COMMAND, text=b"x" * 9).pieces[0]])  # its text never comes
+    served.close()
+    served.close()
+    assert not served._open
+    stream.close()
