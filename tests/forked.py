@@ -42,6 +42,7 @@ _PRELOADED = [
     "tests.fault.own_state_lives",
     "tests.fault.rank_lives",
     "tests.fault.retention_lives",
+    "tests.server_lives",
     "tests.fork_server",
 ]
 

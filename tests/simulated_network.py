@@ -71,6 +71,7 @@ class PassedOn(Transport):
 
     def close(self) -> None:
         self.names.append("close")
+        self.server.close()
 
 
 class Unreliable(PassedOn):

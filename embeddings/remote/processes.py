@@ -27,7 +27,7 @@ from recpoint.embeddings.remote.tcp import TcpTransport
 from recpoint.embeddings.remote.transport import Transport
 from recpoint.errors import HomeError, ServerLost, SettingsError
 
-__all__ = ["servers"]
+__all__ = ["ServerProcesses", "servers"]
 
 _MOST_SERVERS: Final = 64
 #: A process imports torch first.
@@ -80,7 +80,7 @@ def servers(
 
 
 class _Process:
-    """One server's process."""
+    """The process of one server."""
 
     def __init__(
         self, number: int, count: int, token: bytes, directory: Path | None, port: int = 0
@@ -177,8 +177,20 @@ class _Process:
                 pass  # what was not written is of no use to a process that has ended
 
 
-class _Processes:
-    """All servers' processes."""
+class ServerProcesses:
+    """The processes of all servers.
+
+    Args:
+        count: number of servers.
+        directory: see `servers`.
+        timeout_seconds: see `servers`.
+
+    Attributes:
+        token: what the servers and their trainers know.
+
+    Raises:
+        HomeError: a server does not start; none is left.
+    """
 
     def __init__(self, count: int, directory: Path | None, timeout_seconds: float) -> None:
         if directory is not None:
@@ -187,44 +199,50 @@ class _Processes:
         self._timeout_seconds = timeout_seconds
         self._directory = directory
         self._owned_by = os.getpid()
-        self.all: list[_Process] = []
+        self._all: list[_Process] = []
         try:
             for number in range(count):
-                self.all.append(_Process(number, count, self.token, directory))
-            for process in self.all:
+                self._all.append(_Process(number, count, self.token, directory))
+            for process in self._all:
                 process.wait_until_started()
         except BaseException:
-            for process in self.all:
+            for process in self._all:
                 process.kill()
             raise
 
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Where the servers listen, in their order."""
+        return tuple(process.port for process in self._all)
+
     def transports(self) -> list[Transport]:
-        return [process.transport(self._timeout_seconds) for process in self.all]
+        """Return a new transport to each server."""
+        return [process.transport(self._timeout_seconds) for process in self._all]
 
     def start_again(self, number: int) -> Transport:
-        """Start a server that does not answer again."""
-        old = self.all[number]
+        """Start a server again, at its port if nobody has taken that; returns a transport to it."""
+        old = self._all[number]
         old.kill()
-        new = _Process(number, len(self.all), self.token, self._directory, old.port)
+        new = _Process(number, len(self._all), self.token, self._directory, old.port)
         new.wait_until_started()
-        self.all[number] = new
+        self._all[number] = new
         return new.transport(self._timeout_seconds)
 
     def end(self) -> None:
         """End all. A process that was forked from this one ends none of them."""
         if os.getpid() != self._owned_by:
             return
-        for process in self.all:
+        for process in self._all:
             process.ask_to_end()
-        for process in self.all:
+        for process in self._all:
             process.kill(_END_SECONDS)
-        self.all.clear()
+        self._all.clear()
 
 
 def _started(
     count: int, directory: Path | None, timeout_seconds: float
-) -> tuple[ServedHome, _Processes]:
-    processes = _Processes(count, directory, timeout_seconds)
+) -> tuple[ServedHome, ServerProcesses]:
+    processes = ServerProcesses(count, directory, timeout_seconds)
     try:
         home = ServedHome(
             processes.transports(), revive=processes.start_again, at_close=processes.end
@@ -254,8 +272,7 @@ def _started_for_all(count: int, directory: Path | None, timeout_seconds: float)
     except BaseException as error:
         dist.broadcast_object_list([_Invitation(host=host, error=str(error) or repr(error))])
         raise
-    ports = tuple(process.port for process in processes.all)
-    told = _Invitation(host=host, token=processes.token, ports=ports, owner=home.owner)
+    told = _Invitation(host=host, token=processes.token, ports=processes.ports, owner=home.owner)
     dist.broadcast_object_list([told])
     return home
 

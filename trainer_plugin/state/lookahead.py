@@ -543,6 +543,11 @@ class Lookahead:
 
     def _begin(self) -> None:
         _refuse_counted(self.reader)
+        if self._loaded is None and self._held and self._before is not None:
+            # No batch of the open epoch was handed out, because rows of the first did not come.
+            if isinstance(self._before, Exception):
+                raise self._before
+            self._loaded = self._before
         loaded = self._loaded
         if loaded is None:
             if self._batches is not None:

@@ -473,3 +473,15 @@ def test_tables_on_the_meta_device_begin_as_filled_ones() -> None:
     fill(plain, INITIAL)
     for name, values in rows_of_plain(plain, SGD(plain.parameters(), lr=0.1)).arrays.items():
         assert torch.equal(read_rows(model, name)["values"], values[0])
+
+
+def test_an_epoch_whose_first_batch_failed_begins_again() -> None:
+    """It does not end at once, as if it had no batch."""
+    model, cache = cached_model({"users": 2, "items": 100})
+    reader = Batches(3)
+    ahead = Lookahead(reader, model, window=2)
+    for _ in range(3):
+        with pytest.raises(SettingsError, match="'users'"):
+            next(iter(ahead))
+        assert reader.position == 1
+    cache.close()

@@ -1,0 +1,73 @@
+"""Processes that start embedding servers, or use those of another rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from recpoint.embeddings import servers
+from recpoint.embeddings.remote.served_home import ServedHome
+from recpoint.errors import ServerLost
+from recpoint.testing.homes import fetched, ids_of, records_of
+
+__all__ = ["parent", "rank"]
+
+
+def rank(number: int, place: str) -> None:
+    """Join the servers, see the other's rows, and go on after a kill."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{Path(place) / 'group'}", rank=number, world_size=2
+    )
+    home = servers(2)
+    assert isinstance(home, ServedHome)
+    home.add_table("t", rows=10, record_bytes=8)
+    read = partial(fetched, partial(home.fetch, "t"), range(10), 8)
+    own = range(number, 10, 2)
+
+    def both_write_and_read() -> None:
+        home.write_back("t", ids_of(own), records_of(own, 8), batch=1)
+        dist.barrier()
+        assert len(read()) == 10
+
+    both_write_and_read()
+    dist.barrier()
+    if number == 0:
+        os.kill(home._servers[1].transport.hello().pid, signal.SIGKILL)
+    dist.barrier()
+    try:
+        read()
+    except ServerLost as error:
+        assert "embedding server 2 of 2 (" in str(error)  # noqa: PT017  # not in a test file
+    else:
+        raise AssertionError("rows of a dead server")
+    dist.barrier()
+    home.clear("t")  # rank 0 starts the server again, and rank 1 waits for that
+    dist.barrier()
+    both_write_and_read()
+    dist.barrier()
+    if number == 0:
+        home.close()
+    dist.barrier()
+    if number == 1:
+        home.close()
+    dist.destroy_process_group()
+
+
+def parent(place: str) -> None:
+    """Start a server, and have a child that keeps all pipes open; then do nothing."""
+    home = servers(1)
+    assert isinstance(home, ServedHome)
+    child = os.fork()
+    if child:
+        pids = f"{home._servers[0].transport.hello().pid} {child}"
+        path = Path(place) / "pids"
+        path.with_suffix(".new").write_text(pids)
+        path.with_suffix(".new").rename(path)
+    time.sleep(600)
