@@ -105,7 +105,7 @@ sanitize: $(NATIVE) ## run the kernels' tests under sanitizers, where there is g
 
 faults: $(NATIVE) ## flip every byte, interrupt each call, kill windows and caches, outside CI (tests/fault)
 	$(BIN)/python -m tests.fault.byte_flips --every $(FAULTS_EVERY)
-	RECPOINT_FAULTS_EVERY=$(FAULTS_EVERY) $(BIN)/python -m pytest -n $(TEST_WORKERS) -o faulthandler_timeout=0 tests/fault/test_cached_kills.py tests/fault/test_interrupted_calls.py tests/fault/test_windows_killed.py $(PYTEST_ARGS)
+	RECPOINT_FAULTS_EVERY=$(FAULTS_EVERY) $(BIN)/python -m pytest -n $(TEST_WORKERS) -o faulthandler_timeout=0 tests/fault/test_cached_kills.py tests/fault/test_interrupted_calls.py tests/fault/test_servers_killed.py tests/fault/test_windows_killed.py $(PYTEST_ARGS)
 
 tutorials: ## play the tutorials in new environments, outside CI (tests/tutorials.py)
 	$(PYTHON) -u tests/tutorials.py $(TUTORIALS)
