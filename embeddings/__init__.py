@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from recpoint.embeddings.homes import FileLimits, local
     from recpoint.embeddings.initial import Uniform, fill
     from recpoint.embeddings.remote.processes import servers
+    from recpoint.embeddings.remote.ray_servers import ray
 
-__all__ = ["FileLimits", "Uniform", "cached", "fill", "local", "read_rows", "servers"]
+__all__ = ["FileLimits", "Uniform", "cached", "fill", "local", "ray", "read_rows", "servers"]
 
 _PUBLIC = {
     "FileLimits": "homes",
@@ -33,6 +34,7 @@ _PUBLIC = {
     "cached": "cached_tables",
     "fill": "initial",
     "local": "homes",
+    "ray": "remote.ray_servers",
     "read_rows": "cached_tables",
     "servers": "remote.processes",
 }

@@ -6,4 +6,7 @@ Read the modules in this order: `transport.py` (the five calls of a server), `se
 them, and does each write once), `placement.py` (which server has a row), `served_home.py` (one home
 of several servers), `wire.py` and `tcp.py` (the calls over TCP), `process.py` (one server in a
 process of its own) and `processes.py` (starts such processes, and starts them again).
+
+On a Ray cluster: `ray_servers.py` makes the home, `ray_cluster.py` places, finds and ends the
+servers, and `ray_transport.py` holds one in an actor. Only these import Ray.
 """
