@@ -1,0 +1,268 @@
+"""Holds an embedding server in a Ray actor, and passes the five calls on to it as actor calls.
+
+The actor may listen for TCP as well, which takes a third of the time and of the CPU (decision 45).
+
+Arguments and results are numpy arrays. Ray moves one of more than 100 KB through the object store
+of each machine: it is copied in once, and is mapped read-only where it arrives. Smaller ones travel
+in the call itself.
+
+Ray repeats no call (`max_task_retries=0`), because it would do so in any order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import ray
+import torch
+from torch import Tensor
+
+from recpoint.embeddings.remote.server import EmbeddingServer
+from recpoint.embeddings.remote.tcp import TcpServer
+from recpoint.embeddings.remote.transport import Greeting, Transport, Value
+from recpoint.errors import RecpointError, ServerLost
+
+__all__ = ["CALLS_AT_ONCE", "MOST_CALLS_WAITING", "RayTransport", "ServerActor", "actor_options"]
+
+#: Threads of an actor, each of which answers one call.
+CALLS_AT_ONCE: Final = 4
+#: Calls of one transport that have no answer yet. Others wait in the trainer until there is room.
+MOST_CALLS_WAITING: Final = 16
+#: Ray's own bound for each handle of an actor. Calls that were given up count until they are done.
+_MOST_CALLS_IN_RAY: Final = 2 * MOST_CALLS_WAITING
+_POLL_SECONDS: Final = 0.05
+
+
+class ServerActor:
+    """An embedding server as an actor: takes and returns numpy arrays. Runs in a Ray worker.
+
+    Args:
+        name: what errors call the server.
+        token: what callers over TCP know; None: the server answers actor calls only.
+    """
+
+    def __init__(self, name: str, token: bytes | None = None) -> None:
+        # Arrays of the object store are read-only. The server copies what it is given, and writes
+        # to none of it. This process has no other work than the server's.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        self._server = EmbeddingServer(name=name)
+        self._listening: TcpServer | None = None
+        if token is not None:
+            # The address by which nodes of the cluster reach each other.
+            self._listening = TcpServer(self._server, token, host=ray.util.get_node_ip_address())
+
+    def address(self) -> tuple[str, int]:
+        """Return where the server listens for TCP; it needs a token."""
+        assert self._listening is not None
+        return self._listening.address
+
+    def hello(self) -> Greeting:
+        """See `Transport`."""
+        return self._server.hello()
+
+    def command(
+        self, name: str, arguments: Mapping[str, Value], incarnation: int
+    ) -> Mapping[str, Value]:
+        """See `Transport`."""
+        return self._server.command(name, arguments, incarnation=incarnation)
+
+    def fetch(
+        self,
+        table: str,
+        slots: np.ndarray[Any, Any],
+        record_bytes: int,
+        incarnation: int,
+        frozen: int | None,
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Read records.
+
+        Args:
+            table: name of the table.
+            slots: int64 [n].
+            record_bytes: of the table.
+            incarnation: of the server that is meant.
+            frozen: as for `Transport.fetch`.
+
+        Returns:
+            bool [n], whether the server has the row; uint8 [m, record_bytes], the records that it
+            has.
+        """
+        # Takes no memory before records are written, which is after the server has checked sizes.
+        out = torch.empty(len(slots), record_bytes, dtype=torch.uint8, device="cpu")
+        has = self._server.fetch(
+            table, torch.from_numpy(slots), out, incarnation=incarnation, frozen=frozen
+        ).numpy()
+        records = out.numpy()
+        return has, records if has.all() else records[has]
+
+    def write_back(
+        self,
+        table: str,
+        slots: np.ndarray[Any, Any],
+        records: np.ndarray[Any, Any],
+        incarnation: int,
+        trainer: int,
+        batch: int,
+    ) -> None:
+        """Store records: int64 [n] and uint8 [n, record_bytes]. See `Transport`."""
+        self._server.write_back(
+            table,
+            torch.from_numpy(slots),
+            torch.from_numpy(records),
+            incarnation=incarnation,
+            trainer=trainer,
+            batch=batch,
+        )
+
+
+class RayTransport(Transport):
+    """Calls an embedding server that is a Ray actor.
+
+    Args:
+        actor: handle of a `ServerActor`.
+        name: what errors call the server.
+        timeout_seconds: the longest time that a call may take, with its wait for room.
+    """
+
+    def __init__(self, actor: Any, *, name: str, timeout_seconds: float = 60.0) -> None:
+        self._actor = actor
+        self._name = name
+        self._timeout_seconds = timeout_seconds
+        self._room = threading.BoundedSemaphore(MOST_CALLS_WAITING)
+        self._is_closed = False
+
+    def hello(self) -> Greeting:
+        """Ask the server who it is. Waits for one that Ray is starting again."""
+        greeting = self._ask_until_started("hello")
+        assert isinstance(greeting, Greeting)
+        return greeting
+
+    def address(self) -> tuple[str, int]:
+        """Ask where the server listens for TCP. Waits for one that Ray is starting again.
+
+        Raises:
+            ServerLost: as for the calls of `Transport`.
+        """
+        host, port = self._ask_until_started("address")
+        return str(host), int(port)
+
+    def _ask_until_started(self, method: str) -> Any:
+        deadline = time.monotonic() + self._timeout_seconds
+        while True:
+            try:
+                return self._ask(method, deadline=deadline)
+            except ServerLost as error:
+                starts_again = isinstance(error.__cause__, ray.exceptions.ActorUnavailableError)
+                if not starts_again or time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_SECONDS)
+
+    def command(
+        self, name: str, arguments: Mapping[str, Value], *, incarnation: int
+    ) -> Mapping[str, Value]:
+        """See `Transport`."""
+        answer = self._ask("command", name, dict(arguments), incarnation)
+        assert isinstance(answer, dict)
+        return answer
+
+    def fetch(
+        self, table: str, slots: Tensor, out: Tensor, *, incarnation: int, frozen: int | None = None
+    ) -> Tensor:
+        """See `Transport`."""
+        has, records = self._ask("fetch", table, slots.numpy(), out.shape[1], incarnation, frozen)
+        # What comes from the object store is read-only, and stays there only until it is dropped.
+        if len(records) == len(slots):
+            np.copyto(out.numpy(), records)
+        else:
+            out.numpy()[has] = records
+        return torch.from_numpy(has.copy())
+
+    def write_back(
+        self,
+        table: str,
+        slots: Tensor,
+        records: Tensor,
+        *,
+        incarnation: int,
+        trainer: int,
+        batch: int,
+    ) -> None:
+        """See `Transport`."""
+        # Contiguous arrays are copied once, straight from their memory.
+        self._ask(
+            "write_back",
+            table,
+            slots.contiguous().numpy(),
+            records.contiguous().numpy(),
+            incarnation,
+            trainer,
+            batch,
+        )
+
+    def close(self) -> None:
+        """Forget the actor. It goes on."""
+        self._is_closed = True
+
+    def _ask(self, method: str, *arguments: object, deadline: float | None = None) -> Any:
+        """Call the actor, and wait for its answer.
+
+        Raises:
+            ServerLost: there is none in time, or there will never be one.
+            RecpointError, ValueError: as the server raised it.
+        """
+        if deadline is None:
+            deadline = time.monotonic() + self._timeout_seconds
+        # Without a cluster, Ray would start one of its own.
+        if self._is_closed or not ray.is_initialized():
+            raise self._lost("a call after this process has left the Ray cluster")
+        if not self._room.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise self._lost(
+                f"{MOST_CALLS_WAITING} calls without an answer for {self._timeout_seconds:g} s"
+            )
+        try:
+            answer = getattr(self._actor, method).remote(*arguments)
+            return ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
+        except ray.exceptions.RayTaskError as error:
+            # The server raised it, unless Ray did so in the server's process.
+            if isinstance(error.cause, (RecpointError, ValueError)):
+                raise error.cause from None
+            raise self._lost(f"an error in its process: {error.cause!r}") from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise self._lost(f"no answer for {self._timeout_seconds:g} s") from error
+        except ray.exceptions.PendingCallsLimitExceeded as error:
+            raise self._lost(f"{_MOST_CALLS_IN_RAY} calls that have no answer") from error
+        except ray.exceptions.RayError as error:
+            raise self._lost(f"{type(error).__name__}: {_first_line(error)}") from error
+        finally:
+            self._room.release()
+
+    def _lost(self, found: str) -> ServerLost:
+        return ServerLost(
+            self._name,
+            found=found,
+            expected=f"an answer within {self._timeout_seconds:g} s",
+            next_step="see `ray list actors` and `ray status`; then restore the last checkpoint",
+        )
+
+
+def actor_options() -> dict[str, Any]:
+    """Return the options of Ray that every actor of a server has."""
+    return {
+        # A server waits most of the time, and a machine with one core has room for several.
+        "num_cpus": 0,
+        "max_concurrency": CALLS_AT_ONCE,
+        "max_pending_calls": _MOST_CALLS_IN_RAY,
+        # A server that was started again has no rows, and says so by its incarnation.
+        "max_restarts": -1,
+        "max_task_retries": 0,
+    }
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no more is known"
