@@ -12,12 +12,14 @@ See `TableSlots` for what each thread may touch.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Any, Final
 
 import torch
@@ -34,6 +36,7 @@ from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.optimizers import Watched, all_rows_changed, row_states
 from recpoint.embeddings.slots import TableSlots, sum_gradient
 from recpoint.errors import SettingsError
+from recpoint.interrupts import held
 from recpoint.lookahead.oracle import CapacityError, Oracle, Step
 
 __all__ = ["Cache", "CacheStats"]
@@ -56,7 +59,7 @@ class CacheStats:
         unplanned: batches for which there was no room before they were handed out.
         hits: ids looked up whose rows were in their slots.
         misses: ids looked up whose rows were not: no plan had them, because they belong to an
-            evaluation or to a batch that the reader did not give. 0 for all other lookups.
+            evaluation, to a batch that the reader did not give, or to an unplanned one.
         fetched_rows: rows that entered a slot.
         written_rows: rows that were written back.
         fetched_bytes: bytes of rows and row states that came from the home. Rows that were never
@@ -108,7 +111,7 @@ class Cache:
         self._row_local = row_local
         self._by_weight = {id(rows.slots.weight): rows for rows in self.tables.values()}
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recpoint-home")
+        self._thread = _HomeThread()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="recpoint-home-read")
         self._error: BaseException | None = None  # of the home thread; nothing is done after it
         self._moves = 0  # numbers the write-backs
@@ -153,25 +156,31 @@ class Cache:
             SettingsError: with `is_next`, the batch needs more slots than a table has.
             HomeError: the home has failed.
         """
-        self._end_failed_step()
+        self.end_failed_step()
         self._raise_error()
+        with held():  # a row that has a slot must be fetched into it
+            return self._plan(ids, is_next)
+
+    def _plan(self, ids: Mapping[str, Tensor], is_next: bool) -> bool:
         number = self.planned + 1
         moves: list[tuple[CachedRows, Step]] = []
-        for name, rows in self.tables.items():
-            if name in self._partly:
-                continue
-            try:
-                step = rows.oracle.plan(_in_range(ids.get(name), rows.slots))
-            except CapacityError as error:
-                if is_next:
-                    raise self._too_small(name, error.needed) from error
-                step = None
-            if step is None:
-                break
-            self._partly.add(name)
-            moves.append((rows, step))
-        # What is planned for some tables is under way all the same.
-        self._arrivals.setdefault(number, []).append(self._start(moves))
+        try:
+            for name, rows in self.tables.items():
+                if name in self._partly:
+                    continue
+                try:
+                    step = rows.oracle.plan(_in_range(ids.get(name), rows.slots))
+                except CapacityError as error:
+                    if is_next:
+                        raise self._too_small(name, error.needed) from error
+                    step = None
+                if step is None:
+                    break
+                self._partly.add(name)
+                moves.append((rows, step))
+        finally:
+            # What is planned for some tables is under way all the same, also after an error.
+            self._arrivals.setdefault(number, []).append(self._start(moves))
         if len(self._partly) < len(self.tables):
             return False
         self._partly.clear()
@@ -184,7 +193,7 @@ class Cache:
 
         Rows of batches whose gradient no step has applied yet stay in their slots.
         """
-        self._end_failed_step()
+        self.end_failed_step()
         for rows in self.tables.values():
             self._release(rows, self.batch)
 
@@ -199,18 +208,23 @@ class Cache:
         Raises:
             HomeError: the home has failed.
         """
-        self.batch += 1
-        self._stats.batches += 1
-        if self.planned < self.batch:
+        number = self.batch + 1
+        if self.planned < number:
             # Its lookups bring its rows. What was planned for some tables is held until then.
-            self._stats.unplanned += 1
-            for name, rows in self.tables.items():
-                if name not in self._partly:
-                    rows.oracle.plan(NO_IDS)
-            self._partly.clear()
-            self.planned = self.batch
-            self.expected = max(self.expected, self.batch)
-        self._wait(self._arrivals.pop(self.batch, []))
+            with held():
+                self._stats.unplanned += 1
+                for name, rows in self.tables.items():
+                    if name not in self._partly:
+                        rows.oracle.plan(NO_IDS)
+                self._partly.clear()
+                self.planned = number
+                self.expected = max(self.expected, number)
+        # The wait may be interrupted; the batch is then still the next one.
+        self._wait(self._arrivals.get(number, []))
+        with held():
+            self._arrivals.pop(number, None)
+            self.batch = number
+            self._stats.batches += 1
 
     def forget(self) -> None:
         """Forget the plans of batches that were not handed out; rows keep their slots."""
@@ -240,7 +254,7 @@ class Cache:
             SettingsError: there are not enough slots.
             HomeError: rows that have no slot are looked up, and the home has failed.
         """
-        self._end_failed_step()
+        self.end_failed_step()
         rows = self.tables[name]
         slots = rows.slots
         flat = ids.detach().reshape(-1).to("cpu").contiguous()
@@ -279,11 +293,11 @@ class Cache:
         if missing.numel():
             # Rows that no step will change may leave as soon as others need their slots.
             until = rows.oracle.released if hold is None else hold
-            step = rows.oracle.claim(missing, hold=until)
-            if step is not None:
-                self._wait([self._start([(rows, step)])])
+            coming = self._claim(rows, missing, until)
+            if coming is not None:
+                self._wait([coming])
                 found = rows.oracle.slots_of(flat, hold=hold)
-            if step is None or int(found.min()) < 0:  # there is no room for all of them
+            if coming is None or int(found.min()) < 0:  # there is no room for all of them
                 found = self._bring_alone(rows, flat)
         return found
 
@@ -300,12 +314,18 @@ class Cache:
         found = rows.oracle.slots_of(flat, hold=self.batch)
         missing = torch.unique(flat[found < 0].long())
         if missing.numel():
-            step = rows.oracle.claim(missing, hold=self.batch)
-            if step is None:
-                held = rows.oracle.capacity - rows.oracle.free
-                raise self._too_small(rows.slots.name, held + missing.numel())
-            self._wait([self._start([(rows, step)])])
+            coming = self._claim(rows, missing, self.batch)
+            if coming is None:
+                taken = rows.oracle.capacity - rows.oracle.free
+                raise self._too_small(rows.slots.name, taken + missing.numel())
+            self._wait([coming])
         return rows.oracle.slots_of(flat)
+
+    def _claim(self, rows: CachedRows, ids: Tensor, hold: int) -> Future[None] | None:
+        """Begin to bring rows outside a plan; None: there is no room."""
+        with held():
+            step = rows.oracle.claim(ids, hold=hold)
+            return None if step is None else self._start([(rows, step)])
 
     def _bring_padding(self, rows: CachedRows) -> None:
         slots = rows.slots
@@ -446,7 +466,25 @@ class Cache:
     # What steps of optimizers do.
 
     def is_trained_by(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer trains a table of this cache."""
+        """Whether an optimizer trains a table of this cache.
+
+        Raises:
+            SettingsError: it has the parameter that a module had before its table was cached.
+        """
+        for one in self.tables.values():
+            old = None if one.replaced is None else one.replaced()
+            if old is not None and any(
+                parameter is old
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            ):
+                raise SettingsError(
+                    f"cached table {one.slots.name!r}",
+                    found=f"{type(optimizer).__name__} with the parameter that the module had "
+                    "before cached()",
+                    expected="an optimizer that trains the slots",
+                    next_step="call cached(...) first, then build the optimizer",
+                )
         return any(
             rows.slots.weight is parameter
             for group in optimizer.param_groups
@@ -456,7 +494,7 @@ class Cache:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take note of the rows that a step is about to change."""
-        self._end_failed_step()
+        self.end_failed_step()
         touches_all = False
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -491,7 +529,7 @@ class Cache:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Take note that a step has changed the rows."""
-        self._end_failed_step()
+        self.end_failed_step()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 rows = self._by_weight.get(id(parameter))
@@ -516,8 +554,12 @@ class Cache:
             rows.is_copying = True
             self._thread.submit(self._guarded(lambda: self._copy_storage(rows)))
 
-    def _end_failed_step(self) -> None:
-        """Let the home thread go on after a step: one that fails calls no hook at its end."""
+    def end_failed_step(self) -> None:
+        """Let the home thread go on after a step: one that fails calls no hook at its end.
+
+        Each call of the training thread does this first. Code that ends training after an error
+        has to do it, too.
+        """
         if self._stepping:
             self._stepping.clear()
             self._dense.release()
@@ -586,7 +628,7 @@ class Cache:
             name: name of the table.
             ids: int64 [n], on the CPU, in any order.
         """
-        self._end_failed_step()
+        self.end_failed_step()
         rows = self.tables[name]
         if rows.slots.padding_row is not None and bool((ids == rows.slots.padding_row).any()):
             self._bring_padding(rows)
@@ -606,7 +648,7 @@ class Cache:
         The home is frozen after the write-backs that were planned before. Rows in slots that a
         step changes before the view has copied them are saved first.
         """
-        self._end_failed_step()
+        self.end_failed_step()
         self._raise_error()
         view = CacheView(self._thread.submit, self._lock, self._freeze, self._collected)
         for name, rows in self.tables.items():
@@ -630,7 +672,7 @@ class Cache:
 
         A restore then writes all rows to the home.
         """
-        self._end_failed_step()
+        self.end_failed_step()
         self._wait([self._thread.submit(lambda: None)])
         self._error = None
         for rows in self.tables.values():
@@ -709,8 +751,8 @@ class Cache:
 
     def close(self) -> None:
         """End the home thread after what it has to do. The home stays open."""
-        self._end_failed_step()
-        self._thread.shutdown(wait=True)
+        self.end_failed_step()
+        self._thread.end()
         self._readers.shutdown(wait=True)
 
 
@@ -730,6 +772,53 @@ def _never(ids: Tensor) -> Tensor:
     raise AssertionError(f"{len(ids)} rows of a table whose rows are all at home")
 
 
+class _HomeThread:
+    """Does calls one after another, in a thread of its own.
+
+    An executor's thread would be waited for when the process ends. This one may wait for a step
+    that has failed, and `_end_all` has it go on first.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        # It knows the queue and not this object, so that this can be dropped.
+        self._thread = threading.Thread(
+            target=_do_calls, args=(self._calls,), name="recpoint-home", daemon=True
+        )
+        self._thread.start()
+        self._has_ended = False
+        weakref.finalize(self, self._calls.put, None)
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """Have the thread do a call.
+
+        Raises:
+            RuntimeError: the thread has ended.
+        """
+        if self._has_ended:
+            raise RuntimeError("the cache was closed")
+        future: Future[Any] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def end(self) -> None:
+        """End the thread after the calls that it has to do. A second call does nothing."""
+        self._has_ended = True
+        self._calls.put(None)
+        self._thread.join()
+
+
+def _do_calls(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (one := calls.get()) is not None:
+        future, call = one
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+        del one, future, call  # the next call may come much later
+
+
 _caches: weakref.WeakSet[Cache] = weakref.WeakSet()
 _hooks: list[Any] = []
 
@@ -741,6 +830,13 @@ def _follow_steps(cache: Cache) -> None:
         # Of all optimizers, because the one of a table is built after the table is cached.
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
+        atexit.register(_end_all)
+
+
+def _end_all() -> None:
+    """End the home threads before the interpreter does, which would end them anywhere."""
+    for cache in list(_caches):
+        cache.close()
 
 
 def _before_step(

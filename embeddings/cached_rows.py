@@ -62,10 +62,16 @@ class CachedRows:
         self.watched: tuple[int, Watched] | None = None
         #: The gradient that a step found, while it has sums in its place.
         self.gradient: Tensor | None = None
+        #: The parameter that the module had before, which no optimizer may train any more.
+        self.replaced: weakref.ref[Tensor] | None = None
+        accumulated = _Accumulated(self)
+        # A frozen table may be trained later. torch refuses hooks of a tensor that is frozen.
+        trained = slots.weight.requires_grad
+        slots.weight.requires_grad_(slots.weight.is_floating_point())
         if slots.weight.requires_grad:
-            accumulated = _Accumulated(self)
             slots.weight.register_hook(accumulated.before)
             slots.weight.register_post_accumulate_grad_hook(accumulated.after)
+        slots.weight.requires_grad_(trained)
 
     @property
     def since(self) -> int | None:

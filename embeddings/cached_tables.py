@@ -7,6 +7,7 @@ lookup with slots. Everything else about the model stays as it is.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Never
@@ -102,11 +103,14 @@ def cached(
     cache = Cache(home, rows, row_local=row_local_optimizers)
     for name, one in rows.items():
         module = tables[name].module
+        one.replaced = weakref.ref(module.weight)
         module.weight = one.slots.weight
         if module.padding_idx is not None:
             module.padding_idx = one.slots.padding
         hook = CachedLookups(cache, name)
         module.register_forward_pre_hook(hook, with_kwargs=True)
+        untyped: Any = module
+        untyped.register_load_state_dict_pre_hook(hook.refuse_state)
         # Always: a lookup that fails must not leave the module with rows of its own. First: other
         # hooks may return another output.
         module.register_forward_hook(
@@ -265,7 +269,14 @@ class CachedLookups:
         ids = args[0] if args else kwargs["input"]
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
             return args, kwargs  # torch refuses it
-        trains = torch.is_grad_enabled() and module.weight.requires_grad
+        if module.__dict__.pop("weight", None) is not None:
+            # A lookup before was interrupted, so that `looked_up` was not called.
+            self._reset_padding(module)
+        weights = kwargs.get("per_sample_weights", args[2] if len(args) > 2 else None)
+        # The gradient of weights is computed from the rows, so that these must stay, too.
+        trains = torch.is_grad_enabled() and any(
+            isinstance(one, Tensor) and one.requires_grad for one in (module.weight, weights)
+        )
         if trains and isinstance(module, nn.EmbeddingBag) and not module.sparse:
             found = self._own_rows(module, ids)
         else:
@@ -299,9 +310,27 @@ class CachedLookups:
         """Take the rows of the lookup out of the module again, and follow its graph."""
         rows = self.cache.tables[self.name]
         rows.made_lookup(output)
-        slots = rows.slots
-        if module.__dict__.pop("weight", None) is not None and slots.padding_row is not None:
+        if module.__dict__.pop("weight", None) is not None:
+            self._reset_padding(module)
+
+    def _reset_padding(self, module: Any) -> None:
+        slots = self.cache.tables[self.name].slots
+        if slots.padding_row is not None:
             module.padding_idx = slots.padding
+
+    def refuse_state(self, *_: object) -> None:
+        """Refuse `load_state_dict`: a state dict has the rows of slots, or of another model.
+
+        Raises:
+            SettingsError: always.
+        """
+        raise _refused(
+            f"cached table {self.name!r}",
+            "load_state_dict() of a model whose tables are in a cache",
+            "rows that come from a checkpoint, because most of them are not in the model's memory",
+            "restore with Checkpointer.restore(), and read rows with "
+            "recpoint.embeddings.read_rows()",
+        )
 
     def table(self, name: str, parameter_name: str, module: Lookup) -> CachedTable:
         """Describe the module's table; see `tables.DescribesTable`."""

@@ -50,7 +50,7 @@ class Uniform:
     Args:
         seed: any whole number.
         low: the least value.
-        high: no value reaches it.
+        high: values reach it only where the table's dtype rounds up to it.
     """
 
     seed: int = 0

@@ -727,8 +727,11 @@ class Checkpointer:
         # error must reach the caller, not an error of the checkpointing.
         if error is None:
             self.close()
-        else:
-            self._stop(final=False)
+            return
+        for table in self._tables:
+            if isinstance(table, CachedTable):
+                table.cache.end_failed_step()  # checkpoints wait for rows that wait for its end
+        self._stop(final=False)
 
     def _running(self, call: str) -> tuple[Pipeline, Pace]:
         if self._is_busy:

@@ -1,6 +1,6 @@
 """Holds an embedding server in a Ray actor, and passes the five calls on to it as actor calls.
 
-The actor may listen for TCP as well, which takes a third of the time and of the CPU (decision 45).
+The actor may listen for TCP as well, which takes a third of the time and of the CPU (decision 46).
 
 Arguments and results are numpy arrays. Ray moves one of more than 100 KB through the object store
 of each machine: it is copied in once, and is mapped read-only where it arrives. Smaller ones travel

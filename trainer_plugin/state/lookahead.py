@@ -233,7 +233,8 @@ class Lookahead:
     numpy and torch's CPU. Therefore a reader that draws does not change what the model draws,
     however far ahead it is. They are seeded from the states of the global generators when this
     object is built, so seed these before. A reader MUST NOT draw from generators of GPUs, which are
-    not replaced, nor from a generator that the model draws from.
+    not replaced, nor from a generator that the model draws from. It MUST NOT change a batch that it
+    has yielded.
 
     If you iterate again before an epoch has ended, the epoch that then begins is the one that would
     begin without reads ahead. A reader that is its own iterator goes on instead, as it does without
@@ -505,6 +506,8 @@ class Lookahead:
 
     def _hand_out(self) -> Any:
         if self._held:
+            if self._cache is not None:
+                self._cache.begin_batch()
             one = self._held.popleft()
             self._held_bytes -= one.bytes
             self._given += 1
@@ -513,8 +516,6 @@ class Lookahead:
             # Keep the newest anchor before the position too: `_rewind` needs it.
             while len(self._anchors) > 1 and self._anchors[1].position < self._given:
                 self._anchors.popleft()
-            if self._cache is not None:
-                self._cache.begin_batch()
             return one.batch
         last, self._last = self._last, None
         if last is _END:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -485,3 +487,100 @@ def test_an_epoch_whose_first_batch_failed_begins_again() -> None:
             next(iter(ahead))
         assert reader.position == 1
     cache.close()
+
+
+# --- what a training does around a cache ---------------------------------------------------------
+
+
+def test_a_state_dict_is_not_loaded() -> None:
+    _, model, _ = pair()
+    state = model.state_dict()
+    with pytest.raises(SettingsError, match="cached table 'users'.*load_state_dict"):
+        model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("slots", [SMALL, {"users": USERS, "items": ITEMS}])
+def test_an_optimizer_from_before_the_cache_trains_nothing(slots: dict[str, int]) -> None:
+    model = plain_model()
+    optimizer = SGD(model.parameters(), lr=0.5)
+    cached(model, local(), slots)
+    with pytest.raises(SettingsError, match="before cached"):
+        train(model, optimizer, lookahead(Batches(), model, 5), batches=3)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_table_that_is_trained_later(sparse: bool) -> None:
+    plain = plain_model(sparse=sparse)
+    plain.users.weight.requires_grad_(False)
+    model = plain_model(sparse=sparse)
+    model.users.weight.requires_grad_(False)
+    cached(model, local(), SMALL)
+    cache = cache_of(model)
+    assert cache is not None
+    optimizers = [Adagrad(m.parameters(), lr=0.1) for m in (plain, model)]
+    readers: list[Any] = [Batches(), lookahead(Batches(), model, 6)]
+    for one, optimizer, reader in zip((plain, model), optimizers, readers, strict=True):
+        train(one, optimizer, reader, batches=10)
+        one.users.weight.requires_grad_(True)
+        optimizer.zero_grad()
+        for number, batch in zip(range(20), reader, strict=False):
+            loss_of(one, batch).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    same(plain, optimizers[0], cache)
+
+
+def test_rows_stay_for_the_gradient_of_weights() -> None:
+    """A frozen bag needs its rows in a backward pass that trains the weights of its samples."""
+    bag = nn.EmbeddingBag(200, 4, mode="sum")
+    model = copy.deepcopy(bag)
+    for one in (bag, model):
+        one.weight.requires_grad_(False)
+    cached(model, local(), 24)
+    ids = torch.arange(200).view(-1, 4)
+    found = []
+    for one in (bag, model):
+        weights = torch.ones(4, requires_grad=True)
+        outputs = [one(part[None], per_sample_weights=weights[None]) for part in ids[:5]]
+        torch.stack([output.square().sum() for output in outputs]).sum().backward()
+        found.append(weights.grad)
+    assert found[0] is not None and found[1] is not None
+    assert torch.equal(as_bits(found[0]), as_bits(found[1]))
+
+
+_FAILING = """
+import time
+import torch
+import torch.optim.sgd as module
+from recpoint.embeddings import home_in_memory
+from tests.cached_training import Batches, cached_model, lookahead, train
+
+class Slow(home_in_memory.MemoryHome):
+    def fetch(self, *given):
+        time.sleep(0.1)
+        return super().fetch(*given)
+
+steps = 0
+sgd = module.sgd
+
+def failing(*given, **named):
+    global steps
+    steps += 1
+    if steps == 5:
+        time.sleep(0.5)
+        raise RuntimeError("out of memory")
+    sgd(*given, **named)
+
+module.sgd = failing
+model, _ = cached_model({"users": 60, "items": 60}, Slow())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+train(model, optimizer, lookahead(Batches(), model, 8), batches=9)
+"""
+
+
+def test_a_process_whose_step_fails_ends() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _FAILING], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1 and "out of memory" in ended.stderr, ended.stderr
