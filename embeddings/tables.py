@@ -373,8 +373,8 @@ def plain_tables(model: nn.Module, sources: Sequence[TableSource] = ()) -> Plain
                     found="two names for one table (tied weights)",
                     expected="one module for each table",
                     next_step="look rows up through one module, as emb(ids), and use its weight "
-                    "elsewhere without giving it to a second one, as F.linear(x, emb.weight) (not if the "
-                    "table is in a cache); or give each module its own weight",
+                    "elsewhere without giving it to a second one, as F.linear(x, emb.weight) (not "
+                    "if the table is in a cache); or give each module its own weight",
                 )
             if is_table:
                 assert isinstance(module, Lookup)
