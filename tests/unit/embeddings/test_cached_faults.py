@@ -141,12 +141,12 @@ def test_damage_at_home_is_named_where_training_is(
                 read_rows(trained.model, "users", trained.optimizer)
     if by == "read_rows":
         return  # it asks for no row that training needs
-    # Nothing is trained after it, and each call says why.
+    # Nothing is trained after it, and each call that needs the home says why.
     trained_before = trained.cache.stats.batches
     with pytest.raises(HomeError, match=named):
         next(iter(trained.reader))
     with pytest.raises(HomeError, match=named):
-        trained.model.users(torch.tensor([0]))
+        trained.model.users(torch.arange(USERS))  # rows without a slot are among them
     assert trained.cache.stats.batches == trained_before >= done
 
 
