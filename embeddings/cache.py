@@ -465,26 +465,29 @@ class Cache:
 
     # What steps of optimizers do.
 
-    def is_trained_by(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer trains a table of this cache.
+    def refuse_replaced(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer with a parameter that a module had before its table was cached.
 
         Raises:
-            SettingsError: it has the parameter that a module had before its table was cached.
+            SettingsError: it has one.
         """
-        for one in self.tables.values():
-            old = None if one.replaced is None else one.replaced()
+        for rows in self.tables.values():
+            old = None if rows.replaced is None else rows.replaced()
             if old is not None and any(
                 parameter is old
                 for group in optimizer.param_groups
                 for parameter in group["params"]
             ):
                 raise SettingsError(
-                    f"cached table {one.slots.name!r}",
+                    f"cached table {rows.slots.name!r}",
                     found=f"{type(optimizer).__name__} with the parameter that the module had "
                     "before cached()",
                     expected="an optimizer that trains the slots",
                     next_step="call cached(...) first, then build the optimizer",
                 )
+
+    def is_trained_by(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer trains a table of this cache."""
         return any(
             rows.slots.weight is parameter
             for group in optimizer.param_groups
@@ -842,6 +845,8 @@ def _end_all() -> None:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    for cache in list(_caches):
+        cache.refuse_replaced(optimizer)
     caches = _caches_of(optimizer)
     if not caches:
         return None

@@ -357,7 +357,7 @@ def test_an_answer_that_is_none_is_refused(answer: bytes) -> None:
 def test_commands_of_another_form_are_refused(served: TcpServer) -> None:
     transport = TcpTransport(served.address, TOKEN)
     incarnation = with_table(transport)
-    for name, arguments in [
+    wrong: list[tuple[str, dict[str, Value]]] = [
         ("add_table", {"table": "u", "rows": True, "record_bytes": 8}),
         ("add_table", {"table": "u", "rows": -1, "record_bytes": 8}),
         ("add_table", {"table": 7, "rows": 1, "record_bytes": 8}),
@@ -365,9 +365,10 @@ def test_commands_of_another_form_are_refused(served: TcpServer) -> None:
         ("freeze", {"table": "t"}),
         ("begin", {"owner": 0}),
         ("release", {}),
-    ]:
+    ]
+    for name, arguments in wrong:
         with pytest.raises(ValueError, match=f"{name}: "):
-            transport.command(name, arguments, incarnation=incarnation)  # type: ignore[arg-type]
+            transport.command(name, arguments, incarnation=incarnation)
     for rows, record_bytes in ((1 << 60, 8), (1, 1 << 30)):
         too_large: dict[str, Value] = {"table": "u", "rows": rows, "record_bytes": record_bytes}
         with pytest.raises(HomeError, match="'u'.*on one server"):
