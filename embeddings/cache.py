@@ -38,6 +38,7 @@ from recpoint.embeddings.slots import TableSlots, sum_gradient
 from recpoint.errors import SettingsError
 from recpoint.interrupts import held
 from recpoint.lookahead.oracle import CapacityError, Oracle, Step
+from recpoint.lookahead.shared_oracle import SharedOracle
 
 __all__ = ["Cache", "CacheStats"]
 
@@ -120,6 +121,8 @@ class Cache:
         self._views: list[CacheView] = []  # whose rows in slots are not copied yet
         self._stepping: set[int] = set()  # ids of optimizers whose step holds `_dense`
         self._dense = threading.Lock()  # held while a step reads and writes all slots
+        for rows in self.tables.values():
+            rows.oracle = self._new_oracle(rows)
         _follow_steps(self)
 
     @property
@@ -127,7 +130,24 @@ class Cache:
         """What the cache has done until now; may be read from any thread."""
         return replace(self._stats, window=max(0, self.planned - self.batch))
 
+    def _new_oracle(self, rows: CachedRows) -> Oracle | SharedOracle:
+        oracle = Oracle(rows.slots.capacity)
+        oracle.plan(NO_IDS)  # batch 1 stands for the time before the first batch
+        return oracle
+
     # What the Lookahead does.
+
+    def tell(self, count: int, ids: Callable[[int], Mapping[str, Tensor]]) -> int:
+        """Learn which batches were read and not handed out.
+
+        Args:
+            count: number of these batches.
+            ids: returns the ids of one of them, as for `plan`.
+
+        Returns:
+            How many of them can be expected and planned.
+        """
+        return count
 
     def expect(self, ids: Mapping[str, Tensor]) -> None:
         """Keep the rows in slots that the batch after `expected` looks up; no row is fetched.
@@ -138,8 +158,11 @@ class Cache:
         for name, rows in self.tables.items():
             # A table may have been planned for this batch before the others had room.
             if rows.oracle.expected == self.expected:
-                rows.oracle.expect(_in_range(ids.get(name), rows.slots))
+                self._expect_rows(rows, ids.get(name))
         self.expected += 1
+
+    def _expect_rows(self, rows: CachedRows, ids: Tensor | None) -> None:
+        _alone(rows).expect(rows.slots.in_range(ids))
 
     def plan(self, ids: Mapping[str, Tensor], *, is_next: bool = False) -> bool:
         """Plan the batch after the last that is planned; its rows begin to arrive.
@@ -169,15 +192,16 @@ class Cache:
                 if name in self._partly:
                     continue
                 try:
-                    step = rows.oracle.plan(_in_range(ids.get(name), rows.slots))
+                    step, is_planned = self._plan_rows(rows, ids.get(name))
                 except CapacityError as error:
                     if is_next:
                         raise self._too_small(name, error.needed) from error
-                    step = None
-                if step is None:
+                    break
+                if step is not None:
+                    moves.append((rows, step))
+                if not is_planned:
                     break
                 self._partly.add(name)
-                moves.append((rows, step))
         finally:
             # What is planned for some tables is under way all the same, also after an error.
             self._arrivals.setdefault(number, []).append(self._start(moves))
@@ -187,6 +211,11 @@ class Cache:
         self.planned = number
         self.expected = max(self.expected, number)
         return True
+
+    def _plan_rows(self, rows: CachedRows, ids: Tensor | None) -> tuple[Step | None, bool]:
+        """Plan one table; returns what is to be moved, and whether the table is planned."""
+        step = _alone(rows).plan(rows.slots.in_range(ids))
+        return step, step is not None
 
     def end_batch(self) -> None:
         """Take note that the script asks for another batch: it has trained the one before.
@@ -210,21 +239,27 @@ class Cache:
         """
         number = self.batch + 1
         if self.planned < number:
-            # Its lookups bring its rows. What was planned for some tables is held until then.
-            with held():
-                self._stats.unplanned += 1
-                for name, rows in self.tables.items():
-                    if name not in self._partly:
-                        rows.oracle.plan(NO_IDS)
-                self._partly.clear()
-                self.planned = number
-                self.expected = max(self.expected, number)
+            self._pass_over(number)
         # The wait may be interrupted; the batch is then still the next one.
         self._wait(self._arrivals.get(number, []))
         with held():
             self._arrivals.pop(number, None)
             self.batch = number
             self._stats.batches += 1
+
+    def _pass_over(self, number: int) -> None:
+        """Begin a batch that there was no room to plan: its lookups bring its rows.
+
+        What was planned for some tables is held until then.
+        """
+        with held():
+            self._stats.unplanned += 1
+            for name, rows in self.tables.items():
+                if name not in self._partly:
+                    _alone(rows).plan(NO_IDS)
+            self._partly.clear()
+            self.planned = number
+            self.expected = max(self.expected, number)
 
     def forget(self) -> None:
         """Forget the plans of batches that were not handed out; rows keep their slots."""
@@ -308,7 +343,7 @@ class Cache:
         self.batch += 1
         self.planned = self.expected = self.batch
         for other in self.tables.values():
-            other.oracle.plan(NO_IDS)
+            _alone(other).plan(NO_IDS)
             other.hold_lookups(self.batch)
             self._release(other, self.batch - 1)
         found = rows.oracle.slots_of(flat, hold=self.batch)
@@ -316,7 +351,7 @@ class Cache:
         if missing.numel():
             coming = self._claim(rows, missing, self.batch)
             if coming is None:
-                taken = rows.oracle.capacity - rows.oracle.free
+                taken = rows.oracle.capacity - _alone(rows).free
                 raise self._too_small(rows.slots.name, taken + missing.numel())
             self._wait([coming])
         return rows.oracle.slots_of(flat)
@@ -324,7 +359,7 @@ class Cache:
     def _claim(self, rows: CachedRows, ids: Tensor, hold: int) -> Future[None] | None:
         """Begin to bring rows outside a plan; None: there is no room."""
         with held():
-            step = rows.oracle.claim(ids, hold=hold)
+            step = _alone(rows).claim(ids, hold=hold)
             return None if step is None else self._start([(rows, step)])
 
     def _bring_padding(self, rows: CachedRows) -> None:
@@ -372,12 +407,19 @@ class Cache:
         for rows, step in moves:
             if step.evicted_slots.numel():
                 self._evict(rows, step)
+        self._wait_for_write_backs()
         entering = [(rows, step) for rows, step in moves if step.fetched_ids.numel()]
         # A table has few of the rows of a batch: a disk is busy only with those of several tables.
         read = map if len(entering) < _FEWEST_AT_ONCE else self._readers.map
         found = read(lambda one: self.read_home(one[0], one[1].fetched_ids), entering)
         for (rows, step), (records, there) in zip(entering, found, strict=True):
             self._put(rows, step.fetched_ids, step.fetched_slots, records, there)
+
+    def _wait_for_write_backs(self) -> None:
+        """Return when no row that enters a slot next is still being written back.
+
+        The home thread writes rows back itself, before.
+        """
 
     def _evict(self, rows: CachedRows, step: Step) -> None:
         slots = rows.slots
@@ -460,8 +502,7 @@ class Cache:
             records = slots.new_records(storage[ids.to(storage.device)].cpu())
             self._moves += 1
             self.home.write_back(slots.name, ids, records, batch=self._moves)
-        rows.storage = None
-        rows.initial = _never
+        rows.drop_storage()
 
     # What steps of optimizers do.
 
@@ -514,11 +555,15 @@ class Cache:
                 elif type(optimizer) is not SGD:  # SGD adds each entry to the weight by itself
                     rows.gradient = parameter.grad
                     parameter.grad = sum_gradient(rows.gradient, rows.slots, rows.oracle.slots_of)
-                self._will_change(rows, rows.to_change())
+                self._will_change(rows, self._to_change(rows))
         if touches_all:
             # The step reads every slot and writes it again, so that nothing may arrive meanwhile.
             self._dense.acquire()
             self._stepping.add(id(optimizer))
+
+    def _to_change(self, rows: CachedRows) -> Tensor:
+        """Return the slots whose rows the next step may change."""
+        return rows.to_change()
 
     def _will_change(self, rows: CachedRows, slots: Tensor) -> None:
         with self._lock:
@@ -528,7 +573,11 @@ class Cache:
         if rows.marker is None:
             rows.is_unmarked = True
         else:
-            rows.marker.mark(rows.slots.ids[slots])
+            rows.marker.mark(self._changed_ids(rows, slots))
+
+    def _changed_ids(self, rows: CachedRows, slots: Tensor) -> Tensor:
+        """Return the rows that a checkpoint of this trainer has to hold, from slots that change."""
+        return rows.slots.ids[slots]
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Take note that a step has changed the rows."""
@@ -680,8 +729,7 @@ class Cache:
         self._error = None
         for rows in self.tables.values():
             slots = rows.slots
-            rows.oracle = Oracle(slots.capacity)
-            rows.oracle.plan(NO_IDS)
+            rows.oracle = self._new_oracle(rows)
             rows.forget_all()
             rows.is_unmarked = False
             slots.ids.fill_(-1)
@@ -689,7 +737,7 @@ class Cache:
             slots.changed.zero_()
             slots.layout = None
             if rows.storage is not None:
-                rows.storage, rows.initial = None, _never
+                rows.drop_storage()
             if rows.is_at_home:
                 self.home.clear(slots.name)
         self.batch = self.planned = self.expected = 1
@@ -759,20 +807,10 @@ class Cache:
         self._readers.shutdown(wait=True)
 
 
-def _in_range(ids: Tensor | None, slots: TableSlots) -> Tensor:
-    """Return the ids that name rows of the table, without the padding row."""
-    if ids is None or not ids.numel():
-        return NO_IDS
-    low, high = torch.aminmax(ids)
-    if int(low) < 0 or int(high) >= slots.rows:
-        ids = ids[(ids >= 0) & (ids < slots.rows)]
-    if slots.padding_row is not None:
-        ids = ids[ids != slots.padding_row]
-    return ids
-
-
-def _never(ids: Tensor) -> Tensor:
-    raise AssertionError(f"{len(ids)} rows of a table whose rows are all at home")
+def _alone(rows: CachedRows) -> Oracle:
+    """Return the oracle of a table that no other trainer shares."""
+    assert isinstance(rows.oracle, Oracle)
+    return rows.oracle
 
 
 class _HomeThread:

@@ -19,6 +19,7 @@ from recpoint.embeddings.slots import TableSlots
 from recpoint.embeddings.tables import Marker
 from recpoint.errors import SettingsError
 from recpoint.lookahead.oracle import Oracle
+from recpoint.lookahead.shared_oracle import SharedOracle
 
 __all__ = ["NO_IDS", "CachedRows", "FirstValues"]
 
@@ -48,8 +49,7 @@ class CachedRows:
         #: The values of a table that had storage, until they are copied to the home.
         self.storage = storage
         self.is_copying = False
-        self.oracle = Oracle(slots.capacity)
-        self.oracle.plan(NO_IDS)  # batch 1 stands for the time before the first batch
+        self.oracle: Oracle | SharedOracle  # given by the cache
         self.marker: Marker | None = None
         self.is_unmarked = False
         #: Lookups with gradients on whose gradient no step has applied yet.
@@ -72,6 +72,11 @@ class CachedRows:
             slots.weight.register_hook(accumulated.before)
             slots.weight.register_post_accumulate_grad_hook(accumulated.after)
         slots.weight.requires_grad_(trained)
+
+    def drop_storage(self) -> None:
+        """Let the table's storage go: the home has all its rows."""
+        self.storage = None
+        self.initial = _never
 
     @property
     def since(self) -> int | None:
@@ -222,6 +227,10 @@ class _Lookup:
     def may_run(self) -> bool:
         """Whether a backward pass may go through it."""
         return self.graph() is not None
+
+
+def _never(ids: Tensor) -> Tensor:
+    raise AssertionError(f"{len(ids)} rows of a table whose rows are all at home")
 
 
 def _nothing() -> None:

@@ -23,6 +23,7 @@ from recpoint.embeddings.home import Home
 from recpoint.embeddings.initial import Initial
 from recpoint.embeddings.marks import Tracker
 from recpoint.embeddings.optimizers import row_states
+from recpoint.embeddings.remote.rank_agreement import rank_and_count
 from recpoint.embeddings.slots import TableSlots
 from recpoint.embeddings.tables import (
     Lookup,
@@ -31,6 +32,7 @@ from recpoint.embeddings.tables import (
     refuse_ids_outside,
     refuse_unstorable,
 )
+from recpoint.embeddings.trainers.shared_cache import SharedCache
 from recpoint.errors import SettingsError
 from recpoint.kernels import dirty_bitmap
 
@@ -95,12 +97,21 @@ def cached(
     """
     if not isinstance(home, Home):
         raise _refused("cached(home)", f"{home!r:.200}", "a home", "recpoint.embeddings.local()")
+    _, ranks = rank_and_count()
+    if ranks != home.trainers:
+        raise _refused(
+            "cached(home)",
+            f"{ranks} ranks in the process group, and a home of {home.trainers}",
+            "one home that all ranks share",
+            "call recpoint.embeddings.servers(count=...) on all ranks after init_process_group",
+        )
     tables = _tables_of(model)
     slots = _slots_by_table(capacity_rows, {name: t.rows for name, t in tables.items()})
     rows: dict[str, CachedRows] = {}
     for name, count in slots.items():
         rows[name] = _cached_rows(tables[name], count, initial, torch.device(device or "cpu"))
-    cache = Cache(home, rows, row_local=row_local_optimizers)
+    kind = SharedCache if home.trainers > 1 else Cache
+    cache = kind(home, rows, row_local=row_local_optimizers)
     for name, one in rows.items():
         module = tables[name].module
         one.replaced = weakref.ref(module.weight)
@@ -203,9 +214,10 @@ class PlannedCache:
             SettingsError: the next batch alone needs more slots than a table has.
             HomeError: the home has failed.
         """
-        for ids in batches[self.cache.expected - self.cache.batch :]:
+        known = self.cache.tell(len(batches), lambda at: self._own(batches[at]))
+        for ids in batches[self.cache.expected - self.cache.batch : known]:
             self.cache.expect(self._own(ids))
-        for ids in batches[self.ahead : fetched]:
+        for ids in batches[self.ahead : min(fetched, known)]:
             if not self.cache.plan(self._own(ids), is_next=self.ahead == 0):
                 if not self._has_told:
                     self._tell(fetched)

@@ -64,7 +64,12 @@ class Home(ABC):
     A home is no checkpoint. It promises nothing about records after its process has ended.
 
     As a context manager, it is closed at the end of the block.
+
+    Attributes:
+        trainers: number of processes that share the rows, each with a home object of its own.
     """
+
+    trainers = 1
 
     @abstractmethod
     def add_table(self, table: str, *, rows: int, record_bytes: int) -> None:

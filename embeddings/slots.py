@@ -101,6 +101,8 @@ class TableSlots:
         ids: int64 [capacity + 2], on the CPU: row of each slot, as of the home thread; -1: none.
         ready: bool [capacity + 2], on the CPU: the row of the slot has arrived.
         changed: bool [capacity + 2], on the CPU: the row differs from its home's.
+        borrowed: int64 [capacity + 2], on the CPU: row of another trainer that the slot has; -1:
+            none. None: there are no other trainers.
         layout: layout of records; None: the row states are not known yet.
     """
 
@@ -128,6 +130,7 @@ class TableSlots:
         self.ids = torch.full((capacity + 2,), -1, dtype=torch.int64, device="cpu")
         self.ready = torch.zeros(capacity + 2, dtype=torch.bool, device="cpu")
         self.changed = torch.zeros(capacity + 2, dtype=torch.bool, device="cpu")
+        self.borrowed: Tensor | None = None
         self.layout: RecordLayout | None = None
 
     @property
@@ -187,10 +190,28 @@ class TableSlots:
         """
         return ("", self.weight.data), *((n, state.data) for n, state in self.states.items())
 
+    def in_range(self, ids: Tensor | None) -> Tensor:
+        """Return the ids that name rows of the table, without the padding row.
+
+        Args:
+            ids: int32 or int64 [n], on the CPU; None: none.
+        """
+        if ids is None or not ids.numel():
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        low, high = torch.aminmax(ids)
+        if int(low) < 0 or int(high) >= self.rows:
+            ids = ids[(ids >= 0) & (ids < self.rows)]
+        if self.padding_row is not None:
+            ids = ids[ids != self.padding_row]
+        return ids
+
     def by_ids(self, gradient: Tensor) -> Tensor:
         """Return a sparse gradient of the slots as one of the table: entries by the rows' ids."""
         slots = gradient._indices()[0]
         ids = self.ids.to(slots.device)[slots]
+        if self.borrowed is not None:
+            borrowed = self.borrowed.to(slots.device)[slots]
+            ids = torch.where(borrowed >= 0, borrowed, ids)
         if self.padding_row is not None:
             ids[slots == self.padding] = self.padding_row
         return torch.sparse_coo_tensor(

@@ -22,6 +22,7 @@ from typing import IO, Any, Final
 import torch.distributed as dist
 
 from recpoint.embeddings.home import Home
+from recpoint.embeddings.remote.rank_agreement import rank_and_count
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.tcp import TcpTransport
 from recpoint.embeddings.remote.transport import Transport
@@ -245,7 +246,10 @@ def _started(
     processes = ServerProcesses(count, directory, timeout_seconds)
     try:
         home = ServedHome(
-            processes.transports(), revive=processes.start_again, at_close=processes.end
+            processes.transports(),
+            trainers=rank_and_count()[1],
+            revive=processes.start_again,
+            at_close=processes.end,
         )
     except BaseException:
         processes.end()
@@ -304,6 +308,7 @@ def _joined(timeout_seconds: float) -> ServedHome:
         [transport(number) for number in range(len(told.ports))],
         owner=told.owner,
         trainer=dist.get_rank(),
+        trainers=dist.get_world_size(),
         revive=lambda number: _until_it_answers(transport(number), timeout_seconds),
     )
 

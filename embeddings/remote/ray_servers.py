@@ -118,6 +118,7 @@ def ray(
             [connected(number) for number in range(len(names))],
             owner=owner,
             trainer=trainer,
+            trainers=ranks,
             # Ray starts a server again by itself. It then listens at another port.
             revive=connected,
             at_close=at_close,

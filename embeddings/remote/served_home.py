@@ -47,6 +47,7 @@ class ServedHome(Home):
         owner: number of the training that the servers work for, as `owner` of the home that took
             them over; None: this home takes them over, and they forget what they have.
         trainer: number of this trainer among those with the same owner.
+        trainers: how many these are.
         revive: called with the number of a server that does not answer. Returns a transport to the
             server that is there instead. None: there is none.
         at_close: called once the transports are closed.
@@ -64,12 +65,14 @@ class ServedHome(Home):
         *,
         owner: int | None = None,
         trainer: int = 0,
+        trainers: int = 1,
         revive: Callable[[int], Transport] | None = None,
         at_close: Callable[[], None] | None = None,
     ) -> None:
         if not transports:
             raise ValueError("transports: none, expected one for each server")
         self._trainer = trainer
+        self.trainers = trainers
         self._revive = revive
         self._at_close = at_close
         self._servers = [_Server(transport) for transport in transports]

@@ -1,0 +1,97 @@
+"""Carries bytes between all ranks of a training, for one thread of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recpoint.errors import RankLost
+
+__all__ = ["Channel"]
+
+
+class Channel:
+    """A gloo group of its own, so that its collectives keep apart from all others.
+
+    Every method is collective: all ranks call the same methods in the same order. It belongs to
+    one thread of each rank. Tensors are on the CPU.
+
+    Args:
+        name: what it carries, for errors.
+
+    Attributes:
+        rank: rank of this process.
+        count: number of ranks.
+
+    Raises:
+        RankLost: a rank does not answer.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self._group: Any = dist.new_group(backend="gloo")
+
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        try:
+            dist.barrier(group=self._group)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send a part to each rank, and return the parts that the ranks have sent here.
+
+        Args:
+            parts: uint8 [n] for each rank, in rank order.
+            sizes: bytes that each rank sends here.
+
+        Returns:
+            uint8 [sizes[rank]] for each rank.
+        """
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        try:
+            dist.all_to_all_single(
+                received,
+                torch.cat([*parts]),
+                list(sizes),
+                [part.numel() for part in parts],
+                group=self._group,
+            )
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        return list(received.split(list(sizes)))
+
+    def gather(self, own: Tensor) -> list[Tensor]:
+        """Send bytes to all ranks, and return those of each rank, in rank order.
+
+        Args:
+            own: uint8 [n]; n may differ between ranks.
+        """
+        size = torch.tensor([own.numel()], dtype=torch.int64, device="cpu")
+        told = self.swap([size.view(torch.uint8)] * self.count, [size.nbytes] * self.count)
+        sizes = [int(one.clone().view(torch.int64)) for one in told]
+        none = own[:0]
+        parts = [none if rank == self.rank else own for rank in range(self.count)]
+        sizes[self.rank] = 0
+        found = self.swap(parts, sizes)
+        found[self.rank] = own
+        return found
+
+    def close(self) -> None:
+        """Leave the other ranks: calls of theirs that wait for this rank fail at once."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _lost(self, error: Exception) -> RankLost:
+        return RankLost(
+            f"rank {self.rank} of {self.count}",
+            found=f"no {self._name} from the other ranks: {error}",
+            expected="that all ranks train the same number of batches together",
+            next_step="see the other ranks' logs",
+        )

@@ -1,0 +1,196 @@
+"""Values of rows go to ranks that borrow them, and gradients of these go to the rows' owners.
+
+A gradient is divided by the number of ranks, as DistributedDataParallel does. The owner adds the
+gradients of all ranks in rank order, whoever sends first. So sums have the same bits in each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recpoint.embeddings.slots import TableSlots
+from recpoint.embeddings.trainers.channel import Channel
+from recpoint.lookahead.shared_oracle import Exchange, Rows
+
+__all__ = ["Reduced", "exchange_gradients", "exchange_values", "merged"]
+
+#: What gradient a rank has for a table: each rank sends one of these as a byte.
+_NONE: Final = 0
+_DENSE: Final = 1
+_SPARSE: Final = 2
+
+
+def exchange_values(
+    channel: Channel, tables: Sequence[tuple[TableSlots, Exchange]]
+) -> None:
+    """Send values of lent rows to the ranks that borrow them, and put borrowed rows into slots.
+
+    Args:
+        channel: for this purpose alone; collective.
+        tables: slots and exchange of each table, in the same order on all ranks.
+    """
+    parts, sizes = [], []
+    for rank in range(channel.count):
+        sent = [_values(slots, exchange.lent[rank].slots) for slots, exchange in tables]
+        parts.append(torch.cat(sent) if sent else _nothing())
+        sizes.append(
+            sum(one.borrowed[rank].ids.numel() * _row_bytes(slots) for slots, one in tables)
+        )
+    for rank, received in enumerate(channel.swap(parts, sizes)):
+        end = 0
+        for slots, exchange in tables:
+            rows = exchange.borrowed[rank]
+            first, end = end, end + rows.ids.numel() * _row_bytes(slots)
+            if end == first:
+                continue
+            values = received[first:end].clone().view(slots.weight.dtype).view(-1, slots.dim)
+            _, weight = slots.arrays()[0]
+            weight.index_copy_(0, rows.slots.to(weight.device), values.to(weight.device))
+
+
+def _values(slots: TableSlots, at: Tensor) -> Tensor:
+    _, weight = slots.arrays()[0]
+    return _bytes(weight.index_select(0, at.to(weight.device)).cpu())
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(-1).view(torch.uint8)
+
+
+def _row_bytes(slots: TableSlots) -> int:
+    return slots.dim * slots.weight.element_size()
+
+
+def _nothing() -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def merged(exchanges: Sequence[Exchange]) -> Exchange:
+    """Return which rows a rank exchanges in several batches together, in which no row moves."""
+    if len(exchanges) == 1:
+        return exchanges[0]
+    return Exchange(
+        batch=exchanges[-1].batch,
+        own=_together([one.own for one in exchanges]),
+        borrowed=tuple(map(_together, zip(*(one.borrowed for one in exchanges), strict=True))),
+        lent=tuple(map(_together, zip(*(one.lent for one in exchanges), strict=True))),
+    )
+
+
+def _together(rows: Sequence[Rows]) -> Rows:
+    ids, inverse = torch.unique(torch.cat([one.ids for one in rows]), return_inverse=True)
+    slots = torch.empty_like(ids)
+    slots[inverse] = torch.cat([one.slots for one in rows])
+    return Rows(ids=ids, slots=slots)
+
+
+class Reduced(NamedTuple):
+    """The gradient of all ranks for the rows of one table that this rank owns.
+
+    Attributes:
+        is_sparse: the ranks have sparse gradients.
+        slots: int64 [n]: slots of the rows that any rank looks up, in the order of their ids.
+        values: [n, dim]: the sums over all ranks, on the CPU.
+        there: bool [n]: a rank has an entry for the row. True for dense gradients.
+    """
+
+    is_sparse: bool
+    slots: Tensor
+    values: Tensor
+    there: Tensor
+
+
+def exchange_gradients(
+    channel: Channel, tables: Sequence[tuple[TableSlots, Exchange]]
+) -> list[Reduced | None]:
+    """Reduce the gradients that the tables' weights have on all ranks, at the rows' owners.
+
+    Args:
+        channel: for this purpose alone; collective.
+        tables: slots and exchange of each table, in the same order on all ranks.
+
+    Returns:
+        For each table its gradient; None: no rank has one.
+    """
+    local = [_Local(slots, channel.count) for slots, _ in tables]
+    kinds = torch.tensor([one.kind for one in local], dtype=torch.uint8, device="cpu")
+    parts, sizes = [], []
+    for rank in range(channel.count):
+        sent = [kinds]
+        for one, (_, exchange) in zip(local, tables, strict=True):
+            there, values = one.of(exchange.borrowed[rank])
+            sent += [there.view(torch.uint8), _bytes(values)]
+        parts.append(torch.cat(sent))
+        sizes.append(
+            len(tables)
+            + sum(one.lent[rank].ids.numel() * (1 + _row_bytes(slots)) for slots, one in tables)
+        )
+    received = channel.swap(parts, sizes)
+    every_kind = torch.stack([one[: len(tables)] for one in received]).amax(0).tolist()
+    ends = [len(tables)] * channel.count
+    found: list[Reduced | None] = []
+    for one, (slots, exchange), kind in zip(local, tables, every_kind, strict=True):
+        own = exchange.own
+        values = torch.zeros(own.ids.numel(), slots.dim, dtype=slots.weight.dtype, device="cpu")
+        there = torch.zeros(own.ids.numel(), dtype=torch.bool, device="cpu")
+        for rank in range(channel.count):
+            if rank == channel.rank:
+                here, part = one.of(own)
+                at = torch.arange(own.ids.numel(), dtype=torch.int64, device="cpu")
+            else:
+                rows = exchange.lent[rank]
+                first, middle = ends[rank], ends[rank] + rows.ids.numel()
+                ends[rank] = middle + rows.ids.numel() * _row_bytes(slots)
+                here = received[rank][first:middle].bool()
+                part = received[rank][middle : ends[rank]].clone().view(values.dtype)
+                part = part.view(-1, slots.dim)
+                at = torch.searchsorted(own.ids, rows.ids)
+            values.index_add_(0, at, part)
+            there[at] |= here
+        if kind == _NONE:
+            found.append(None)
+        else:
+            there |= kind == _DENSE
+            found.append(Reduced(kind == _SPARSE, own.slots, values, there))
+    return found
+
+
+class _Local:
+    """The gradient of one table on this rank, divided by the number of ranks."""
+
+    def __init__(self, slots: TableSlots, count: int) -> None:
+        gradient = slots.weight.grad
+        self._slots, self._count = slots, count
+        self._dense: Tensor | None = None
+        self._ids = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._values = torch.empty(0, slots.dim, dtype=slots.weight.dtype, device="cpu")
+        self.kind = _NONE
+        if gradient is None:
+            return
+        if gradient.is_sparse:
+            self.kind = _SPARSE
+            summed = slots.by_ids(gradient).coalesce()
+            self._ids = summed._indices()[0].cpu()
+            self._values = summed._values().cpu() / count
+        else:
+            self.kind = _DENSE
+            self._dense = gradient
+
+    def of(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return which rows have a gradient, bool [n], and the gradients, [n, dim], on the CPU."""
+        count = rows.ids.numel()
+        if self._dense is not None:
+            at = rows.slots.to(self._dense.device)
+            values = self._dense.index_select(0, at).cpu() / self._count
+            return torch.ones(count, dtype=torch.bool, device="cpu"), values
+        values = torch.zeros(count, self._slots.dim, dtype=self._values.dtype, device="cpu")
+        there = torch.zeros(count, dtype=torch.bool, device="cpu")
+        if count and self._ids.numel():
+            at = torch.searchsorted(self._ids, rows.ids).clamp_(max=self._ids.numel() - 1)
+            there = self._ids[at] == rows.ids
+            values[there] = self._values[at[there]]
+        return there, values

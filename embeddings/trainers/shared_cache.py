@@ -1,0 +1,405 @@
+"""The cache of one trainer among several that train the same tables (BagPipe, SOSP 2023).
+
+Each row in use is in the cache of one trainer, its owner (`SharedOracle`). For each batch,
+
+1. the owners send the values of rows to the trainers that look them up (`begin_batch`);
+2. before an optimizer's step, the trainers send the gradients of these rows to the owners
+   (`before_step`), and each owner's optimizer changes its own rows.
+
+Results are those of trainers that all have whole tables, and add the gradients of all ranks in rank
+order.
+
+All trainers do the same: batches, steps and checkpoints come in the same order on each. Rows move
+between a cache and the home as in any `Cache`. A row that one trainer has written back may enter
+another's cache later, so the home threads of all trainers meet after the write-backs of a batch.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Never
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from recpoint.embeddings.cache import Cache
+from recpoint.embeddings.cache_view import CacheView, TableView
+from recpoint.embeddings.cached_rows import NO_IDS, CachedRows
+from recpoint.embeddings.home import FrozenRows, Home
+from recpoint.embeddings.trainers.channel import Channel
+from recpoint.embeddings.trainers.coming import ComingIds
+from recpoint.embeddings.trainers.row_exchange import (
+    Reduced,
+    exchange_gradients,
+    exchange_values,
+    merged,
+)
+from recpoint.errors import SettingsError
+from recpoint.interrupts import held
+from recpoint.lookahead.oracle import Step
+from recpoint.lookahead.shared_oracle import Exchange, SharedOracle
+
+__all__ = ["SharedCache"]
+
+
+class SharedCache(Cache):
+    """The cached tables of one model, of which each trainer has a part.
+
+    It is built on all ranks together. Otherwise as `Cache`.
+
+    Args:
+        home: a home that all trainers share.
+        tables: as for `Cache`, the same on all ranks; only numbers of slots may differ.
+        row_local: as for `Cache`.
+
+    Raises:
+        SettingsError: the tables differ between ranks.
+        RankLost: a rank does not answer.
+    """
+
+    def __init__(
+        self, home: Home, tables: Mapping[str, CachedRows], *, row_local: tuple[type, ...] = ()
+    ) -> None:
+        # One for each thread: what two threads exchange must not be taken one for the other.
+        self._rows_channel = Channel("rows")
+        self._home_channel = Channel("sign of its home thread")
+        ids_channel = Channel("ids of coming batches")
+        self._rank, self._count = self._rows_channel.rank, self._rows_channel.count
+        _refuse_differing(self._rows_channel, tables)
+        self._capacities = _capacities(self._rows_channel, tables)
+        for rows in tables.values():
+            slots = rows.slots
+            slots.borrowed = torch.full((slots.capacity + 2,), -1, dtype=torch.int64, device="cpu")
+        super().__init__(home, tables, row_local=row_local)
+        self._coming = ComingIds(
+            ids_channel, {name: one.slots.rows for name, one in tables.items()}, last=self.batch
+        )
+        self._over = self.batch  # the last batch whose training is over on this rank
+        #: By table and batch: what was planned and is not trained yet.
+        self._exchanges: dict[str, dict[int, Exchange]] = {name: {} for name in tables}
+        #: Slots of the rows that are borrowed for the batch that training is at.
+        self._borrowed: dict[str, Tensor] = {}
+        self._reduced: dict[str, Reduced] = {}  # of the step that is being made
+        self._stepped: set[str] = set()  # tables that the home has to know
+
+    def _new_oracle(self, rows: CachedRows) -> SharedOracle:
+        slots = rows.slots
+        oracle = SharedOracle(
+            self._capacities[slots.name], rank=self._rank, rows=slots.rows
+        )
+        oracle.plan([NO_IDS] * self._count)  # batch 1 stands for the time before the first batch
+        return oracle
+
+    # What the Lookahead does.
+
+    def tell(self, count: int, ids: Callable[[int], Mapping[str, Tensor]]) -> int:
+        """Learn which batches were read on all ranks; see `Cache.tell`. Collective."""
+        self.end_failed_step()
+        self._raise_error()
+        new = []
+        for at in range(self._coming.told - self.batch, count):
+            by_table = ids(at)
+            new.append({
+                name: rows.slots.in_range(by_table.get(name)) for name, rows in self.tables.items()
+            })
+        # A batch whose gradients no step has applied yet is not over.
+        waits = self.planned == self.batch
+        self._coming.tell(new, at=self.batch, over=self._over, waits=waits)
+        for rows in self.tables.values():
+            rows.oracle.release(min(self._coming.over, rows.oracle.planned))
+        if waits:
+            self._coming.refuse_uneven(self.batch)
+        return self._coming.known - self.batch
+
+    def _expect_rows(self, rows: CachedRows, ids: Tensor | None) -> None:
+        _shared(rows).expect(self._coming.of(self.expected + 1)[rows.slots.name])
+
+    def _plan_rows(self, rows: CachedRows, ids: Tensor | None) -> tuple[Step | None, bool]:
+        name = rows.slots.name
+        planned = _shared(rows).plan(self._coming.of(self.planned + 1)[name])
+        if planned.step is not None:
+            assert rows.slots.borrowed is not None
+            rows.slots.borrowed[planned.step.fetched_slots] = -1
+        if planned.exchange is not None:
+            self._exchanges[name][planned.exchange.batch] = planned.exchange
+        return planned.step, planned.exchange is not None
+
+    def end_batch(self) -> None:
+        """Take note that the script asks for another batch; see `Cache.end_batch`."""
+        self.end_failed_step()
+        self._forget_borrowed()
+        over = self.batch
+        for rows in self.tables.values():
+            rows.forget_lookups()
+            if rows.since is not None:
+                over = min(over, rows.since - 1)
+        self._over = over
+
+    def begin_batch(self) -> None:
+        """Wait for the batch's rows, and borrow those of other ranks. Collective.
+
+        Raises:
+            HomeError: the home has failed.
+            RankLost: a rank does not answer.
+        """
+        super().begin_batch()
+        with held():
+            self._coming.drop(self.batch)
+            tables = [
+                (rows.slots, self._exchanges[name][self.batch])
+                for name, rows in self.tables.items()
+            ]
+            exchange_values(self._rows_channel, tables)
+            for slots, exchange in tables:
+                ids = torch.cat([rows.ids for rows in exchange.borrowed])
+                at = torch.cat([rows.slots for rows in exchange.borrowed])
+                assert slots.borrowed is not None
+                slots.borrowed[at] = ids
+                slots.ready[at] = True
+                self._borrowed[slots.name] = at
+            for by_batch in self._exchanges.values():
+                for number in [one for one in by_batch if one <= self._coming.over]:
+                    del by_batch[number]
+
+    def _pass_over(self, number: int) -> Never:
+        name, rows = next(
+            (name, rows) for name, rows in self.tables.items() if name not in self._partly
+        )
+        raise SettingsError(
+            f"cached(capacity_rows=...): table {name!r}",
+            found=f"{self._capacities[name]} slots on the ranks, of which rows need too many whose "
+            "gradients no step has applied yet",
+            expected="room for the rows of the next batch",
+            next_step="give the table more slots (capacity_rows={name: slots}), or call "
+            "optimizer.step() after fewer batches",
+        )
+
+    def forget(self) -> None:
+        """Forget the plans of batches that were not handed out; see `Cache.forget`."""
+        super().forget()
+        self._coming.forget(self.batch)
+        for by_batch in self._exchanges.values():
+            for number in [one for one in by_batch if one > self.batch]:
+                del by_batch[number]
+
+    def _forget_borrowed(self) -> None:
+        for name, at in self._borrowed.items():
+            self.tables[name].slots.ready[at] = False
+        self._borrowed.clear()
+
+    # What lookups do.
+
+    def _bring(self, rows: CachedRows, flat: Tensor, hold: int | None) -> Never:
+        """Refuse lookups outside a plan: other ranks would have to send rows for them."""
+        slots = rows.slots
+        if not 0 <= int(flat.min()) <= int(flat.max()) < slots.rows:
+            raise IndexError(f"table {slots.name!r}: found a row id outside 0 … {slots.rows - 1}")
+        raise SettingsError(
+            f"cached table {slots.name!r}, which {self._count} ranks share",
+            found="a lookup of rows that are not in the ids of the batch that was handed out last, "
+            "or after a step with it",
+            expected="lookups of the rows that Lookahead was told, before the step",
+            next_step="have Lookahead(ids=...) return all ids of a batch; to evaluate, read the "
+            "batches of all ranks through another Lookahead(reader, model)",
+        )
+
+    def zero_rows(self, name: str, ids: Tensor) -> Never:
+        """Refuse it: rows are in the caches of several ranks.
+
+        Raises:
+            SettingsError: always.
+        """
+        raise SettingsError(
+            f"cached table {name!r}, which {self._count} ranks share",
+            found="a reset of rows",
+            expected="no reset of rows, which may be in another rank's cache",
+            next_step="reset rows in a training of one rank that restores the checkpoint",
+        )
+
+    # What the home thread does.
+
+    def _wait_for_write_backs(self) -> None:
+        self._home_channel.meet()
+
+    def _copy_storage(self, rows: CachedRows) -> None:
+        if self._rank == 0:
+            super()._copy_storage(rows)
+        else:
+            rows.drop_storage()
+        self._home_channel.meet()
+
+    # What steps of optimizers do.
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Reduce the gradients of all ranks at the owners of rows. Collective."""
+        self.end_failed_step()
+        trained = self._trained_by(optimizer)
+        for rows in trained:
+            rows.refuse_applied_gradient()
+        self._reduce(trained)
+        super().before_step(optimizer)
+
+    def _trained_by(self, optimizer: Optimizer) -> list[CachedRows]:
+        weights = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        return [
+            rows
+            for name, rows in self.tables.items()
+            if id(rows.slots.weight) in weights and self._pending(name)
+        ]
+
+    def _pending(self, name: str) -> list[Exchange]:
+        return [one for number, one in self._exchanges[name].items() if number <= self.batch]
+
+    def _reduce(self, trained: Sequence[CachedRows]) -> None:
+        tables = [(rows.slots, merged(self._pending(rows.slots.name))) for rows in trained]
+        if not tables:
+            return
+        found = exchange_gradients(self._rows_channel, tables)
+        for (slots, exchange), reduced in zip(tables, found, strict=True):
+            if reduced is None:
+                continue
+            self._reduced[slots.name] = reduced
+            weight = slots.weight
+            if reduced.is_sparse:
+                there = reduced.there
+                weight.grad = torch.sparse_coo_tensor(
+                    reduced.slots[there][None].to(weight.device),
+                    reduced.values[there].to(weight.device),
+                    weight.shape,
+                    is_coalesced=True,
+                    check_invariants=False,
+                )
+                continue
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            borrowed = torch.cat([rows.slots for rows in exchange.borrowed])
+            weight.grad.index_fill_(0, borrowed.to(weight.device), 0)
+            weight.grad.index_copy_(
+                0, reduced.slots.to(weight.device), reduced.values.to(weight.device)
+            )
+
+    def _to_change(self, rows: CachedRows) -> Tensor:
+        reduced = self._reduced.get(rows.slots.name)
+        if reduced is None:
+            raise SettingsError(
+                f"cached table {rows.slots.name!r}, which {self._count} ranks share",
+                found="a gradient of an earlier batch, whose step was made already",
+                expected="one step with the gradients of a batch, or of several",
+                next_step="call optimizer.zero_grad() after each step",
+            )
+        return reduced.slots[reduced.there]
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Take note that a step has changed the rows."""
+        super().after_step(optimizer)
+        for name in list(self._reduced):
+            rows = self.tables[name]
+            if not any(rows.slots.weight is one for g in optimizer.param_groups for one in g["params"]):
+                continue
+            del self._reduced[name]
+            for one in self._pending(name):
+                del self._exchanges[name][one.batch]
+            # The owners have other values of these now.
+            if name in self._borrowed:
+                rows.slots.ready[self._borrowed.pop(name)] = False
+            if name not in self._stepped:
+                # Any rank may write a row back from now on, so that each has to ask the home.
+                self._stepped.add(name)
+                self._thread.submit(self._guarded(partial(self.put_at_home, rows)))
+
+    # What checkpoints do.
+
+    def view(self) -> CacheView:
+        """Return a view of all tables as they are now. Collective.
+
+        All trainers write the rows that have changed to the home first, and wait for each other.
+        """
+        self.end_failed_step()
+        self._raise_error()
+        settled = self._thread.submit(self._guarded(self._settle))
+        self._wait([settled])
+        view = CacheView(self._thread.submit, self._lock, self._frozen.get, self._collected)
+        for name, rows in self.tables.items():
+            view.add(name, TableView(rows.slots, rows.initial))
+        self._views.append(view)
+        return view
+
+    def _settle(self) -> None:
+        for rows in self.tables.values():
+            changed = torch.nonzero(rows.slots.changed).view(-1)
+            changed = changed[rows.slots.ids[changed] >= 0]
+            if changed.numel():
+                ids, order = rows.slots.ids[changed].sort()
+                self._write_back(rows, ids, rows.slots.records(changed[order]))
+                rows.slots.changed[changed] = False
+        self._home_channel.meet()
+        # Later write-backs of any rank must not be in it.
+        self._frozen: dict[str, FrozenRows | None] = {
+            name: self._freeze(name) for name in self.tables
+        }
+        self._home_channel.meet()
+
+    # What restores do.
+
+    def restored(self) -> None:
+        """Begin anew; see `Cache.restored`. Collective."""
+        self.end_failed_step()
+        self._wait([self._thread.submit(lambda: None)])
+        self._rows_channel.meet()  # no rank writes rows back any more
+        super().restored()
+        self._exchanges = {name: {} for name in self.tables}
+        self._borrowed.clear()
+        self._reduced.clear()
+        self._coming.over = 0
+        self._coming.forget(self.batch)
+        self._over = self.batch
+        self._rows_channel.meet()
+
+    def close(self) -> None:
+        """End the threads after what they have to do. The home stays open."""
+        super().close()
+        self._coming.close()
+
+
+def _shared(rows: CachedRows) -> SharedOracle:
+    assert isinstance(rows.oracle, SharedOracle)
+    return rows.oracle
+
+
+def _capacities(channel: Channel, tables: Mapping[str, CachedRows]) -> dict[str, list[int]]:
+    own = torch.tensor(
+        [one.slots.capacity for one in tables.values()], dtype=torch.int64, device="cpu"
+    )
+    by_rank = [one.clone().view(torch.int64).tolist() for one in channel.gather(own.view(torch.uint8))]
+    return {name: [one[at] for one in by_rank] for at, name in enumerate(tables)}
+
+
+def _refuse_differing(channel: Channel, tables: Mapping[str, CachedRows]) -> None:
+    """Refuse tables that are not alike on all ranks.
+
+    Raises:
+        SettingsError: says which ranks differ.
+    """
+    own = []
+    for name, one in tables.items():
+        slots, storage = one.slots, one.storage
+        values = 0 if storage is None else _checksum(storage)
+        own.append(f"{name}: {slots.rows} x {slots.dim} {slots.weight.dtype}, values {values:08x}")
+    said = "\n".join(own).encode()
+    every = channel.gather(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+    differing = [rank for rank, one in enumerate(every) if not torch.equal(one, every[0])]
+    if differing:
+        raise SettingsError(
+            "cached(model)",
+            found=f"other tables, or other values in them, on ranks {differing} than on rank 0",
+            expected="the same model on all ranks",
+            next_step="seed the generators of all ranks alike before the model is built, or load "
+            "the same values",
+        )
+
+
+def _checksum(storage: Tensor) -> int:
+    return zlib.crc32(storage.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

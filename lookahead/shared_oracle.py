@@ -1,0 +1,296 @@
+"""Says which trainer's cache holds which rows, if several trainers share one store of rows.
+
+Each trainer (a rank of a data-parallel job) has a bounded cache. A row is in one cache at most: its
+trainer, the *owner*, trains it. A batch has a part on each rank. A rank that looks up a row of
+another owner *borrows* it: it gets the row's value for this batch, and gives the row's gradient to
+the owner. This is BagPipe's logically replicated, physically partitioned cache (SOSP 2023): rows
+that only one trainer uses are in its cache alone.
+
+Every rank knows the ids of all ranks, and runs the same `SharedOracle` on them. So each rank knows
+where every row is, and no rank has to ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from recpoint.kernels.slot_map import SlotMap, Taken
+from recpoint.lookahead.oracle import CapacityError, Step
+
+__all__ = ["Exchange", "Planned", "Rows", "SharedOracle"]
+
+_NONE: Final = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """Rows that two ranks exchange, and the slots that this rank has them in.
+
+    Attributes:
+        ids: int64 [n], ascending.
+        slots: int64 [n]: slots of the cache of this rank.
+    """
+
+    ids: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Exchange:
+    """Which rows of one table a rank has in a batch, and which it exchanges.
+
+    Attributes:
+        batch: the batch.
+        own: rows that this rank owns and that any rank looks up.
+        borrowed: for each rank, rows that it owns and that this rank looks up; none for this rank.
+        lent: for each rank, rows that this rank owns and that the other looks up; none for this
+            rank.
+    """
+
+    batch: int
+    own: Rows
+    borrowed: tuple[Rows, ...]
+    lent: tuple[Rows, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Planned:
+    """What one call of `plan` has changed for this rank.
+
+    Attributes:
+        step: rows that leave and enter the cache of this rank; None: nothing changed there.
+        exchange: None: there was no room in some cache, and the same batch is to be planned again
+            after another is released.
+    """
+
+    step: Step | None
+    exchange: Exchange | None
+
+
+class SharedOracle:
+    """Plans the caches of all ranks for one table.
+
+    A row that is in no cache gets an owner when a batch looks it up: the rank that looks it up, or
+    one of them, which depends on the id alone. It keeps this owner until it leaves the cache.
+    Borrowed rows take slots, too, as if they were rows `id + rows`: no call takes one for an owned
+    row.
+
+    Two oracles that are called alike answer alike, on any rank. Otherwise as `Oracle`.
+
+    Args:
+        capacities: slots of each rank's cache, 1 or more.
+        rank: the rank whose steps are wanted.
+        rows: rows of the table, 1 or more.
+    """
+
+    def __init__(self, capacities: Sequence[int], *, rank: int, rows: int) -> None:
+        self._maps = [SlotMap(capacity) for capacity in capacities]
+        self._rank = rank
+        self._rows = rows
+        self._planned = self._released = self._expected = 0
+        self._kept = self._dropped = 0  # as in Oracle
+        self._done: dict[int, Taken] = {}  # ranks that have room for the batch that is planned next
+        # For each slot of this rank, the last planned batch that needs its row.
+        self._used = torch.zeros(self.capacity, dtype=torch.int64, device="cpu")
+
+    @property
+    def capacity(self) -> int:
+        """Slots of this rank's cache."""
+        return self._maps[self._rank].capacity
+
+    @property
+    def planned(self) -> int:
+        """The last batch that is planned; 0: none is."""
+        return self._planned
+
+    @property
+    def expected(self) -> int:
+        """The last batch that is planned or expected; 0: none is."""
+        return self._expected
+
+    @property
+    def released(self) -> int:
+        """The last batch that is trained; 0: none is."""
+        return self._released
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of memory. They follow the capacities."""
+        return sum(one.size_bytes for one in self._maps) + self._used.nbytes
+
+    def plan(self, ids: Sequence[Tensor]) -> Planned:
+        """Plan the next batch, `planned` + 1.
+
+        Args:
+            ids: for each rank, the rows that its part of the batch looks up: int64 [k], ascending,
+                all different.
+
+        Raises:
+            CapacityError: a rank needs more slots for this batch alone than its cache has; no slot
+                has changed.
+        """
+        batch = self._planned + 1
+        needs = self._needs(ids)
+        for (_, _, wanted), one in zip(needs, self._maps, strict=True):
+            if wanted.numel() > one.capacity:
+                raise CapacityError(wanted.numel(), one.capacity)
+        step = None
+        for rank, (_, _, wanted) in enumerate(needs):
+            if rank in self._done:
+                continue
+            taken = self._take(rank, wanted, batch)
+            if taken is None:
+                return Planned(step=step, exchange=None)
+            self._done[rank] = taken
+            if rank == self._rank:
+                step = self._step(batch, taken)
+        self._done.clear()
+        self._planned = batch
+        self._expected = max(self._expected, batch)
+        return Planned(step=step, exchange=self._exchange(batch, needs))
+
+    def _needs(self, ids: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor], Tensor]]:
+        """Return for each rank its own rows, the rows it borrows of each rank, and all its keys."""
+        union = torch.unique(torch.cat([*ids]))
+        users = torch.zeros((len(ids), union.numel()), dtype=torch.bool, device="cpu")
+        for rank, one in enumerate(ids):
+            users[rank, torch.searchsorted(union, one)] = True
+        owner = self._owners(union, users)
+        own = [union[owner == rank] for rank in range(len(ids))]
+        needs = []
+        for rank in range(len(ids)):
+            borrowed = [
+                _NONE if other == rank else union[users[rank] & (owner == other)]
+                for other in range(len(ids))
+            ]
+            needs.append((own[rank], borrowed, torch.cat([own[rank], *self._keys(borrowed)])))
+        return needs
+
+    def _owners(self, union: Tensor, users: Tensor) -> Tensor:
+        owner = torch.full(union.shape, -1, dtype=torch.int64, device="cpu")
+        for rank, one in enumerate(self._maps):
+            owner[one.find(union) >= 0] = rank
+        new = torch.nonzero(owner < 0).view(-1)
+        if new.numel():
+            mine = users[:, new]
+            # The k-th of a row's users, so that rows that all ranks look up are dealt out to all.
+            k = union[new] % mine.sum(0)
+            owner[new] = ((mine.cumsum(0) == k + 1) & mine).long().argmax(0)
+        return owner
+
+    def _keys(self, borrowed: Sequence[Tensor]) -> list[Tensor]:
+        return [ids + self._rows for ids in borrowed]
+
+    def _take(self, rank: int, wanted: Tensor, batch: int) -> Taken | None:
+        one = self._maps[rank]
+        taken = one.take(wanted, use=batch, released=self._released)
+        if taken is None and self._kept > self._planned:
+            # As in Oracle: rows stay no longer for batches that are only expected.
+            for other, its in enumerate(self._maps):
+                its.lower(batch if other in self._done else self._planned)
+            self._kept, self._dropped = 0, self._expected
+            taken = one.take(wanted, use=batch, released=self._released)
+        return taken
+
+    def _step(self, batch: int, taken: Taken) -> Step:
+        is_own_evicted = taken.evicted_ids < self._rows
+        is_own_fetched = taken.fetched_ids < self._rows
+        return Step(
+            batch=batch,
+            evicted_ids=taken.evicted_ids[is_own_evicted],
+            evicted_slots=taken.evicted_slots[is_own_evicted],
+            fetched_ids=taken.fetched_ids[is_own_fetched],
+            fetched_slots=taken.fetched_slots[is_own_fetched],
+        )
+
+    def _exchange(
+        self, batch: int, needs: Sequence[tuple[Tensor, list[Tensor], Tensor]]
+    ) -> Exchange:
+        own, borrowed, wanted = needs[self._rank]
+        slots = self._maps[self._rank].find(wanted)
+        self._used[slots] = batch
+        _, *borrowed_slots = slots.split([own.numel(), *(ids.numel() for ids in borrowed)])
+        lent = [other[1][self._rank] for other in needs]
+        return Exchange(
+            batch=batch,
+            own=Rows(ids=own, slots=slots[: own.numel()]),
+            borrowed=tuple(
+                Rows(ids=ids, slots=at) for ids, at in zip(borrowed, borrowed_slots, strict=True)
+            ),
+            lent=tuple(Rows(ids=ids, slots=self._maps[self._rank].find(ids)) for ids in lent),
+        )
+
+    def expect(self, ids: Sequence[Tensor]) -> None:
+        """Keep rows in the caches that the batch `expected` + 1 looks up; it is planned later.
+
+        Args:
+            ids: as for `plan`.
+        """
+        self._expected += 1
+        if self._planned >= self._dropped:
+            for one in self._maps:
+                for part in ids:
+                    one.expect(part, self._expected)
+            self._kept = self._expected
+
+    def release(self, batch: int) -> None:
+        """Say that all batches up to `batch` are trained on all ranks.
+
+        Raises:
+            ValueError: the batch is not planned.
+        """
+        if batch > self._planned:
+            raise ValueError(f"batch: {batch}, expected {self._planned} or less, which are planned")
+        self._released = max(self._released, batch)
+
+    def slots_of(self, ids: Tensor, *, hold: int | None = None) -> Tensor:
+        """Return the slot of each row in this rank's cache, owned or borrowed.
+
+        Args:
+            ids: int32 or int64 [k], on the CPU.
+            hold: only rows that stay until this batch is released are wanted. No call can make
+                them stay longer, because the other ranks would not know.
+
+        Returns:
+            int64 [k]; -1 where a row has no slot, or one for too short a time.
+        """
+        one = self._maps[self._rank]
+        slots = one.find(ids)
+        missing = torch.nonzero(slots < 0).view(-1)
+        if missing.numel():
+            slots[missing] = one.find(ids[missing].long() + self._rows)
+        if hold is not None:
+            slots[(slots >= 0) & (self._used[slots] < hold)] = -1
+        return slots
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Return all rows that this rank owns, and their slots.
+
+        Returns:
+            int64 [n], ascending, and int64 [n].
+        """
+        ids, slots = self._maps[self._rank].rows()
+        is_own = ids < self._rows
+        return ids[is_own], slots[is_own]
+
+    def forget(self, *, keep: int) -> None:
+        """Forget the batches after `keep`, planned or expected; `keep` + 1 is planned next.
+
+        Raises:
+            ValueError: `keep` is not planned, or is before `released`.
+        """
+        if not self._released <= keep <= self._planned:
+            raise ValueError(
+                f"keep: {keep}, expected {self._released} (released) to {self._planned} (planned)"
+            )
+        for one in self._maps:
+            one.lower(keep)
+        self._done.clear()
+        self._planned = self._expected = keep
+        self._kept = self._dropped = 0
+        self._used.clamp_(max=keep)

@@ -1,0 +1,230 @@
+"""Trains one model on several ranks that share its rows, and the same in one process without.
+
+As a program, it is one rank: it reads cases from its standard input and writes what it has found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+
+from recpoint import Lookahead
+from recpoint.embeddings.remote.processes import servers
+from tests.cached_training import (
+    ITEMS,
+    USERS,
+    Batches,
+    Model,
+    Rows,
+    cached_model,
+    plain_model,
+    rows_of_cache,
+    rows_of_plain,
+)
+
+__all__ = ["Case", "Found", "alone", "join", "on_ranks", "run_ranks", "train_here"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training."""
+
+    optimizer: str = "adagrad"
+    sparse: bool = True
+    mode: str = "sum"
+    weighted: bool = False
+    padding: int | None = None
+    is_meta: bool = True
+    slots: dict[str, int] = field(default_factory=lambda: {"users": 40, "items": 60})
+    window: int = 5
+    batches: int = 30
+    epoch: int = 12
+    batches_a_step: int = 1
+    servers: int = 1
+
+
+@dataclass
+class Found:
+    """What a training leaves; on ranks, also what rank 0's cache has done."""
+
+    rows: Rows
+    dense: Tensor
+    losses: list[float]
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+def optimizers_of(case: Case, model: Model) -> list[Optimizer]:
+    tables = [model.users.weight, model.items.weight]
+    dense = SGD(model.top.parameters(), lr=0.1)
+    if case.optimizer == "sgd":
+        return [SGD(tables, lr=0.5), dense]
+    if case.optimizer == "adagrad":
+        return [Adagrad(tables, lr=0.1, initial_accumulator_value=0.2), dense]
+    return [SparseAdam(tables, lr=0.01), dense]
+
+
+def _loss(model: Model, batch: Mapping[str, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(dict(batch)), batch["target"])
+
+
+def alone(case: Case, ranks: int) -> Found:
+    """Train with the batches of all ranks, and add the gradients in rank order."""
+    model = plain_model(sparse=case.sparse, mode=case.mode, padding=case.padding)
+    optimizers = optimizers_of(case, model)
+    readers = [Batches(case.epoch, weighted=case.weighted, seed=rank) for rank in range(ranks)]
+    parameters = list(model.parameters())
+    losses: list[float] = []
+    for done in range(case.batches):
+        if done % case.batches_a_step == 0:
+            held: list[list[Tensor | None]] = [[None] * len(parameters) for _ in range(ranks)]
+        for rank, reader in enumerate(readers):
+            for parameter, gradient in zip(parameters, held[rank], strict=True):
+                parameter.grad = gradient
+            loss = _loss(model, reader.batch(done))
+            loss.backward()
+            if rank == 0:
+                losses.append(loss.item())
+            held[rank] = [parameter.grad for parameter in parameters]
+        if (done + 1) % case.batches_a_step:
+            continue
+        for at, parameter in enumerate(parameters):
+            parameter.grad = _added([_present(held[rank][at]) for rank in range(ranks)])
+        for optimizer in optimizers:
+            optimizer.step()
+    return Found(rows_of_plain(model, optimizers[0]), model.top.weight.detach(), losses)
+
+
+def _present(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient
+
+
+def _added(gradients: Sequence[Tensor]) -> Tensor:
+    """Add gradients in order, each divided by their number."""
+    if not gradients[0].is_sparse:
+        total = torch.zeros_like(gradients[0])
+        for one in gradients:
+            total += one / len(gradients)
+        return total
+    summed = [one.coalesce() for one in gradients]
+    ids = torch.unique(torch.cat([one.indices()[0] for one in summed]))
+    values = torch.zeros(len(ids), *gradients[0].shape[1:])
+    for one in summed:
+        at = torch.searchsorted(ids, one.indices()[0])
+        values.index_add_(0, at, one.values() / len(gradients))
+    return torch.sparse_coo_tensor(
+        ids[None], values, gradients[0].shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def on_ranks(cases: Sequence[Case], ranks: int, directory: Path) -> list[Found]:
+    """Train each case on so many ranks; returns what rank 0 found."""
+    given = json.dumps([asdict(case) for case in cases])
+    run_ranks("tests.several_trainers", ranks, directory, given)
+    found: list[Found] = torch.load(directory / "found.pt", weights_only=False)
+    return found
+
+
+def run_ranks(program: str, ranks: int, directory: Path, given: str) -> None:
+    """Run a program on so many ranks: its arguments are the directory, rank and number of ranks.
+
+    Args:
+        program: name of a module.
+        given: its standard input on each rank.
+    """
+    directory.mkdir(parents=True)
+    running = []
+    for rank in range(ranks):
+        with (directory / f"rank-{rank}.log").open("w") as log:
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", program, str(directory), str(rank), str(ranks)],
+                    stdin=subprocess.PIPE,
+                    stderr=log,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    text=True,
+                )
+            )
+    for one in running:
+        assert one.stdin is not None
+        with one.stdin as stdin:
+            stdin.write(given)
+    codes = [one.wait() for one in running]
+    logs = [(directory / f"rank-{rank}.log").read_text() for rank in range(ranks)]
+    assert codes == [0] * ranks, "\n".join(logs)
+
+
+def _rank(directory: Path, rank: int, ranks: int) -> None:
+    cases = [Case(**one) for one in json.load(sys.stdin)]
+    join(directory, rank, ranks)
+    found = [train_here(case, rank, ranks) for case in cases]
+    if rank == 0:
+        torch.save(found, directory / "found.pt")
+    dist.destroy_process_group()
+
+
+def join(directory: Path, rank: int, ranks: int) -> None:
+    """Join the process group of `run_ranks`."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory / 'group'}", rank=rank, world_size=ranks
+    )
+
+
+def train_here(case: Case, rank: int, ranks: int) -> Found:
+    """Train a case as one of several ranks."""
+    with servers(count=case.servers) as home:
+        model, cache = cached_model(
+            case.slots,
+            home,
+            is_meta=case.is_meta,
+            sparse=case.sparse,
+            mode=case.mode,
+            padding=case.padding,
+        )
+        optimizers = optimizers_of(case, model)
+        batches = Batches(case.epoch, weighted=case.weighted, seed=rank)
+        reader = Lookahead(batches, model, window=case.window)
+        losses: list[float] = []
+        while len(losses) < case.batches:
+            for batch in reader:
+                loss = _loss(model, batch)
+                loss.backward()
+                losses.append(loss.item())
+                if len(losses) % case.batches_a_step == 0:
+                    for parameter in model.top.parameters():
+                        parameter.grad = _reduced(_present(parameter.grad), ranks)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                if len(losses) == case.batches:
+                    break
+        rows = rows_of_cache(cache)
+        found = Found(rows, model.top.weight.detach(), losses, vars(cache.stats))
+        cache.close()
+        return found
+
+
+def _reduced(gradient: Tensor, ranks: int) -> Tensor:
+    every = [torch.empty_like(gradient) for _ in range(ranks)]
+    dist.all_gather(every, gradient)
+    return _added(every)
+
+
+assert (USERS, ITEMS) == (203, 101)  # capacities above fit these
+
+if __name__ == "__main__":
+    # By the module's name, by which what it writes can be read again.
+    from tests.several_trainers import _rank as rank_of_module
+
+    rank_of_module(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

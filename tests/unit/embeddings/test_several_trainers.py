@@ -1,0 +1,139 @@
+"""Several trainers share rows: results are those of trainers that have whole tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from recpoint import Lookahead
+from recpoint.embeddings.cached_tables import cached, read_rows
+from recpoint.embeddings.homes import local
+from recpoint.embeddings.initial import Uniform
+from recpoint.embeddings.remote.processes import servers
+from recpoint.errors import SettingsError
+from tests.cached_training import Batches, as_bits, cached_model
+from tests.several_trainers import Case, alone, join, on_ranks, run_ranks
+
+AMPLE = {"users": 203, "items": 101}
+
+CASES = {
+    2: {
+        "adagrad": Case(servers=2),
+        "sparse adam": Case(optimizer="adam"),
+        "dense sgd, mean, padding": Case(optimizer="sgd", sparse=False, mode="mean", padding=3),
+        "dense adagrad, weighted": Case(sparse=False, weighted=True),
+        "copied tables": Case(is_meta=False),
+        "several batches a step": Case(batches_a_step=3, slots={"users": 120, "items": 100}),
+    },
+    3: {
+        "sgd, a window beyond the epoch": Case(optimizer="sgd", slots=AMPLE, window=30),
+        "dense adagrad, max": Case(sparse=False, mode="max", slots={"users": 30, "items": 60}),
+    },
+}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_results_are_those_of_whole_tables(ranks: int, tmp_path: Path) -> None:
+    cases = CASES[ranks]
+    found = on_ranks(list(cases.values()), ranks, tmp_path / "ranks")
+    for (name, case), one in zip(cases.items(), found, strict=True):
+        expected = alone(case, ranks)
+        assert one.rows.differences(expected.rows) == [], name
+        assert torch.equal(as_bits(one.dense), as_bits(expected.dense)), name
+        assert one.losses == expected.losses, name
+        assert one.stats["misses"] == 0 and one.stats["unplanned"] == 0, name
+        assert one.stats["hits"] > 0 and one.stats["fetched_rows"] > 0, name
+
+
+def test_what_ranks_cannot_share_is_refused_on_all_of_them(tmp_path: Path) -> None:
+    run_ranks(__name__, 2, tmp_path / "ranks", "")
+    said = [json.loads((tmp_path / "ranks" / f"said-{rank}").read_text()) for rank in (0, 1)]
+    for one in said:
+        assert "expected one home that all ranks share" in one["a home of its own"]
+        assert "other values in them, on ranks [1]" in one["other values"]
+        assert "a lookup of rows that are not in the ids of the batch" in one["not planned"]
+        assert "or after a step with it" in one["after the step"]
+        assert "no further batch on ranks [1]" in one["uneven"]
+        assert "a reset of rows" in one["reset"]
+        assert one["read"] is True
+        assert "at least 9" in one["too few slots"]
+
+
+# What each rank does.
+
+
+def _refusal(act: Callable[[], Any]) -> str:
+    with pytest.raises(SettingsError) as caught:
+        act()
+    return str(caught.value)
+
+
+def _rank(directory: Path, rank: int, ranks: int) -> None:
+    join(directory, rank, ranks)
+    said: dict[str, Any] = {}
+    table = nn.ModuleDict({"users": nn.Embedding(40, 4, sparse=True)})
+    said["a home of its own"] = _refusal(lambda: cached(table, local(), 10))
+    with servers(count=1) as home:
+        torch.manual_seed(rank)
+        differing = nn.ModuleDict({"others": nn.Embedding(40, 4, sparse=True)})
+        said["other values"] = _refusal(lambda: cached(differing, home, 10))
+
+        model, cache = cached_model({"users": 40, "items": 60}, home, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = Batches(4 - rank, seed=rank)
+        reader = iter(Lookahead(batches, model, window=2))
+        batch = next(reader)
+        unplanned = {**batch, "users": (batch["users"] + 100) % 203}
+        said["not planned"] = _refusal(lambda: model(unplanned))
+        model(batch).sum().backward()
+        optimizer.step()
+        said["after the step"] = _refusal(lambda: model({**batch, "users": torch.arange(8)}))
+        optimizer.zero_grad()
+        said["reset"] = _refusal(lambda: cache.zero_rows("users", torch.tensor([1])))
+        read = [read_rows(model, "users", ids=torch.arange(203))["values"] for _ in range(2)]
+        said["read"] = torch.equal(*read)
+
+        def to_the_end() -> None:
+            for batch in reader:
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+
+        said["uneven"] = _refusal(to_the_end)
+        cache.close()
+    with servers(count=1) as home:
+        few = nn.ModuleDict({"users": nn.Embedding(40, 4, sparse=True, device="meta")})
+        cached(few, home, 8 + rank, initial=Uniform(seed=0, low=0.0, high=1.0))
+        ids = {"users": torch.arange(9) + 9 * rank}
+        reader = iter(Lookahead(Listed([ids]), few, window=2))
+        said["too few slots"] = _refusal(lambda: next(reader))
+    (directory / f"said-{rank}").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+class Listed:
+    """A reader of given batches."""
+
+    def __init__(self, batches: list[dict[str, torch.Tensor]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is stored."""
+
+
+if __name__ == "__main__":
+    _rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
