@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recpoint.embeddings.home import FrozenRows
-from recpoint.embeddings.slots import TableSlots
+from recpoint.embeddings.slots import RecordLayout, TableSlots
 
 __all__ = ["CacheView", "TableView"]
 
@@ -29,10 +29,10 @@ _ROWS_AT_A_TIME: Final = 65_536
 
 
 class _Wanted(NamedTuple):
-    """Rows of a table, and where they go.
+    """Rows of one part of a table, and where they go. Ids are counted from the part's first row.
 
     Attributes:
-        ids: int64 [n], ascending; None: all rows of the table.
+        ids: int64 [n], ascending; None: all rows of the part.
         outs: for the weight and each row state, [n, …], on the CPU.
         filled: bool [n]: the row is there.
     """
@@ -44,7 +44,8 @@ class _Wanted(NamedTuple):
     def positions(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return which of `ids` are wanted, bool [m], and the places of those."""
         if self.ids is None:
-            return torch.ones_like(ids, dtype=torch.bool), ids
+            is_in_part = (ids >= 0) & (ids < len(self.filled))
+            return is_in_part, ids[is_in_part]
         if not self.ids.numel():
             return torch.zeros_like(ids, dtype=torch.bool), ids[:0]
         at = torch.searchsorted(self.ids, ids).clamp_(max=self.ids.numel() - 1)
@@ -58,22 +59,34 @@ class TableView:
     Args:
         slots: the table's slots, with the row states of the moment.
         initial: returns the first values of rows.
+        part: the rows that may be wanted.
     """
 
-    def __init__(self, slots: TableSlots, initial: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, slots: TableSlots, initial: Callable[[Tensor], Tensor], part: range
+    ) -> None:
         self.slots = slots
+        self._part = part
         self._initial = initial
         self._arrays = tuple(array for _, array in slots.arrays())
-        self._layout = slots.layout
+        self._layout: RecordLayout | None = None
         self._new_states = tuple(array[slots.blank].cpu().clone() for array in self._arrays[1:])
         self._saved = torch.zeros_like(slots.changed)
         self._pieces: list[tuple[Tensor, tuple[Tensor, ...]]] = []
         self._wanted: list[_Wanted] = []
         self.frozen: FrozenRows | None = None
 
+    def freeze(self, frozen: FrozenRows | None) -> None:
+        """Take the frozen home; None: the home does not know the table yet.
+
+        The table's first write-back lays out its records, and may come after this was made.
+        """
+        self.frozen = frozen
+        self._layout = self.slots.layout
+
     def want(self, ids: Tensor | None, outs: Sequence[Tensor]) -> None:
         """Have rows written to `outs`; see `_Wanted`."""
-        count = self.slots.rows if ids is None else ids.numel()
+        count = len(self._part) if ids is None else ids.numel()
         filled = torch.zeros(count, dtype=torch.bool, device="cpu")
         self._wanted.append(_Wanted(ids, tuple(outs), filled))
 
@@ -108,7 +121,7 @@ class TableView:
     def _put(self, ids: Tensor, at: Tensor, arrays: Sequence[Tensor]) -> None:
         """Write rows that lie at `at` in `arrays` to their places."""
         for one in self._wanted:
-            wanted, places = one.positions(ids)
+            wanted, places = one.positions(ids - self._part.start)
             chosen = at[wanted].to(arrays[0].device)
             for array, out in zip(arrays, one.outs, strict=True):
                 out[places] = array.index_select(0, chosen).cpu()
@@ -125,7 +138,7 @@ class TableView:
                     self._read(one, places)
 
     def _read(self, one: _Wanted, places: Tensor) -> None:
-        ids = places if one.ids is None else one.ids[places]
+        ids = (places if one.ids is None else one.ids[places]) + self._part.start
         there = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
         if self.frozen is not None and self._layout is not None:
             records = torch.empty(
@@ -175,7 +188,8 @@ class CacheView:
 
         Args:
             name: name of the table.
-            ids: int64 [n], ascending, on the CPU, not changed until then; None: all rows.
+            ids: int64 [n], ascending, on the CPU, not changed until then, counted from the first
+                row of the table's part; None: all rows of the part.
             outs: for the weight and each row state, in the optimizer's order: [n, …], on the CPU.
         """
         self._tables[name].want(ids, outs)
@@ -193,7 +207,7 @@ class CacheView:
             if self._is_released:
                 return
             for name, table in self._tables.items():
-                table.frozen = self._freeze(name)
+                table.freeze(self._freeze(name))
             for table in self._tables.values():
                 table.copy_slots(self._lock)
         finally:
@@ -224,7 +238,6 @@ class CacheView:
         if self._copied is None:
             with self._lock:
                 self._collected(self)
-            return
         # By the home thread, which may be freezing the home now.
         self._submit(self._thaw)
 

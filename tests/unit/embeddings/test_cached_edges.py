@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,39 @@ def test_as_many_slots_as_one_batch_has_rows() -> None:
     _, model, _ = pair({**needed, "items": needed["items"] - 1})
     with pytest.raises(SettingsError, match=f"at least {needed['items']}"):
         train(model, SGD(model.parameters(), lr=0.5), lookahead(Batches(), model, 20), batches=40)
+
+
+def test_a_view_that_is_made_before_the_first_write_back() -> None:
+    """The home thread lays out a table's records when it first writes rows back."""
+    gate = threading.Event()
+    gate.set()
+
+    def initial(table: str, ids: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        assert gate.wait(60)
+        return torch.zeros(len(ids), dim, dtype=dtype)
+
+    model = nn.ModuleDict({"users": nn.Embedding(9, 2, sparse=True, device="meta")})
+    cached(model, local(), 4, initial=initial)
+    cache = cache_of(model)
+    assert cache is not None
+    assert cache.plan({"users": torch.tensor([0, 1])}, is_next=True)
+    cache.begin_batch()
+    model["users"](torch.tensor([0, 1])).sum().backward()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    optimizer.step()
+    cache.end_batch()
+    gate.clear()  # the home thread waits for first values; rows 0 and 1 leave after that
+    assert cache.plan({"users": torch.tensor([2, 3])})
+    assert cache.plan({"users": torch.tensor([4, 5])})
+    view = cache.view()
+    values = torch.full((9, 2), 7.0)
+    view.fetch("users", None, [values])
+    view.begin()
+    gate.set()
+    view.finish()
+    expected = torch.zeros(9, 2)
+    expected[:2] = -1.0
+    assert torch.equal(values, expected)
 
 
 # --- ids -----------------------------------------------------------------------------------------
