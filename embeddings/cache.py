@@ -694,17 +694,23 @@ class Cache:
 
     # What checkpoints do.
 
+    def settle(self) -> None:
+        """Prepare for a view, which must follow before any row changes."""
+
     def view(self) -> CacheView:
-        """Return a view of all tables as they are now; it must be released.
+        """Return a view of each table's part as it is now; it must be released.
 
         The home is frozen after the write-backs that were planned before. Rows in slots that a
         step changes before the view has copied them are saved first.
         """
+        return self._view({name: rows.part for name, rows in self.tables.items()})
+
+    def _view(self, parts: Mapping[str, range]) -> CacheView:
         self.end_failed_step()
         self._raise_error()
         view = CacheView(self._thread.submit, self._lock, self._freeze, self._collected)
         for name, rows in self.tables.items():
-            view.add(name, TableView(rows.slots, rows.initial))
+            view.add(name, TableView(rows.slots, rows.initial, parts[name]))
         self._views.append(view)
         return view
 
@@ -786,7 +792,8 @@ class Cache:
             torch.empty((wanted.numel(), *array.shape[1:]), dtype=array.dtype, device="cpu")
             for _, array in self.tables[name].slots.arrays()
         ]
-        view = self.view()
+        self.settle()
+        view = self._view({one: range(rows.slots.rows) for one, rows in self.tables.items()})
         view.fetch(name, wanted, outs)
         view.begin()
         view.finish()

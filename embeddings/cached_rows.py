@@ -37,6 +37,7 @@ class CachedRows:
 
     Attributes:
         slots: the slots.
+        part: the rows that checkpoints of this trainer hold.
         oracle: assigns slots to rows.
         marker: is told the rows that a step changes; None: nobody is, and `is_unmarked` says
             whether any row has changed.
@@ -45,6 +46,7 @@ class CachedRows:
 
     def __init__(self, slots: TableSlots, initial: FirstValues, storage: Tensor | None) -> None:
         self.slots = slots
+        self.part = range(slots.rows)
         self.initial = initial
         #: The values of a table that had storage, until they are copied to the home.
         self.storage = storage

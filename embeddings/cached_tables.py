@@ -168,9 +168,9 @@ def read_rows(
             "use the name of the embedding module, as in model.named_modules()",
         )
     if ids is None:
-        ids = torch.arange(one.rows, dtype=torch.int64, device="cpu")
+        ids = torch.arange(one.table_rows, dtype=torch.int64, device="cpu")
     ids = ids.reshape(-1)
-    refuse_ids_outside(table, ids, rows=one.rows)
+    refuse_ids_outside(table, ids, rows=one.table_rows)
     states = (
         {}
         if optimizer is None
@@ -377,7 +377,7 @@ class CachedLookups:
 class CachedTable(ModuleTable):
     """A table whose rows are in slots or at home.
 
-    `weight` has the slots, and `rows` is the number of rows of the table.
+    `weight` has the slots, and `rows` is the number of rows of this trainer's part of the table.
     """
 
     cache: Cache
@@ -390,7 +390,17 @@ class CachedTable(ModuleTable):
 
     @property
     def rows(self) -> int:
-        """Rows of the table."""
+        """Rows of this trainer's part of the table."""
+        return len(self.cached_rows.part)
+
+    @property
+    def first_row(self) -> int:
+        """First row of the part."""
+        return self.cached_rows.part.start
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of the whole table."""
         return self.cached_rows.slots.rows
 
     @property

@@ -9,7 +9,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
-from recpoint import Lookahead
+from recpoint import Checkpointer, Lookahead
 from recpoint.embeddings.remote.processes import servers
 from tests.cached_training import (
     ITEMS,
@@ -32,14 +33,35 @@ from tests.cached_training import (
     rows_of_cache,
     rows_of_plain,
 )
+from tests.flat_settings import arguments
 
-__all__ = ["Case", "Found", "alone", "join", "on_ranks", "run_ranks", "train_here"]
+__all__ = [
+    "Case",
+    "Found",
+    "Part",
+    "alone",
+    "checkpoints_of",
+    "join",
+    "on_ranks",
+    "optimizers_of",
+    "run_ranks",
+    "train_here",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training."""
+    """One training.
 
+    Attributes:
+        run: URL of the run; "": without checkpoints.
+        staging: the staging area of all ranks.
+        batches: batches in all; 0: the newest checkpoint is restored, and nothing is trained.
+    """
+
+    run: str = ""
+    staging: str = ""
+    interval: int = 5
     optimizer: str = "adagrad"
     sparse: bool = True
     mode: str = "sum"
@@ -62,6 +84,13 @@ class Found:
     dense: Tensor
     losses: list[float]
     stats: dict[str, Any] = field(default_factory=dict)
+
+
+class Part(Batches):
+    """A rank's batches. All ranks are at the same position, so another number of them may go on."""
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]], rank: int, ranks: int) -> None:
+        self.load_state_dict(states[0])
 
 
 def optimizers_of(case: Case, model: Model) -> list[Optimizer]:
@@ -193,26 +222,60 @@ def train_here(case: Case, rank: int, ranks: int) -> Found:
             padding=case.padding,
         )
         optimizers = optimizers_of(case, model)
-        batches = Batches(case.epoch, weighted=case.weighted, seed=rank)
+        batches = Part(case.epoch, weighted=case.weighted, seed=rank)
         reader = Lookahead(batches, model, window=case.window)
-        losses: list[float] = []
-        while len(losses) < case.batches:
-            for batch in reader:
-                loss = _loss(model, batch)
-                loss.backward()
-                losses.append(loss.item())
-                if len(losses) % case.batches_a_step == 0:
-                    for parameter in model.top.parameters():
-                        parameter.grad = _reduced(_present(parameter.grad), ranks)
-                    for optimizer in optimizers:
-                        optimizer.step()
-                        optimizer.zero_grad()
-                if len(losses) == case.batches:
-                    break
+        with checkpoints_of(case, model, optimizers, reader) as checkpoints:
+            done = 0 if checkpoints is None else checkpoints.batches_done
+            losses: list[float] = []
+            while done < case.batches:
+                for batch in reader:
+                    loss = _loss(model, batch)
+                    loss.backward()
+                    losses.append(loss.item())
+                    done += 1
+                    if done % case.batches_a_step == 0:
+                        for parameter in model.top.parameters():
+                            parameter.grad = _reduced(_present(parameter.grad), ranks)
+                        for optimizer in optimizers:
+                            optimizer.step()
+                            optimizer.zero_grad()
+                    if checkpoints is not None:
+                        checkpoints.step()
+                    if done == case.batches:
+                        break
         rows = rows_of_cache(cache)
         found = Found(rows, model.top.weight.detach(), losses, vars(cache.stats))
         cache.close()
         return found
+
+
+@contextmanager
+def checkpoints_of(
+    case: Case, model: Model, optimizers: Sequence[Optimizer], reader: Any
+) -> Iterator[Checkpointer | None]:
+    """Restore the newest checkpoint of the case's run, and take one at the end; None: no run."""
+    if not case.run:
+        yield None
+        return
+    settings: dict[str, Any] = {
+        "run": case.run,
+        "directory": Path(case.staging),
+        "reader": reader,
+        "interval_batches": case.interval,
+        "small_table_values": 0,
+        "close_seconds": 120.0,
+        "drain_seconds": 120.0,
+        "handle_sigterm": False,
+        "announce": False,
+    }
+    checkpoints = Checkpointer(model, optimizers, **arguments(settings))
+    try:
+        checkpoints.restore()
+        yield checkpoints
+    except BaseException:
+        checkpoints.close(final=False)
+        raise
+    checkpoints.close(final=case.batches > 0)
 
 
 def _reduced(gradient: Tensor, ranks: int) -> Tensor:

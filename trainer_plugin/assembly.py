@@ -135,20 +135,20 @@ def _look_at_cache(ranks: Ranks, trained: Trained) -> Cache | None:
     """Return the cache of the model's tables; None: no table is cached.
 
     Raises:
-        SettingsError: there are several ranks, or an optimizer changes rows that were not looked
-            up.
+        SettingsError: an optimizer changes rows that were not looked up, or ranks do not share the
+            home.
     """
     tables = [table for table in trained.tables if isinstance(table, CachedTable)]
     if not tables:
         return None
-    if ranks.several:
+    cache = tables[0].cache
+    if ranks.count != cache.home.trainers:
         raise SettingsError(
             "Checkpointer(model): recpoint.embeddings.cached(...)",
-            found=f"{ranks.count} ranks",
-            expected="one process that trains the cached tables",
-            next_step="train in one process, or without a cache",
+            found=f"{ranks.count} ranks, and a home of {cache.home.trainers}",
+            expected="one home that all ranks share",
+            next_step="initialize the process group before recpoint.embeddings.servers(...)",
         )
-    cache = tables[0].cache
     for optimizer in trained.optimizers:
         for group in optimizer.param_groups:
             for table in tables:

@@ -73,6 +73,8 @@ class SharedCache(Cache):
         for rows in tables.values():
             slots = rows.slots
             slots.borrowed = torch.full((slots.capacity + 2,), -1, dtype=torch.int64, device="cpu")
+            ends = [slots.rows * one // self._count for one in (self._rank, self._rank + 1)]
+            rows.part = range(*ends)
         super().__init__(home, tables, row_local=row_local)
         self._coming = ComingIds(
             ids_channel, {name: one.slots.rows for name, one in tables.items()}, last=self.batch
@@ -80,10 +82,13 @@ class SharedCache(Cache):
         self._over = self.batch  # the last batch whose training is over on this rank
         #: By table and batch: what was planned and is not trained yet.
         self._exchanges: dict[str, dict[int, Exchange]] = {name: {} for name in tables}
+        #: By table and batch: rows of this rank's part that any rank looks up.
+        self._in_part: dict[str, dict[int, Tensor]] = {name: {} for name in tables}
         #: Slots of the rows that are borrowed for the batch that training is at.
         self._borrowed: dict[str, Tensor] = {}
         self._reduced: dict[str, Reduced] = {}  # of the step that is being made
         self._stepped: set[str] = set()  # tables that the home has to know
+        self._frozen: dict[str, FrozenRows | None] = {}  # by `settle`, for the next view
 
     def _new_oracle(self, rows: CachedRows) -> SharedOracle:
         slots = rows.slots
@@ -147,6 +152,10 @@ class SharedCache(Cache):
         """
         super().begin_batch()
         with held():
+            for name, by_rank in self._coming.of(self.batch).items():
+                part = self.tables[name].part
+                here = [one[(one >= part.start) & (one < part.stop)] for one in by_rank]
+                self._in_part[name][self.batch] = torch.cat(here)
             self._coming.drop(self.batch)
             tables = [
                 (rows.slots, self._exchanges[name][self.batch])
@@ -160,8 +169,13 @@ class SharedCache(Cache):
                 slots.borrowed[at] = ids
                 slots.ready[at] = True
                 self._borrowed[slots.name] = at
-            for by_batch in self._exchanges.values():
-                for number in [one for one in by_batch if one <= self._coming.over]:
+            # No gradient comes any more for batches whose training is over on all ranks.
+            self._drop(lambda number: number <= self._coming.over)
+
+    def _drop(self, is_over: Callable[[int], bool], name: str | None = None) -> None:
+        for kept in (self._exchanges, self._in_part):
+            for by_batch in kept.values() if name is None else [kept[name]]:
+                for number in [one for one in by_batch if is_over(one)]:
                     del by_batch[number]
 
     def _pass_over(self, number: int) -> Never:
@@ -181,9 +195,7 @@ class SharedCache(Cache):
         """Forget the plans of batches that were not handed out; see `Cache.forget`."""
         super().forget()
         self._coming.forget(self.batch)
-        for by_batch in self._exchanges.values():
-            for number in [one for one in by_batch if one > self.batch]:
-                del by_batch[number]
+        self._drop(lambda number: number > self.batch)
 
     def _forget_borrowed(self) -> None:
         for name, at in self._borrowed.items():
@@ -292,6 +304,14 @@ class SharedCache(Cache):
             )
         return reduced.slots[reduced.there]
 
+    def _changed_ids(self, rows: CachedRows, slots: Tensor) -> Tensor:
+        """Return the rows of this rank's part that any rank has looked up, counted from its start.
+
+        Their owners may be other ranks.
+        """
+        ids = torch.cat([NO_IDS, *self._in_part[rows.slots.name].values()])
+        return ids - rows.part.start
+
     def after_step(self, optimizer: Optimizer) -> None:
         """Take note that a step has changed the rows."""
         super().after_step(optimizer)
@@ -300,8 +320,7 @@ class SharedCache(Cache):
             if not any(rows.slots.weight is one for g in optimizer.param_groups for one in g["params"]):
                 continue
             del self._reduced[name]
-            for one in self._pending(name):
-                del self._exchanges[name][one.batch]
+            self._drop(lambda number: number <= self.batch, name)
             # The owners have other values of these now.
             if name in self._borrowed:
                 rows.slots.ready[self._borrowed.pop(name)] = False
@@ -312,22 +331,33 @@ class SharedCache(Cache):
 
     # What checkpoints do.
 
-    def view(self) -> CacheView:
-        """Return a view of all tables as they are now. Collective.
+    def settle(self) -> None:
+        """Write all rows that have changed to the home, and freeze it. Collective.
 
-        All trainers write the rows that have changed to the home first, and wait for each other.
+        Afterwards each rank can read all rows, whoever owns them.
+
+        Raises:
+            HomeError: the home has failed.
+            RankLost: a rank does not answer.
         """
         self.end_failed_step()
         self._raise_error()
-        settled = self._thread.submit(self._guarded(self._settle))
-        self._wait([settled])
-        view = CacheView(self._thread.submit, self._lock, self._frozen.get, self._collected)
+        self._wait([self._thread.submit(self._guarded(self._settle))])
+
+    def _view(self, parts: Mapping[str, range]) -> CacheView:
+        frozen, self._frozen = self._frozen, {}
+        view = CacheView(self._thread.submit, self._lock, frozen.get, self._collected)
         for name, rows in self.tables.items():
-            view.add(name, TableView(rows.slots, rows.initial))
+            table = TableView(rows.slots, rows.initial, parts[name])
+            table.freeze(frozen.get(name))  # released with the view, also if that never begins
+            view.add(name, table)
         self._views.append(view)
         return view
 
     def _settle(self) -> None:
+        for unused in self._frozen.values():  # of a cut that has failed on this rank
+            if unused is not None:
+                unused.release()
         for rows in self.tables.values():
             changed = torch.nonzero(rows.slots.changed).view(-1)
             changed = changed[rows.slots.ids[changed] >= 0]
@@ -337,9 +367,7 @@ class SharedCache(Cache):
                 rows.slots.changed[changed] = False
         self._home_channel.meet()
         # Later write-backs of any rank must not be in it.
-        self._frozen: dict[str, FrozenRows | None] = {
-            name: self._freeze(name) for name in self.tables
-        }
+        self._frozen = {name: self._freeze(name) for name in self.tables}
         self._home_channel.meet()
 
     # What restores do.
@@ -350,7 +378,7 @@ class SharedCache(Cache):
         self._wait([self._thread.submit(lambda: None)])
         self._rows_channel.meet()  # no rank writes rows back any more
         super().restored()
-        self._exchanges = {name: {} for name in self.tables}
+        self._drop(lambda _: True)
         self._borrowed.clear()
         self._reduced.clear()
         self._coming.over = 0

@@ -31,10 +31,11 @@ class HomeSink:
             states of the checkpoint, by name. One value a row may be [slots] or [slots, 1].
         stored: the table in the checkpoint.
         piece: the piece.
-        changed: bitmap of the rows that increments held; None: nobody asks.
-    """
+        changed: bitmap of the rows of the table's part that increments held; None: nobody asks.
 
-    wanted = None
+    Attributes:
+        wanted: the table's part, which this trainer restores.
+    """
 
     def __init__(
         self, table: CachedTable, stored: LogicalTable, piece: Piece, changed: Tensor | None
@@ -43,7 +44,10 @@ class HomeSink:
         self._name = table.key_in_cache
         self._stored, self._piece = stored, piece
         self._changed = changed
+        self.wanted = table.cached_rows.part
         self._layout: RecordLayout = table.cached_rows.slots.fix_layout()
+        # Also if no row is for this rank: other ranks write theirs.
+        table.cache.put_at_home(table.cached_rows)
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
         """See `RowSink.take`."""
@@ -58,7 +62,7 @@ class HomeSink:
 
     def _take(self, stored: StoredRows, at: Tensor) -> None:
         rows = stored.rows
-        ids = (at + rows.start if isinstance(rows, range) else rows[at]).contiguous()
+        ids = (at + rows.start if isinstance(rows, range) else rows[at]) + self.wanted.start
         quantized = stored.scheme != "exact"
         part = replace(
             stored,
@@ -85,4 +89,4 @@ class HomeSink:
 
     def mark(self, rows: range | Tensor) -> None:
         """See `RowSink.mark`."""
-        mark_rows(self._changed, rows, of=self._stored.rows)
+        mark_rows(self._changed, rows, of=len(self.wanted))

@@ -238,6 +238,18 @@ class Cutter:
             share=self._copy_share,
         )
 
+    def settle(self) -> None:
+        """Prepare for a cut, which must follow before training goes on.
+
+        With several ranks, each must call it, also if its own cut then fails.
+
+        Raises:
+            HomeError: rows of a cached table cannot be written to their home.
+            RankLost: a rank does not answer.
+        """
+        if self._cache is not None:
+            self._cache.settle()
+
     def cut(
         self, slot: Slot, request: CutRequest, *, started_ns: int, window: Window | None = None
     ) -> Cut:
