@@ -10,7 +10,7 @@ from rich.text import Text
 
 from recpoint.catalog.overview.overview import RunOverview, alarms
 from recpoint.dashboards.terminal import FittedColumn, FittedTable, shown, verdict_text
-from recpoint.dashboards.texts import NONE, risk_text
+from recpoint.dashboards.texts import NONE, risk_text, staged_text
 from recpoint.errors import RecpointError
 from recpoint.units import duration_text
 
@@ -44,7 +44,10 @@ _COLUMNS = (
 
 
 def lag_views(runs: Sequence[RunLag]) -> list[RenderableType]:
-    """Returns a table with a line for each readable run, then a line for each error or alarm."""
+    """Returns a table with a line for each readable run, then lines.
+
+    They are what is staged, and each error and alarm.
+    """
     views: list[RenderableType] = []
     rows = [
         ([shown(run.url, limit=2000), *_cells(run, run.found)], Text())
@@ -53,6 +56,9 @@ def lag_views(runs: Sequence[RunLag]) -> list[RenderableType]:
     ]
     if rows:
         views.append(FittedTable("", _COLUMNS, rows))
+    for run in runs:
+        if isinstance(run.found, RunOverview) and run.found.staged is not None:
+            views.append(shown(f"{run.url}: {staged_text(run.found)}", limit=2000))
     for run in runs:
         if isinstance(run.found, RecpointError):
             said = [f"{type(run.found).__name__}: {run.found}"]

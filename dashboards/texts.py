@@ -44,6 +44,7 @@ __all__ = [
     "risk_text",
     "run_row",
     "spans",
+    "staged_text",
     "standing_text",
     "summary_text",
     "trouble",
@@ -192,9 +193,25 @@ def _risk(overview: RunOverview) -> Figure:
         return Figure(NONE, "")
     batches = "" if lag.at_risk_batches is None else counted(lag.at_risk_batches, "batch")
     known = "" if overview.ended is not None else "about "
-    if lag.overdue or overview.trainer_gone:
+    if lag.overdue:
         known = "up to "
     return Figure(f"{known}{duration_text(lag.at_risk_seconds)}", batches)
+
+
+def staged_text(overview: RunOverview) -> str:
+    """What is staged and not stored, and what is lost if it is stored; empty: nothing is staged."""
+    staged = overview.staged
+    if staged is None:
+        return ""
+    lost = f"about {duration_text(staged.at_risk_seconds)} of training"
+    if staged.at_risk_batches is not None:
+        lost += f" ({counted(staged.at_risk_batches, 'batch')})"
+    if staged.at_risk_batches == 0 and overview.ended is not None:
+        lost = "nothing"
+    what = f"step {staged.step:,} is staged on this host and not stored yet"
+    if overview.ended is not None or overview.trainer_gone:
+        return f"{what}; once recpoint agent has stored it, {lost} is lost"
+    return f"{what}; if only the trainer dies, and recpoint agent stores it, {lost} is lost"
 
 
 def figures(overview: RunOverview) -> dict[str, Figure]:
@@ -205,6 +222,7 @@ def figures(overview: RunOverview) -> dict[str, Figure]:
         value, note = _risk(overview)
         notes = [note] if note else []
         notes += [] if lag.intervals is None else [f"{lag.intervals:.1f} intervals"]
+        notes += [staged_text(overview)] if overview.staged is not None else []
         found[FIGURES[0]] = Figure(value, ", ".join(notes))
     if overview.checkpoints:
         found[FIGURES[1]] = _newest_figure(overview)
@@ -350,8 +368,8 @@ def _trainer_text(overview: RunOverview) -> str:
     )
     if overview.ended is not None:
         text += f"; {overview.ended.reason} after step {overview.ended.step:,}"
-    elif overview.trainer_gone:
-        text += "; gone without saying that it ended"
+    elif overview.gone_ms is not None:
+        text += f"; gone since {time_text(overview.gone_ms)} UTC without saying that it ended"
     return text
 
 

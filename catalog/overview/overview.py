@@ -17,6 +17,7 @@ from recpoint.errors import RecpointError
 from recpoint.format.manifest import CacheUse, CopiedAhead, Manifest
 from recpoint.format.records import EndRecord
 from recpoint.format.retention_records import Plan
+from recpoint.units import time_text
 
 __all__ = [
     "Age",
@@ -34,6 +35,7 @@ __all__ = [
     "ManifestFigures",
     "RunOverview",
     "SECONDS",
+    "StagedRisk",
     "Totals",
     "Validated",
     "alarms",
@@ -42,6 +44,7 @@ __all__ = [
     "clock_note",
     "ended_lag",
     "expected_interval_seconds",
+    "gone_lag",
     "kept",
     "lag_of",
     "longest_wait_seconds",
@@ -287,9 +290,10 @@ class Lag:
         seconds: age of the state that a restore would bring back; None: there is none.
         silent_seconds: time since the last checkpoint that restores: as `seconds`, but at most the
             time that the newest trainer has been running. It grows after the end of training too.
-        at_risk_seconds: training that would be lost: the silence, and training of earlier trainers
-            that does not restore any more. After the run has ended it is constant, and 0 if
-            everything is stored.
+        at_risk_seconds: training that would be lost with the trainer's host: the silence, and
+            training of earlier trainers that does not restore any more. After the run has ended it
+            is constant, and 0 if everything is stored. If the trainer is known to be gone, it is
+            constant too: the training until the trainer's last sign of life.
         at_risk_batches: the same in batches, at the pace of the newest checkpoints; exact after the
             run has ended. None: not known, for instance if `overdue`, or if a run has ended and
             counted no batch. `at_risk_seconds` is then the largest possible loss.
@@ -312,6 +316,26 @@ class Lag:
     interval_seconds: float | None
     intervals: float | None
     clock_note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedRisk:
+    """The newest checkpoint that is staged on this host and not stored, and what comes after it.
+
+    It survives the trainer, but not the host: an agent on this host stores it, if it does so before
+    the next trainer starts.
+
+    Attributes:
+        step: number of batches trained.
+        at_risk_seconds: training after its cut, which is lost if only the trainer dies, or which
+            was lost with the trainer.
+        at_risk_batches: the same in batches, at the pace of the newest checkpoints; exact after the
+            run has ended. None: not known.
+    """
+
+    step: int
+    at_risk_seconds: float
+    at_risk_batches: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,8 +439,11 @@ class RunOverview:
         generation: the newest trainer; None: none has started.
         restarts: number of starts of trainers on this line after the first.
         ended: the end of the newest trainer; None: it has not ended, or has not said so.
-        trainer_gone: whether the newest trainer is known to be gone without having said that it
-            ended. Only the trainer's host knows that.
+        gone_ms: the last sign of life of the newest trainer, if it is known to be gone without
+            having said that it ended; in milliseconds since the epoch. Only the trainer's host
+            knows that. None: it is not known to be gone.
+        staged: see `StagedRisk`; None: nothing newer than `restore` is known to be staged. Only the
+            trainer's host knows that.
         lag, totals: see their classes.
         restore: see `RestoreEstimate`; None: no checkpoint restores.
         plan: the plan of the newest retention; None: none has stored a plan.
@@ -434,7 +461,8 @@ class RunOverview:
     generation: Generation | None
     restarts: int
     ended: Ended | None
-    trainer_gone: bool
+    gone_ms: int | None
+    staged: StagedRisk | None
     lag: Lag
     restore: RestoreEstimate | None
     totals: Totals
@@ -446,6 +474,11 @@ class RunOverview:
     def newest(self) -> CheckpointFacts | None:
         """The newest checkpoint of the live line, whether it restores or not."""
         return self.checkpoints[0] if self.checkpoints else None
+
+    @property
+    def trainer_gone(self) -> bool:
+        """Whether the newest trainer is known to be gone without having said that it ended."""
+        return self.gone_ms is not None
 
     @property
     def counted_nothing(self) -> bool:
@@ -524,15 +557,18 @@ def _uncounted(overview: RunOverview) -> Alarm | None:
 
 def _gone(overview: RunOverview) -> Alarm | None:
     generation, restore = overview.generation, overview.restore
-    if generation is None or not overview.trainer_gone:
+    if generation is None or overview.gone_ms is None:
         return None
     stored = "no checkpoint is stored" if restore is None else f"step {restore.step} is stored"
+    next_step = "start the training again"
+    if overview.staged is not None:
+        stored += f", and step {overview.staged.step} is staged"
+        next_step = f"run recpoint agent, which stores what is staged, then {next_step}"
     return Alarm(
         "no_commit",
         f"the trainer (process {generation.pid} of {generation.host}) is gone and did not say that "
-        f"it ended; {stored}",
-        f"on {generation.host}: start the training again; recpoint agent there stores what is "
-        "still staged",
+        f"it ended (last sign of life {time_text(overview.gone_ms)} UTC); {stored}",
+        f"on {generation.host}: {next_step}",
     )
 
 
@@ -849,6 +885,30 @@ def ended_lag(
         lag,
         at_risk_seconds=trained,
         at_risk_batches=missing,
+        overdue=False,
+        intervals=trained / interval if interval else None,
+    )
+
+
+def gone_lag(lag: Lag, *, most_seconds: float, earlier_batches: int, pace: float | None) -> Lag:
+    """Return the lag of a run whose trainer is known to be gone: it has trained nothing since.
+
+    Only `seconds` and `silent_seconds` grow with time.
+
+    Args:
+        lag: the lag as if it still trained.
+        most_seconds: the training that does not restore, until the trainer's last sign of life.
+        earlier_batches: see `lag_of`; the other batches are computed from `pace`.
+        pace: batches per second; None: not known.
+    """
+    trained = min(lag.at_risk_seconds, most_seconds)
+    earlier_seconds = earlier_batches / pace if pace else 0.0
+    own_seconds = max(0.0, trained - earlier_seconds)
+    interval = lag.interval_seconds
+    return replace(
+        lag,
+        at_risk_seconds=trained,
+        at_risk_batches=round(pace * own_seconds) + earlier_batches if pace else None,
         overdue=False,
         intervals=trained / interval if interval else None,
     )

@@ -17,10 +17,12 @@ from recpoint.catalog.overview.overview import (
     Lag,
     ManifestFigures,
     RunOverview,
+    StagedRisk,
     Validated,
     clock_note,
     ended_lag,
     expected_interval_seconds,
+    gone_lag,
     kept,
     lag_of,
     pace,
@@ -36,12 +38,20 @@ from recpoint.catalog.run.lineage import Representation, by_checkpoint
 from recpoint.catalog.run.pins import pinned
 from recpoint.catalog.run.run import Run, read_end
 from recpoint.catalog.run.validations import Doubts, Verdict, verdicts
-from recpoint.catalog.staging.area import read_note, run_directory, trainer_state
+from recpoint.catalog.staging.area import (
+    TrainerNote,
+    read_job,
+    read_note,
+    run_directory,
+    staged_jobs,
+    trainer_state,
+)
 from recpoint.catalog.store.contract import ObjectInfo, now_ms
 from recpoint.catalog.store.scheduler import ReadScheduler
-from recpoint.errors import ChainError, FormatError, ObjectNotFound
+from recpoint.errors import ChainError, FormatError, ObjectNotFound, StagingRefused
+from recpoint.format.job import Job
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import ManifestName
+from recpoint.format.naming import ManifestName, parse_job_stem
 from recpoint.format.record_kinds import GENERATION, MANIFEST
 from recpoint.format.records import EndRecord
 
@@ -127,8 +137,8 @@ class RunWatch:
 
     Args:
         run: the run.
-        staging: a staging area of this host, which may know that the newest trainer is gone; None:
-            only the catalog is read.
+        staging: a staging area of this host, which may know that the newest trainer is gone, and
+            what it has staged; None: only the catalog is read.
     """
 
     def __init__(self, run: Run, *, staging: Path | None = None) -> None:
@@ -168,15 +178,28 @@ class RunWatch:
         interval = expected_interval_seconds(readable, facts)
         ended = _ended(end, facts)
         lag = self._lag(listing, facts, generation, safe, interval)
+        rate = pace(facts)
+        note = self._note_here(generation)
+        gone_ms = None if note is None or ended is not None else self._gone_ms(note)
         if generation is not None and ended is not None:
-            rate = pace(facts)
             lag = ended_lag(
                 lag,
                 ended,
                 None if safe is None else safe.name.step,
-                most_seconds=_seconds_to_end(ended, generation, safe, rate),
+                most_seconds=_seconds_until(ended.ended_ms, generation, safe, rate),
                 pace=rate,
             )
+        elif generation is not None and gone_ms is not None:
+            lag = gone_lag(
+                lag,
+                most_seconds=_seconds_until(gone_ms, generation, safe, rate),
+                earlier_batches=_earlier_batches(generation, safe),
+                pace=rate,
+            )
+        staged = None
+        if generation is not None and note is not None:
+            job = self._staged_job(generation.number, 0 if safe is None else safe.name.step)
+            staged = None if job is None else _staged_risk(job, ended, gone_ms, rate)
         speed = self._troubles.bytes_per_second(listing.live, listing.verdicts)
         return RunOverview(
             url=self.run.url,
@@ -196,7 +219,8 @@ class RunWatch:
             generation=generation,
             restarts=self.run.restarts(newest) if newest else 0,
             ended=ended,
-            trainer_gone=ended is None and self._is_gone(generation),
+            gone_ms=gone_ms,
+            staged=staged,
             lag=lag,
             restore=None if safe is None else restore_estimate(safe.chain, speed),
             totals=totals(facts),
@@ -385,21 +409,45 @@ class RunWatch:
             restored_step=None if record.restored is None else record.restored.step,
         )
 
-    def _is_gone(self, generation: Generation | None) -> bool:
-        """Return whether the newest trainer is known on this host, and its lock is free."""
+    def _note_here(self, generation: Generation | None) -> TrainerNote | None:
+        """Return the newest trainer's note in this host's staging area; None if it is not here."""
         if (
             self._staging is None
             or generation is None
             or generation.host != socket.gethostname()[:255]
         ):
-            return False
-        run_dir = run_directory(self._staging, self.run.url)
-        note = read_note(run_dir)
+            return None
+        note = read_note(run_directory(self._staging, self.run.url))
         # A trainer writes its note after its generation's record, by the same clock. An older note
         # is of an earlier trainer: the newest may stage in another area.
-        if note is None or note.at_ms < generation.created_ms:
-            return False
-        return trainer_state(run_dir, note) == "lost"
+        return None if note is None or note.at_ms < generation.created_ms else note
+
+    def _gone_ms(self, note: TrainerNote) -> int | None:
+        """Return the last sign of life of a trainer that was killed; None: it was not."""
+        assert self._staging is not None  # the note is from there
+        run_dir = run_directory(self._staging, self.run.url)
+        return note.seen_ms if trainer_state(run_dir, note) == "lost" else None
+
+    def _staged_job(self, generation: int, after: int) -> Job | None:
+        """Return the newest whole checkpoint that is staged here, if its step is above `after`.
+
+        It is the job of one rank. None too if the staging area does not say.
+        """
+        assert self._staging is not None  # it has the trainer's note
+        run_dir = run_directory(self._staging, self.run.url)
+        ranks: dict[int, list[Path]] = {}  # by step
+        try:
+            for path in staged_jobs(run_dir):
+                name = parse_job_stem(path.stem)
+                if name is not None and name[0] == generation and name[1] > after:
+                    ranks.setdefault(name[1], []).append(path)
+            for step in sorted(ranks, reverse=True):
+                job = read_job(ranks[step][0])
+                if job.ranks == len(ranks[step]) and job.run == self.run.id:
+                    return job
+        except (OSError, FormatError, StagingRefused):
+            return None
+        return None
 
     def _end(self, generation: int) -> EndRecord | None:
         """Return the end record of the newest trainer; None if there is none or it is damaged."""
@@ -471,8 +519,23 @@ def _earlier_batches(generation: Generation, safe: _Safe | None) -> int:
     return max(0, (generation.restored_step or 0) - restorable)
 
 
-def _seconds_to_end(
-    ended: Ended, generation: Generation, safe: _Safe | None, pace: float | None
+def _staged_risk(
+    job: Job, ended: Ended | None, gone_ms: int | None, pace: float | None
+) -> StagedRisk:
+    """Return what the trainer of a staged job has trained after its cut."""
+    until_ms = now_ms() if gone_ms is None else gone_ms
+    if ended is not None:
+        until_ms = ended.ended_ms
+    seconds = max(0, until_ms - job.snapshot_ms) / 1000
+    batches = None if pace is None else round(pace * seconds)
+    if ended is not None:
+        batches = max(0, ended.step - job.step)
+        seconds = seconds if batches else 0.0
+    return StagedRisk(step=job.step, at_risk_seconds=seconds, at_risk_batches=batches)
+
+
+def _seconds_until(
+    end_ms: int, generation: Generation, safe: _Safe | None, pace: float | None
 ) -> float:
     """Return the most time that the training took that does not restore, until the trainer's end.
 
@@ -483,7 +546,7 @@ def _seconds_to_end(
     if safe is not None and safe.name.generation == generation.number:
         since_ms = safe.chain.newest.snapshot_ms
     earlier = _earlier_batches(generation, safe) / pace if pace else 0.0
-    return max(0, ended.ended_ms - since_ms) / 1000 + earlier
+    return max(0, end_ms - since_ms) / 1000 + earlier
 
 
 def _chain_forms(chain: Chain) -> list[Representation]:

@@ -31,9 +31,11 @@ from recpoint.format.naming import MAX_RANK, job_stem, parse_job_stem
 from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, pack_record, unpack_record
 
 __all__ = [
+    "BEAT_SECONDS",
     "NoteState",
     "TrainerState",
     "answer_given",
+    "beat",
     "cancel_path",
     "cancels_directory",
     "clean",
@@ -506,6 +508,8 @@ def _marked_attempt(job_file: Path) -> str | None:
 
 # A trainer's note in the staging area: the run that it trains, and whether it has ended.
 #
+# A trainer touches its note every few seconds, so the file's time is its last sign of life.
+#
 # A lock shows whether a trainer is alive. Only the trainer's note shows whether a trainer that is
 # gone had finished or obeyed a signal, or was killed, which is worth an alarm.
 
@@ -513,16 +517,27 @@ def _marked_attempt(job_file: Path) -> str | None:
 NoteState = Literal["training", "ended"]
 TrainerState = Literal["training", "ended", "lost", "unknown"]
 
+#: A trainer touches its note this often, unless its background thread is staging a checkpoint.
+BEAT_SECONDS: Final = 5.0
+
 _FILE: Final = "trainer.json"
 _MOST_BYTES: Final = 65_536
 
 
 class TrainerNote(NamedTuple):
-    """A trainer's note about itself; `at_ms`: when it was written, by this host's clock."""
+    """A trainer's note about itself.
+
+    Attributes:
+        run_url: the run that it trains.
+        state: whether it trains or has ended.
+        at_ms: when it wrote the note, in ms since the epoch by this host's clock.
+        seen_ms: when it touched the note last; see `beat`.
+    """
 
     run_url: str
     state: NoteState
     at_ms: int
+    seen_ms: int
 
 
 def write_note(run_dir: Path, run_url: str, state: NoteState) -> None:
@@ -543,10 +558,27 @@ def write_note(run_dir: Path, run_url: str, state: NoteState) -> None:
     )
 
 
+def beat(run_dir: Path) -> None:
+    """Touch the trainer's note, as a sign that the trainer lives.
+
+    Raises:
+        FileNotFoundError: there is no note.
+        StagingRefused: it, or a directory above it, is not this user's own.
+        OSError: its time cannot be changed.
+    """
+    descriptor = owned.open_file(run_dir.parent, run_dir / _FILE)
+    try:
+        os.utime(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def read_note(run_dir: Path) -> TrainerNote | None:
     """Returns the newest trainer's note; None if it cannot be read, or is of another run."""
     try:
-        found = json.loads(owned.read(run_dir.parent, run_dir / _FILE, _MOST_BYTES))
+        with open(owned.open_file(run_dir.parent, run_dir / _FILE), "rb") as file:
+            found = json.loads(file.read(_MOST_BYTES))
+            seen_ms = os.fstat(file.fileno()).st_mtime_ns // 10**6
         run_url = parse_run_url(str(found["run_url"])).url
         state, at_ms = found["state"], found["at_ms"]
     except (
@@ -563,7 +595,7 @@ def read_note(run_dir: Path) -> TrainerNote | None:
         return None
     if run_directory(run_dir.parent, run_url).name != run_dir.name:
         return None
-    return TrainerNote(run_url, state, at_ms)
+    return TrainerNote(run_url, state, at_ms, seen_ms)
 
 
 def trainer_state(run_dir: Path, note: TrainerNote | None) -> TrainerState:

@@ -2,7 +2,7 @@
 
 The thread makes a snapshot durable, writes its job file, and waits for the agent's answer (rules 3,
 4 and 8 of the staging order). It reports events, which the training thread fetches, and changes
-nothing that training uses.
+nothing that training uses. It also shows every few seconds that this process lives.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 from recpoint.catalog.staging.area import (
+    BEAT_SECONDS,
     job_path,
     outcome_path,
     read_outcome,
@@ -198,12 +200,16 @@ class Handoff:
     # --- the thread ----------------------------------------------------------------------------
 
     def _run_thread(self) -> None:
+        beat = time.monotonic()
         while True:
+            if time.monotonic() >= beat:
+                self._area.beat()
+                beat = time.monotonic() + BEAT_SECONDS
             with self._changed:
                 if not self._queue and not self._to_mark():
                     if self._closing:
                         return
-                    self._changed.wait(_POLL_SECONDS if self._awaited else None)
+                    self._changed.wait(_POLL_SECONDS if self._awaited else BEAT_SECONDS)
                 if self._queue:
                     self._current = self._queue.popleft()
             if self._current is not None:

@@ -43,7 +43,7 @@ class WaitingLog:
         statistics: statistics of the trainer; `agent_error` is set here.
     """
 
-    def __init__(self, area: StagingArea, statistics: Statistics) -> None:
+    def __init__(self, area: StagingArea, statistics: Statistics, *, batches_done: int) -> None:
         self._area = area
         self._statistics = statistics
         # The last cause that was logged, and the number of commits before it.
@@ -51,6 +51,11 @@ class WaitingLog:
         # Due checkpoints that were not cut since the last commit, and whether a warning said so.
         self._missed = 0
         self._warned = False
+        self._staged_batches = batches_done
+
+    def staged(self, step: int) -> None:
+        """Note the batches of the newest checkpoint that is staged or stored."""
+        self._staged_batches = step
 
     def skipped(self, batches_done: int, in_row: int) -> None:
         """Log that a due checkpoint was not cut, as a warning if no later one may be cut either.
@@ -74,12 +79,14 @@ class WaitingLog:
         why, next_step = self._why(trouble, agent=agent)
         _log.warning(
             "no checkpoint at batch %d, %d in a row not taken: earlier ones wait in %s, and %s. "
-            "A failure now would lose %d batches. Next: %s",
+            "If this host failed now, %d batches would be lost; if only this process did and an "
+            "agent then stored what is staged, %d. Next: %s",
             batches_done,
             in_row,
             self._area.run_directory,
             why,
             self._statistics.read(batches_done).lag_batches,
+            batches_done - self._staged_batches,
             next_step,
         )
 
@@ -275,6 +282,7 @@ class Outcomes:
     def _apply(self, event: Event) -> None:
         if isinstance(event, Staged):
             self._statistics.staged += 1
+            self._waiting.staged(event.ref.step)
         elif isinstance(event, Failed):
             self._ledger.lost(event.ref, type(event.error).__name__)
             self.note_failure(event.error)
@@ -308,6 +316,7 @@ class Outcomes:
 
     def _rejected(self, event: Answered) -> None:
         outcome = event.outcome
+        self._waiting.staged(self.last_safe)
         self._ledger.lost(event.ref, outcome.error_type)
         self.superseded = self.superseded or superseded(outcome.error_type)
         if outcome.error_type == CheckpointCancelled.__name__:

@@ -145,7 +145,7 @@ class Pipeline:
         self._skipped_in_row = 0
         self.statistics = Statistics()
         self.statistics.start(start.batches_done, restored=start.report is not None)
-        self._waiting = WaitingLog(area, self.statistics)
+        self._waiting = WaitingLog(area, self.statistics, batches_done=start.batches_done)
         self.outcomes = Outcomes(
             handoff=self._handoff,
             ledger=self._ledger,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from recpoint.catalog.staging import area, locks, owned
 from recpoint.catalog.staging.agent import agent_lock_path, at_work
-from recpoint.catalog.staging.area import NoteState, cancels_directory, write_note
+from recpoint.catalog.staging.area import NoteState, beat, cancels_directory, write_note
 from recpoint.catalog.staging.free import read_rank_jobs, remove_unnamed, slots_by_rank
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.contract import Clocks
@@ -769,6 +769,12 @@ class StagingArea:
             f"may take {share.bound_bytes} bytes; checkpoints that do not fit are skipped. "
             "Next: set staging= or RECPOINT_STAGING to a larger directory"
         )
+
+    def beat(self) -> None:
+        """Show that this process lives. Never raises: only what people are told depends on it."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError, StagingRefused):
+                beat(self.run_directory)
 
     def _note(self, state: NoteState) -> None:
         try:

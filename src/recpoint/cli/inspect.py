@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -226,9 +226,10 @@ def lag(
     ] = None,
     json_output: JsonOption = False,
 ) -> Result:
-    """Print what each run would lose if its trainer died now, from its catalog.
+    """Print what each run would lose if its trainer's host died now, from its catalog.
 
-    Whether a trainer of this host has been killed is known from the staging area of this host.
+    The staging area of this host tells more about a trainer of this host: whether it was killed and
+    when, and what it has staged, which is not lost if only the trainer dies.
 
     Exit codes: 0 all runs could be read, and none is above --max-seconds; 1 a run is above it, or
     does not exist; 2 a URL is wrong; 3 a store cannot be reached; 4 a catalog is damaged. If
@@ -311,6 +312,8 @@ def _figures(seen: RunOverview) -> dict[str, Any]:
         "bytes_to_read": None if restore is None else restore.bytes_to_read,
         "ended": None if ended is None else ended.reason,
         "trainer_gone": seen.trainer_gone,
+        "last_sign_of_life_ms": seen.gone_ms,
+        "staged": None if seen.staged is None else asdict(seen.staged),
         "validated": None
         if validated is None or verdict is None
         else {"step": validated.step, "result": verdict.result, "level": verdict.level},

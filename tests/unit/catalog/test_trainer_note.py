@@ -12,6 +12,8 @@ import pytest
 from recpoint.catalog.staging import area, locks
 from recpoint.catalog.staging.area import NoteState, read_note, trainer_state, write_note
 from recpoint.errors import StagingError
+from recpoint.trainer_plugin.pipeline import handoff
+from tests.polling import until
 from tests.training_builder import Place, checkpointer, simple_training, train
 
 URL = "s3://bucket/ads"
@@ -100,6 +102,24 @@ def test_a_trainer_that_closes_has_ended(tmp_path: Path, final: bool) -> None:
     train(training, ckpt, 1)
     ckpt.close(final=final)
     assert state_of(place) == "ended"
+
+
+def test_a_trainer_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff, "BEAT_SECONDS", 0.01)
+    place = Place(str(tmp_path / "run"), tmp_path / "staging")
+    with checkpointer(simple_training(), place, close_seconds=0.0) as ckpt:
+        ckpt.restore()
+        os.utime(place.run_directory / "trainer.json", (1, 1))
+        until(lambda: seen_ms(place) > 1_000)
+        (place.run_directory / "trainer.json").unlink()
+        assert state_of(place) == "training"
+    assert state_of(place) == "ended"
+
+
+def seen_ms(place: Place) -> int:
+    note = read_note(place.run_directory)
+    assert note is not None
+    return note.seen_ms
 
 
 def test_a_trainer_that_an_error_stops_is_lost_until_the_next_one(tmp_path: Path) -> None:

@@ -141,17 +141,18 @@ def test_a_training_that_counted_no_batch_is_told_what_to_do(
 
 
 @contextmanager
-def killed(place: Place) -> Iterator[subprocess.Popen[bytes]]:
-    """A trainer that has not committed anything; it is killed at the end of the block."""
+def killed(place: Place, *, interval_batches: int = 1000) -> Iterator[subprocess.Popen[bytes]]:
+    """A trainer that has committed nothing after 3 batches; killed at the end of the block."""
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from tests.training_builder import Place, checkpointer, simple_training, train\n"
         "training = simple_training()\n"
         "place = Place(sys.argv[1], Path(sys.argv[2]))\n"
-        "ckpt = checkpointer(training, place, interval_batches=1000)\n"
+        f"ckpt = checkpointer(training, place, interval_batches={interval_batches})\n"
         "ckpt.restore()\n"
         "train(training, ckpt, 3)\n"
+        f"while ckpt.stats.staged < 3 // {interval_batches}: pass\n"
         "print('trains', flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -180,14 +181,54 @@ def test_a_trainer_that_was_killed_before_its_first_commit_is_gone(
     assert run["trainer_gone"] is True and run["ended"] is None
     (alarm,) = run["alarms"]
     assert f"process {trainer.pid} of" in alarm["text"]
-    assert "is gone and did not say that it ended; no checkpoint is stored" in alarm["text"]
+    assert "is gone and did not say that it ended (last sign of life" in alarm["text"]
+    assert alarm["text"].endswith("; no checkpoint is stored")
     assert "start the training again" in alarm["next_step"]
     shown = " ".join(recpoint("lag", place.run).stdout.split())
-    assert "gone" in shown and "going on" not in shown and "up to" in shown
+    assert "gone" in shown and "going on" not in shown
     assert "is gone and did not say" in " ".join(recpoint("list", place.run).stdout.split())
     # Another staging area, as on another host, does not know it.
     monkeypatch.setenv("RECPOINT_STAGING", str(tmp_path / "elsewhere"))
     assert recpoint("lag", place.run, "--json").json["runs"][0]["trainer_gone"] is False
+
+
+def test_what_a_killed_trainer_has_lost_stands_still(
+    recpoint: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(str(tmp_path / "run"), tmp_path / "staging")
+    monkeypatch.setenv("RECPOINT_STAGING", str(place.staging))
+    began = time.monotonic()
+    with killed(place):
+        pass
+    trained_seconds = time.monotonic() - began
+    time.sleep(1.0)
+    (first,) = recpoint("lag", place.run, "--json").json["runs"]
+    (later,) = recpoint("lag", place.run, "--json").json["runs"]
+    assert first["at_risk_seconds"] == later["at_risk_seconds"] <= trained_seconds
+    assert first["last_sign_of_life_ms"] == later["last_sign_of_life_ms"] > 1.7e12
+    assert "last sign of life" in first["alarms"][0]["text"] and first["overdue"] is False
+
+
+def test_what_is_staged_is_not_lost_with_the_trainer(
+    recpoint: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(str(tmp_path / "run"), tmp_path / "staging")
+    monkeypatch.setenv("RECPOINT_STAGING", str(place.staging))
+    with killed(place, interval_batches=2):
+        (alive,) = recpoint("lag", place.run, "--json").json["runs"]
+        assert (alive["step"], alive["staged"]["step"]) == (None, 2)
+        assert 0 < alive["staged"]["at_risk_seconds"] < alive["at_risk_seconds"]
+        shown = " ".join(recpoint("lag", place.run).stdout.split())
+        assert "step 2 is staged on this host and not stored yet; if only the trainer dies" in shown
+    (gone,) = recpoint("lag", place.run, "--json").json["runs"]
+    (alarm,) = gone["alarms"]
+    assert "no checkpoint is stored, and step 2 is staged" in alarm["text"]
+    assert "run recpoint agent, which stores what is staged, then start" in alarm["next_step"]
+    with AgentProcess(place.staging, tmp_path / "log", once=True) as agent:
+        assert agent.process.wait(PATIENCE_SECONDS) == 0
+    (stored,) = recpoint("lag", place.run, "--json").json["runs"]
+    assert (stored["step"], stored["staged"], stored["trainer_gone"]) == (2, None, True)
+    assert stored["at_risk_seconds"] <= gone["at_risk_seconds"]
 
 
 def test_slots_of_a_killed_trainer_are_named_with_what_frees_them(

@@ -20,6 +20,7 @@ from recpoint.catalog.overview.overview import (
     Generation,
     Lag,
     RunOverview,
+    StagedRisk,
     Totals,
 )
 from recpoint.catalog.overview.watch import RunWatch
@@ -45,7 +46,8 @@ NOTHING = RunOverview(
     generation=None,
     restarts=0,
     ended=None,
-    trainer_gone=False,
+    gone_ms=None,
+    staged=None,
     lag=Lag(
         seconds=None,
         silent_seconds=0.0,
@@ -138,10 +140,31 @@ def test_a_loss_says_how_well_it_is_known() -> None:
     )
     assert texts.risk_text(uncounted) == "up to 1 min 30 s, no batch was counted"
     assert "counted no batch" in texts.expectation_text(uncounted)
-    gone = replace(going_on, trainer_gone=True)
-    assert texts.risk_text(gone) == "up to 1 min 30 s, 1 batch"
+    gone = replace(going_on, gone_ms=1_760_000_000_000)
+    assert texts.risk_text(gone) == "about 1 min 30 s, 1 batch"
     assert "the trainer is gone" in texts.expectation_text(gone)
-    assert "gone without" in texts.field_texts(gone)["Trainer"]
+    assert "gone since 2025-10-09 08:53:20 UTC" in texts.field_texts(gone)["Trainer"]
+
+
+def test_what_is_staged_is_told_beside_what_the_host_would_take_with_it() -> None:
+    began = Generation(
+        number=1, host="h", pid=7, created_ms=0, age=Age(90.0, "store"), restored_step=None
+    )
+    staged = StagedRisk(step=1_200, at_risk_seconds=3.0, at_risk_batches=12)
+    alive = replace(NOTHING, generation=began, staged=staged)
+    assert texts.staged_text(NOTHING) == ""
+    assert texts.staged_text(alive) == (
+        "step 1,200 is staged on this host and not stored yet; if only the trainer dies, and "
+        "recpoint agent stores it, about 3.0 s of training (12 batches) is lost"
+    )
+    assert texts.staged_text(alive) in texts.figures(alive)[texts.FIGURES[0]].note
+    gone = texts.staged_text(replace(alive, gone_ms=1))
+    assert gone.endswith(
+        "once recpoint agent has stored it, about 3.0 s of training (12 batches) is lost"
+    )
+    ended = replace(alive, ended=Ended(step=1_200, reason="finished", ended_ms=0))
+    stored = replace(ended, staged=replace(staged, at_risk_seconds=0.0, at_risk_batches=0))
+    assert texts.staged_text(stored).endswith("has stored it, nothing is lost")
 
 
 def drawn_of(*checkpoints: CheckpointFacts) -> page.Drawn:
