@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -38,6 +39,8 @@ __all__ = ["Answered", "Event", "Failed", "Handoff", "Staged"]
 _log = logging.getLogger("recpoint")
 
 _POLL_SECONDS = 0.05
+#: An agent that is started together with the trainer runs by then.
+_AGENT_SECONDS = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +77,15 @@ class Handoff:
         run: id of the run, for the job files.
         run_url: URL of the run as the store spells it.
         ranks: number of ranks of the job.
+        tells: whether to log that no agent runs; for one rank of each host.
 
     Attributes:
         broken: why the thread could not be started at the last attempt; None: it could.
     """
 
-    def __init__(self, area: StagingArea, *, run: str, run_url: str, ranks: int = 1) -> None:
+    def __init__(
+        self, area: StagingArea, *, run: str, run_url: str, ranks: int = 1, tells: bool = True
+    ) -> None:
         self._area = area
         self._run = run
         self._run_url = run_url
@@ -92,6 +98,8 @@ class Handoff:
         self._marked: set[CheckpointRef] = set()  # the agent has been asked to drop these
         self._events: deque[Event] = deque()
         self._closing = False
+        # When to look for an agent, in monotonic time; infinity: that has been done.
+        self._look_at = time.monotonic() + _AGENT_SECONDS if tells else math.inf
         self._thread: threading.Thread | None = None
         self.broken: StagingError | None = None
         self._process = os.getpid()
@@ -204,6 +212,7 @@ class Handoff:
         while True:
             if time.monotonic() >= beat:
                 self._area.beat()
+                self._look_for_agent()
                 beat = time.monotonic() + BEAT_SECONDS
             with self._changed:
                 if not self._queue and not self._to_mark():
@@ -216,6 +225,20 @@ class Handoff:
                 self._stage_current(self._current)
             self._mark_unwanted()
             self._look_for_outcomes()
+
+    def _look_for_agent(self) -> None:
+        """Log once, some time after the start, if no agent stores what this process stages."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = math.inf
+        if not self._area.agent_is_running():
+            _log.warning(
+                "no agent is running on this host, so checkpoints of %s wait in %s and are not "
+                "stored. Next: %s",
+                self._run_url,
+                self._area.run_directory,
+                self._area.agent_command(),
+            )
 
     def _stage_current(self, snapshot: Snapshot) -> None:
         failure: Exception | None = None

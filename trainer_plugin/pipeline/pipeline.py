@@ -134,7 +134,13 @@ class Pipeline:
         self._trackers = trackers
         self._settings = settings
         self._ledger = Ledger(trackers, start.tip, start.base_history)
-        self._handoff = Handoff(area, run=run.id, run_url=run.url, ranks=ranks.count)
+        self._handoff = Handoff(
+            area,
+            run=run.id,
+            run_url=run.url,
+            ranks=ranks.count,
+            tells=ranks.rank == memory.host.ranks[0],
+        )
         self._last_cut = start.batches_done
         self._cuts = 0
         self._ends = ends

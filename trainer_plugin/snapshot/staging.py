@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import hashlib
 import logging
+import math
 import mmap
 import os
 import shlex
@@ -29,6 +30,7 @@ from recpoint.catalog.store.contract import Clocks
 from recpoint.errors import FormatError, SettingsError, StagingError, StagingFull, StagingRefused
 from recpoint.format.naming import parse_job_stem
 from recpoint.trainer_plugin.ranks.ranks import Ranks
+from recpoint.trainer_plugin.snapshot.host_memory import HostMemory, host_memory, is_in_memory
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -326,6 +328,35 @@ _POLL_SECONDS = 0.05
 
 class SmallStagingArea(RuntimeWarning):
     """Warns of a staging area that is too small for the checkpoints that may be staged there."""
+
+
+class _Room(NamedTuple):
+    """The room of a staging area.
+
+    Attributes:
+        size_bytes: size of its file system; 0: a tmpfs without a limit.
+        unused_bytes: what the file system has free.
+        memory: the memory that holds the files; None: they are on a disk, or it is unknown.
+    """
+
+    size_bytes: int
+    unused_bytes: int
+    memory: HostMemory | None
+
+    @property
+    def most_bytes(self) -> float:
+        """The bytes that files could take there if nothing else took any."""
+        size = self.size_bytes or math.inf
+        return size if self.memory is None else min(size, self.memory.size_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """The bytes that files can take there now."""
+        if self.memory is None:
+            return self.unused_bytes
+        if self.size_bytes == 0:
+            return self.memory.free_bytes
+        return min(self.unused_bytes, self.memory.free_bytes)
 
 
 class StagingArea:
@@ -701,52 +732,57 @@ class StagingArea:
         return self._slots[index]
 
     def free_bytes(self, *, all_ranks: bool = False) -> int | None:
-        """Return the bytes that slots may take: free space plus present slots; None: unknown.
+        """Return the bytes that slots may take: free room plus present slots; None: unknown.
+
+        Free room is that of the file system, and if that is in memory, at most the free memory.
 
         Args:
             all_ranks: count the slots of all ranks of this run here; otherwise only this rank's.
         """
-        system = self._file_system()
-        if system is None:
+        room = self._room()
+        if room is None:
             return None
         try:
             whose = "r*-*.bin" if all_ranks else f"r{self.rank:05d}-*.bin"
             slots = area.slots_directory(self.run_directory).glob(whose)
-            return system.f_bavail * system.f_frsize + sum(path.stat().st_size for path in slots)
+            return room.free_bytes + sum(path.stat().st_size for path in slots)
         except OSError:
             return None  # `create` reports what is wrong with the area
 
-    def _file_system(self) -> os.statvfs_result | None:
-        """Return the staging area's file system; the area need not exist yet. None: unknown."""
+    def _room(self) -> _Room | None:
+        """Return the room of the staging area, which need not exist yet. None: unknown."""
         place = self.run_directory
         try:
             while not place.exists() and place != place.parent:
                 place = place.parent
-            return os.statvfs(place)
+            system = os.statvfs(place)
         except OSError:
             return None  # `create` reports what is wrong with the area
+        memory = host_memory() if is_in_memory(place) else None
+        unit = system.f_frsize
+        return _Room(system.f_blocks * unit, system.f_bavail * unit, memory)
 
     def refuse_if_small(self, share: HostShare, *, jobs: int) -> None:
-        """Refuse a file system that is too small for even the first snapshots.
+        """Refuse a file system, or memory, that is too small for even the first snapshots.
 
-        Only its whole size counts, because the files that fill it now may be removed.
+        Only the whole size counts, because what fills it now may be removed.
 
         Args:
             share: share of the ranks on this file system.
             jobs: number of staged jobs for which the share of each rank has room.
 
         Raises:
-            SettingsError: the file system is too small.
+            SettingsError: it is too small.
         """
-        system = self._file_system()
-        size_bytes = 0 if system is None else system.f_blocks * system.f_frsize
+        room = self._room()
         needed_bytes = share.bound_bytes // jobs
-        if size_bytes == 0 or needed_bytes <= size_bytes:  # 0: a tmpfs without a limit
+        if room is None or needed_bytes <= room.most_bytes:
             return
         several = f"s of {len(share.ranks)} ranks" if len(share.ranks) > 1 else ""
         raise SettingsError(
             f"staging area {self.root}",
-            found=f"a file system of {size_bytes} bytes",
+            found=f"a file system of {room.size_bytes} bytes"
+            + ("" if room.memory is None else f" in memory of {room.memory.size_bytes} bytes"),
             expected=f"at least {needed_bytes} bytes, which the first snapshot{several} may take",
             next_step="set staging= or RECPOINT_STAGING to a directory of a larger file system, "
             "also for the agent; in a container enlarge /dev/shm, as docker run --shm-size does",
@@ -760,14 +796,25 @@ class StagingArea:
 
     def shortage(self, share: HostShare) -> str | None:
         """Return a message if the slots of this host may not fit; only its first rank gets one."""
-        free = self.free_bytes(all_ranks=True)
-        if free is None or free >= share.bound_bytes or self.rank != share.ranks[0]:
+        free, room = self.free_bytes(all_ranks=True), self._room()
+        if free is None or room is None or free >= share.bound_bytes:
+            return None
+        if self.rank != share.ranks[0]:
             return None
         several = f" of {len(share.ranks)} ranks" if len(share.ranks) > 1 else ""
+        needed = f"staged checkpoints{several} may take {share.bound_bytes} bytes"
+        memory = room.memory
+        if memory is not None and room.free_bytes < room.unused_bytes:
+            return (
+                f"staging area {self.root} is in memory: its file system has {room.unused_bytes} "
+                f"free bytes, but only {memory.free_bytes} bytes of memory are free, and {needed}; "
+                "the system may kill a process for want of memory. Next: set staging= or "
+                "RECPOINT_STAGING to a directory on a disk, or free memory: recpoint info names "
+                "slots that were left behind"
+            )
         return (
-            f"staging area {self.root}: {free} bytes are free, and staged checkpoints{several} "
-            f"may take {share.bound_bytes} bytes; checkpoints that do not fit are skipped. "
-            "Next: set staging= or RECPOINT_STAGING to a larger directory"
+            f"staging area {self.root}: {free} bytes are free, and {needed}; checkpoints that do "
+            "not fit are skipped. Next: set staging= or RECPOINT_STAGING to a larger directory"
         )
 
     def beat(self) -> None:

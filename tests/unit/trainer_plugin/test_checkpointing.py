@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from recpoint.embeddings.optimizers import FullyDirtyTables
 from recpoint.errors import SettingsError, StagingError
 from recpoint.format.job import Outcome
 from recpoint.format.naming import END_KEY, GENERATION_KEY
+from recpoint.trainer_plugin.pipeline import handoff
 from recpoint.trainer_plugin.snapshot.staging import SmallStagingArea, StagingArea
 from tests.training_builder import ROWS, Place, checkpointer, simple_training, train, until
 
@@ -485,6 +487,28 @@ def test_the_quantizer_that_was_set_is_the_one_of_the_checkpoint(place: Place) -
     for name in run.live_line():
         methods = [quantizer.method for quantizer in run.manifest(*name).quantizers]
         assert methods == ["symmetric"] * 2
+
+
+def test_a_start_without_an_agent_is_told_once(
+    place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handoff, "_AGENT_SECONDS", 0.1)
+    monkeypatch.setattr(handoff, "BEAT_SECONDS", 0.01)
+
+    def told() -> list[str]:
+        return [text for text in caplog.messages if text.startswith("no agent is running")]
+
+    with AgentLock(place.staging), checkpointer(simple_training(), place) as ckpt:
+        ckpt.restore()
+        time.sleep(0.5)
+    assert told() == []
+    ckpt = checkpointer(simple_training(), place)
+    ckpt.restore()
+    until(lambda: bool(told()))
+    time.sleep(0.3)
+    ckpt.close(final=False)
+    (text,) = told()
+    assert text.endswith(f"are not stored. Next: recpoint agent --staging {place.staging}")
 
 
 def test_due_checkpoints_that_nobody_stores_are_told_at_warning_level(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,8 +13,9 @@ import pytest
 
 from recpoint.catalog.persist import persist
 from recpoint.catalog.staging.agent import AgentLock
-from recpoint.errors import RanksMissing
+from recpoint.errors import RanksMissing, SettingsError
 from recpoint.trainer_plugin.ranks.ranks import Ranks
+from recpoint.trainer_plugin.snapshot import host_memory as host_memory_files
 from recpoint.trainer_plugin.snapshot.staging import (
     HostShare,
     SmallStagingArea,
@@ -43,6 +46,92 @@ def test_the_first_rank_of_a_host_warns_for_all(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         StagingArea(tmp_path, "file:///run", rank=2).warn_if_small(too_much)
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A directory in memory; its file system has more free room than the tests below say."""
+    if not os.access("/dev/shm", os.W_OK) or not host_memory_files.is_in_memory(Path("/dev/shm")):
+        pytest.skip("no tmpfs at /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+def told(monkeypatch: pytest.MonkeyPatch, directory: Path, files: dict[str, str]) -> None:
+    """Has the system's files say this: meminfo, cgroup, and files of control groups."""
+    monkeypatch.setattr(host_memory_files, "_MEMINFO", directory / "meminfo")
+    monkeypatch.setattr(host_memory_files, "_CGROUPS_OF_PROCESS", directory / "cgroup")
+    monkeypatch.setattr(host_memory_files, "_CGROUPS", directory / "groups")
+    for name, text in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+
+
+MEMINFO = "MemTotal:           1000 kB\nMemFree:  1 kB\nMemAvailable:        600 kB\n"
+
+
+def test_slots_in_memory_are_compared_with_the_memory_that_is_free(
+    in_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(monkeypatch, tmp_path, {"meminfo": MEMINFO})
+    area = StagingArea(in_memory / "staging", "file:///run")
+    assert area.free_bytes() == 600 * 1024
+    with pytest.warns(SmallStagingArea, match=r"is in memory: its file system has \d+ free") as w:
+        area.warn_if_small(HostShare((0,), 700_000))
+    assert "only 614400 bytes of memory are free" in str(w[0].message)
+    assert "may take 700000 bytes" in str(w[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        area.warn_if_small(HostShare((0,), 600_000))
+        StagingArea(tmp_path / "on disk", "file:///run").warn_if_small(HostShare((0,), 700_000))
+    with pytest.raises(SettingsError, match="in memory of 1024000 bytes"):
+        area.refuse_if_small(HostShare((0,), 2_100_000), jobs=2)
+    area.refuse_if_small(HostShare((0,), 2_000_000), jobs=2)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, (1_024_000, 614_400)),
+        ({"cgroup": "0::/\n", "groups/memory.max": "max\n"}, (1_024_000, 614_400)),
+        (
+            {
+                "cgroup": "0::/a/b\n",
+                "groups/a/b/memory.max": "900000\n",
+                "groups/a/b/memory.current": "500000\n",
+                "groups/a/b/memory.stat": "anon 1\ninactive_file 100000\n",
+                "groups/a/memory.max": "950000\n",
+                "groups/a/memory.current": "700000\n",
+            },
+            (900_000, 250_000),
+        ),
+        (
+            {
+                "cgroup": "9:name=systemd:/\n4:memory:/of/the/host\n0::/\n",
+                "groups/memory/memory.limit_in_bytes": "800000\n",
+                "groups/memory/memory.usage_in_bytes": "300000\n",
+                "groups/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 100000\n",
+            },
+            (800_000, 600_000),
+        ),
+    ],
+    ids=["none", "unlimited", "version 2", "version 1"],
+)
+def test_a_control_group_may_allow_less_memory(
+    files: dict[str, str],
+    expected: tuple[int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told(monkeypatch, tmp_path, {"meminfo": MEMINFO, **files})
+    assert host_memory_files.host_memory() == expected
+
+
+def test_memory_that_the_system_does_not_tell_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(monkeypatch, tmp_path, {})
+    assert host_memory_files.host_memory() is None
 
 
 def test_slots_that_ranks_have_already_are_room_for_them(tmp_path: Path) -> None:
