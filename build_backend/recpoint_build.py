@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any, Final
 
 from setuptools import Extension, build_meta
 from setuptools.command.build_ext import build_ext
+from setuptools.command.egg_info import egg_info
 
 build_wheel = build_meta.build_wheel
 build_sdist = build_meta.build_sdist
@@ -151,6 +153,21 @@ def _digest_of_sources() -> str:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return str(module.digest(_KERNELS))
+
+
+class DescribeWithoutLinks(egg_info):
+    """Writes the metadata, with the README as a package index can show it.
+
+    An index would resolve relative links against its own page. It gets their texts instead, which
+    are the paths of the files.
+    """
+
+    def run(self) -> None:
+        """Write the metadata."""
+        metadata: Any = self.distribution.metadata
+        text = metadata.long_description
+        metadata.long_description = re.sub(r"\[([^]]+)\]\((?!https?:)[^)]+\)", r"\1", text)
+        super().run()
 
 
 class BuildNative(build_ext):

@@ -50,6 +50,15 @@ def test_one_library_serves_all_pythons_and_brings_no_sources(
     assert Path(found.stdout.strip()).is_relative_to(wheel.site)
 
 
+def test_the_metadata_names_files_without_links_that_an_index_would_break(
+    wheel: InstalledWheel,
+) -> None:
+    (metadata,) = wheel.site.glob("recpoint-*.dist-info/METADATA")
+    text = metadata.read_text()
+    assert "](docs/" in (ROOT / "README.md").read_text() and "](" not in text
+    assert "| | measured (`docs/understanding/benchmarks.md`) |" in text
+
+
 def test_the_live_page_has_its_style(wheel: InstalledWheel, tmp_path: Path) -> None:
     pytest.importorskip("nicegui", reason="nicegui is not installed")
     program = "from recpoint.dashboards import page_elements as e; print(e.__file__, len(e.STYLE))"
