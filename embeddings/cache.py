@@ -371,13 +371,16 @@ class Cache:
             self._wait([self._thread.submit(self._guarded(lambda: self._bring_in(rows, ids, at)))])
 
     def _too_small(self, name: str, needed: int) -> SettingsError:
+        # One number for all tables gives each an even share, and small tables only their rows.
+        together = sum(min(rows.slots.rows, needed) for rows in self.tables.values())
         return SettingsError(
             f"cached(capacity_rows=...): table {name!r}",
             found=f"{self.tables[name].slots.capacity} slots",
             expected=f"at least {needed}: the rows that are looked up together, or whose gradients "
             "no step has applied yet",
-            next_step="give the table more slots (capacity_rows={name: slots}), or look up fewer "
-            "rows at a time; evaluate under torch.no_grad()",
+            next_step=f"give the table more slots: capacity_rows={{{name!r}: {needed}}}, or "
+            f"{together} if you give one number for all tables; or look up fewer rows at a time, "
+            "and evaluate under torch.no_grad()",
         )
 
     # What the home thread does.

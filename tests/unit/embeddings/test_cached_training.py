@@ -251,6 +251,15 @@ def test_a_batch_that_does_not_fit_names_what_is_needed() -> None:
         train(model, SGD(model.parameters(), lr=0.1), reader, batches=40)
 
 
+def test_of_one_number_for_all_tables_the_error_says_which_would_do() -> None:
+    model, cache = cached_model(20)
+    assert cache.tables["users"].slots.capacity == 10
+    with pytest.raises(SettingsError, match=r"\{'users': 12\}, or 24 if you give one number"):
+        model.users(torch.arange(12))
+    model, _ = cached_model(24)
+    assert len(model.users(torch.arange(12))) == 12
+
+
 def test_rows_that_wait_for_a_step_count_as_needed() -> None:
     model, _ = cached_model({"users": 10, "items": ITEMS})
     waiting = model.users(torch.arange(6))
