@@ -23,7 +23,7 @@ from recpoint.embeddings.cache import CacheStats
 from recpoint.embeddings.cached_tables import CachedTable
 from recpoint.embeddings.marks import Tracker
 from recpoint.embeddings.tables import Table, held_ids, zero_rows
-from recpoint.errors import ServerLost, SettingsError
+from recpoint.errors import IncompatibleModel, NothingToRestore, ServerLost, SettingsError
 from recpoint.format.manifest import Kind
 from recpoint.interrupts import Hold, held
 from recpoint.trainer_plugin.assembly import assemble, look_at
@@ -275,7 +275,12 @@ class Checkpointer:
             wanted.check()
             self._state.refuse_inference()  # states may have been created since __init__
             self._state.warn_of_schedulers()
-            report = self._whole(lambda hold: self._restore(wanted, hold))
+            try:
+                report = self._whole(lambda hold: self._restore(wanted, hold))
+            except (IncompatibleModel, NothingToRestore) as error:
+                # Its message says what to change in the script. A traceback through recpoint would
+                # push the message out of sight; that of a cause is kept.
+                raise error.with_traceback(None) from error.__cause__
         if self._settings.options.handle_sigterm:
             self.take_sigterm()
         return report

@@ -97,8 +97,10 @@ def test_another_model_is_refused_and_untouched(
     second.optimizers = [SGD(second.model.parameters(), lr=0.1)]
     before = snapshot(second)
     ckpt = checkpointer(second, place)
-    with pytest.raises(IncompatibleModel, match=message):
+    with pytest.raises(IncompatibleModel, match=message) as caught:
         ckpt.restore()
+    # The message is not pushed out of sight: what is shown above it is the call, and where it ends.
+    assert [frame.name for frame in caught.traceback][1:] == ["restore"]
     assert all(map(torch.equal, before, snapshot(second)))
     assert len(Run.open(open_store(place.run)).generations()) == 1, "nothing was claimed"
 
