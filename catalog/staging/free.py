@@ -157,7 +157,8 @@ class LeftBehind(NamedTuple):
         return (
             f"{bytes_text(self.size_bytes)} of slots wait for a new start of {self.run_url}, whose "
             f"trainer is gone: recpoint sweep {self.run_url} --grace 1h frees what was unused for "
-            "an hour; if the run is deleted, recpoint sweep URL --discard-staged frees all"
+            f"an hour; if the run is deleted, recpoint sweep {self.run_url} --discard-staged frees "
+            "all"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -34,6 +35,7 @@ from recpoint.flows.agent.runs import (
 )
 from recpoint.flows.agent.sweeps import SWEEP_EVERY_SECONDS, BackgroundSweep, require_sweep_period
 from recpoint.tasks.job_name import job_log
+from recpoint.units import bytes_text
 
 __all__ = ["Agent", "FreedMemory", "run_agent"]
 
@@ -429,8 +431,7 @@ class Agent:
         self._background.start(run_dirs)
         self._sweeps.start()
         _LOG.info("serving %s", self._staging)
-        for left in left_behind(self._staging):
-            _LOG.info("%s", left)
+        self._log_left_behind()
         written_at = 0.0
         try:
             while not self._ends:
@@ -459,6 +460,20 @@ class Agent:
             self._drain()
             free_ended_slots(self._runs)
         return self._queue.left(all_must_be_known=once and not self.was_stopped)
+
+    def _log_left_behind(self) -> None:
+        """Log in one line what killed trainers left here: many runs may share the area."""
+        left = left_behind(self._staging)
+        if len(left) == 1:
+            _LOG.info("%s", left[0])
+        elif left:
+            _LOG.info(
+                "%s of slots of %d runs wait for new starts, and their trainers are gone: "
+                "RECPOINT_STAGING=%s recpoint info names them, and what frees them",
+                bytes_text(sum(one.size_bytes for one in left)),
+                len(left),
+                shlex.quote(str(self._staging)),
+            )
 
     def _begin_due_runs(self) -> bool:
         """Start a thread for each run that has a due job and no thread.

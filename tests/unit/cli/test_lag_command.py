@@ -245,15 +245,26 @@ def test_slots_of_a_killed_trainer_are_named_with_what_frees_them(
     assert left["size_bytes"] > 0
     advice = f"recpoint sweep {place.run} --grace 1h"
     monkeypatch.setenv("COLUMNS", "2000")
-    assert advice in recpoint("info").stdout
+    told = recpoint("info").stdout
+    assert advice in told and f"recpoint sweep {place.run} --discard-staged" in told
     with AgentProcess(place.staging, tmp_path / "log", once=True) as agent:
         assert agent.process.wait(PATIENCE_SECONDS) == 0
         assert agent.logged(advice) == 1
+    other = Place(str(tmp_path / "other"), place.staging)
+    with killed(other):
+        pass
+    with AgentProcess(place.staging, tmp_path / "log of both", once=True) as agent:
+        assert agent.process.wait(PATIENCE_SECONDS) == 0
+        assert agent.logged("of slots of 2 runs wait for new starts") == 1
+        assert agent.logged("recpoint sweep") == 0
+    assert f"recpoint sweep {other.run} --grace 1h" in recpoint("info").stdout
     old = time.time() - 7200
     for path in place.run_directory.rglob("*"):
         os.utime(path, (old, old))
     assert recpoint("sweep", place.run, "--grace", "1h").code == 0
-    assert recpoint("info", "--json").json["left_behind"] == []
+    assert [left["run_url"] for left in recpoint("info", "--json").json["left_behind"]] == [
+        other.run
+    ]
 
 
 def test_watching_shows_each_look_until_it_is_interrupted(
