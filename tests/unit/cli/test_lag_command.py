@@ -262,9 +262,8 @@ def test_slots_of_a_killed_trainer_are_named_with_what_frees_them(
     for path in place.run_directory.rglob("*"):
         os.utime(path, (old, old))
     assert recpoint("sweep", place.run, "--grace", "1h").code == 0
-    assert [left["run_url"] for left in recpoint("info", "--json").json["left_behind"]] == [
-        other.run
-    ]
+    (left,) = recpoint("info", "--json").json["left_behind"]
+    assert left["run_url"] == other.run
 
 
 def test_watching_shows_each_look_until_it_is_interrupted(
