@@ -68,8 +68,9 @@ def cached(
     Results are those of training without a cache, bit for bit. Call it before the optimizers are
     built, because each table gets another parameter: its slots.
 
-    A `Lookahead` tells the cache which rows come, so that they are there when they are looked up.
-    Other lookups, as in an evaluation, are right but slow. Run these under `torch.no_grad()`.
+    A `Lookahead` tells the cache which rows come next, so that they are in slots when they are
+    looked up. Other lookups, as in an evaluation, give right results but are slow. Run these under
+    `torch.no_grad()`.
 
     Call `optimizer.zero_grad()` between a step and the next backward pass: a gradient that a step
     has applied is refused. Row states are restored with a Checkpointer, not by `load_state_dict`
@@ -80,7 +81,7 @@ def cached(
             `nn.EmbeddingBag` modules without `max_norm`. A table on torch's `meta` device takes no
             memory; `initial` gives its first values. The values of any other table are copied to
             the home after the first step.
-        home: where rows are that have no slot; for this model only.
+        home: keeps the rows that have no slot; for this model only.
         capacity_rows: number of slots of all tables together, or name of a table -> its slots.
             Tables that are not named stay as they are. A table never gets more slots than it has
             rows. Row states are kept for each slot, too.

@@ -275,7 +275,7 @@ def as_precision(bits: Precision | Bits) -> Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Staging:
-    """Sets where checkpoints wait for the agent, how many may wait, and what happens when all do.
+    """Sets where checkpoints wait for the agent, how many may, and what happens when as many do.
 
     Attributes:
         directory: the staging area, on this host. None: $RECPOINT_STAGING if it is set, else
@@ -378,9 +378,9 @@ class Options:
         announce: print one line to stderr if a run begins, is restored or goes back to an earlier
             checkpoint. With several ranks, only rank 0 prints it. The log (logger "recpoint") has
             more detail.
-        copy_share: with a `Lookahead` as the reader: the share of its time in which the thread that
-            copies rows before a checkpoint copies, above 0 up to 1. It pauses otherwise, so that
-            training keeps the rest of the memory's bandwidth.
+        copy_share: with a `Lookahead` as the reader: a thread copies rows before a checkpoint. This
+            is the share of its time that it copies, above 0 and at most 1. It pauses for the rest,
+            so that training keeps memory bandwidth.
         rewinds: how often a loop over `Checkpointer.batches` goes back to the newest checkpoint,
             in this process, when an embedding server is lost. The loop then yields the batches
             after that checkpoint again, and `stats` begins anew. 0: the loop raises ServerLost.
