@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from recpoint import Checkpointer, Lookahead
 from recpoint.embeddings.remote.processes import servers
+from recpoint.embeddings.remote.served_home import ServedHome
 from tests.cached_training import (
     ITEMS,
     USERS,
@@ -45,6 +47,7 @@ __all__ = [
     "on_ranks",
     "optimizers_of",
     "run_ranks",
+    "train_on_ranks",
     "train_here",
 ]
 
@@ -57,8 +60,12 @@ class Case:
         run: URL of the run; "": without checkpoints.
         staging: the staging area of all ranks.
         batches: batches in all; 0: the newest checkpoint is restored, and nothing is trained.
+        kills: batches after which rank 0 kills an embedding server; each kills another one.
+        dies: the batch after which the last rank kills itself; 0: it does not.
     """
 
+    kills: tuple[int, ...] = ()
+    dies: int = 0
     run: str = ""
     staging: str = ""
     interval: int = 5
@@ -159,18 +166,29 @@ def _added(gradients: Sequence[Tensor]) -> Tensor:
 
 def on_ranks(cases: Sequence[Case], ranks: int, directory: Path) -> list[Found]:
     """Train each case on so many ranks; returns what rank 0 found."""
-    given = json.dumps([asdict(case) for case in cases])
-    run_ranks("tests.several_trainers", ranks, directory, given)
+    codes, logs = train_on_ranks(cases, ranks, directory)
+    assert codes == [0] * ranks, "\n".join(logs)
     found: list[Found] = torch.load(directory / "found.pt", weights_only=False)
     return found
 
 
-def run_ranks(program: str, ranks: int, directory: Path, given: str) -> None:
+def train_on_ranks(
+    cases: Sequence[Case], ranks: int, directory: Path
+) -> tuple[list[int], list[str]]:
+    """Train each case on so many ranks; see `run_ranks`."""
+    given = json.dumps([asdict(case) for case in cases])
+    return run_ranks("tests.several_trainers", ranks, directory, given)
+
+
+def run_ranks(program: str, ranks: int, directory: Path, given: str) -> tuple[list[int], list[str]]:
     """Run a program on so many ranks: its arguments are the directory, rank and number of ranks.
 
     Args:
         program: name of a module.
         given: its standard input on each rank.
+
+    Returns:
+        Exit status and standard error of each rank.
     """
     directory.mkdir(parents=True)
     running = []
@@ -191,7 +209,7 @@ def run_ranks(program: str, ranks: int, directory: Path, given: str) -> None:
             stdin.write(given)
     codes = [one.wait() for one in running]
     logs = [(directory / f"rank-{rank}.log").read_text() for rank in range(ranks)]
-    assert codes == [0] * ranks, "\n".join(logs)
+    return codes, logs
 
 
 def _rank(directory: Path, rank: int, ranks: int) -> None:
@@ -213,6 +231,7 @@ def join(directory: Path, rank: int, ranks: int) -> None:
 def train_here(case: Case, rank: int, ranks: int) -> Found:
     """Train a case as one of several ranks."""
     with servers(count=case.servers) as home:
+        assert isinstance(home, ServedHome)
         model, cache = cached_model(
             case.slots,
             home,
@@ -224,29 +243,45 @@ def train_here(case: Case, rank: int, ranks: int) -> Found:
         optimizers = optimizers_of(case, model)
         batches = Part(case.epoch, weighted=case.weighted, seed=rank)
         reader = Lookahead(batches, model, window=case.window)
+        losses: list[float] = []
+        kills = list(case.kills)
+        pids = [one.pid for one in home.greetings]
         with checkpoints_of(case, model, optimizers, reader) as checkpoints:
-            done = 0 if checkpoints is None else checkpoints.batches_done
-            losses: list[float] = []
-            while done < case.batches:
-                for batch in reader:
-                    loss = _loss(model, batch)
-                    loss.backward()
-                    losses.append(loss.item())
-                    done += 1
-                    if done % case.batches_a_step == 0:
-                        for parameter in model.top.parameters():
-                            parameter.grad = _reduced(_present(parameter.grad), ranks)
-                        for optimizer in optimizers:
-                            optimizer.step()
-                            optimizer.zero_grad()
-                    if checkpoints is not None:
-                        checkpoints.step()
-                    if done == case.batches:
-                        break
+            number = 0 if checkpoints is None else checkpoints.batches_done
+            for batch in _batches(case, reader, checkpoints):
+                number = number + 1 if checkpoints is None else checkpoints.batches_done + 1
+                loss = _loss(model, batch)
+                loss.backward()
+                losses.append(loss.item())
+                if number % case.batches_a_step == 0:
+                    for parameter in model.top.parameters():
+                        parameter.grad = _reduced(_present(parameter.grad), ranks)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                if number in kills:
+                    kills.remove(number)
+                    if rank == 0:
+                        os.kill(pids.pop(), signal.SIGKILL)
+                if number == case.dies and rank == ranks - 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
         rows = rows_of_cache(cache)
         found = Found(rows, model.top.weight.detach(), losses, vars(cache.stats))
         cache.close()
         return found
+
+
+def _batches(case: Case, reader: Any, checkpoints: Checkpointer | None) -> Iterator[Any]:
+    if checkpoints is not None:
+        yield from checkpoints.batches(total=case.batches)
+        return
+    done = 0
+    while done < case.batches:
+        for batch in reader:
+            yield batch
+            done += 1
+            if done == case.batches:
+                break
 
 
 @contextmanager
@@ -267,6 +302,7 @@ def checkpoints_of(
         "drain_seconds": 120.0,
         "handle_sigterm": False,
         "announce": False,
+        "rewinds": len(case.kills),
     }
     checkpoints = Checkpointer(model, optimizers, **arguments(settings))
     try:

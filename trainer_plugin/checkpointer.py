@@ -23,7 +23,7 @@ from recpoint.embeddings.cache import CacheStats
 from recpoint.embeddings.cached_tables import CachedTable
 from recpoint.embeddings.marks import Tracker
 from recpoint.embeddings.tables import Table, held_ids, zero_rows
-from recpoint.errors import IncompatibleModel, NothingToRestore, ServerLost, SettingsError
+from recpoint.errors import IncompatibleModel, NothingToRestore, RankLost, ServerLost, SettingsError
 from recpoint.format.manifest import Kind
 from recpoint.interrupts import Hold, held
 from recpoint.trainer_plugin.assembly import assemble, look_at
@@ -321,11 +321,11 @@ class Checkpointer:
         self._begin(run, start)
         return start.report
 
-    def _rewind(self, error: ServerLost) -> None:
+    def _rewind(self, error: ServerLost | RankLost) -> None:
         """Go back to the newest checkpoint, because an embedding server has lost its rows.
 
         Raises:
-            ServerLost: as given: there is no checkpoint, or this is one time too many.
+            ServerLost, RankLost: as given: there is no checkpoint, or this is one time too many.
             RecpointError: as `restore`.
         """
         if self._rewinds >= self._settings.options.rewinds:
@@ -335,7 +335,7 @@ class Checkpointer:
         _log.warning("%s. Training goes back to the newest checkpoint", error)
         self._whole(lambda hold: self._back(error, hold))
 
-    def _back(self, lost: ServerLost, hold: Hold) -> None:
+    def _back(self, lost: ServerLost | RankLost, hold: Hold) -> None:
         assert self._pipeline is not None  # training is running
         self._pipeline.close()
         self._pipeline = self._pace = None

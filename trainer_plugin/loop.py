@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from recpoint.errors import ServerLost, SettingsError
+from recpoint.errors import RankLost, ServerLost, SettingsError
 from recpoint.trainer_plugin.setting_checks import checked_whole
 from recpoint.trainer_plugin.state.reader import Passes, tell_epoch
 from recpoint.trainer_plugin.state.training_state import TrainingState
@@ -81,8 +81,8 @@ class Loop:
         batches_done: returns how many batches training has done.
         step: called after each batch.
         count: counts a batch and does nothing else.
-        rewind: called when the reader raises that an embedding server is lost. Either it brings
-            everything back to a checkpoint, or it raises.
+        rewind: called when the reader raises that an embedding server is lost, or that another
+            rank has found this. Either it brings everything back to a checkpoint, or it raises.
 
     Attributes:
         is_waiting: whether training is working on a batch that the loop yielded.
@@ -95,7 +95,7 @@ class Loop:
         batches_done: Callable[[], int],
         step: Callable[[], None],
         count: Callable[[], None],
-        rewind: Callable[[ServerLost], None],
+        rewind: Callable[[ServerLost | RankLost], None],
     ) -> None:
         self._state = state
         self._batches_done = batches_done
@@ -170,7 +170,7 @@ class Loop:
         while not bound.is_met(self._passes, self._batches_done()):
             try:
                 batch = self._next(source)
-            except ServerLost as error:
+            except (ServerLost, RankLost) as error:
                 self._rewind(error)
                 self._resume()
                 continue

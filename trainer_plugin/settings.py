@@ -383,7 +383,8 @@ class Options:
             so that training keeps memory bandwidth.
         rewinds: how often a loop over `Checkpointer.batches` goes back to the newest checkpoint,
             in this process, when an embedding server is lost. The loop then yields the batches
-            after that checkpoint again, and `stats` begins anew. 0: the loop raises ServerLost.
+            after that checkpoint again, and `stats` begins anew. With several ranks, all go back
+            together. 0: the loop raises ServerLost, or RankLost if another rank has found it first.
 
     Raises:
         SettingsError: a value is not allowed; the message names the field.

@@ -39,7 +39,7 @@ class Channel:
     def meet(self) -> None:
         """Wait until all ranks are here."""
         try:
-            dist.barrier(group=self._group)
+            dist.barrier(group=self._open_group())
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -53,18 +53,21 @@ class Channel:
         Returns:
             uint8 [sizes[rank]] for each rank.
         """
-        received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        # One byte more for each rank: without any, ranks would not wait for each other.
+        extended = [size + 1 for size in sizes]
+        received = torch.empty(sum(extended), dtype=torch.uint8, device="cpu")
+        sent = [torch.cat([part, part.new_zeros(1)]) for part in parts]
         try:
             dist.all_to_all_single(
                 received,
-                torch.cat([*parts]),
-                list(sizes),
-                [part.numel() for part in parts],
-                group=self._group,
+                torch.cat(sent),
+                extended,
+                [part.numel() for part in sent],
+                group=self._open_group(),
             )
         except RuntimeError as error:
             raise self._lost(error) from error
-        return list(received.split(list(sizes)))
+        return [one[:-1] for one in received.split(extended)]
 
     def gather(self, own: Tensor) -> list[Tensor]:
         """Send bytes to all ranks, and return those of each rank, in rank order.
@@ -87,6 +90,11 @@ class Channel:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+    def _open_group(self) -> Any:
+        if self._group is None:
+            raise RuntimeError("this rank has left the others")
+        return self._group
 
     def _lost(self, error: Exception) -> RankLost:
         return RankLost(

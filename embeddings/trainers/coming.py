@@ -142,6 +142,10 @@ class ComingIds:
                 "does; or see why a reader has failed",
             )
 
+    def leave(self) -> None:
+        """Leave the other ranks, after the exchanges that were begun; these may fail."""
+        self._thread.submit(self._channel.close)
+
     def close(self) -> None:
         """End the thread after what it has to do."""
         self._thread.shutdown(wait=True)

@@ -17,7 +17,8 @@ another's cache later, so the home threads of all trainers meet after the write-
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Never
 
@@ -37,7 +38,7 @@ from recpoint.embeddings.trainers.row_exchange import (
     exchange_values,
     merged,
 )
-from recpoint.errors import SettingsError
+from recpoint.errors import HomeError, RankLost, SettingsError
 from recpoint.interrupts import held
 from recpoint.lookahead.oracle import Step
 from recpoint.lookahead.shared_oracle import Exchange, SharedOracle
@@ -63,10 +64,7 @@ class SharedCache(Cache):
     def __init__(
         self, home: Home, tables: Mapping[str, CachedRows], *, row_local: tuple[type, ...] = ()
     ) -> None:
-        # One for each thread: what two threads exchange must not be taken one for the other.
-        self._rows_channel = Channel("rows")
-        self._home_channel = Channel("sign of its home thread")
-        ids_channel = Channel("ids of coming batches")
+        ids_channel = self._open_channels()
         self._rank, self._count = self._rows_channel.rank, self._rows_channel.count
         _refuse_differing(self._rows_channel, tables)
         self._capacities = _capacities(self._rows_channel, tables)
@@ -76,9 +74,7 @@ class SharedCache(Cache):
             ends = [slots.rows * one // self._count for one in (self._rank, self._rank + 1)]
             rows.part = range(*ends)
         super().__init__(home, tables, row_local=row_local)
-        self._coming = ComingIds(
-            ids_channel, {name: one.slots.rows for name, one in tables.items()}, last=self.batch
-        )
+        self._coming = self._new_coming(ids_channel)
         self._over = self.batch  # the last batch whose training is over on this rank
         #: By table and batch: what was planned and is not trained yet.
         self._exchanges: dict[str, dict[int, Exchange]] = {name: {} for name in tables}
@@ -90,6 +86,16 @@ class SharedCache(Cache):
         self._stepped: set[str] = set()  # tables that the home has to know
         self._frozen: dict[str, FrozenRows | None] = {}  # by `settle`, for the next view
 
+    def _open_channels(self) -> Channel:
+        """Open a channel for each thread; returns that of ids. Collective.
+
+        What two threads exchange must not be taken one for the other.
+        """
+        self._has_left = False
+        self._rows_channel = Channel("rows")
+        self._home_channel = Channel("sign of a home thread")
+        return Channel("ids of coming batches")
+
     def _new_oracle(self, rows: CachedRows) -> SharedOracle:
         slots = rows.slots
         oracle = SharedOracle(
@@ -98,11 +104,19 @@ class SharedCache(Cache):
         oracle.plan([NO_IDS] * self._count)  # batch 1 stands for the time before the first batch
         return oracle
 
+    def _new_coming(self, channel: Channel) -> ComingIds:
+        rows = {name: one.slots.rows for name, one in self.tables.items()}
+        return ComingIds(channel, rows, last=self.batch)
+
     # What the Lookahead does.
 
     def tell(self, count: int, ids: Callable[[int], Mapping[str, Tensor]]) -> int:
         """Learn which batches were read on all ranks; see `Cache.tell`. Collective."""
         self.end_failed_step()
+        with self._leaving():
+            return self._tell(count, ids)
+
+    def _tell(self, count: int, ids: Callable[[int], Mapping[str, Tensor]]) -> int:
         self._raise_error()
         new = []
         for at in range(self._coming.told - self.batch, count):
@@ -150,7 +164,11 @@ class SharedCache(Cache):
             HomeError: the home has failed.
             RankLost: a rank does not answer.
         """
-        super().begin_batch()
+        with self._leaving():
+            super().begin_batch()
+            self._exchange_values()
+
+    def _exchange_values(self) -> None:
         with held():
             for name, by_rank in self._coming.of(self.batch).items():
                 part = self.tables[name].part
@@ -177,6 +195,18 @@ class SharedCache(Cache):
             for by_batch in kept.values() if name is None else [kept[name]]:
                 for number in [one for one in by_batch if is_over(one)]:
                     del by_batch[number]
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Leave the other ranks if home or ranks fail in the block, so that none waits for this."""
+        try:
+            yield
+        except (HomeError, RankLost):
+            if not self._has_left:
+                self._has_left = True
+                self._rows_channel.close()
+                self._coming.leave()
+            raise
 
     def _pass_over(self, number: int) -> Never:
         name, rows = next(
@@ -233,6 +263,16 @@ class SharedCache(Cache):
 
     # What the home thread does.
 
+    def _guarded(self, act: Callable[[], None]) -> Callable[[], None]:
+        def guarded() -> None:
+            try:
+                act()
+            except BaseException:
+                self._home_channel.close()  # the other home threads must not wait for this one
+                raise
+
+        return super()._guarded(guarded)
+
     def _wait_for_write_backs(self) -> None:
         self._home_channel.meet()
 
@@ -251,7 +291,8 @@ class SharedCache(Cache):
         trained = self._trained_by(optimizer)
         for rows in trained:
             rows.refuse_applied_gradient()
-        self._reduce(trained)
+        with self._leaving():
+            self._reduce(trained)
         super().before_step(optimizer)
 
     def _trained_by(self, optimizer: Optimizer) -> list[CachedRows]:
@@ -341,8 +382,9 @@ class SharedCache(Cache):
             RankLost: a rank does not answer.
         """
         self.end_failed_step()
-        self._raise_error()
-        self._wait([self._thread.submit(self._guarded(self._settle))])
+        with self._leaving():
+            self._raise_error()
+            self._wait([self._thread.submit(self._guarded(self._settle))])
 
     def _view(self, parts: Mapping[str, range]) -> CacheView:
         frozen, self._frozen = self._frozen, {}
@@ -373,9 +415,13 @@ class SharedCache(Cache):
     # What restores do.
 
     def restored(self) -> None:
-        """Begin anew; see `Cache.restored`. Collective."""
+        """Begin anew, also after ranks have left each other; see `Cache.restored`. Collective."""
         self.end_failed_step()
         self._wait([self._thread.submit(lambda: None)])
+        if self._has_left:
+            self._coming.close()
+            self._frozen.clear()
+            self._coming = self._new_coming(self._open_channels())
         self._rows_channel.meet()  # no rank writes rows back any more
         super().restored()
         self._drop(lambda _: True)

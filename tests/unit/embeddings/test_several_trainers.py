@@ -54,7 +54,8 @@ def test_results_are_those_of_whole_tables(ranks: int, tmp_path: Path) -> None:
 
 
 def test_what_ranks_cannot_share_is_refused_on_all_of_them(tmp_path: Path) -> None:
-    run_ranks(__name__, 2, tmp_path / "ranks", "")
+    codes, logs = run_ranks(__name__, 2, tmp_path / "ranks", "")
+    assert codes == [0, 0], "\n".join(logs)
     said = [json.loads((tmp_path / "ranks" / f"said-{rank}").read_text()) for rank in (0, 1)]
     for one in said:
         assert "expected one home that all ranks share" in one["a home of its own"]
