@@ -34,7 +34,7 @@ from recpoint.embeddings.cache_view import CacheView, TableView
 from recpoint.embeddings.cached_rows import NO_IDS, CachedRows
 from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.optimizers import Watched, all_rows_changed, row_states
-from recpoint.embeddings.slots import TableSlots, sum_gradient
+from recpoint.embeddings.slots import TableSlots
 from recpoint.errors import SettingsError
 from recpoint.interrupts import held
 from recpoint.lookahead.oracle import CapacityError, Oracle, Step
@@ -552,12 +552,10 @@ class Cache:
                 self._refuse_other_states(rows, optimizer)
                 if parameter.grad is None:
                     continue
-                rows.refuse_applied_gradient()
-                if not parameter.grad.is_sparse:
-                    touches_all = True
-                elif type(optimizer) is not SGD:  # SGD adds each entry to the weight by itself
-                    rows.gradient = parameter.grad
-                    parameter.grad = sum_gradient(rows.gradient, rows.slots, rows.oracle.slots_of)
+                rows.gradients.refuse_applied()
+                touches_all |= not parameter.grad.is_sparse
+                # SGD adds each entry of a sparse gradient to the weight by itself.
+                rows.gradients.begin_step(summed=type(optimizer) is not SGD)
                 self._will_change(rows, self._to_change(rows))
         if touches_all:
             # The step reads every slot and writes it again, so that nothing may arrive meanwhile.
@@ -591,11 +589,10 @@ class Cache:
                 if rows is None or rows.slots.weight is not parameter:
                     continue
                 if parameter.grad is None:
+                    rows.gradients.end_step()  # a hook of the step may have dropped it
                     if not rows.slots.states:
                         self.follow_states(rows, optimizer)
                     continue
-                if rows.gradient is not None:
-                    parameter.grad, rows.gradient = rows.gradient, None
                 rows.stepped()
                 self.follow_states(rows, optimizer)
 

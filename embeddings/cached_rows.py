@@ -1,8 +1,7 @@
 """One table of a cache: its slots, and which of its rows have to stay in them.
 
 A lookup with gradients on gives autograd the slots of its rows. The rows keep these slots until a
-step has applied the gradient, or until no backward pass can come any more. Gradients name slots.
-Where the order of entries decides the last bits of a sum, they are summed by the rows' own ids.
+step has applied the gradient, or until no backward pass can come any more.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from recpoint.embeddings.optimizers import Watched
+from recpoint.embeddings.slot_gradients import SlotGradients
 from recpoint.embeddings.slots import TableSlots
 from recpoint.embeddings.tables import Marker
 from recpoint.errors import SettingsError
@@ -39,6 +39,7 @@ class CachedRows:
         slots: the slots.
         part: the rows that checkpoints of this trainer hold.
         oracle: assigns slots to rows.
+        gradients: adds up the gradients of the slots.
         marker: is told the rows that a step changes; None: nobody is, and `is_unmarked` says
             whether any row has changed.
         is_unmarked: a row has changed while there was no marker.
@@ -58,22 +59,18 @@ class CachedRows:
         self.looked_up: list[_Lookup] = []
         self.looked_up_rows = 0
         self._newest: _Graph | None = None  # of the lookup that is being made
-        #: The last step's gradient, not kept alive by this, and its version.
-        self._applied: tuple[weakref.ref[Tensor], int] | None = None
         self.is_at_home = False  # the home has the table
         self.watched: tuple[int, Watched] | None = None
-        #: The gradient that a step found, while it has sums in its place.
-        self.gradient: Tensor | None = None
         #: The parameter that the module had before, which no optimizer may train any more.
         self.replaced: weakref.ref[Tensor] | None = None
-        accumulated = _Accumulated(self)
-        # A frozen table may be trained later. torch refuses hooks of a tensor that is frozen.
-        trained = slots.weight.requires_grad
-        slots.weight.requires_grad_(slots.weight.is_floating_point())
-        if slots.weight.requires_grad:
-            slots.weight.register_hook(accumulated.before)
-            slots.weight.register_post_accumulate_grad_hook(accumulated.after)
-        slots.weight.requires_grad_(trained)
+        own = weakref.ref(self)
+
+        def slots_of(ids: Tensor) -> Tensor:
+            rows = own()
+            assert rows is not None
+            return rows.oracle.slots_of(ids)
+
+        self.gradients = SlotGradients(slots, slots_of)
 
     def drop_storage(self) -> None:
         """Let the table's storage go: the home has all its rows."""
@@ -164,25 +161,6 @@ class CachedRows:
         lookup.batch = until
         self._remember(lookup)
 
-    def refuse_applied_gradient(self) -> None:
-        """Refuse to use a gradient once more that a step has applied.
-
-        Its slots may have other rows by now.
-
-        Raises:
-            SettingsError: the gradient is there as that step has left it.
-        """
-        gradient = self.slots.weight.grad
-        if self._applied is None or gradient is None:
-            return
-        if gradient is self._applied[0]() and gradient._version == self._applied[1]:
-            raise SettingsError(
-                f"cached table {self.slots.name!r}",
-                found="a gradient that an earlier step has applied",
-                expected="no gradient after a step",
-                next_step="call optimizer.zero_grad() between a step and the next backward pass",
-            )
-
     def to_change(self) -> Tensor:
         """Return the slots whose rows the next step may change: int64 [n], some several times."""
         gradient = self.slots.weight.grad
@@ -194,14 +172,14 @@ class CachedRows:
 
     def stepped(self) -> None:
         """Take note that a step has applied the gradients."""
-        gradient = self.slots.weight.grad
-        self._applied = None if gradient is None else (weakref.ref(gradient), gradient._version)
+        self.gradients.end_step()
         self.forget_lookups(applied=True)
 
     def forget_all(self) -> None:
         """Forget all lookups and gradients."""
         self.looked_up.clear()
-        self.looked_up_rows, self._applied = 0, None
+        self.looked_up_rows = 0
+        self.gradients.forget()
 
 
 class _Lookup:
@@ -250,36 +228,3 @@ class _Graph:
         rows = self._rows()
         if rows is not None:
             rows.has_run(self.lookup)
-
-
-class _Accumulated:
-    """Adds sparse gradients of several backward passes as a table without a cache has them added.
-
-    torch merges the entries of two gradients by comparing their ids, sorted or not. The order of
-    entries decides the last bits of their sums. They are therefore added with the rows' own ids.
-    """
-
-    def __init__(self, rows: CachedRows) -> None:
-        self._rows = weakref.ref(rows)
-        self._sum: Tensor | None = None
-
-    def before(self, gradient: Tensor) -> None:
-        """Add a gradient that torch is about to add to the weight's."""
-        rows = self._rows()
-        assert rows is not None
-        rows.refuse_applied_gradient()
-        there = rows.slots.weight.grad
-        self._sum = None
-        if gradient.is_sparse and there is not None and there.is_sparse:
-            self._sum = rows.slots.by_ids(there) + rows.slots.by_ids(gradient)
-
-    def after(self, weight: Tensor) -> None:
-        """Put the sum in place of torch's."""
-        total, self._sum = self._sum, None
-        rows = self._rows()
-        if total is not None and rows is not None:
-            slots = rows.oracle.slots_of(total._indices()[0].cpu()).to(weight.device)
-            slots[slots < 0] = rows.slots.padding
-            weight.grad = torch.sparse_coo_tensor(
-                slots[None], total._values(), weight.shape, check_invariants=False
-            )

@@ -294,6 +294,8 @@ class CachedLookups:
             found = self._own_rows(module, ids)
         else:
             found = self.cache.slots_of(self.name, ids, trains=trains)
+            if trains:
+                module.__dict__["weight"] = self._weight(module)
         if args:
             return (found, *args[1:]), kwargs
         return args, {**kwargs, "input": found}
@@ -310,14 +312,24 @@ class CachedLookups:
         """
         rows, places = torch.unique(ids, return_inverse=True)
         slots = self.cache.slots_of(self.name, rows, trains=True)
-        own = module.weight.index_select(0, slots)
+        own = self._weight(module).index_select(0, slots)
         padding_row = self.cache.tables[self.name].slots.padding_row
         if padding_row is not None:
             at = torch.nonzero(rows == padding_row).view(-1)
             module.padding_idx = int(at) if at.numel() else None
-        module.__dict__["weight"] = own  # found before the parameter; `looked_up` removes it
+        module.__dict__["weight"] = own
         found: Tensor = places.to(ids.dtype)
         return found
+
+    def _weight(self, module: Any) -> Tensor:
+        """Return the weight for a lookup with gradients on.
+
+        In the module's `__dict__` it is found before the parameter; `looked_up` removes it.
+        """
+        weight: Tensor = module.weight
+        if not weight.requires_grad:  # a frozen table, with trained weights of samples
+            return weight
+        return self.cache.tables[self.name].gradients.weight_of_lookup(sparse=module.sparse)
 
     def looked_up(self, module: Any, _args: Any, output: Any) -> None:
         """Take the rows of the lookup out of the module again, and follow its graph."""

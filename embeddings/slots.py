@@ -7,7 +7,7 @@ row, then those of each row state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.parameter import Parameter
 
 from recpoint.errors import SettingsError
 
-__all__ = ["Field", "RecordLayout", "TableSlots", "as_bytes", "sum_gradient"]
+__all__ = ["Field", "RecordLayout", "TableSlots", "as_bytes"]
 
 
 class Field(NamedTuple):
@@ -256,36 +256,6 @@ class TableSlots:
         out = self.records(blank).expand(len(values), layout.size_bytes).contiguous()
         layout.put(out, layout.fields[0], values.to(self.weight.dtype))
         return out
-
-
-def sum_gradient(
-    gradient: Tensor, slots: TableSlots, slots_of: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Sum the rows of a sparse gradient as a table without a cache would have them summed.
-
-    torch sums the rows of one id in the order that its sort leaves them in, and the sort is not
-    stable. The sums therefore follow from all ids. They are made here with the rows' own ids, so
-    that each sum has the same bits.
-
-    Args:
-        gradient: sparse [slots, dim], not coalesced.
-        slots: the slots of the table.
-        slots_of: returns the slot of each id, int64 [n], on the CPU; -1 for the padding row.
-
-    Returns:
-        The sparse gradient with each slot once, in the order of the rows' ids.
-    """
-    summed = slots.by_ids(gradient).coalesce()
-    at = slots_of(summed._indices()[0].cpu())
-    if slots.padding_row is not None:
-        at[at < 0] = slots.padding
-    return torch.sparse_coo_tensor(
-        at[None].to(gradient.device),
-        summed._values(),
-        gradient.shape,
-        is_coalesced=True,
-        check_invariants=False,
-    )
 
 
 def _brief(layout: RecordLayout) -> str:

@@ -54,6 +54,28 @@ class Model(nn.Module):
         return scores.squeeze(1)
 
 
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with one sum for each row, for sparse gradients."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if "sum" not in state:
+                    state["sum"] = torch.zeros(parameter.shape[0])
+                gradient = parameter.grad.coalesce()
+                rows, values = gradient._indices()[0], gradient._values()
+                state["sum"].index_add_(0, rows, values.pow(2).mean(1))
+                scale = state["sum"][rows].sqrt().add_(1e-8)
+                parameter.index_add_(0, rows, values / scale[:, None], alpha=-group["lr"])
+
+
 class Batches:
     """A reader of `length` batches an epoch, skewed, each from its position alone."""
 
