@@ -548,6 +548,7 @@ class Cache:
                 rows = self._by_weight.get(id(parameter))
                 if rows is None or rows.slots.weight is not parameter:
                     continue
+                rows.slots.refuse_other(parameter)
                 self._refuse_other_rows(rows, optimizer, group)
                 self._refuse_other_states(rows, optimizer)
                 if parameter.grad is None:

@@ -48,6 +48,9 @@ __all__ = [
 
 _log = logging.getLogger("recpoint")
 
+#: The homes that have a model.
+_homes: weakref.WeakSet[Home] = weakref.WeakSet()
+
 
 def cached(
     model: nn.Module,
@@ -71,6 +74,8 @@ def cached(
     A `Lookahead` tells the cache which rows come next, so that they are in slots when they are
     looked up. Other lookups, as in an evaluation, give right results but are slow. Run these under
     `torch.no_grad()`.
+
+    Convert or move the model before. Use a table's weight in lookups alone: it has slots, not rows.
 
     Call `optimizer.zero_grad()` between a step and the next backward pass: a gradient that a step
     has applied is refused. Row states are restored with a Checkpointer, not by `load_state_dict`
@@ -98,6 +103,13 @@ def cached(
     """
     if not isinstance(home, Home):
         raise _refused("cached(home)", f"{home!r:.200}", "a home", "recpoint.embeddings.local()")
+    if home in _homes:
+        raise _refused(
+            "cached(home)",
+            "a home that has the rows of another model",
+            "a home for this model only",
+            "make another home: recpoint.embeddings.local(), or local(another directory)",
+        )
     _, ranks = rank_and_count()
     if ranks != home.trainers:
         raise _refused(
@@ -128,6 +140,7 @@ def cached(
         module.register_forward_hook(
             torch.compiler.disable(hook.looked_up), always_call=True, prepend=True
         )
+    _homes.add(home)
     return model
 
 
@@ -152,7 +165,8 @@ def read_rows(
         ids: int64, any shape, on the CPU; None: all rows, which must fit into memory.
 
     Returns:
-        "values": [n, dim], and with an optimizer each row state by its name: [n, …], on the CPU.
+        "values": [n, dim], and with an optimizer each row state that it has by now, by its name:
+        [n, …], on the CPU. Some optimizers make row states at their first step only.
 
     Raises:
         SettingsError: the table does not exist.
@@ -178,7 +192,11 @@ def read_rows(
         else row_states(optimizer.state.get(one.weight, {}), len(one.weight))
     )
     if isinstance(one, CachedTable):
+        slots = one.cached_rows.slots
         values, *found = one.cache.rows_of(one.key_in_cache, ids)
+        if not slots.states:  # before the first step, all rows have the states of new ones
+            new = [state[slots.blank].cpu() for state in states.values()]
+            found = [state.expand(len(ids), *state.shape).clone() for state in new]
     else:
         arrays = (one.weight.detach(), *states.values())
         values, *found = (array[ids.to(array.device)].cpu() for array in arrays)
@@ -285,6 +303,7 @@ class CachedLookups:
         if module.__dict__.pop("weight", None) is not None:
             # A lookup before was interrupted, so that `looked_up` was not called.
             self._reset_padding(module)
+        self.cache.tables[self.name].slots.refuse_other(module.weight)
         weights = kwargs.get("per_sample_weights", args[2] if len(args) > 2 else None)
         # The gradient of weights is computed from the rows, so that these must stay, too.
         trains = torch.is_grad_enabled() and any(
@@ -571,7 +590,11 @@ def _cached_rows(
     given, dim, dtype = initial, table.dim, weight.dtype
 
     def first_values(ids: Tensor) -> Tensor:
-        values = given(name, ids, dim, dtype)
+        try:
+            values = given(name, ids, dim, dtype)
+        except Exception as error:
+            error.add_note(f"recpoint called initial(...) for rows of table {name!r}")
+            raise
         if tuple(values.shape) != (len(ids), dim):
             raise _refused(
                 f"initial(...) of table {name!r}",

@@ -48,9 +48,12 @@ class Uniform:
     The hash is SplitMix64 (Steele et al., OOPSLA 2014); its upper 24 bits give the value.
 
     Args:
-        seed: any whole number.
+        seed: a whole number, 0 to 2**32 - 1.
         low: the least value.
         high: values reach it only where the table's dtype rounds up to it.
+
+    Raises:
+        SettingsError: the seed is out of range, or low is not below high.
     """
 
     seed: int = 0
@@ -58,6 +61,13 @@ class Uniform:
     high: float = 0.01
 
     def __post_init__(self) -> None:
+        if type(self.seed) is not int or not 0 <= self.seed < 2**32:
+            raise SettingsError(
+                "Uniform(seed=...)",
+                found=f"{self.seed!r:.200}",
+                expected="a whole number from 0 to 2**32 - 1",
+                next_step="give another seed",
+            )
         if not self.low < self.high:
             raise SettingsError(
                 "Uniform(low=..., high=...)",
@@ -68,7 +78,7 @@ class Uniform:
 
     def __call__(self, table: str, ids: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         """See `Initial`."""
-        key = zlib.crc32(table.encode()) << 32 | self.seed & 0xFFFFFFFF
+        key = zlib.crc32(table.encode()) << 32 | self.seed
         words: _Words = ids.numpy().astype(np.uint64)[:, None] * np.uint64(dim)
         columns: _Words = np.arange(1, dim + 1, dtype=np.uint64)
         words = np.add(np.add(words, columns), _mixed(np.array([key], np.uint64)))

@@ -126,6 +126,7 @@ class TableSlots:
         self.weight = Parameter(
             torch.zeros(capacity + 2, dim, dtype=dtype, device=device), requires_grad=trained
         )
+        self._memory = self.weight.detach()
         self.states: dict[str, Tensor] = {}
         self.ids = torch.full((capacity + 2,), -1, dtype=torch.int64, device="cpu")
         self.ready = torch.zeros(capacity + 2, dtype=torch.bool, device="cpu")
@@ -182,12 +183,39 @@ class TableSlots:
         arrays = {"": self.weight, **self.states}
         return RecordLayout.of({n: (a.dtype, tuple(a.shape[1:])) for n, a in arrays.items()})
 
+    def refuse_other(self, weight: Tensor) -> None:
+        """Refuse a weight that is not the one of these slots, or has other memory by now.
+
+        Raises:
+            SettingsError: the model was converted or moved, or has another weight.
+        """
+        own = self._memory
+        if (
+            weight is self.weight
+            and weight.dtype is own.dtype
+            and weight.device == own.device
+            and weight.is_set_to(own)
+        ):
+            return
+        raise SettingsError(
+            f"cached table {self.name!r}",
+            found=f"a weight of {weight.dtype} on {weight.device} that was converted, moved or "
+            "replaced after cached()",
+            expected=f"the slots that cached() has made, {own.dtype} on {own.device}",
+            next_step="call model.to(...), model.half() and their like before cached(); "
+            "cached(device=...) says where the slots of tables on the meta device are",
+        )
+
     def arrays(self) -> tuple[tuple[str, Tensor], ...]:
         """Return name and values of the weight (named "") and of each row state.
 
         Writing to them is no change that torch counts: autograd has to find the weight unchanged
         while other rows arrive between forward and backward.
+
+        Raises:
+            SettingsError: the weight has other memory; see `refuse_other`.
         """
+        self.refuse_other(self.weight)
         return ("", self.weight.data), *((n, state.data) for n, state in self.states.items())
 
     def in_range(self, ids: Tensor | None) -> Tensor:
