@@ -34,7 +34,6 @@ from recpoint.embeddings.cache_view import CacheView, TableView
 from recpoint.embeddings.cached_rows import NO_IDS, CachedRows
 from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.optimizers import Watched, all_rows_changed, row_states
-from recpoint.embeddings.slots import TableSlots
 from recpoint.errors import SettingsError
 from recpoint.interrupts import held
 from recpoint.lookahead.oracle import CapacityError, Oracle, Step

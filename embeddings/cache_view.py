@@ -62,9 +62,7 @@ class TableView:
         part: the rows that may be wanted.
     """
 
-    def __init__(
-        self, slots: TableSlots, initial: Callable[[Tensor], Tensor], part: range
-    ) -> None:
+    def __init__(self, slots: TableSlots, initial: Callable[[Tensor], Tensor], part: range) -> None:
         self.slots = slots
         self._part = part
         self._initial = initial

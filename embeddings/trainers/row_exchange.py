@@ -24,9 +24,7 @@ _DENSE: Final = 1
 _SPARSE: Final = 2
 
 
-def exchange_values(
-    channel: Channel, tables: Sequence[tuple[TableSlots, Exchange]]
-) -> None:
+def exchange_values(channel: Channel, tables: Sequence[tuple[TableSlots, Exchange]]) -> None:
     """Send values of lent rows to the ranks that borrow them, and put borrowed rows into slots.
 
     Args:

@@ -98,9 +98,7 @@ class SharedCache(Cache):
 
     def _new_oracle(self, rows: CachedRows) -> SharedOracle:
         slots = rows.slots
-        oracle = SharedOracle(
-            self._capacities[slots.name], rank=self._rank, rows=slots.rows
-        )
+        oracle = SharedOracle(self._capacities[slots.name], rank=self._rank, rows=slots.rows)
         oracle.plan([NO_IDS] * self._count)  # batch 1 stands for the time before the first batch
         return oracle
 
@@ -121,9 +119,12 @@ class SharedCache(Cache):
         new = []
         for at in range(self._coming.told - self.batch, count):
             by_table = ids(at)
-            new.append({
-                name: rows.slots.in_range(by_table.get(name)) for name, rows in self.tables.items()
-            })
+            new.append(
+                {
+                    name: rows.slots.in_range(by_table.get(name))
+                    for name, rows in self.tables.items()
+                }
+            )
         # A batch whose gradients no step has applied yet is not over.
         waits = self.planned == self.batch
         self._coming.tell(new, at=self.batch, over=self._over, waits=waits)
@@ -290,13 +291,13 @@ class SharedCache(Cache):
         self.end_failed_step()
         trained = self._trained_by(optimizer)
         for rows in trained:
-            rows.refuse_applied_gradient()
+            rows.gradients.refuse_applied()
         with self._leaving():
             self._reduce(trained)
         super().before_step(optimizer)
 
     def _trained_by(self, optimizer: Optimizer) -> list[CachedRows]:
-        weights = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        weights = _parameters(optimizer)
         return [
             rows
             for name, rows in self.tables.items()
@@ -358,7 +359,7 @@ class SharedCache(Cache):
         super().after_step(optimizer)
         for name in list(self._reduced):
             rows = self.tables[name]
-            if not any(rows.slots.weight is one for g in optimizer.param_groups for one in g["params"]):
+            if id(rows.slots.weight) not in _parameters(optimizer):
                 continue
             del self._reduced[name]
             self._drop(lambda number: number <= self.batch, name)
@@ -438,6 +439,10 @@ class SharedCache(Cache):
         self._coming.close()
 
 
+def _parameters(optimizer: Optimizer) -> set[int]:
+    return {id(one) for group in optimizer.param_groups for one in group["params"]}
+
+
 def _shared(rows: CachedRows) -> SharedOracle:
     assert isinstance(rows.oracle, SharedOracle)
     return rows.oracle
@@ -447,7 +452,8 @@ def _capacities(channel: Channel, tables: Mapping[str, CachedRows]) -> dict[str,
     own = torch.tensor(
         [one.slots.capacity for one in tables.values()], dtype=torch.int64, device="cpu"
     )
-    by_rank = [one.clone().view(torch.int64).tolist() for one in channel.gather(own.view(torch.uint8))]
+    told = channel.gather(own.view(torch.uint8))
+    by_rank = [one.clone().view(torch.int64).tolist() for one in told]
     return {name: [one[at] for one in by_rank] for at, name in enumerate(tables)}
 
 
