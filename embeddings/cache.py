@@ -68,6 +68,9 @@ class CacheStats:
         waits: batches and lookups for which training waited.
         wait_seconds: how long it waited for them.
         window: batches that are planned and were not handed out yet.
+        reduced_rows: rows of this trainer for which other trainers had gradients, too, counted for
+            each step.
+        reduced_at_once: those that the step waited for, because the next batch looks them up.
     """
 
     batches: int = 0
@@ -81,6 +84,8 @@ class CacheStats:
     waits: int = 0
     wait_seconds: float = 0.0
     window: int = 0
+    reduced_rows: int = 0
+    reduced_at_once: int = 0
 
 
 class Cache:

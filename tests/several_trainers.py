@@ -80,6 +80,7 @@ class Case:
     batches: int = 30
     epoch: int = 12
     batches_a_step: int = 1
+    lr_factor: float = 1.0
     servers: int = 1
 
 
@@ -106,8 +107,14 @@ def optimizers_of(case: Case, model: Model) -> list[Optimizer]:
     if case.optimizer == "sgd":
         return [SGD(tables, lr=0.5), dense]
     if case.optimizer == "adagrad":
-        return [Adagrad(tables, lr=0.1, initial_accumulator_value=0.2), dense]
+        return [Adagrad(tables, lr=0.1, lr_decay=0.01, initial_accumulator_value=0.2), dense]
     return [SparseAdam(tables, lr=0.01), dense]
+
+
+def _change_rates(case: Case, optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] *= case.lr_factor
 
 
 def _loss(model: Model, batch: Mapping[str, Tensor]) -> Tensor:
@@ -138,6 +145,7 @@ def alone(case: Case, ranks: int) -> Found:
             parameter.grad = _added([_present(held[rank][at]) for rank in range(ranks)])
         for optimizer in optimizers:
             optimizer.step()
+        _change_rates(case, optimizers)
     return Found(rows_of_plain(model, optimizers[0]), model.top.weight.detach(), losses)
 
 
@@ -259,6 +267,7 @@ def train_here(case: Case, rank: int, ranks: int) -> Found:
                     for optimizer in optimizers:
                         optimizer.step()
                         optimizer.zero_grad()
+                    _change_rates(case, optimizers)
                 if number in kills:
                     kills.remove(number)
                     if rank == 0:
@@ -272,7 +281,7 @@ def train_here(case: Case, rank: int, ranks: int) -> Found:
 
 
 def _batches(case: Case, reader: Any, checkpoints: Checkpointer | None) -> Iterator[Any]:
-    if checkpoints is not None:
+    if checkpoints is not None and case.batches:
         yield from checkpoints.batches(total=case.batches)
         return
     done = 0

@@ -86,6 +86,11 @@ TRAINER_METRICS: Final = _table("recpoint", *_BUILD) + _table(
         "Bytes of rows and row states that a cache fetched from their home and wrote back, by way.",
     ),
     (
+        *("cache_reduced_rows_total", "counter", "run when"),
+        "Rows of this trainer's cache whose gradients other trainers sent, too, by when: before "
+        "the step, or beside the next_batch. Absent without a cache.",
+    ),
+    (
         *("cache_wait_seconds_total", "counter", "run"),
         "How long training waited for rows of a cache. Absent without a cache.",
     ),

@@ -99,6 +99,11 @@ def _sample(samples: Samples, seen: Observation) -> None:
         samples.add_each("recpoint_trainer_cache_rows_total", rows.items(), label="way", run=run)
         sizes = {"fetched": cache.fetched_bytes, "written": cache.written_bytes}
         samples.add_each("recpoint_trainer_cache_bytes_total", sizes.items(), label="way", run=run)
+        later = cache.reduced_rows - cache.reduced_at_once
+        reduced = {"step": cache.reduced_at_once, "next_batch": later}
+        samples.add_each(
+            "recpoint_trainer_cache_reduced_rows_total", reduced.items(), label="when", run=run
+        )
         add("cache_wait_seconds_total", cache.wait_seconds)
         add("cache_window_batches", cache.window)
     results = {

@@ -1,5 +1,6 @@
 """Caches of several trainers that share one home, as ranks of a data-parallel job.
 
 Read the modules in this order: `channel` (how ranks exchange bytes), `coming` (ids of coming
-batches), `row_exchange` (values and gradients of rows), `shared_cache` (the cache of one rank).
+batches), `row_exchange` (values and gradients of rows), `later_step` (steps of rows whose gradients
+come late), `shared_cache` (the cache of one rank).
 """

@@ -16,7 +16,7 @@ from recpoint.embeddings.slots import TableSlots
 from recpoint.embeddings.trainers.channel import Channel
 from recpoint.lookahead.shared_oracle import Exchange, Rows
 
-__all__ = ["Reduced", "exchange_gradients", "exchange_values", "merged"]
+__all__ = ["LocalGradient", "Outgoing", "Reduced", "divided", "exchange_values", "merged"]
 
 #: What gradient a rank has for a table: each rank sends one of these as a byte.
 _NONE: Final = 0
@@ -79,6 +79,29 @@ def merged(exchanges: Sequence[Exchange]) -> Exchange:
     )
 
 
+def divided(exchange: Exchange, ids: Tensor) -> tuple[Exchange, Exchange]:
+    """Return the part of an exchange with these ids, int64 [k], ascending, and the part without."""
+    parts = []
+    for wanted in (True, False):
+        parts.append(
+            Exchange(
+                batch=exchange.batch,
+                own=_chosen(exchange.own, ids, wanted),
+                borrowed=tuple(_chosen(one, ids, wanted) for one in exchange.borrowed),
+                lent=tuple(_chosen(one, ids, wanted) for one in exchange.lent),
+            )
+        )
+    return parts[0], parts[1]
+
+
+def _chosen(rows: Rows, ids: Tensor, wanted: bool) -> Rows:
+    if not ids.numel():
+        return Rows(ids=rows.ids[:0], slots=rows.slots[:0]) if wanted else rows
+    at = torch.searchsorted(ids, rows.ids).clamp_(max=ids.numel() - 1)
+    chosen = (ids[at] == rows.ids) == wanted
+    return Rows(ids=rows.ids[chosen], slots=rows.slots[chosen])
+
+
 def _together(rows: Sequence[Rows]) -> Rows:
     ids, inverse = torch.unique(torch.cat([one.ids for one in rows]), return_inverse=True)
     slots = torch.empty_like(ids)
@@ -102,67 +125,22 @@ class Reduced(NamedTuple):
     there: Tensor
 
 
-def exchange_gradients(
-    channel: Channel, tables: Sequence[tuple[TableSlots, Exchange]]
-) -> list[Reduced | None]:
-    """Reduce the gradients that the tables' weights have on all ranks, at the rows' owners.
+class LocalGradient:
+    """The gradient that the weight of one table has on this rank, divided by the number of ranks.
 
     Args:
-        channel: for this purpose alone; collective.
-        tables: slots and exchange of each table, in the same order on all ranks.
+        slots: slots of the table.
+        ranks: number of ranks.
 
-    Returns:
-        For each table its gradient; None: no rank has one.
+    Attributes:
+        slots: as given.
+        kind: the kind of gradient, a number.
     """
-    local = [_Local(slots, channel.count) for slots, _ in tables]
-    kinds = torch.tensor([one.kind for one in local], dtype=torch.uint8, device="cpu")
-    parts, sizes = [], []
-    for rank in range(channel.count):
-        sent = [kinds]
-        for one, (_, exchange) in zip(local, tables, strict=True):
-            there, values = one.of(exchange.borrowed[rank])
-            sent += [there.view(torch.uint8), _bytes(values)]
-        parts.append(torch.cat(sent))
-        sizes.append(
-            len(tables)
-            + sum(one.lent[rank].ids.numel() * (1 + _row_bytes(slots)) for slots, one in tables)
-        )
-    received = channel.swap(parts, sizes)
-    every_kind = torch.stack([one[: len(tables)] for one in received]).amax(0).tolist()
-    ends = [len(tables)] * channel.count
-    found: list[Reduced | None] = []
-    for one, (slots, exchange), kind in zip(local, tables, every_kind, strict=True):
-        own = exchange.own
-        values = torch.zeros(own.ids.numel(), slots.dim, dtype=slots.weight.dtype, device="cpu")
-        there = torch.zeros(own.ids.numel(), dtype=torch.bool, device="cpu")
-        for rank in range(channel.count):
-            if rank == channel.rank:
-                here, part = one.of(own)
-                at = torch.arange(own.ids.numel(), dtype=torch.int64, device="cpu")
-            else:
-                rows = exchange.lent[rank]
-                first, middle = ends[rank], ends[rank] + rows.ids.numel()
-                ends[rank] = middle + rows.ids.numel() * _row_bytes(slots)
-                here = received[rank][first:middle].bool()
-                part = received[rank][middle : ends[rank]].clone().view(values.dtype)
-                part = part.view(-1, slots.dim)
-                at = torch.searchsorted(own.ids, rows.ids)
-            values.index_add_(0, at, part)
-            there[at] |= here
-        if kind == _NONE:
-            found.append(None)
-        else:
-            there |= kind == _DENSE
-            found.append(Reduced(kind == _SPARSE, own.slots, values, there))
-    return found
 
-
-class _Local:
-    """The gradient of one table on this rank, divided by the number of ranks."""
-
-    def __init__(self, slots: TableSlots, count: int) -> None:
+    def __init__(self, slots: TableSlots, ranks: int) -> None:
         gradient = slots.weight.grad
-        self._slots, self._count = slots, count
+        self.slots = slots
+        self._ranks = ranks
         self._dense: Tensor | None = None
         self._ids = torch.empty(0, dtype=torch.int64, device="cpu")
         self._values = torch.empty(0, slots.dim, dtype=slots.weight.dtype, device="cpu")
@@ -173,7 +151,7 @@ class _Local:
             self.kind = _SPARSE
             summed = slots.by_ids(gradient).coalesce()
             self._ids = summed._indices()[0].cpu()
-            self._values = summed._values().cpu() / count
+            self._values = summed._values().cpu() / ranks
         else:
             self.kind = _DENSE
             self._dense = gradient
@@ -183,12 +161,80 @@ class _Local:
         count = rows.ids.numel()
         if self._dense is not None:
             at = rows.slots.to(self._dense.device)
-            values = self._dense.index_select(0, at).cpu() / self._count
+            values = self._dense.index_select(0, at).cpu() / self._ranks
             return torch.ones(count, dtype=torch.bool, device="cpu"), values
-        values = torch.zeros(count, self._slots.dim, dtype=self._values.dtype, device="cpu")
+        values = torch.zeros(count, self.slots.dim, dtype=self._values.dtype, device="cpu")
         there = torch.zeros(count, dtype=torch.bool, device="cpu")
         if count and self._ids.numel():
             at = torch.searchsorted(self._ids, rows.ids).clamp_(max=self._ids.numel() - 1)
             there = self._ids[at] == rows.ids
             values[there] = self._values[at[there]]
         return there, values
+
+
+class Outgoing:
+    """Copies of the gradients that this rank sends to the owners of rows, and of its own.
+
+    Args:
+        rank: this rank.
+        ranks: number of ranks.
+        tables: gradient and exchange of each table, in the same order on all ranks.
+    """
+
+    def __init__(
+        self, rank: int, ranks: int, tables: Sequence[tuple[LocalGradient, Exchange]]
+    ) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._tables = [(local.slots, exchange) for local, exchange in tables]
+        self._own = [local.of(exchange.own) for local, exchange in tables]
+        kinds = torch.tensor([local.kind for local, _ in tables], dtype=torch.uint8, device="cpu")
+        self._parts: list[Tensor] = []
+        for other in range(ranks):
+            sent = [kinds]
+            for local, exchange in tables:
+                there, values = local.of(exchange.borrowed[other])
+                sent += [there.view(torch.uint8), _bytes(values)]
+            self._parts.append(torch.cat(sent))
+
+    def reduce(self, channel: Channel) -> list[Reduced | None]:
+        """Send them, and add up what all ranks have for the rows that this rank owns. Collective.
+
+        Args:
+            channel: for this purpose alone.
+
+        Returns:
+            For each table its gradient; None: no rank has one.
+        """
+        count = len(self._tables)
+        sizes = [
+            count
+            + sum(
+                one.lent[rank].ids.numel() * (1 + _row_bytes(slots)) for slots, one in self._tables
+            )
+            for rank in range(self._ranks)
+        ]
+        received = channel.swap(self._parts, sizes)
+        kinds = torch.stack([one[:count] for one in received]).amax(0).tolist()
+        ends = [count] * self._ranks
+        found: list[Reduced | None] = []
+        for (slots, exchange), own, kind in zip(self._tables, self._own, kinds, strict=True):
+            ids = exchange.own.ids
+            values = torch.zeros(ids.numel(), slots.dim, dtype=slots.weight.dtype, device="cpu")
+            there = torch.full(ids.shape, kind == _DENSE, dtype=torch.bool, device="cpu")
+            for rank in range(self._ranks):
+                if rank == self._rank:
+                    here, part = own
+                    at = torch.arange(ids.numel(), dtype=torch.int64, device="cpu")
+                else:
+                    rows = exchange.lent[rank]
+                    first, middle = ends[rank], ends[rank] + rows.ids.numel()
+                    ends[rank] = middle + rows.ids.numel() * _row_bytes(slots)
+                    here = received[rank][first:middle].bool()
+                    part = received[rank][middle : ends[rank]].clone().view(values.dtype)
+                    part = part.view(-1, slots.dim)
+                    at = torch.searchsorted(ids, rows.ids)
+                values.index_add_(0, at, part)
+                there[at] |= here
+            reduced = Reduced(kind == _SPARSE, exchange.own.slots, values, there)
+            found.append(None if kind == _NONE else reduced)
+        return found

@@ -4,7 +4,9 @@ Each row in use is in the cache of one trainer, its owner (`SharedOracle`). For 
 
 1. the owners send the values of rows to the trainers that look them up (`begin_batch`);
 2. before an optimizer's step, the trainers send the gradients of these rows to the owners
-   (`before_step`), and each owner's optimizer changes its own rows.
+   (`before_step`), and each owner's optimizer changes its own rows;
+3. gradients of rows that the next batch does not look up are sent while it is trained, and the
+   owner makes their step then (`LaterStep`).
 
 Results are those of trainers that all have whole tables, and add the gradients of all ranks in rank
 order.
@@ -18,7 +20,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Never
 
@@ -30,11 +33,15 @@ from recpoint.embeddings.cache import Cache
 from recpoint.embeddings.cache_view import CacheView, TableView
 from recpoint.embeddings.cached_rows import NO_IDS, CachedRows
 from recpoint.embeddings.home import FrozenRows, Home
+from recpoint.embeddings.slots import TableSlots
 from recpoint.embeddings.trainers.channel import Channel
 from recpoint.embeddings.trainers.coming import ComingIds
+from recpoint.embeddings.trainers.later_step import LaterStep
 from recpoint.embeddings.trainers.row_exchange import (
+    LocalGradient,
+    Outgoing,
     Reduced,
-    exchange_gradients,
+    divided,
     exchange_values,
     merged,
 )
@@ -82,7 +89,13 @@ class SharedCache(Cache):
         self._in_part: dict[str, dict[int, Tensor]] = {name: {} for name in tables}
         #: Slots of the rows that are borrowed for the batch that training is at.
         self._borrowed: dict[str, Tensor] = {}
-        self._reduced: dict[str, Reduced] = {}  # of the step that is being made
+        #: Slots of the rows that the step that is being made changes, now or later, by table.
+        self._changing: dict[str, Tensor] = {}
+        self._later_thread = ThreadPoolExecutor(1, thread_name_prefix="recpoint-later-steps")
+        #: What the step that is being made does later; None: nothing.
+        self._to_follow: tuple[Outgoing, list[LaterStep]] | None = None
+        self._following: list[Future[None]] = []
+        self._following_batch = 0  # the batch of these steps
         self._stepped: set[str] = set()  # tables that the home has to know
         self._frozen: dict[str, FrozenRows | None] = {}  # by `settle`, for the next view
 
@@ -93,6 +106,7 @@ class SharedCache(Cache):
         """
         self._has_left = False
         self._rows_channel = Channel("rows")
+        self._later_channel = Channel("gradients for later steps")
         self._home_channel = Channel("sign of a home thread")
         return Channel("ids of coming batches")
 
@@ -151,6 +165,9 @@ class SharedCache(Cache):
         """Take note that the script asks for another batch; see `Cache.end_batch`."""
         self.end_failed_step()
         self._forget_borrowed()
+        if self._following_batch < self.batch:
+            with self._leaving():  # the rows of these steps may be in the batch that comes
+                self._wait_for_later_steps()
         over = self.batch
         for rows in self.tables.values():
             rows.forget_lookups()
@@ -207,6 +224,7 @@ class SharedCache(Cache):
                 self._has_left = True
                 self._rows_channel.close()
                 self._coming.leave()
+                self._later_thread.submit(self._later_channel.close)
             raise
 
     def _pass_over(self, number: int) -> Never:
@@ -224,6 +242,8 @@ class SharedCache(Cache):
 
     def forget(self) -> None:
         """Forget the plans of batches that were not handed out; see `Cache.forget`."""
+        with self._leaving():
+            self._wait_for_later_steps()  # another batch may come than was known
         super().forget()
         self._coming.forget(self.batch)
         self._drop(lambda number: number > self.batch)
@@ -234,6 +254,12 @@ class SharedCache(Cache):
         self._borrowed.clear()
 
     # What lookups do.
+
+    def _slots_of(self, rows: CachedRows, flat: Tensor, trains: bool) -> Tensor:
+        if not trains:
+            # Rows of other batches may be read, which a later step may be changing.
+            self._wait_for_later_steps()
+        return super()._slots_of(rows, flat, trains)
 
     def _bring(self, rows: CachedRows, flat: Tensor, hold: int | None) -> Never:
         """Refuse lookups outside a plan: other ranks would have to send rows for them."""
@@ -293,7 +319,8 @@ class SharedCache(Cache):
         for rows in trained:
             rows.gradients.refuse_applied()
         with self._leaving():
-            self._reduce(trained)
+            self._wait_for_later_steps()
+            self._reduce(optimizer, trained)
         super().before_step(optimizer)
 
     def _trained_by(self, optimizer: Optimizer) -> list[CachedRows]:
@@ -307,44 +334,78 @@ class SharedCache(Cache):
     def _pending(self, name: str) -> list[Exchange]:
         return [one for number, one in self._exchanges[name].items() if number <= self.batch]
 
-    def _reduce(self, trained: Sequence[CachedRows]) -> None:
-        tables = [(rows.slots, merged(self._pending(rows.slots.name))) for rows in trained]
-        if not tables:
+    def _reduce(self, optimizer: Optimizer, trained: Sequence[CachedRows]) -> None:
+        """Put the gradients of all ranks in place of this rank's, for rows that it owns.
+
+        Those of rows that the next batch does not look up are zero or left out.
+        """
+        if not trained:
             return
-        found = exchange_gradients(self._rows_channel, tables)
-        for (slots, exchange), reduced in zip(tables, found, strict=True):
+        now: list[tuple[LocalGradient, Exchange]] = []
+        later: list[tuple[LocalGradient, Exchange]] = []
+        steps: list[LaterStep] = []
+        is_next_known = self._coming.known > self.batch
+        coming = self._coming.of(self.batch + 1) if is_next_known else {}
+        for rows in trained:
+            slots = rows.slots
+            exchange = merged(self._pending(slots.name))
+            local = LocalGradient(slots, self._count)
+            step = LaterStep.of(optimizer, slots) if is_next_known else None
+            if step is not None:
+                at_once, rest = divided(exchange, torch.unique(torch.cat(coming[slots.name])))
+                later.append((local, rest))
+                steps.append(step)
+            else:
+                at_once = exchange
+            now.append((local, at_once))
+            self._stats.reduced_rows += _count_lent(exchange)
+            self._stats.reduced_at_once += _count_lent(at_once)
+            self._changing[slots.name] = exchange.own.slots
+        to_follow = Outgoing(self._rank, self._count, later)
+        found = Outgoing(self._rank, self._count, now).reduce(self._rows_channel)
+        for (local, _), reduced in zip(now, found, strict=True):
+            slots = local.slots
             if reduced is None:
-                continue
-            self._reduced[slots.name] = reduced
-            weight = slots.weight
-            if reduced.is_sparse:
-                there = reduced.there
-                weight.grad = torch.sparse_coo_tensor(
-                    reduced.slots[there][None].to(weight.device),
-                    reduced.values[there].to(weight.device),
-                    weight.shape,
-                    is_coalesced=True,
-                    check_invariants=False,
-                )
-                continue
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            borrowed = torch.cat([rows.slots for rows in exchange.borrowed])
-            weight.grad.index_fill_(0, borrowed.to(weight.device), 0)
-            weight.grad.index_copy_(
-                0, reduced.slots.to(weight.device), reduced.values.to(weight.device)
+                del self._changing[slots.name]
+            else:
+                self._put_gradient(slots, merged(self._pending(slots.name)), reduced)
+        if steps:
+            self._to_follow = to_follow, steps
+
+    def _put_gradient(self, slots: TableSlots, exchange: Exchange, reduced: Reduced) -> None:
+        weight, there = slots.weight, reduced.there
+        at = reduced.slots[there].to(weight.device)
+        values = reduced.values[there].to(weight.device)
+        if reduced.is_sparse:
+            weight.grad = torch.sparse_coo_tensor(
+                at[None], values, weight.shape, is_coalesced=True, check_invariants=False
             )
+            return
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        for rows in (exchange.own, *exchange.borrowed):
+            weight.grad.index_fill_(0, rows.slots.to(weight.device), 0)
+        weight.grad.index_copy_(0, at, values)
+
+    def _wait_for_later_steps(self) -> None:
+        following, self._following = self._following, []
+        self._wait(following)
+
+    def _follow_up(self, outgoing: Outgoing, steps: Sequence[LaterStep]) -> None:
+        for step, reduced in zip(steps, outgoing.reduce(self._later_channel), strict=True):
+            if reduced is not None:
+                step.make(reduced)
 
     def _to_change(self, rows: CachedRows) -> Tensor:
-        reduced = self._reduced.get(rows.slots.name)
-        if reduced is None:
+        slots = self._changing.get(rows.slots.name)
+        if slots is None:
             raise SettingsError(
                 f"cached table {rows.slots.name!r}, which {self._count} ranks share",
                 found="a gradient of an earlier batch, whose step was made already",
                 expected="one step with the gradients of a batch, or of several",
                 next_step="call optimizer.zero_grad() after each step",
             )
-        return reduced.slots[reduced.there]
+        return slots
 
     def _changed_ids(self, rows: CachedRows, slots: Tensor) -> Tensor:
         """Return the rows of this rank's part that any rank has looked up, counted from its start.
@@ -357,11 +418,12 @@ class SharedCache(Cache):
     def after_step(self, optimizer: Optimizer) -> None:
         """Take note that a step has changed the rows."""
         super().after_step(optimizer)
-        for name in list(self._reduced):
-            rows = self.tables[name]
+        trained = [self.tables[name] for name in self._changing]
+        for rows in trained:
+            name = rows.slots.name
             if id(rows.slots.weight) not in _parameters(optimizer):
                 continue
-            del self._reduced[name]
+            del self._changing[name]
             self._drop(lambda number: number <= self.batch, name)
             # The owners have other values of these now.
             if name in self._borrowed:
@@ -370,6 +432,13 @@ class SharedCache(Cache):
                 # Any rank may write a row back from now on, so that each has to ask the home.
                 self._stepped.add(name)
                 self._thread.submit(self._guarded(partial(self.put_at_home, rows)))
+        if self._to_follow is not None:
+            following = self._later_thread.submit(self._follow_up, *self._to_follow)
+            self._to_follow = None
+            self._following.append(following)
+            self._following_batch = self.batch
+            # Rows that leave their slots next are written back as they are after that.
+            self._thread.submit(self._guarded(lambda: following.result()))
 
     # What checkpoints do.
 
@@ -385,6 +454,7 @@ class SharedCache(Cache):
         self.end_failed_step()
         with self._leaving():
             self._raise_error()
+            self._wait_for_later_steps()
             self._wait([self._thread.submit(self._guarded(self._settle))])
 
     def _view(self, parts: Mapping[str, range]) -> CacheView:
@@ -419,6 +489,8 @@ class SharedCache(Cache):
         """Begin anew, also after ranks have left each other; see `Cache.restored`. Collective."""
         self.end_failed_step()
         self._wait([self._thread.submit(lambda: None)])
+        with suppress(RankLost):
+            self._wait_for_later_steps()
         if self._has_left:
             self._coming.close()
             self._frozen.clear()
@@ -427,7 +499,8 @@ class SharedCache(Cache):
         super().restored()
         self._drop(lambda _: True)
         self._borrowed.clear()
-        self._reduced.clear()
+        self._changing.clear()
+        self._to_follow = None
         self._coming.over = 0
         self._coming.forget(self.batch)
         self._over = self.batch
@@ -437,6 +510,12 @@ class SharedCache(Cache):
         """End the threads after what they have to do. The home stays open."""
         super().close()
         self._coming.close()
+        self._later_thread.shutdown(wait=True)
+
+
+def _count_lent(exchange: Exchange) -> int:
+    lent = torch.unique(torch.cat([rows.ids for rows in exchange.lent]))
+    return len(lent)
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

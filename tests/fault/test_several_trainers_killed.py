@@ -44,7 +44,7 @@ def test_a_killed_trainer_ends_the_others_and_the_next_life_goes_on(
         assert codes[2] == -signal.SIGKILL
         assert codes[0] != 0 and codes[1] != 0
         for log in logs[:2]:
-            assert "RankLost: rank" in log and "from the other ranks" in log
+            assert "RankLost: " in log
         (found,) = on_ranks([case], 3, tmp_path / "second")
     assert same(found, alone(case, 3))
     assert 0 < len(found.losses) < 22, "it has gone on from a checkpoint"

@@ -26,9 +26,11 @@ AMPLE = {"users": 203, "items": 101}
 
 CASES = {
     2: {
-        "adagrad": Case(servers=2),
-        "sparse adam": Case(optimizer="adam"),
-        "dense sgd, mean, padding": Case(optimizer="sgd", sparse=False, mode="mean", padding=3),
+        "adagrad": Case(servers=2, lr_factor=0.9),
+        "sparse adam": Case(optimizer="adam", lr_factor=0.9),
+        "dense sgd, mean, padding": Case(
+            optimizer="sgd", sparse=False, mode="mean", padding=3, lr_factor=0.9
+        ),
         "dense adagrad, weighted": Case(sparse=False, weighted=True),
         "copied tables": Case(is_meta=False),
         "several batches a step": Case(batches_a_step=3, slots={"users": 120, "items": 100}),
@@ -50,6 +52,7 @@ def test_results_are_those_of_whole_tables(ranks: int, tmp_path: Path) -> None:
         assert torch.equal(as_bits(one.dense), as_bits(expected.dense)), name
         assert one.losses == expected.losses, name
         assert one.stats["misses"] == 0 and one.stats["unplanned"] == 0, name
+        assert 0 < one.stats["reduced_at_once"] < one.stats["reduced_rows"], name
         assert one.stats["hits"] > 0 and one.stats["fetched_rows"] > 0, name
 
 

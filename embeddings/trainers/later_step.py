@@ -1,0 +1,87 @@
+"""Makes an optimizer's step for some rows of a table after its step for all others.
+
+The gradients of rows that the next batch does not look up may arrive while that batch is trained.
+Their step is then made with the learning rate and the step count of their own batch. The rows are
+gathered into a tensor of their own, and an optimizer of the same class makes the step for it. So
+each row gets the bits that it would have got in the step of the whole table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+from torch.optim import SGD, Optimizer
+
+from recpoint.embeddings.optimizers import always_changes_all_rows
+from recpoint.embeddings.slots import TableSlots
+from recpoint.embeddings.trainers.row_exchange import Reduced
+
+__all__ = ["LaterStep"]
+
+
+class LaterStep:
+    """The step of one table, as it is when the optimizer is about to make it.
+
+    Args:
+        optimizer: the optimizer; it can be delayed (`LaterStep.of`).
+        slots: slots of the table.
+    """
+
+    def __init__(self, optimizer: Optimizer, slots: TableSlots) -> None:
+        self._kind = type(optimizer)
+        self._slots = slots
+        self._settings = {
+            name: value
+            for group in optimizer.param_groups
+            if any(slots.weight is one for one in group["params"])
+            for name, value in group.items()
+            if name != "params"
+        }
+        self._state = {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in optimizer.state.get(slots.weight, {}).items()
+            if name not in slots.states
+        }
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, slots: TableSlots) -> LaterStep | None:
+        """Return the step that the optimizer is about to make; None: it cannot be delayed.
+
+        Only optimizers that are known to train each row by itself can be. SparseAdam makes its
+        state in its first step, so that this one cannot be delayed either.
+        """
+        if always_changes_all_rows(optimizer, ()):
+            return None
+        if type(optimizer) is not SGD and not optimizer.state.get(slots.weight):
+            return None
+        return cls(optimizer, slots)
+
+    @torch.no_grad()
+    def make(self, gradient: Reduced) -> None:
+        """Make the step for the rows of a gradient. No other thread may use these meanwhile."""
+        chosen = gradient.slots[gradient.there]
+        if not chosen.numel():
+            return
+        (_, weight), *states = self._slots.arrays()
+        at = chosen.to(weight.device)
+        values = gradient.values[gradient.there].to(weight.device)
+        rows = Parameter(weight.index_select(0, at))
+        if gradient.is_sparse:
+            places = torch.arange(len(at), dtype=torch.int64, device=weight.device)
+            values = torch.sparse_coo_tensor(
+                places[None], values, rows.shape, is_coalesced=True, check_invariants=False
+            )
+        rows.grad = values
+        kind: Any = self._kind
+        optimizer = kind([rows], lr=self._settings["lr"])
+        optimizer.param_groups[0].update(self._settings)
+        own = {name: state.index_select(0, at) for name, state in states}
+        optimizer.state[rows].update({**self._state, **own})
+        # Without the hooks that watch the optimizers of the training.
+        kind.step.__wrapped__(optimizer)
+        weight.index_copy_(0, at, rows)
+        for name, state in states:
+            state.index_copy_(0, at, optimizer.state[rows][name])
