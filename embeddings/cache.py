@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
 from typing import Any, Final
 
 import torch
@@ -32,6 +31,7 @@ from torch.optim.optimizer import (
 
 from recpoint.embeddings.cache_view import CacheView, TableView
 from recpoint.embeddings.cached_rows import NO_IDS, CachedRows
+from recpoint.embeddings.call_thread import CallThread
 from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.optimizers import Watched, all_rows_changed, row_states
 from recpoint.errors import SettingsError
@@ -116,10 +116,11 @@ class Cache:
         self._row_local = row_local
         self._by_weight = {id(rows.slots.weight): rows for rows in self.tables.values()}
         self._lock = threading.Lock()
-        self._thread = _HomeThread()
+        self._thread = CallThread("recpoint-home")
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="recpoint-home-read")
         self._error: BaseException | None = None  # of the home thread; nothing is done after it
         self._moves = 0  # numbers the write-backs
+        self._end_within: float | None = None  # how long `close` waits for the home thread
         self._arrivals: dict[int, list[Future[None]]] = {}
         self._partly: set[str] = set()  # tables that are planned for the batch after `planned`
         self._views: list[CacheView] = []  # whose rows in slots are not copied yet
@@ -815,61 +816,14 @@ class Cache:
     def close(self) -> None:
         """End the home thread after what it has to do. The home stays open."""
         self.end_failed_step()
-        self._thread.end()
-        self._readers.shutdown(wait=True)
+        has_ended = self._thread.end(within_seconds=self._end_within)
+        self._readers.shutdown(wait=has_ended)
 
 
 def _alone(rows: CachedRows) -> Oracle:
     """Return the oracle of a table that no other trainer shares."""
     assert isinstance(rows.oracle, Oracle)
     return rows.oracle
-
-
-class _HomeThread:
-    """Does calls one after another, in a thread of its own.
-
-    An executor's thread would be waited for when the process ends. This one may wait for a step
-    that has failed, and `_end_all` has it go on first.
-    """
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        # It knows the queue and not this object, so that this can be dropped.
-        self._thread = threading.Thread(
-            target=_do_calls, args=(self._calls,), name="recpoint-home", daemon=True
-        )
-        self._thread.start()
-        self._has_ended = False
-        weakref.finalize(self, self._calls.put, None)
-
-    def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Have the thread do a call.
-
-        Raises:
-            RuntimeError: the thread has ended.
-        """
-        if self._has_ended:
-            raise RuntimeError("the cache was closed")
-        future: Future[Any] = Future()
-        self._calls.put((future, call))
-        return future
-
-    def end(self) -> None:
-        """End the thread after the calls that it has to do. A second call does nothing."""
-        self._has_ended = True
-        self._calls.put(None)
-        self._thread.join()
-
-
-def _do_calls(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (one := calls.get()) is not None:
-        future, call = one
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-        del one, future, call  # the next call may come much later
 
 
 _caches: weakref.WeakSet[Cache] = weakref.WeakSet()

@@ -62,10 +62,12 @@ class Case:
         batches: batches in all; 0: the newest checkpoint is restored, and nothing is trained.
         kills: batches after which rank 0 kills an embedding server; each kills another one.
         dies: the batch after which the last rank kills itself; 0: it does not.
+        fails: the batch in which the script of rank 0 raises an error; 0: it does not.
     """
 
     kills: tuple[int, ...] = ()
     dies: int = 0
+    fails: int = 0
     run: str = ""
     staging: str = ""
     interval: int = 5
@@ -259,6 +261,8 @@ def train_here(case: Case, rank: int, ranks: int) -> Found:
             for batch in _batches(case, reader, checkpoints):
                 number = number + 1 if checkpoints is None else checkpoints.batches_done + 1
                 loss = _loss(model, batch)
+                if number == case.fails and rank == 0:
+                    raise RuntimeError("an error of the script")
                 loss.backward()
                 losses.append(loss.item())
                 if number % case.batches_a_step == 0:

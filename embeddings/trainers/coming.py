@@ -8,13 +8,15 @@ ranks know the same batches when they plan, and training rarely waits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from recpoint.embeddings.call_thread import CallThread
 from recpoint.embeddings.trainers.channel import Channel
 from recpoint.errors import SettingsError
 
@@ -69,7 +71,7 @@ class ComingIds:
     def __init__(self, channel: Channel, rows: Mapping[str, int], *, last: int) -> None:
         self._channel = channel
         self._rows = dict(rows)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recpoint-coming-ids")
+        self._thread = CallThread("recpoint-coming-ids")
         self._pending: list[Future[_Heard]] = []
         self.over = 0
         self.forget(last)
@@ -116,7 +118,9 @@ class ComingIds:
         """
         first = self._own + 1
         self._own += len(batches)
-        self._pending.append(self._thread.submit(self._exchange, list(batches), at, first, over))
+        self._pending.append(
+            self._thread.submit(partial(self._exchange, list(batches), at, first, over))
+        )
         while len(self._pending) > (0 if waits else 1):
             heard = self._pending[0].result()
             del self._pending[0]
@@ -146,9 +150,9 @@ class ComingIds:
         """Leave the other ranks, after the exchanges that were begun; these may fail."""
         self._thread.submit(self._channel.close)
 
-    def close(self) -> None:
-        """End the thread after what it has to do."""
-        self._thread.shutdown(wait=True)
+    def end(self, *, within_seconds: float) -> bool:
+        """End the thread; see `CallThread.end`."""
+        return self._thread.end(within_seconds=within_seconds)
 
     def _exchange(
         self, batches: list[Mapping[str, Tensor]], at: int, first: int, over: int

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Never
+from typing import Final, Never
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from recpoint.embeddings.cache import Cache
 from recpoint.embeddings.cache_view import CacheView, TableView
 from recpoint.embeddings.cached_rows import NO_IDS, CachedRows
+from recpoint.embeddings.call_thread import CallThread
 from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.slots import TableSlots
 from recpoint.embeddings.trainers.channel import Channel
@@ -51,6 +52,8 @@ from recpoint.lookahead.oracle import Step
 from recpoint.lookahead.shared_oracle import Exchange, SharedOracle
 
 __all__ = ["SharedCache"]
+
+_END_SECONDS: Final = 10.0
 
 
 class SharedCache(Cache):
@@ -91,7 +94,7 @@ class SharedCache(Cache):
         self._borrowed: dict[str, Tensor] = {}
         #: Slots of the rows that the step that is being made changes, now or later, by table.
         self._changing: dict[str, Tensor] = {}
-        self._later_thread = ThreadPoolExecutor(1, thread_name_prefix="recpoint-later-steps")
+        self._later_thread = CallThread("recpoint-later-steps")
         #: What the step that is being made does later; None: nothing.
         self._to_follow: tuple[Outgoing, list[LaterStep]] | None = None
         self._following: list[Future[None]] = []
@@ -433,7 +436,7 @@ class SharedCache(Cache):
                 self._stepped.add(name)
                 self._thread.submit(self._guarded(partial(self.put_at_home, rows)))
         if self._to_follow is not None:
-            following = self._later_thread.submit(self._follow_up, *self._to_follow)
+            following = self._later_thread.submit(partial(self._follow_up, *self._to_follow))
             self._to_follow = None
             self._following.append(following)
             self._following_batch = self.batch
@@ -492,7 +495,7 @@ class SharedCache(Cache):
         with suppress(RankLost):
             self._wait_for_later_steps()
         if self._has_left:
-            self._coming.close()
+            self._coming.end(within_seconds=0.0)
             self._frozen.clear()
             self._coming = self._new_coming(self._open_channels())
         self._rows_channel.meet()  # no rank writes rows back any more
@@ -507,10 +510,14 @@ class SharedCache(Cache):
         self._rows_channel.meet()
 
     def close(self) -> None:
-        """End the threads after what they have to do. The home stays open."""
+        """End the threads after what they have to do. The home stays open.
+
+        A thread that waits for another rank is given up: that rank may be waiting for this one.
+        """
+        self._end_within = 0.0 if self._has_left else _END_SECONDS
         super().close()
-        self._coming.close()
-        self._later_thread.shutdown(wait=True)
+        self._coming.end(within_seconds=self._end_within)
+        self._later_thread.end(within_seconds=self._end_within)
 
 
 def _count_lent(exchange: Exchange) -> int:

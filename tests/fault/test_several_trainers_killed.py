@@ -48,3 +48,10 @@ def test_a_killed_trainer_ends_the_others_and_the_next_life_goes_on(
         (found,) = on_ranks([case], 3, tmp_path / "second")
     assert same(found, alone(case, 3))
     assert 0 < len(found.losses) < 22, "it has gone on from a checkpoint"
+
+
+def test_an_error_on_one_rank_ends_all(tmp_path: Path) -> None:
+    codes, logs = train_on_ranks([Case(fails=4, window=8)], 2, tmp_path / "ranks")
+    assert 0 not in codes
+    assert "an error of the script" in logs[0]
+    assert "RankLost: rank 1 of 2" in logs[1]
