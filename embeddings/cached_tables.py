@@ -32,6 +32,7 @@ from recpoint.embeddings.tables import (
     refuse_ids_outside,
     refuse_unstorable,
 )
+from recpoint.embeddings.trainers.data_parallel import leave_out, refuse_wrapped
 from recpoint.embeddings.trainers.shared_cache import SharedCache
 from recpoint.errors import SettingsError
 from recpoint.kernels import dirty_bitmap
@@ -69,7 +70,8 @@ def cached(
         reader = recpoint.Lookahead(reader, model, window=200)
 
     Results are those of training without a cache, bit for bit. Call it before the optimizers are
-    built, because each table gets another parameter: its slots.
+    built, and before DistributedDataParallel wraps the model, because each table gets another
+    parameter: its slots.
 
     A `Lookahead` tells the cache which rows come next, so that they are in slots when they are
     looked up. Other lookups, as in an evaluation, give right results but are slow. Run these under
@@ -118,6 +120,7 @@ def cached(
             "one home that all ranks share",
             "call recpoint.embeddings.servers(count=...) on all ranks after init_process_group",
         )
+    refuse_wrapped(model)
     tables = _tables_of(model)
     slots = _slots_by_table(capacity_rows, {name: t.rows for name, t in tables.items()})
     rows: dict[str, CachedRows] = {}
@@ -141,6 +144,8 @@ def cached(
             torch.compiler.disable(hook.looked_up), always_call=True, prepend=True
         )
     _homes.add(home)
+    if home.trainers > 1:
+        leave_out(model, [one.slots.weight for one in rows.values()])
     return model
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from recpoint import Checkpointer, Lookahead
@@ -63,6 +64,7 @@ class Case:
         kills: batches after which rank 0 kills an embedding server; each kills another one.
         dies: the batch after which the last rank kills itself; 0: it does not.
         fails: the batch in which the script of rank 0 raises an error; 0: it does not.
+        wrapped: DistributedDataParallel wraps the model.
     """
 
     kills: tuple[int, ...] = ()
@@ -84,6 +86,7 @@ class Case:
     batches_a_step: int = 1
     lr_factor: float = 1.0
     servers: int = 1
+    wrapped: bool = False
 
 
 @dataclass
@@ -119,7 +122,7 @@ def _change_rates(case: Case, optimizers: Sequence[Optimizer]) -> None:
             group["lr"] *= case.lr_factor
 
 
-def _loss(model: Model, batch: Mapping[str, Tensor]) -> Tensor:
+def _loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return nn.functional.mse_loss(model(dict(batch)), batch["target"])
 
 
@@ -250,23 +253,24 @@ def train_here(case: Case, rank: int, ranks: int) -> Found:
             mode=case.mode,
             padding=case.padding,
         )
+        trained = DistributedDataParallel(model) if case.wrapped else model
         optimizers = optimizers_of(case, model)
         batches = Part(case.epoch, weighted=case.weighted, seed=rank)
-        reader = Lookahead(batches, model, window=case.window)
+        reader = Lookahead(batches, trained, window=case.window)
         losses: list[float] = []
         kills = list(case.kills)
         pids = [one.pid for one in home.greetings]
-        with checkpoints_of(case, model, optimizers, reader) as checkpoints:
+        with checkpoints_of(case, trained, optimizers, reader) as checkpoints:
             number = 0 if checkpoints is None else checkpoints.batches_done
             for batch in _batches(case, reader, checkpoints):
                 number = number + 1 if checkpoints is None else checkpoints.batches_done + 1
-                loss = _loss(model, batch)
+                loss = _loss(trained, batch)
                 if number == case.fails and rank == 0:
                     raise RuntimeError("an error of the script")
                 loss.backward()
                 losses.append(loss.item())
                 if number % case.batches_a_step == 0:
-                    for parameter in model.top.parameters():
+                    for parameter in () if case.wrapped else model.top.parameters():
                         parameter.grad = _reduced(_present(parameter.grad), ranks)
                     for optimizer in optimizers:
                         optimizer.step()
@@ -299,7 +303,7 @@ def _batches(case: Case, reader: Any, checkpoints: Checkpointer | None) -> Itera
 
 @contextmanager
 def checkpoints_of(
-    case: Case, model: Model, optimizers: Sequence[Optimizer], reader: Any
+    case: Case, model: nn.Module, optimizers: Sequence[Optimizer], reader: Any
 ) -> Iterator[Checkpointer | None]:
     """Restore the newest checkpoint of the case's run, and take one at the end; None: no run."""
     if not case.run:

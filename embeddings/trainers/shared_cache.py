@@ -24,9 +24,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Final, Never
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpoint.embeddings.cache import Cache
@@ -37,6 +38,7 @@ from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.slots import TableSlots
 from recpoint.embeddings.trainers.channel import Channel
 from recpoint.embeddings.trainers.coming import ComingIds
+from recpoint.embeddings.trainers.data_parallel import refuse_averaged
 from recpoint.embeddings.trainers.later_step import LaterStep
 from recpoint.embeddings.trainers.row_exchange import (
     LocalGradient,
@@ -101,6 +103,7 @@ class SharedCache(Cache):
         self._following_batch = 0  # the batch of these steps
         self._stepped: set[str] = set()  # tables that the home has to know
         self._frozen: dict[str, FrozenRows | None] = {}  # by `settle`, for the next view
+        self._wrappers: WeakSet[nn.Module] = WeakSet()  # that leave the slots alone
 
     def _open_channels(self) -> Channel:
         """Open a channel for each thread; returns that of ids. Collective.
@@ -257,6 +260,12 @@ class SharedCache(Cache):
         self._borrowed.clear()
 
     # What lookups do.
+
+    def slots_of(self, name: str, ids: Tensor, *, trains: bool) -> Tensor:
+        """Return the slots of the rows that a lookup reads; see `Cache.slots_of`."""
+        slots = {one: rows.slots.weight for one, rows in self.tables.items()}
+        refuse_averaged(slots, self._wrappers)
+        return super().slots_of(name, ids, trains=trains)
 
     def _slots_of(self, rows: CachedRows, flat: Tensor, trains: bool) -> Tensor:
         if not trains:
