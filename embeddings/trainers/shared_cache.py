@@ -157,6 +157,11 @@ class SharedCache(Cache):
     def _expect_rows(self, rows: CachedRows, ids: Tensor | None) -> None:
         _shared(rows).expect(self._coming.of(self.expected + 1)[rows.slots.name])
 
+    def plan(self, ids: Mapping[str, Tensor], *, is_next: bool = False) -> bool:
+        """Plan the batch after the last that is planned; see `Cache.plan`."""
+        with self._leaving():
+            return super().plan(ids, is_next=is_next)
+
     def _plan_rows(self, rows: CachedRows, ids: Tensor | None) -> tuple[Step | None, bool]:
         name = rows.slots.name
         planned = _shared(rows).plan(self._coming.of(self.planned + 1)[name])
@@ -452,7 +457,16 @@ class SharedCache(Cache):
             # Rows that leave their slots next are written back as they are after that.
             self._thread.submit(self._guarded(lambda: following.result()))
 
-    # What checkpoints do.
+    # What reads and checkpoints do.
+
+    def rows_of(self, name: str, ids: Tensor) -> tuple[Tensor, ...]:
+        """Return rows and row states as they are now; see `Cache.rows_of`. Collective.
+
+        No rank has them before all have: one that went on could end the servers.
+        """
+        found = super().rows_of(name, ids)
+        self._rows_channel.meet()
+        return found
 
     def settle(self) -> None:
         """Write all rows that have changed to the home, and freeze it. Collective.
