@@ -1,0 +1,52 @@
+"""Trains on one process or several ranks, which share rows that embedding servers keep.
+
+python -m recpoint agent &                       # persists what trainers on this host stage
+python examples/train_with_servers.py --servers 2 --run ./runs/served
+torchrun --nproc-per-node 2 examples/train_with_servers.py -- --servers 2 --run ./runs/served
+torchrun --nproc-per-node 2 examples/train_with_servers.py    # each rank has all rows: same bits
+
+Each rank has the rows in use in a cache. The dense layers are trained by DDP. When a server is
+lost, all ranks go back to the newest checkpoint. The training loop is that of
+train_larger_than_memory.py.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from typing import Any
+
+from many_ranks import join, leave, replicated
+from recpoint.embeddings import cached, servers
+from train_larger_than_memory import INITIAL, Ranker, ahead, begin, in_memory, options, train
+
+
+def main() -> None:
+    """Trains; rank 0 prints a JSON object with the results as its last line."""
+    parser = options(__doc__.splitlines()[0])
+    parser.add_argument("--servers", type=int, default=0, help="server processes for the rows")
+    args = parser.parse_args()
+    rank, ranks = join()
+    reader = begin(args, rank, ranks)
+    model = Ranker(reader.tables)
+    with ExitStack() as ends:
+        home: Any = None
+        batches: Any = reader
+        if args.servers:
+            home = ends.enter_context(servers(count=args.servers))  # rank 0 starts them
+            cached(model, home, args.capacity, initial=INITIAL)
+            batches = ahead(reader, model, args.window)
+        else:
+            in_memory(model)
+        # After `cached`: DDP leaves cached tables alone, and averages gradients of all others.
+        trained = replicated(model)
+        result = train(
+            args, model, batches, trained=trained, rank=rank, home=home, rewinds=args.servers
+        )
+    if rank == 0:
+        print(json.dumps(result))
+    leave()
+
+
+if __name__ == "__main__":
+    main()
