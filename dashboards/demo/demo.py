@@ -9,6 +9,7 @@ import signal
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,7 @@ from recpoint.dashboards.demo.processes import (
 from recpoint.dashboards.terminal import Listed
 from recpoint.errors import NothingToRestore, SettingsError
 from recpoint.format.manifest import Manifest
-from recpoint.format.naming import ManifestName
+from recpoint.format.naming import ManifestName, parse_job_stem
 from recpoint.tasks.job_name import run_tag
 from recpoint.units import bytes_text, copied_text, counted
 
@@ -81,6 +82,7 @@ class DemoSettings:
         home: directory for the rows of the trainer that is killed, which has those in use in a
             cache; the other trainer has all rows in memory. None: both have.
         servers: the same with the rows in so many server processes, of which one is killed first.
+            With several ranks, these share the rows, and each has a cache.
     """
 
     directory: Path
@@ -92,6 +94,13 @@ class DemoSettings:
     lookahead: bool = False
     home: Path | None = None
     servers: int = 0
+
+    @property
+    def example(self) -> str:
+        """Name of the example that trains."""
+        if self.servers:
+            return "train_with_servers"
+        return "train_dlrm" if self.home is None else "train_larger_than_memory"
 
     @property
     def is_cached(self) -> bool:
@@ -107,15 +116,21 @@ class DemoSettings:
             raise _refused("--lookahead", f"--ranks {self.ranks}", "one process: leave out --ranks")
         if not 0 <= self.servers <= MOST_SERVERS:
             raise _refused("--servers", str(self.servers), f"1 to {MOST_SERVERS} processes")
-        if self.is_cached and (self.ranks > 1 or self.lookahead):
+        if self.is_cached and self.lookahead:
             raise _refused(
-                "--home" if self.home is not None else "--servers",
-                f"{self.home or self.servers} with --ranks or --lookahead",
-                "neither: one process trains through a cache, and it always reads ahead",
+                "--lookahead",
+                "with --home" if self.home is not None else f"with --servers {self.servers}",
+                "no --lookahead: a trainer with a cache always reads ahead",
             )
         if self.home is not None and self.servers:
             raise _refused(
                 "--home", f"{self.home} with --servers {self.servers}", "one place for the rows"
+            )
+        if self.home is not None and self.ranks > 1:
+            raise _refused(
+                "--home",
+                f"{self.home} with --ranks {self.ranks}",
+                "one process, or --servers, whose rows ranks can share",
             )
         if self.interval < 1:
             raise _refused("--interval", str(self.interval), "1 or more batches")
@@ -248,7 +263,7 @@ class _Demo:
         step = victim.step
         victim.go_on()
         self.watch(lambda: victim.servers not in ([], before), victim, *others)
-        self.progress.server_killed(step, victim.step)
+        self.progress.server_killed(step)
         return step
 
     def kill_in_the_middle(self, victim: Trainer, *others: Trainer) -> int:
@@ -264,7 +279,8 @@ class _Demo:
     def stop_until_committed(self, count: int, victim: Trainer, *others: Trainer) -> None:
         """Stops a trainer until so many checkpoints are committed.
 
-        It goes on while none is staged, because it stages the rows of a cache while it trains.
+        It goes on while no rank, or not every one, has staged its part of a checkpoint, because the
+        rows of a cache are staged while it trains.
         """
         directory = run_directory(self.staging, self.run_url)
 
@@ -272,7 +288,9 @@ class _Demo:
             return len(self.committed) >= count
 
         def is_staged() -> bool:
-            return bool(staged_jobs(directory))
+            stems = [parse_job_stem(path.stem) for path in staged_jobs(directory)]
+            ranks_by_step = Counter(stem[:2] for stem in stems if stem is not None)
+            return self.settings.ranks in ranks_by_step.values()
 
         while not is_enough():
             victim.stop()
@@ -294,7 +312,7 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
         ChildFailed: a process of the demo ended with an error.
         StoreError: the store cannot be used.
     """
-    script = example_script("train_larger_than_memory" if settings.is_cached else "train_dlrm")
+    script = example_script(settings.example)
     make_fresh(settings.directory)
     name = f"demo-{secrets.token_hex(4)}"
     parent = settings.store.rstrip("/") if settings.store else str(settings.directory.resolve())
@@ -518,10 +536,12 @@ def _proof(result: DemoResult) -> Text:
     killed, restored = document["killed_at_step"], document["restored_step"]
     ranks = document["ranks"]
     who = f"rank {ranks - 1} of {ranks} " if ranks > 1 else ""
-    story = f"{who}killed with SIGKILL at step {killed}, restored at step {restored}: after "
+    story = ""
     if document["server_killed_at_step"] is not None:
         at = document["server_killed_at_step"]
-        story = f"an embedding server killed with SIGKILL at step {at}, the trainer {story}"
+        story = f"an embedding server killed with SIGKILL at step {at}, "
+        who = who or "the trainer "
+    story += f"{who}killed with SIGKILL at step {killed}, restored at step {restored}: after "
     story += (
         f"{document['steps']} steps weights, optimizer state, random generators and next batch "
     )

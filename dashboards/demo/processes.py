@@ -311,11 +311,11 @@ class DemoProgress:
                 note = f"{len(committed)} checkpoints committed, lag {lag} batches"
             self._bars.update(task, completed=trainer.step, note=note)
 
-    def server_killed(self, step: int, went_on: int) -> None:
-        """Shows that SIGKILL was sent to an embedding server, and where training went on."""
+    def server_killed(self, step: int) -> None:
+        """Shows that SIGKILL was sent to an embedding server, and that training has gone on."""
         self._print_line(
-            f"killed an embedding server with SIGKILL at step {step}; training went back, and "
-            f"on with step {went_on}, with another server"
+            f"killed an embedding server with SIGKILL at step {step}; training went back to a "
+            f"checkpoint, and on with another server"
         )
 
     def killed(self, step: int, committed: int) -> None:
@@ -462,6 +462,10 @@ class RanksTrainer(Trainer):
     def stop(self) -> None:
         """Sends SIGSTOP to each rank."""
         self._signal(signal.SIGSTOP, self._files)
+
+    def go_on(self) -> None:
+        """Sends SIGCONT to each rank."""
+        self._signal(signal.SIGCONT, self._files)
 
     def kill(self) -> None:
         """Sends SIGKILL to the last rank; all ranks have ended when this returns."""

@@ -364,7 +364,9 @@ def demo(
     ] = None,
     servers: Annotated[
         int,
-        typer.Option(help="Keep rows in so many server processes; one is killed first, too."),
+        typer.Option(
+            help="Keep rows in so many server processes, which ranks share; kill one first, too."
+        ),
     ] = 0,
     stop: Annotated[
         bool, typer.Option("--stop-server", help="Stop the local Prefect server at the end.")

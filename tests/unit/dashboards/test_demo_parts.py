@@ -28,6 +28,11 @@ from tests.polling import until
         ({"ranks": 0}, "--ranks"),
         ({"ranks": 17}, "--ranks"),
         ({"ranks": 2, "lookahead": True}, "--lookahead"),
+        ({"servers": 17}, "--servers"),
+        ({"servers": 2, "lookahead": True}, "--lookahead"),
+        ({"home": Path("rows"), "lookahead": True}, "--lookahead"),
+        ({"home": Path("rows"), "servers": 2}, "--home"),
+        ({"home": Path("rows"), "ranks": 2}, "--home"),
     ],
 )
 def test_settings_that_show_nothing_are_refused(
