@@ -40,33 +40,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from benchmarks.cache_peers import (
     DIM,
     INITIAL,
+    OPTIMIZERS,
     AllInMemory,
     Batch,
     CachedPeer,
-    MakeOptimizer,
     Peer,
-    TablesModel,
     Uncached,
+    any_values,
     fill_home,
     row_wise,
+    same_bits,
+    state_in_cache,
+    state_in_memory,
 )
+from benchmarks.criteo_plan import criteo_reader, drawn, new_rows, plan_alone
 from benchmarks.report import Report, ratio, seconds_text
-from benchmarks.workload import examples_on_path
-from recpoint.embeddings import cached, fill, local
-from recpoint.embeddings.cache import Cache
-from recpoint.embeddings.cached_rows import CachedRows
-from recpoint.embeddings.cached_tables import cache_of
+from recpoint.embeddings import fill, local
 from recpoint.embeddings.home_directory import HomeDirectory, page_memory
 from recpoint.embeddings.homes import FileLimits
-from recpoint.embeddings.optimizers import row_states
 from recpoint.kernels.row_blocks import BlockForm, Channel
-from recpoint.lookahead.oracle import Oracle
-from recpoint.trainer_plugin.state.lookahead import fetched_batches
 
 __all__ = ["KEYS", "run"]
 
@@ -196,26 +192,7 @@ def _file_system(path: Path) -> str:
     return max(on, default=(0, "unknown"))[1]
 
 
-def _drawn(reader: Any, numbers: range) -> list[Batch]:
-    drawn = (reader.batch(number) for number in numbers)
-    return [Batch(one.sparse.t().contiguous(), one.label) for one in drawn]
-
-
-def _reader(*, lines: int, rows: int) -> Any:
-    examples_on_path()
-    from criteo import CriteoShapeReader
-
-    return CriteoShapeReader(lines=lines, rows=rows)
-
-
 # --- are results right ----------------------------------------------------------------------------
-
-_OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "SGD": lambda weights: torch.optim.SGD(weights, lr=0.5),
-    "Adagrad": lambda weights: torch.optim.Adagrad(weights, lr=0.1),
-    "row-wise Adagrad": row_wise,
-    "SparseAdam": lambda weights: torch.optim.SparseAdam(weights, lr=0.01),
-}
 
 #: Tables of the comparison. The first ones are large and small.
 _GATE_TABLES = 8
@@ -228,21 +205,21 @@ def _gate(report: Report, folder: Path, *, smoke: bool) -> None:
         RuntimeError: something differs, or a planned lookup missed.
     """
     lines, count = 16, 12 if smoke else 40
-    reader = _reader(lines=lines, rows=200)
+    reader = criteo_reader(lines=lines, rows=200)
     tables = dict(itertools.islice(reader.tables.items(), _GATE_TABLES))
     batches = [
         Batch(one.sparse[:_GATE_TABLES].contiguous(), one.label)
-        for one in _drawn(reader, range(count))
+        for one in drawn(reader, range(count))
     ]
     # What one batch may need, little more, and everything.
     capacities = [{f"tables.{n}": min(c, r) for n, r in tables.items()} for c in (16, 40, 200)]
     windows = (1, 7, 300)
     names = itertools.count()
     runs = 0
-    for name, make in _OPTIMIZERS.items():
+    for name, make in OPTIMIZERS.items():
         memory = AllInMemory(tables, batches, lambda model: fill(model, INITIAL), make)
         losses = memory.play(count, wait=0)
-        expected = _state_in_memory(memory)
+        expected = state_in_memory(memory)
         pairs = list(itertools.product(capacities, windows))
         if smoke:
             pairs = list(zip(capacities, windows, strict=True))
@@ -252,7 +229,7 @@ def _gate(report: Report, folder: Path, *, smoke: bool) -> None:
             home = local(folder / f"gate-{next(names)}", limits=limits)
             peer = CachedPeer(tables, batches, home, capacity, window=window, make=make)
             same = peer.play(count, wait=0) == losses
-            same = same and _equal(_state_in_cache(peer.cache), expected)
+            same = same and same_bits(state_in_cache(peer.cache), expected)
             is_planned = window is not None and capacity is not capacities[0]
             missed = peer.cache.stats.misses if is_planned else 0
             peer.close()
@@ -269,29 +246,6 @@ def _gate(report: Report, folder: Path, *, smoke: bool) -> None:
             uncached.close()
     report.figures["bit_identical"] = 1.0
     report.notes.append(f"bit_identical: {runs} runs of {count} batches through a cache")
-
-
-def _state_in_memory(peer: AllInMemory) -> list[Tensor]:
-    found = []
-    for weight in peer.model.weights():
-        states = row_states(peer.trained.of_tables.state.get(weight, {}), weight.shape[0])
-        found += [weight.detach(), *states.values()]
-    return found
-
-
-def _state_in_cache(cache: Cache) -> list[Tensor]:
-    found: list[Tensor] = []
-    for name, table in cache.tables.items():
-        every = torch.arange(table.slots.rows, dtype=torch.int64, device="cpu")
-        found += cache.rows_of(name, every)
-    return found
-
-
-def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(one) == len(other) and all(
-        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 # --- the peers ------------------------------------------------------------------------------------
@@ -334,13 +288,13 @@ class _Rounds:
 
 def _compare(report: Report, folder: Path, sizes: _Sizes, system: str) -> float:
     """Compares the peers; returns the processor's seconds of a batch with the planned cache."""
-    reader = _reader(lines=sizes.lines, rows=sizes.rows)
+    reader = criteo_reader(lines=sizes.lines, rows=sizes.rows)
     tables: dict[str, int] = reader.tables
     played = sizes.warm + 2 * sizes.rounds * sizes.batches
-    batches = _drawn(reader, range(played + sizes.window + 2))
+    batches = drawn(reader, range(played + sizes.window + 2))
     with ExitStack() as stack:
         disk = stack.enter_context(_Disk(folder / "disk", sizes.disk_bytes))
-        peers: dict[str, Peer] = {"all in memory": AllInMemory(tables, batches, _any_values)}
+        peers: dict[str, Peer] = {"all in memory": AllInMemory(tables, batches, any_values)}
         filled = []
         for number, name in enumerate(("planned cache", "LRU cache", "no cache")):
             home = local(folder / f"home-{number}")
@@ -436,11 +390,6 @@ def _rounds(
     return found
 
 
-def _any_values(model: nn.Module) -> None:
-    for weight in model.parameters():
-        weight.data.uniform_(-0.05, 0.05)
-
-
 class _Disk:
     """Measures random reads and sequential writes of a directory, with the kernel of homes."""
 
@@ -505,19 +454,23 @@ def _plan_alone(report: Report, sizes: _Sizes, cpu_seconds: float) -> None:
     for key, lines, count in zip(
         ("moved_2k", "moved_16k"), sizes.oracle_lines, sizes.oracle_batches, strict=True
     ):
-        reader = _reader(lines=lines, rows=sizes.oracle_rows)
-        batches = _drawn(reader, range(count))
-        names = [f"tables.{name}" for name in reader.tables]
-        oracles = _oracles(reader.tables, sizes.oracle_capacity)
-        moved, seconds = _planned(oracles, [one.sparse for one in batches], sizes.window)
+        reader = criteo_reader(lines=lines, rows=sizes.oracle_rows)
+        batches = drawn(reader, range(count))
+        plan = plan_alone(
+            reader.tables,
+            [one.sparse for one in batches],
+            capacity=sizes.oracle_capacity,
+            window=sizes.window,
+        )
+        moved, seconds = plan.fetched, plan.seconds
         rows = [[ids.unique() for ids in one.sparse] for one in batches]
         unique = [sum(len(ids) for ids in one) for one in rows]
         # The first half fills the cache.
         half = count // 2
         report.figures[key] = sum(moved[half:]) / sum(unique[half:])
-        new = sum(_new_rows(table, half) for table in zip(*rows, strict=True))
+        new = sum(new_rows(table, half) for table in zip(*rows, strict=True))
         report.figures[f"{key}_least"] = new / sum(unique[half:])
-        ids = len(names) * lines * count
+        ids = len(reader.tables) * lines * count
         report.notes.append(
             f"{key}: {report.figures[key]:.4f} in batches {half:,} to {count:,}, "
             f"{sum(moved) / sum(unique):.4f} in all, of {statistics.fmean(unique):,.0f} rows a "
@@ -528,55 +481,6 @@ def _plan_alone(report: Report, sizes: _Sizes, cpu_seconds: float) -> None:
             report.figures["oracle_ids_per_s"] = ids / seconds
             report.figures["oracle_share"] = seconds / count / cpu_seconds
             report.timed("the oracle, a batch", [seconds / count])
-
-
-def _new_rows(batches: Sequence[Tensor], first: int) -> int:
-    """Returns how many different rows of a table come in no batch before `first`."""
-    before = torch.cat([torch.empty(0, dtype=torch.int64), *batches[:first]])
-    after = torch.cat([torch.empty(0, dtype=torch.int64), *batches[first:]])
-    return int((~torch.isin(after.unique(), before)).sum())
-
-
-def _oracles(rows: Mapping[str, int], capacity: int) -> list[Oracle]:
-    """Returns an oracle for each table, with the slots that a cache gives it."""
-    slots = [table.slots.capacity for table in _planned_tables(rows, capacity)]
-    return [Oracle(count) for count in slots]
-
-
-def _planned_tables(rows: Mapping[str, int], capacity: int) -> list[CachedRows]:
-    model = TablesModel(rows)
-    with local() as home:
-        cached(model, home, capacity, initial=INITIAL)
-        cache = cache_of(model)
-        assert cache is not None
-        cache.close()
-        return list(cache.tables.values())
-
-
-def _planned(
-    oracles: Sequence[Oracle], batches: Sequence[Tensor], window: int
-) -> tuple[list[int], float]:
-    """Plans batches as a cache does, with a window that is always full.
-
-    Returns:
-        Rows fetched for each batch, and the seconds that all plans took.
-    """
-    moved = [0] * len(batches)
-    begun = time.perf_counter()
-    for now in range(1, len(batches) + 1):
-        until = min(len(batches), now + window - 1)
-        for table, oracle in enumerate(oracles):
-            while oracle.expected < until:
-                oracle.expect(batches[oracle.expected][table])
-            while oracle.planned < min(until, now + fetched_batches(window) - 1):
-                step = oracle.plan(batches[oracle.planned][table])
-                if step is None:
-                    if oracle.planned < now:
-                        raise RuntimeError(f"{oracle.capacity} slots are too few for a batch")
-                    break
-                moved[step.batch - 1] += len(step.fetched_ids)
-            oracle.release(now)
-    return moved, time.perf_counter() - begun
 
 
 # --- one large table ------------------------------------------------------------------------------

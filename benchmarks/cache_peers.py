@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +22,13 @@ from recpoint.embeddings.cache import Cache
 from recpoint.embeddings.cached_tables import cache_of
 from recpoint.embeddings.home import Home
 from recpoint.embeddings.home_in_files import FileHome
+from recpoint.embeddings.optimizers import row_states
 from recpoint.embeddings.slots import TableSlots
 
 __all__ = [
     "DIM",
     "INITIAL",
+    "OPTIMIZERS",
     "AllInMemory",
     "Batch",
     "CachedPeer",
@@ -33,8 +36,12 @@ __all__ = [
     "Peer",
     "TablesModel",
     "Uncached",
+    "any_values",
     "fill_home",
     "row_wise",
+    "same_bits",
+    "state_in_cache",
+    "state_in_memory",
 ]
 
 DIM = 16
@@ -59,16 +66,17 @@ class TablesModel(nn.Module):
 
     Args:
         rows: name of a table -> its rows.
+        dim: values of a row.
         device: of the tables.
     """
 
-    def __init__(self, rows: Mapping[str, int], *, device: str = "meta") -> None:
+    def __init__(self, rows: Mapping[str, int], *, dim: int = DIM, device: str = "meta") -> None:
         super().__init__()
         self.tables = nn.ModuleDict(
-            {n: nn.Embedding(r, DIM, sparse=True, device=device) for n, r in rows.items()}
+            {n: nn.Embedding(r, dim, sparse=True, device=device) for n, r in rows.items()}
         )
         generator = torch.Generator().manual_seed(3)
-        self.top = nn.Linear(DIM, 1, device="cpu")
+        self.top = nn.Linear(dim, 1, device="cpu")
         with torch.no_grad():
             for parameter in self.top.parameters():
                 parameter.uniform_(-0.5, 0.5, generator=generator)
@@ -89,23 +97,48 @@ def row_wise(weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return RowWiseAdagrad(weights, lr=0.1)
 
 
-class _Trained:
-    """A model with the optimizers of its tables and of its layer."""
+#: By name, the optimizers whose results are compared.
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "SGD": lambda weights: torch.optim.SGD(weights, lr=0.5),
+    "Adagrad": lambda weights: torch.optim.Adagrad(weights, lr=0.1),
+    "row-wise Adagrad": row_wise,
+    "SparseAdam": lambda weights: torch.optim.SparseAdam(weights, lr=0.01),
+}
 
-    def __init__(self, model: TablesModel, make: MakeOptimizer) -> None:
+
+class _Trained:
+    """A model with the optimizers of its tables and of its layer.
+
+    Args:
+        model: the model.
+        make: makes the optimizer of the tables.
+        reduce: makes the gradient of a parameter of the layer that of all trainers.
+    """
+
+    def __init__(
+        self,
+        model: TablesModel,
+        make: MakeOptimizer,
+        reduce: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.model = model
+        self._reduce = reduce
         self.of_tables = make(model.weights())
-        self._of_top = torch.optim.SGD(model.top.parameters(), lr=0.01)
+        self.of_top = torch.optim.SGD(model.top.parameters(), lr=0.01)
 
     def train(self, sparse: Tensor, label: Tensor) -> float:
         """Trains a batch; returns its loss."""
         self.of_tables.zero_grad()
-        self._of_top.zero_grad()
+        self.of_top.zero_grad()
         logits = self.model(sparse)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, label)
         loss.backward()
+        if self._reduce is not None:
+            for parameter in self.model.top.parameters():
+                assert parameter.grad is not None
+                parameter.grad = self._reduce(parameter.grad)
         self.of_tables.step()
-        self._of_top.step()
+        self.of_top.step()
         return loss.item()
 
 
@@ -115,10 +148,11 @@ class Peer(ABC):
     Attributes:
         own_seconds: of all batches so far, the time of lookups, gradients and steps, without the
             timed wait and without waits for rows.
+        step_seconds: the same with the timed wait.
     """
 
     def __init__(self) -> None:
-        self.own_seconds = 0.0
+        self.own_seconds = self.step_seconds = 0.0
 
     @abstractmethod
     def play(self, batches: int, *, wait: float) -> list[float]:
@@ -152,6 +186,7 @@ class Peer(ABC):
         self.own_seconds += own
         if own < wait:
             time.sleep(wait - own)
+        self.step_seconds += time.perf_counter() - begun
         return loss
 
 
@@ -163,6 +198,7 @@ class AllInMemory(Peer):
         batches: the batches.
         fill: gives the tables their values.
         make: makes their optimizer.
+        dim: values of a row.
     """
 
     def __init__(
@@ -171,12 +207,14 @@ class AllInMemory(Peer):
         batches: Sequence[Batch],
         fill: Callable[[TablesModel], object],
         make: MakeOptimizer = row_wise,
+        *,
+        dim: int = DIM,
     ) -> None:
         super().__init__()
-        self.model = TablesModel(rows)
+        self.model = TablesModel(rows, dim=dim)
         for table in self.model.tables.values():
             assert isinstance(table, nn.Embedding)
-            shape = (table.num_embeddings, DIM)
+            shape = (table.num_embeddings, dim)
             weight = torch.empty(shape, dtype=torch.float32, device="cpu")
             table.weight = nn.Parameter(weight)
         fill(self.model)
@@ -203,6 +241,8 @@ class CachedPeer(Peer):
         window: window of the Lookahead; None: no Lookahead.
         is_filled: the home has all rows already.
         make: makes the optimizer of the tables.
+        dim: values of a row.
+        reduce: see `_Trained`.
     """
 
     def __init__(
@@ -215,12 +255,14 @@ class CachedPeer(Peer):
         window: int | None,
         is_filled: bool = False,
         make: MakeOptimizer = row_wise,
+        dim: int = DIM,
+        reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.home = home
-        self.model = TablesModel(rows)
+        self.model = TablesModel(rows, dim=dim)
         cached(self.model, home, capacity, initial=INITIAL, row_local_optimizers=(RowWiseAdagrad,))
-        self.trained = _Trained(self.model, make)
+        self.trained = _Trained(self.model, make, reduce)
         found = cache_of(self.model)
         assert found is not None
         self.cache: Cache = found
@@ -285,14 +327,26 @@ class Uncached(Peer):
         rows: name of a table -> its rows.
         batches: the batches.
         home: the home. It is closed with this.
+        dim: values of a row.
+        at_once: tables whose rows are read or written at the same time.
     """
 
-    def __init__(self, rows: Mapping[str, int], batches: Sequence[Batch], home: Home) -> None:
+    def __init__(
+        self,
+        rows: Mapping[str, int],
+        batches: Sequence[Batch],
+        home: Home,
+        *,
+        dim: int = DIM,
+        at_once: int = 1,
+    ) -> None:
         super().__init__()
         self.home = home
         self.moved_rows = 0
+        self._dim = dim
+        self._threads = ThreadPoolExecutor(at_once)
         most = batches[0].sparse.shape[1]
-        self.model = TablesModel(rows)
+        self.model = TablesModel(rows, dim=dim)
         self._slots: list[TableSlots] = []
         for name, table in self.model.tables.items():
             assert isinstance(table, nn.Embedding)
@@ -300,7 +354,7 @@ class Uncached(Peer):
                 f"tables.{name}",
                 rows=rows[name],
                 capacity=min(most, rows[name]),
-                dim=DIM,
+                dim=dim,
                 dtype=torch.float32,
                 device=torch.device("cpu"),
                 trained=True,
@@ -320,30 +374,32 @@ class Uncached(Peer):
         for _ in range(batches):
             batch = next(self._batches)
             places = torch.empty_like(batch.sparse)
-            moved = []
-            for slots, ids, at in zip(self._slots, batch.sparse, places, strict=True):
-                unique, inverse = torch.unique(ids, return_inverse=True)
-                at.copy_(inverse)
-                moved.append(unique)
-                self._fetch(slots, unique)
+            moved = list(self._threads.map(self._fetch, self._slots, batch.sparse, places))
             losses.append(self._step(self.trained, batch, places, wait))
             self._number += 1
-            for slots, unique in zip(self._slots, moved, strict=True):
-                records = slots.records(_first(len(unique)))
-                self.home.write_back(slots.name, unique, records, batch=self._number)
-                self.moved_rows += len(unique)
+            list(self._threads.map(self._write_back, self._slots, moved))
+            self.moved_rows += sum(len(ids) for ids in moved)
         return losses
 
-    def _fetch(self, slots: TableSlots, ids: Tensor) -> None:
+    def _fetch(self, slots: TableSlots, looked_up: Tensor, places: Tensor) -> Tensor:
+        """Brings the rows of a table into its first slots; returns their ids."""
+        ids: Tensor
+        ids, inverse = torch.unique(looked_up, return_inverse=True)
+        places.copy_(inverse)
         size = slots.fix_layout().size_bytes
         records = torch.empty(len(ids), size, dtype=torch.uint8, device="cpu")
         there = self.home.fetch(slots.name, ids, records)
         at = _first(len(ids))
         if bool(there.all()):
             slots.put(at, records)
-            return
-        slots.put(at[there], records[there])
-        slots.put_new(at[~there], INITIAL(slots.name, ids[~there], DIM, torch.float32))
+        else:
+            slots.put(at[there], records[there])
+            slots.put_new(at[~there], INITIAL(slots.name, ids[~there], self._dim, torch.float32))
+        return ids
+
+    def _write_back(self, slots: TableSlots, ids: Tensor) -> None:
+        records = slots.records(_first(len(ids)))
+        self.home.write_back(slots.name, ids, records, batch=self._number)
 
     def moved(self) -> tuple[int, int]:
         """See `Peer`."""
@@ -355,6 +411,7 @@ class Uncached(Peer):
 
     def close(self) -> None:
         """See `Peer`."""
+        self._threads.shutdown(wait=True)
         self.home.close()
 
 
@@ -376,15 +433,27 @@ class _Reader:
         self._position = state["position"]
 
 
-def fill_home(home: Home, rows: Mapping[str, int]) -> None:
-    """Writes all rows of the tables to a home, as a restore does: row-wise Adagrad's records.
+def any_values(model: nn.Module) -> None:
+    """Gives all parameters values of the right size and distribution."""
+    for weight in model.parameters():
+        weight.data.uniform_(-0.05, 0.05)
+
+
+def fill_home(home: Home, rows: Mapping[str, int], *, dim: int = DIM, states: int = 1) -> None:
+    """Writes all rows of the tables to a home, as a restore does: by default row-wise Adagrad's.
 
     Their values are of the right size and distribution, but repeat.
+
+    Args:
+        home: the home.
+        rows: name of a table -> its rows.
+        dim: values of a row.
+        states: F32 values of a row's optimizer state, which are 0.
     """
     generator = torch.Generator().manual_seed(5)
     piece = min(_PIECE_ROWS, max(rows.values()))
-    records = torch.zeros(piece, DIM + 1, dtype=torch.float32, device="cpu")
-    records[:, :DIM].uniform_(-0.05, 0.05, generator=generator)
+    records = torch.zeros(piece, dim + states, dtype=torch.float32, device="cpu")
+    records[:, :dim].uniform_(-0.05, 0.05, generator=generator)
     as_bytes = records.view(torch.uint8)
     for name, count in rows.items():
         home.add_table(f"tables.{name}", rows=count, record_bytes=as_bytes.shape[1])
@@ -392,6 +461,32 @@ def fill_home(home: Home, rows: Mapping[str, int]) -> None:
             ids = torch.arange(first, min(first + piece, count), dtype=torch.int64, device="cpu")
             home.write_back(f"tables.{name}", ids, as_bytes[: len(ids)], batch=0)
     _settle(home)
+
+
+def state_in_memory(peer: AllInMemory) -> list[Tensor]:
+    """Returns the rows and row states of all tables, in order."""
+    found = []
+    for weight in peer.model.weights():
+        states = row_states(peer.trained.of_tables.state.get(weight, {}), weight.shape[0])
+        found += [weight.detach(), *states.values()]
+    return found
+
+
+def state_in_cache(cache: Cache) -> list[Tensor]:
+    """Returns the same as `state_in_memory`, wherever rows are."""
+    found: list[Tensor] = []
+    for name, table in cache.tables.items():
+        every = torch.arange(table.slots.rows, dtype=torch.int64, device="cpu")
+        found += cache.rows_of(name, every)
+    return found
+
+
+def same_bits(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Returns whether tensors are equal, bit for bit."""
+    return len(one) == len(other) and all(
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _settle(home: Home) -> None:

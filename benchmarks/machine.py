@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Busy", "Watch", "commit", "describe", "uncommitted", "watch"]
+__all__ = ["Busy", "Watch", "commit", "describe", "own_cpu_seconds", "uncommitted", "watch"]
 
 _PACKAGES = (
     "torch",
@@ -152,13 +152,13 @@ def watch() -> Iterator[Watch]:
     """
     watched = Watch()
     load_before, start = os.getloadavg()[0], perf_counter()
-    all_before, own_before = _all_seconds(), _own_seconds()
+    all_before, own_before = _all_seconds(), own_cpu_seconds()
     yield watched
     seconds = perf_counter() - start
     own_share = others_share = None
     if all_before is not None and own_before is not None:
         # Own time is read first, so that all own time in `own` is in `every` too.
-        own = (_own_seconds() or 0.0) - own_before
+        own = (own_cpu_seconds() or 0.0) - own_before
         every = (_all_seconds() or 0.0) - all_before
         capacity = seconds * (os.cpu_count() or 1)
         own_share, others_share = own / capacity, max(0.0, every - own) / capacity
@@ -184,7 +184,7 @@ def _all_seconds() -> float | None:
     )
 
 
-def _own_seconds() -> float | None:
+def own_cpu_seconds() -> float | None:
     """Returns the processor seconds that this process and its descendants have used."""
     try:
         import psutil
