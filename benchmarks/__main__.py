@@ -20,6 +20,7 @@ NAMES = (
     "snapshot",
     "lookahead",
     "cache",
+    "servers",
     "persist",
     "restore",
     "retention",

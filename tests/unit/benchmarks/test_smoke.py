@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import NAMES, main
+from benchmarks.servers.network import NoNetwork, ShapedNetwork
 from benchmarks.torchrec_tracker import installed
 from recpoint.installation import install_command
 from tests.torch_interpreter import run_program
@@ -34,6 +35,7 @@ SLOW = {
     "persist",
     "prefect_overhead",
     "restore",
+    "servers",
     "soak",
     "tracking",
 }
@@ -56,8 +58,24 @@ def not_run_here(name: str) -> set[str]:
         "quantize": importlib.util.find_spec("fbgemm_gpu") is None,
     }
     keys: set[str] = set(importlib.import_module(f"benchmarks.{name}").KEYS)
+    if name == "servers":
+        return _not_run_of_servers()
     of = {"gpu": keys, "tracking": {k for k in keys if "torchrec" in k} | {"our_bytes"}}
     return of.get(name, {"plain4_vs_fbgemm"}) if lacks.get(name) else set()
+
+
+def _not_run_of_servers() -> set[str]:
+    from benchmarks.servers import KEYS, NETWORK_KEYS
+
+    found = set() if importlib.util.find_spec("ray") else {key for key in KEYS if "ray_" in key}
+    if not installed():
+        found.add("vs_torchrec")
+    try:
+        with ShapedNetwork() as network:
+            network.add_nodes(1)
+    except NoNetwork:
+        found |= set(NETWORK_KEYS)
+    return found
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,330 @@
+"""Compares the peers of one trainer on links of two rates, and counts what a cache moves."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from benchmarks.criteo_plan import criteo_reader, drawn, plan_alone
+from benchmarks.report import Report, Spread, ratio, spread_of
+from benchmarks.servers.network import Node, ShapedNetwork
+from benchmarks.servers.nodes import Servers, cpu_seconds
+from benchmarks.servers.torch_rpc import rpc_trainer
+from benchmarks.servers.trainers import Job, PeerForm, Played, Trainers
+
+__all__ = [
+    "COLUMNS",
+    "COMPARED_KEYS",
+    "COUNTED_KEYS",
+    "LinkSizes",
+    "Shape",
+    "compare_peers",
+    "count_moved",
+]
+
+#: Figures that need the network, and figures of the plan alone; each key ends in a shape's name.
+COMPARED_KEYS = (
+    "vs_no_cache",
+    "vs_bound",
+    "vs_no_cache_best",
+    "vs_ceiling_best",
+    "vs_lru",
+    "vs_torch_rpc",
+    "vs_torch_rpc_best",
+    "moved_wire",
+)
+COUNTED_KEYS = ("moved_2k", "moved_16k")
+
+#: Headings of the table for people.
+COLUMNS = (
+    "link",
+    "peer",
+    "samples/s",
+    "ms",
+    "own ms",
+    "net ms",
+    "MB",
+    "trainer CPU ms",
+    "servers CPU ms",
+    "cores",
+)
+
+_OURS, _LRU, _NONE = "planned cache", "LRU cache", "no cache"
+_RPC = "torch RPC"
+_GBIT = 1e9 / 8
+_DELAY_SECONDS = 0.0002
+#: Above this share of all cores, processes wait for a core and not only for their links.
+_MOST_CORES = 0.6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Tables and caches.
+
+    Attributes:
+        rows: most rows of a table.
+        dim: values of a row.
+        capacity: slots of a cache.
+        warm: batches before the first round, after which rows leave.
+    """
+
+    rows: int
+    dim: int
+    capacity: int
+    warm: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSizes:
+    """How large everything is.
+
+    Attributes:
+        servers: number of servers.
+        lines: samples of a batch.
+        window: window of the Lookahead.
+        batches: batches of a round.
+        best_batches: the same on the slow link.
+        rounds: number of rounds.
+        wait: seconds of the timed wait.
+        plan_capacity: slots of the plan alone.
+        plan_lines: samples of a batch of the plan alone.
+        plan_batches: number of these batches.
+    """
+
+    servers: int = 2
+    lines: int = 2048
+    window: int = 200
+    batches: int = 12
+    best_batches: int = 6
+    rounds: int = 3
+    wait: float = 0.162
+    plan_capacity: int = 4_000_000
+    plan_lines: tuple[int, int] = (2048, 16_384)
+    plan_batches: tuple[int, int] = (600, 300)
+
+
+def count_moved(report: Report, name: str, shape: Shape, sizes: LinkSizes) -> None:
+    """Counts rows that are moved, on the plan alone."""
+    for key, lines, count in zip(COUNTED_KEYS, sizes.plan_lines, sizes.plan_batches, strict=True):
+        reader = criteo_reader(lines=lines, rows=shape.rows)
+        batches = [one.sparse for one in drawn(reader, range(count))]
+        plan = plan_alone(reader.tables, batches, capacity=sizes.plan_capacity, window=sizes.window)
+        # The first half fills the cache.
+        half = count // 2
+        unique = sum(len(ids.unique()) for batch in batches[half:] for ids in batch)
+        fetched, written = sum(plan.fetched[half:]), sum(plan.written[half:])
+        # Each row that comes leaves later, when the cache is full.
+        report.figures[f"{key}_{name}"] = fetched / unique
+        report.notes.append(
+            f"{key}_{name}: {sum(reader.tables.values()):,} rows; of {unique / (count - half):,.0f}"
+            f" rows a batch, {fetched / unique:.4f} come and {written / unique:.4f} leave"
+        )
+
+
+# --- behind links ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    """What a peer did in a round.
+
+    Attributes:
+        played: by the trainer.
+        servers_cpu: seconds.
+        up: bytes from the trainer.
+        down: bytes to the trainer.
+    """
+
+    played: Played
+    servers_cpu: float
+    up: int
+    down: int
+
+    @property
+    def seconds(self) -> float:
+        """Of the round."""
+        return self.played.seconds
+
+    @property
+    def net_seconds(self) -> float:
+        """What the trainer waited, apart from its steps."""
+        return self.played.seconds - self.played.step_seconds
+
+    @property
+    def cores(self) -> float:
+        """The share of all cores that all roles used."""
+        used = self.played.cpu_seconds + self.servers_cpu
+        return used / self.seconds / (os.cpu_count() or 1)
+
+
+class _Scene:
+    """A trainer's node, and all peers that train on it.
+
+    Args:
+        node: the trainer's node.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._peers: dict[str, tuple[Trainers, Sequence[subprocess.Popen[bytes]]]] = {}
+
+    def add(
+        self, peers: Iterable[str], trainers: Trainers, servers: Sequence[subprocess.Popen[bytes]]
+    ) -> None:
+        """Adds peers with the processes that train them, and those of their servers."""
+        self._peers |= dict.fromkeys(peers, (trainers, servers))
+
+    def play(self, peer: str, batches: int, wait: float) -> _Round:
+        """Plays a peer."""
+        trainers, servers = self._peers[peer]
+        before, cpu = self._node.traffic(), cpu_seconds(servers)
+        (played,) = trainers.play(peer, batches, wait=wait)
+        after = self._node.traffic()
+        return _Round(
+            played=played,
+            servers_cpu=cpu_seconds(servers) - cpu,
+            up=after.up - before.up,
+            down=after.down - before.down,
+        )
+
+    def rounds(self, sizes: LinkSizes, batches: int) -> dict[str, list[_Round]]:
+        """Plays all peers in turns."""
+        found: dict[str, list[_Round]] = {name: [] for name in self._peers}
+        for number in range(sizes.rounds):
+            # Every other round the other way round, so that no peer always follows the same one.
+            for name in list(found)[:: 1 if number % 2 == 0 else -1]:
+                found[name].append(self.play(name, batches, sizes.wait))
+        return found
+
+
+def compare_peers(
+    report: Report, network: ShapedNetwork, name: str, shape: Shape, sizes: LinkSizes
+) -> None:
+    """Compares all peers on tables of one shape, at 1 Gbit/s and on a slow link.
+
+    Raises:
+        NoNetwork: a node cannot be made.
+    """
+    with ExitStack() as stack:
+        nodes = network.add_nodes(1 + sizes.servers)
+        servers = stack.enter_context(Servers(nodes[1:], homes=3))
+        played = sizes.rounds * (sizes.batches + sizes.best_batches)
+        windows = (sizes.window, 0, 0)
+        capacities = (shape.capacity, shape.capacity, 0)
+        job = Job(
+            rows=shape.rows,
+            lines=sizes.lines,
+            dim=shape.dim,
+            batches=shape.warm + played + sizes.window + 2,
+            delay_seconds=_DELAY_SECONDS,
+            peers={
+                peer: PeerForm(access=access, window=window, capacity=capacity, is_filled=True)
+                for peer, access, window, capacity in zip(
+                    (_OURS, _LRU, _NONE), servers.access, windows, capacities, strict=True
+                )
+            },
+        )
+        scene = _Scene(nodes[0])
+        trainers = stack.enter_context(Trainers(job, nodes[:1]))
+        scene.add(job.peers, trainers, servers.processes)
+        by_rpc = stack.enter_context(rpc_trainer(replace(job, peers={}, batches=played + 2), nodes))
+        scene.add([_RPC], by_rpc, by_rpc.processes[1:])
+        for peer in (*job.peers, _RPC):
+            scene.play(peer, shape.warm if peer in (_OURS, _LRU) else 2, 0)
+        network.shape(_GBIT)
+        fast = scene.rounds(sizes, sizes.batches)
+        if not any(one.played.written for one in fast[_OURS]):
+            raise RuntimeError("no row has left the cache in the rounds")
+        # A batch of the planned cache takes a link of this rate just as long as the compute.
+        best = statistics.median(one.up + one.down for one in fast[_OURS]) / sizes.batches
+        best /= sizes.wait
+        network.shape(best)
+        slow = scene.rounds(sizes, sizes.best_batches)
+    _add_rows(report, f"{name}, 1 Gbit/s", fast, sizes.batches, sizes)
+    _add_rows(report, f"{name}, {best * 8e-6:,.0f} Mbit/s", slow, sizes.best_batches, sizes)
+    _put_all(report, name, fast, slow)
+
+
+def _put_all(
+    report: Report,
+    name: str,
+    fast: Mapping[str, Sequence[_Round]],
+    slow: Mapping[str, Sequence[_Round]],
+) -> None:
+    def over(rounds: Mapping[str, Sequence[_Round]], peer: str) -> Spread:
+        return ratio([one.seconds for one in rounds[peer]], [one.seconds for one in rounds[_OURS]])
+
+    moved = {which: _moved(rounds) for which, rounds in (("fast", fast), ("slow", slow))}
+    report.put(f"moved_wire_{name}", spread_of(moved["slow"]))
+    report.put(f"vs_no_cache_{name}", over(fast, _NONE))
+    bounds = [
+        none.seconds / max(none.played.step_seconds, part * none.net_seconds)
+        for none, part in zip(fast[_NONE], moved["fast"], strict=True)
+    ]
+    speed_ups = [
+        none.seconds / ours.seconds for none, ours in zip(fast[_NONE], fast[_OURS], strict=True)
+    ]
+    report.put(f"vs_bound_{name}", ratio(speed_ups, bounds))
+    report.put(f"vs_no_cache_best_{name}", over(slow, _NONE))
+    report.put(f"vs_lru_{name}", over(slow, _LRU))
+    report.put(f"vs_torch_rpc_{name}", over(fast, _RPC))
+    report.put(f"vs_torch_rpc_best_{name}", over(slow, _RPC))
+    ceilings = [1 + 1 / part for part in moved["slow"]]
+    speed_ups = [
+        none.seconds / ours.seconds for none, ours in zip(slow[_NONE], slow[_OURS], strict=True)
+    ]
+    report.put(f"vs_ceiling_best_{name}", ratio(speed_ups, ceilings))
+    share = statistics.median(one.net_seconds / one.seconds for one in slow[_NONE])
+    report.notes.append(
+        f"{name}: without a cache, {share:.0%} of the time on the slow link is spent on the "
+        f"network; the ceiling there is {statistics.median(ceilings):.2f} (the paper reports up to "
+        "5.6)"
+    )
+
+
+def _moved(rounds: Mapping[str, Sequence[_Round]]) -> list[float]:
+    """Returns for each round the bytes of the planned cache, of those without a cache."""
+    return [
+        (ours.up + ours.down) / (none.up + none.down)
+        for ours, none in zip(rounds[_OURS], rounds[_NONE], strict=True)
+    ]
+
+
+def _add_rows(
+    report: Report,
+    link: str,
+    rounds: Mapping[str, Sequence[_Round]],
+    batches: int,
+    sizes: LinkSizes,
+) -> None:
+    """Adds a row of the table for each peer, and its times."""
+    for peer, every in rounds.items():
+        seconds = report.timed(f"{link}: {peer}, a batch", [one.seconds / batches for one in every])
+
+        def middle(values: Sequence[float], per: float = batches) -> float:
+            return statistics.median(values) / per
+
+        cores = middle([one.cores for one in every], 1)
+        report.rows.append(
+            (
+                link,
+                peer,
+                sizes.lines / seconds,
+                1000 * seconds,
+                1000 * middle([one.played.own_seconds for one in every]),
+                1000 * middle([one.net_seconds for one in every]),
+                1e-6 * middle([one.up + one.down for one in every]),
+                1000 * middle([one.played.cpu_seconds for one in every]),
+                1000 * middle([one.servers_cpu for one in every]),
+                f"{cores:.0%}",
+            )
+        )
+        if cores > _MOST_CORES:
+            report.notes.append(
+                f"{link}: {peer}: all roles used {cores:.0%} of the cores, more than "
+                f"{_MOST_CORES:.0%}"
+            )

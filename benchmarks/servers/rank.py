@@ -1,0 +1,298 @@
+"""Is one rank of a job: holds several peers, and plays one when it is asked to."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.cache_peers import (
+    OPTIMIZERS,
+    AllInMemory,
+    CachedPeer,
+    Peer,
+    Uncached,
+    any_values,
+    fill_home,
+    state_in_cache,
+)
+from benchmarks.row_wise import RowWiseAdagrad
+from benchmarks.servers.trainers import Job, PeerForm, Played, Stall, batches_of
+from benchmarks.workload import wait_for
+from recpoint import Checkpointer, Options, Staging, Timeouts
+from recpoint.catalog.staging import area
+from recpoint.embeddings.cache import CacheStats
+from recpoint.embeddings.home import Home
+from recpoint.embeddings.remote.served_home import ServedHome
+from recpoint.embeddings.remote.tcp import TcpTransport
+from recpoint.embeddings.remote.transport import Greeting, Transport, Value
+from recpoint.embeddings.trainers.shared_cache import SharedCache
+from recpoint.trainer_plugin.snapshot.cut import Cutter
+
+__all__ = ["given_job", "join_ranks", "process", "serve_orders"]
+
+_PATIENCE = timedelta(minutes=5)
+#: Tables that peers read or write at the same time, as many as a cache does.
+_AT_ONCE = 4
+
+
+class _Part:
+    """A rank's peers.
+
+    Args:
+        job: what all ranks train.
+        rank: number of this rank.
+        ranks: how many there are.
+    """
+
+    def __init__(self, job: Job, rank: int, ranks: int) -> None:
+        self._job, self._rank, self._ranks = job, rank, ranks
+        self._tables, self._batches = batches_of(job, rank)
+        self._checkpointer: Checkpointer | None = None
+        self.peers = {name: self._peer(form) for name, form in job.peers.items()}
+
+    def _peer(self, form: PeerForm) -> Peer:
+        if not form.access:
+            make = OPTIMIZERS[form.optimizer]
+            return AllInMemory(self._tables, self._batches, any_values, make, dim=self._job.dim)
+        home = _home(form.access, self._job.delay_seconds, self._rank, self._ranks)
+        if form.is_filled and self._rank == 0:
+            states = self._job.dim if form.optimizer == "Adagrad" else 1
+            fill_home(home, self._tables, dim=self._job.dim, states=states)
+        if form.capacity == 0:
+            return Uncached(self._tables, self._batches, home, dim=self._job.dim, at_once=_AT_ONCE)
+        return CachedPeer(
+            self._tables,
+            self._batches,
+            home,
+            form.capacity,
+            window=form.window or None,
+            is_filled=form.is_filled,
+            make=OPTIMIZERS[form.optimizer],
+            dim=self._job.dim,
+            reduce=self._reduced if self._ranks > 1 else None,
+        )
+
+    def _reduced(self, gradient: Tensor) -> Tensor:
+        """Adds the gradients of all ranks in rank order, each divided by their number."""
+        every = [torch.empty_like(gradient) for _ in range(self._ranks)]
+        dist.all_gather(every, gradient)
+        total = torch.zeros_like(gradient)
+        for one in every:
+            total += one / self._ranks
+        return total
+
+    def play(self, peer: str, batches: int, wait: float) -> Played:
+        """Plays a peer."""
+        one = self.peers[peer]
+        own, step, (fetched, written) = one.own_seconds, one.step_seconds, one.moved()
+        stats = _stats(one)
+        cpu, begun = time.process_time(), time.perf_counter()
+        losses = one.play(batches, wait=wait)
+        seconds = time.perf_counter() - begun
+        now = one.moved()
+        return Played(
+            seconds=seconds,
+            own_seconds=one.own_seconds - own,
+            step_seconds=one.step_seconds - step,
+            cpu_seconds=time.process_time() - cpu,
+            fetched=now[0] - fetched,
+            written=now[1] - written,
+            misses=_stats(one).misses,
+            reduced=_stats(one).reduced_rows - stats.reduced_rows,
+            reduced_in_steps=_stats(one).reduced_at_once - stats.reduced_at_once,
+            losses=losses,
+        )
+
+    def begin_checkpoints(self, peer: str, folder: str, checkpoints: int) -> None:
+        """Starts a run of a peer, and takes a full checkpoint."""
+        one = self.peers[peer]
+        assert isinstance(one, CachedPeer | AllInMemory)
+        self._cuts_ms = _measure_calls(Cutter, "cut")
+        self._settles_ms = _measure_calls(SharedCache, "settle")
+        self._staging = Path(folder) / "staging"
+        self._checkpointer = Checkpointer(
+            one.model,
+            [one.trained.of_tables, one.trained.of_top],
+            run=str(Path(folder) / "run"),
+            staging=Staging(directory=self._staging, jobs=checkpoints),
+            interval_batches=10**9,
+            options=Options(
+                row_local_optimizers=(RowWiseAdagrad,), on_error="raise", handle_sigterm=False
+            ),
+            timeouts=Timeouts(close_seconds=0.0),
+        )
+        self._checkpointer.restore()
+        self._taken = 0
+
+    def checkpoint(self) -> Stall:
+        """Takes a checkpoint, and waits until all ranks have staged it."""
+        assert self._checkpointer is not None
+        self._checkpointer.step()
+        if not self._checkpointer.checkpoint():
+            raise RuntimeError(f"no checkpoint was cut: {self._checkpointer.stats}")
+        self._taken += 1
+        (run,) = area.run_directories(self._staging)
+        staged = self._taken * self._ranks
+        wait_for(lambda: len(area.staged_jobs(run)) >= staged or None)
+        settle_ms = self._settles_ms[-1] if self._ranks > 1 else 0.0
+        whole_ms = list(self._checkpointer.stats.stalls_ms)[-1]
+        return Stall(whole_ms=whole_ms, settle_ms=settle_ms, cut_ms=self._cuts_ms[-1])
+
+    def save(self, peer: str, path: str) -> None:
+        """Saves the rows and row states of a cached peer; rank 0 writes the file."""
+        one = self.peers[peer]
+        assert isinstance(one, CachedPeer)
+        state = state_in_cache(one.cache)
+        if self._rank == 0:
+            torch.save(state, path)
+
+
+def _stats(peer: Peer) -> CacheStats:
+    """Returns what a peer's cache has done; nothing, if it has none."""
+    return peer.cache.stats if isinstance(peer, CachedPeer) else CacheStats()
+
+
+def _measure_calls(owner: type, name: str) -> list[float]:
+    """Starts to record the milliseconds of each call of a method in this process."""
+    found: list[float] = []
+    method = getattr(owner, name)
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            found.append(1e3 * (time.perf_counter() - started))
+
+    setattr(owner, name, measured)
+    return found
+
+
+def _home(access: Mapping[str, Any], delay: float, rank: int, ranks: int) -> Home:
+    token = bytes.fromhex(access["token"])
+    transports: list[Transport] = [
+        _Late(TcpTransport((host, port), token), delay) for host, port in access["addresses"]
+    ]
+    if ranks == 1:
+        return ServedHome(transports)
+    owner: list[int] = [0]
+    if rank == 0:
+        home = ServedHome(transports, trainer=0, trainers=ranks)
+        owner = [home.owner]
+    dist.broadcast_object_list(owner)
+    if rank == 0:
+        return home
+    return ServedHome(transports, owner=owner[0], trainer=rank, trainers=ranks)
+
+
+class _Late(Transport):
+    """Waits before each call, as a longer cable would have it wait.
+
+    Args:
+        to: what is called then.
+        seconds: the wait; 0: none.
+    """
+
+    def __init__(self, to: Transport, seconds: float) -> None:
+        self._to, self._seconds = to, seconds
+
+    def _wait(self) -> Transport:
+        if self._seconds:
+            time.sleep(self._seconds)
+        return self._to
+
+    def hello(self) -> Greeting:
+        return self._wait().hello()
+
+    def command(
+        self, name: str, arguments: Mapping[str, Value], *, incarnation: int
+    ) -> Mapping[str, Value]:
+        return self._wait().command(name, arguments, incarnation=incarnation)
+
+    def fetch(
+        self, table: str, slots: Tensor, out: Tensor, *, incarnation: int, frozen: int | None = None
+    ) -> Tensor:
+        return self._wait().fetch(table, slots, out, incarnation=incarnation, frozen=frozen)
+
+    def write_back(
+        self,
+        table: str,
+        slots: Tensor,
+        records: Tensor,
+        *,
+        incarnation: int,
+        trainer: int,
+        batch: int,
+    ) -> None:
+        self._wait().write_back(
+            table, slots, records, incarnation=incarnation, trainer=trainer, batch=batch
+        )
+
+    def close(self) -> None:
+        self._to.close()
+
+
+def given_job() -> dict[str, Any]:
+    """Prepares the process of a rank; returns the settings, with the job as an object."""
+    torch.sparse.check_sparse_tensor_invariants.disable()  # otherwise torch warns of the default
+    torch.set_num_threads(1)
+    logging.getLogger("recpoint").setLevel(logging.ERROR)  # small caches are meant
+    settings: dict[str, Any] = json.loads(sys.stdin.readline())
+    given = settings["job"]
+    peers = {name: PeerForm(**form) for name, form in given["peers"].items()}
+    return {**settings, "job": Job(**{**given, "peers": peers})}
+
+
+def join_ranks(settings: Mapping[str, Any]) -> None:
+    """Joins the process group of all ranks."""
+    dist.init_process_group(
+        "gloo",
+        init_method=settings["meeting"],
+        rank=settings["rank"],
+        world_size=settings["ranks"],
+        timeout=_PATIENCE,
+    )
+
+
+def serve_orders(answers: Mapping[str, Callable[..., Any]]) -> None:
+    """Does what is asked, until the other side wants no more, or has ended.
+
+    Args:
+        answers: by order; a result is a dataclass, or what JSON carries.
+    """
+    _tell(None)
+    for line in sys.stdin:
+        order = json.loads(line)
+        found = answers[order.pop("order")](**order)
+        _tell(asdict(found) if isinstance(found, Played) else found)
+
+
+def _tell(what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def process() -> None:
+    """Runs one rank."""
+    settings = given_job()
+    if settings["ranks"] > 1:
+        join_ranks(settings)
+    part = _Part(settings["job"], settings["rank"], settings["ranks"])
+    serve_orders(
+        {
+            "play": part.play,
+            "save": part.save,
+            "begin_checkpoints": part.begin_checkpoints,
+            "checkpoint": part.checkpoint,
+        }
+    )

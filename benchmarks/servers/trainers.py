@@ -1,0 +1,255 @@
+"""Starts trainers, one process a rank, and plays peers on them.
+
+Each rank is at a place of its own. Settings and orders go to it as lines of JSON, and answers come
+back as lines of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.cache_peers import Batch
+from benchmarks.criteo_plan import criteo_reader, drawn
+from benchmarks.servers.network import LINK
+from benchmarks.servers.nodes import Place, program
+
+__all__ = [
+    "Job",
+    "PeerForm",
+    "Played",
+    "Stall",
+    "Trainers",
+    "batches_of",
+    "tables_of",
+]
+
+_END_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerForm:
+    """One way to train.
+
+    Attributes:
+        access: of its servers, see `Servers`; empty: tables in memory, without servers.
+        window: window of the Lookahead; 0: an LRU cache.
+        capacity: slots of its cache; 0: no cache.
+        optimizer: one of OPTIMIZERS.
+        is_filled: all rows are written to the servers first; for Adagrad, by row or not.
+    """
+
+    access: dict[str, Any] = field(default_factory=dict)
+    window: int = 0
+    capacity: int = 0
+    optimizer: str = "row-wise Adagrad"
+    is_filled: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all ranks train.
+
+    Attributes:
+        rows: most rows of a table.
+        tables: how many of the reader's tables are trained.
+        lines: samples of a batch of each rank.
+        dim: values of a row.
+        batches: batches that are drawn.
+        delay_seconds: added to each call of a server.
+        peers: name -> form.
+    """
+
+    rows: int
+    tables: int = 26
+    lines: int
+    dim: int
+    batches: int
+    delay_seconds: float = 0.0
+    peers: dict[str, PeerForm] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """What a rank did when it played a peer.
+
+    Attributes:
+        seconds: in all.
+        own_seconds: of lookups, gradients and steps.
+        step_seconds: the same with the timed wait.
+        cpu_seconds: of all its threads.
+        fetched: rows that came.
+        written: rows that went back.
+        misses: lookups so far that found no row in their slots.
+        reduced: rows of this rank for which other ranks had gradients, too.
+        reduced_in_steps: those of them for which a step waited.
+        losses: of all batches.
+    """
+
+    seconds: float
+    own_seconds: float
+    step_seconds: float
+    cpu_seconds: float
+    fetched: int
+    written: int
+    misses: int = 0
+    reduced: int = 0
+    reduced_in_steps: int = 0
+    losses: list[float]
+
+
+class Stall(NamedTuple):
+    """Milliseconds of one checkpoint of a rank.
+
+    Attributes:
+        whole_ms: the stall.
+        settle_ms: the part of it in which changed rows go to the servers.
+        cut_ms: the part of it that is the rank's own cut.
+    """
+
+    whole_ms: float
+    settle_ms: float
+    cut_ms: float
+
+
+def tables_of(job: Job) -> dict[str, int]:
+    """Returns the rows of each table by name."""
+    reader = criteo_reader(lines=job.lines, rows=job.rows)
+    return dict(list(reader.tables.items())[: job.tables])
+
+
+def batches_of(job: Job, rank: int) -> tuple[dict[str, int], list[Batch]]:
+    """Returns the rows of each table by name, and a rank's batches."""
+    reader = criteo_reader(lines=job.lines, rows=job.rows, seed=rank)
+    tables = tables_of(job)
+    every = drawn(reader, range(job.batches))
+    return tables, [Batch(one.sparse[: job.tables].contiguous(), one.label) for one in every]
+
+
+class Trainers:
+    """The ranks of a job, one at each place.
+
+    As a context manager, they end at the end of the block. They also end with this process.
+
+    Args:
+        job: what they train.
+        places: where they run.
+        module: of this package, whose `process` is a rank.
+        asked: only so many ranks get orders; None: all.
+
+    Attributes:
+        processes: of all ranks.
+
+    Raises:
+        RuntimeError: a rank ends.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        places: Sequence[Place],
+        *,
+        module: str = "rank",
+        asked: int | None = None,
+    ) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        meeting = f"tcp://{places[0].address}:{_free_port()}"
+        try:
+            for rank, place in enumerate(places):
+                started = subprocess.Popen(
+                    place.inside(*program(module)),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,
+                    env=os.environ | _environment(place),
+                )
+                self.processes.append(started)
+                settings = {"rank": rank, "ranks": len(places), "meeting": meeting}
+                self._send(started, {**settings, "job": asdict(job)})
+            self._answers(self.processes)
+            self._asked = self.processes[:asked]
+        except BaseException:
+            self.close()
+            raise
+
+    def play(self, peer: str, batches: int, *, wait: float) -> list[Played]:
+        """Plays a peer on all ranks; returns what each did."""
+        return [Played(**one) for one in self._ask("play", peer=peer, batches=batches, wait=wait)]
+
+    def save(self, peer: str, path: Path) -> None:
+        """Saves the rows and row states of a cached peer to a file."""
+        self._ask("save", peer=peer, path=str(path))
+
+    def begin_checkpoints(self, peer: str, folder: Path, checkpoints: int) -> None:
+        """Starts a run of a peer in a directory, with room for so many checkpoints."""
+        self._ask("begin_checkpoints", peer=peer, folder=str(folder), checkpoints=checkpoints)
+
+    def checkpoint(self) -> list[Stall]:
+        """Takes a checkpoint, waits until all ranks have staged it; returns each rank's stall."""
+        return [Stall(*one) for one in self._ask("checkpoint")]
+
+    def _ask(self, order: str, **arguments: Any) -> list[Any]:
+        for process in self._asked:
+            self._send(process, {"order": order, **arguments})
+        return self._answers(self._asked)
+
+    def _send(self, process: subprocess.Popen[bytes], what: Mapping[str, Any]) -> None:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(what).encode() + b"\n")
+        process.stdin.flush()
+
+    def _answers(self, processes: Sequence[subprocess.Popen[bytes]]) -> list[Any]:
+        found = []
+        for process in processes:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            if not said:
+                raise RuntimeError(f"a trainer ended with {process.wait()}")
+            found.append(json.loads(said))
+        return found
+
+    def close(self) -> None:
+        """Ends them. A second call does nothing."""
+        with ExitStack() as stack:
+            for process in self.processes:
+                stack.callback(_end, process)
+            self.processes = []
+
+    def __enter__(self) -> Trainers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+def _environment(place: Place) -> dict[str, str]:
+    """Returns what tells gloo and torch RPC their device, and has them be silent at the end."""
+    device = "lo" if place.address.startswith("127.") else LINK
+    return {
+        "GLOO_SOCKET_IFNAME": device,
+        "TP_SOCKET_IFNAME": device,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()  # its rows are not wanted any more, and a peer may wait for a rank that is gone
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        try:
+            pipe.close()
+        except BrokenPipeError:
+            pass
+    process.wait(_END_SECONDS)
