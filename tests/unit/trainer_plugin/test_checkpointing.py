@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from recpoint.errors import SettingsError, StagingError
 from recpoint.format.job import Outcome
 from recpoint.format.naming import END_KEY, GENERATION_KEY
 from recpoint.trainer_plugin.pipeline import handoff
+from recpoint.trainer_plugin.snapshot.host_memory import is_in_memory
 from recpoint.trainer_plugin.snapshot.staging import SmallStagingArea, StagingArea
 from tests.training_builder import ROWS, Place, checkpointer, simple_training, train, until
 
@@ -382,9 +384,19 @@ def test_a_staging_area_that_is_too_small_is_told_when_built(
         checkpointer(simple_training(), place)
 
 
+@pytest.fixture
+def place_on_disk(tmp_path: Path) -> Iterator[Place]:
+    """A place whose staging area is not in memory, as the tests' directory may be."""
+    if is_in_memory(Path("/var/tmp")):
+        pytest.skip("/var/tmp is in memory")
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        yield Place(str(tmp_path / "run"), Path(directory) / "staging")
+
+
 def test_a_staging_area_that_no_snapshot_fits_is_refused_when_built(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place_on_disk: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    place = place_on_disk
     real = os.statvfs
 
     def tiny(path: Path) -> os.statvfs_result:
