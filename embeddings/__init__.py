@@ -9,10 +9,11 @@ a table's module) and `optimizers.py` (which rows an optimizer step changes, and
 each step). `served_tables.py` stands alone: it holds values, or codes that lookups decode.
 
 Tables larger than memory: `home.py` (where rows are that are not in use), `homes.py` (in memory or
-in files), `slots.py` (the rows in use), `cached_rows.py` (which of them must stay), `cache.py`
-(brings rows before their first use, and writes them back after their last), `cached_tables.py`
-(puts a model's tables into a cache), `initial.py` (first values of rows) and `cache_view.py` (all
-rows of one moment, for a checkpoint). `remote/` has homes in server processes.
+in files), `slots.py` (the rows in use), `slot_gradients.py` (their gradients), `cached_rows.py`
+(which of them must stay), `cache.py` (brings rows before their first use, and writes them back
+after their last), `cached_tables.py` (puts a model's tables into a cache), `initial.py` (first
+values of rows) and `cache_view.py` (all rows of one moment, for a checkpoint). `remote/` has homes
+in server processes, and `trainers/` the caches of several ranks that share one.
 """
 
 from __future__ import annotations
