@@ -26,7 +26,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                 self.state[weight]["sum"] = torch.zeros(weight.shape[0])
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
         """Takes one step on the rows that have a gradient."""
         for group in self.param_groups:
             for weight in group["params"]:

@@ -61,7 +61,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
