@@ -15,6 +15,7 @@ from recpoint.catalog.overview.overview import (
     RunOverview,
 )
 from recpoint.catalog.run.pins import pinned_text
+from recpoint.catalog.staging.area import BEAT_SECONDS
 from recpoint.dashboards.terminal import shown
 from recpoint.dashboards.watched_runs import Seen, WatchedRun
 from recpoint.format.retention_records import Plan
@@ -192,6 +193,9 @@ def _risk(overview: RunOverview) -> Figure:
     if overview.generation is None:
         return Figure(NONE, "")
     batches = "" if lag.at_risk_batches is None else counted(lag.at_risk_batches, "batch")
+    if overview.trainer_gone and overview.ended is None and lag.at_risk_seconds < BEAT_SECONDS:
+        # It trained on after its last sign of life, by an unknown part of the time between two.
+        return Figure(f"up to {duration_text(BEAT_SECONDS)}", "")
     known = "" if overview.ended is not None else "about "
     if lag.overdue:
         known = "up to "

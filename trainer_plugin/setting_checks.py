@@ -96,7 +96,8 @@ def checked_seconds(setting: str, value: Any, *, zero: bool = True, otherwise: s
     """
     seconds = as_float(value)
     if seconds is None or not math.isfinite(seconds) or seconds < 0:
-        raise refused_setting(setting, value, f"a finite number of seconds, 0 or more{otherwise}")
+        least = "0 or more" if zero else "more than 0"
+        raise refused_setting(setting, value, f"a finite number of seconds, {least}{otherwise}")
     if seconds == 0 and not zero:
         raise refused_setting(setting, value, f"more than 0 seconds{otherwise}")
     return seconds

@@ -89,7 +89,7 @@ class MemoryTarget:
             raise IncompatibleModel(
                 f"table {name!r}",
                 found=f"no such table in {manifest.ref}",
-                expected=f"one of {', '.join(sorted(known))[:500]}",
+                expected=f"one of {', '.join(map(repr, sorted(known)))[:500]}",
                 next_step="name a table of the checkpoint",
             )
         self.specs = {

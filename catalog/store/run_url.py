@@ -21,6 +21,7 @@ _AT = re.compile("@|%40")
 _MAYBE_SECRET = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:(?://)?)[^/]*:")
 _CREDENTIAL_FIRST = re.compile(r"[^/]*:.*(?:@|%40)")  # .* because a secret may contain slashes
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}\Z")
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}\Z")
 _PATH_PART = re.compile(r"[^\x00-\x1f\x7f\\]+\Z")
 _PROPOSED = re.compile(r"\b(recpoint [a-z][a-z-]*) URL\b(?!\.\.\.)")
 
@@ -92,14 +93,16 @@ def parse_run_url(url: str) -> RunUrl:
     # abfs://container@account.dfs.core.windows.net is an address; a colon before @ is a password.
     if at and (":" in user or not scheme.startswith(("abfs", "wasb"))):
         raise _refused(url, "a credential in the URL")
-    if scheme in ("http", "https") and ":" in parts.netloc:
+    if scheme in ("http", "https") and (":" in parts.netloc or not _HOST.match(parts.netloc)):
         raise _refused(
             url,
             "the address of a web server",
             expected="a bucket; the address of an S3 server comes from the environment",
             next_step=S3_INSTEAD,
         )
-    if scheme != "memory" and not _BUCKET.match(parts.netloc.replace("@", "-")):
+    if scheme not in ("memory", "http", "https") and not _BUCKET.match(
+        parts.netloc.replace("@", "-")
+    ):
         raise _refused(
             url,
             _bucket_text(parts.netloc),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -71,7 +72,8 @@ def open_store(url: str, *, timeouts: S3Timeouts | None = None) -> Store:
     parsed = parse_run_url(url)
     if parsed.scheme == "file":
         return LocalStore(parsed.path)
-    _file_system_class(parsed)  # so a missing package is found here, not at the first write
+    # So a missing package or setting is found here, not at the first write.
+    _refuse_other_settings(parsed, _file_system_class(parsed))
     if parsed.scheme not in ("s3", "s3a"):
         return _FsspecStore(parsed)
     timeouts = timeouts or S3Timeouts()
@@ -118,6 +120,23 @@ def _file_system_class(parsed: RunUrl) -> Any:
             expected="a scheme that fsspec knows: s3, gs, abfs, file, …",
             next_step="correct the run URL",
         ) from error
+
+
+def _refuse_other_settings(parsed: RunUrl, file_system: Any) -> None:
+    """Refuse a file system that a run URL and the environment do not suffice to open."""
+    needed = [
+        name
+        for name, parameter in list(inspect.signature(file_system.__init__).parameters.items())[1:]
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        raise SettingsError(
+            f"run URL {parsed.url!r}",
+            found=f"the scheme {parsed.scheme!r}, which needs {', '.join(needed)} besides",
+            expected="a scheme that a run URL suffices for: s3, gs, abfs, file, …",
+            next_step="mount that store as a directory and give its path, or use another store",
+        )
 
 
 def _package_advice(package: str | None) -> str:

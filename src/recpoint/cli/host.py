@@ -47,7 +47,7 @@ __all__ = [
 def serve_dashboard(
     urls: Annotated[
         list[str],
-        typer.Argument(metavar="URL...", help="Runs: local paths, s3://bucket/prefix, …"),
+        typer.Argument(metavar="URL", help="Runs: local paths, s3://bucket/prefix, …"),
     ],
     interval: Annotated[
         float, typer.Option(min=0.2, max=3600.0, help="Seconds between two looks at a run.")

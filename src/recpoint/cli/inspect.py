@@ -210,7 +210,7 @@ def _version(package: str) -> str | None:
 @command
 def lag(
     urls: Annotated[
-        list[str], typer.Argument(metavar="URL...", help="Runs: local paths, s3://bucket/prefix, …")
+        list[str], typer.Argument(metavar="URL", help="Runs: local paths, s3://bucket/prefix, …")
     ],
     max_seconds: Annotated[
         float | None,

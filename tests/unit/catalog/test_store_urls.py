@@ -52,6 +52,7 @@ def test_urls_that_cannot_work_are_refused(url: str) -> None:
         ("s3://a/run", "the bucket 'a'", "correct the bucket's name"),
         ("s3:///run", "no bucket", "s3://BUCKET/PREFIX"),
         ("https://minio:9000/bucket/run", "the address of a web server", "AWS_ENDPOINT_URL"),
+        ("https:///run", "the address of a web server", "AWS_ENDPOINT_URL"),
         ("http://10.0.0.1:9000/bucket/run", "the address of a web server", "AWS_ENDPOINT_URL"),
         pytest.param(
             "gs://bucket/run", "no package for gs://", "pip install gcsfs",
@@ -62,6 +63,7 @@ def test_urls_that_cannot_work_are_refused(url: str) -> None:
             "pip install adlfs",
             marks=pytest.mark.skipif(find_spec("adlfs") is not None, reason="adlfs is installed"),
         ),
+        ("ftp://host/run", "the scheme 'ftp', which needs host besides", "mount that store"),
         ("nosuchscheme://bucket/run", "the scheme 'nosuchscheme'", "correct the run URL"),
     ],
 )  # fmt: skip
@@ -70,6 +72,11 @@ def test_what_is_wrong_is_said(url: str, found: str, next_step: str) -> None:
         open_store(url)
     assert found in caught.value.found and next_step in caught.value.next_step
     assert caught.value.subject.startswith("run URL ")
+
+
+@pytest.mark.parametrize("url", ["http://x/run", "https://bucket/run"])
+def test_the_host_of_a_web_server_is_no_bucket(url: str) -> None:
+    assert open_store(url).url == url
 
 
 @pytest.mark.parametrize(

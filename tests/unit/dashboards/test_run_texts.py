@@ -142,6 +142,8 @@ def test_a_loss_says_how_well_it_is_known() -> None:
     assert "counted no batch" in texts.expectation_text(uncounted)
     gone = replace(going_on, gone_ms=1_760_000_000_000)
     assert texts.risk_text(gone) == "about 1 min 30 s, 1 batch"
+    at_once = replace(gone, lag=replace(lag, at_risk_seconds=0.016, at_risk_batches=0))
+    assert texts.risk_text(at_once) == "up to 5.0 s"  # it gives a sign of life as often
     assert "the trainer is gone" in texts.expectation_text(gone)
     assert "gone since 2025-10-09 08:53:20 UTC" in texts.field_texts(gone)["Trainer"]
 

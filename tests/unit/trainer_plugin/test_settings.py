@@ -95,6 +95,13 @@ def test_a_parameter_is_refused_by_name(setting: str, value: Any, place: Place) 
     assert "recpoint.Checkpointer" in caught.value.next_step
 
 
+def test_the_least_number_of_seconds_is_said(place: Place) -> None:
+    model = Recommender()
+    interval: dict[str, Any] = {"interval_batches": None, "interval_seconds": "5"}
+    with pytest.raises(SettingsError, match="a finite number of seconds, more than 0, or"):
+        build(place, model, SGD(model.parameters(), lr=0.1), **interval)
+
+
 @pytest.mark.parametrize(
     ("kind", "setting", "value"),
     [
