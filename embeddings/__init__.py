@@ -8,7 +8,7 @@ tables come from), `marks.py` (the dirty rows of one table), `lookups.py` (hooks
 a table's module) and `optimizers.py` (which rows an optimizer step changes, and marking them after
 each step). `served_tables.py` stands alone: it holds values, or codes that lookups decode.
 
-Tables larger than memory: `home.py` (where rows are that are not in use), `homes.py` (in memory or
+Tables larger than memory: `home.py` (keeps the rows that are not in use), `homes.py` (in memory or
 in files), `slots.py` (the rows in use), `slot_gradients.py` (their gradients), `cached_rows.py`
 (which of them must stay), `cache.py` (brings rows before their first use, and writes them back
 after their last), `cached_tables.py` (puts a model's tables into a cache), `initial.py` (first

@@ -50,7 +50,8 @@ def _listening(server: EmbeddingServer, token: bytes, port: int) -> TcpServer:
     except OSError as error:
         if error.errno != errno.EADDRINUSE or not port:
             raise
-        # Somebody has taken the port of the server before. Trainers that only know that one say so.
+        # Another program has taken the port that the server had before. Trainers that know only the
+        # old port raise ServerLost, which names it.
         return TcpServer(server, token)
 
 

@@ -50,13 +50,15 @@ def servers(
         model = recpoint.embeddings.cached(model, home, capacity_rows=4_000_000)
 
     The servers end when the home is closed, or with this process. They listen on 127.0.0.1 only,
-    and answer those who know a token that is drawn here.
+    and answer only callers that know a token, which this call draws at random.
 
-    When a server is lost, the next batch raises ServerLost, which names it. Then restore the last
-    checkpoint (`Checkpointer.restore`): the lost server is started again, and all get their rows.
+    If a server is lost, the next batch raises ServerLost, which names the server. Then restore the
+    newest checkpoint (`Checkpointer.restore`): this starts the lost server again and gives all
+    servers their rows. `recpoint.Options(rewinds=...)` does so by itself.
 
-    With several ranks on this machine (an initialized `torch.distributed` process group), all ranks
-    call it together. Rank 0 starts the servers, also again, and the others use the same ones.
+    With several ranks on this machine (an initialized `torch.distributed` process group), call it
+    on all ranks together. Rank 0 starts the servers, and starts a lost server again. The other
+    ranks use the same servers.
 
     Args:
         count: number of servers.
@@ -160,12 +162,16 @@ class _Process:
         return TcpTransport(address, self._token, name=name, timeout_seconds=timeout_seconds)
 
     def ask_to_end(self) -> None:
-        """Have it end; `kill` waits for that."""
+        """Ask it to end, and do not wait for that; `kill` waits."""
         if not _opened(self._process.stdin).closed:
             self._write(b"end\n")
 
     def kill(self, after_seconds: float = 0.0) -> None:
-        """End it at once, if it has not ended after a while."""
+        """Wait for its end, and kill it if it has not ended by then.
+
+        Args:
+            after_seconds: how long to wait.
+        """
         try:
             self._process.wait(after_seconds)
         except subprocess.TimeoutExpired:

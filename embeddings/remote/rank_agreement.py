@@ -48,7 +48,7 @@ def found_by_first_rank(
             said = {"failed": str(error)}
     data = json.dumps(said).encode()
     try:
-        # A group of its own, on the CPU, as training may have another backend.
+        # A group of its own, on the CPU, because training may have another backend.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
         dist.broadcast(size, 0, group=group)

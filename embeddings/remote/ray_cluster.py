@@ -4,8 +4,8 @@ Each server is an actor with a name that follows from the run, in the namespace 
 drivers of one job under torchrun are separate jobs of Ray, which see each other's actors only by a
 name in a fixed namespace.
 
-An actor stays where its node lives. If the node is lost, Ray starts it on another node that has the
-memory for it. It is empty then, and has another incarnation.
+An actor stays on its node while that node lives. If the node is lost, Ray starts the actor on
+another node that has the memory for it. The actor is empty then, and has another incarnation.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class RayCluster:
         return TcpTransport(address, token, name=name, timeout_seconds=timeout_seconds)
 
     def end(self) -> None:
-        """End the servers that were started here, and none that has taken the name of one."""
+        """End the servers that were started here. Another server that took a name stays."""
         started, self._started = self._started, []
         if ray.is_initialized():
             for actor in started:

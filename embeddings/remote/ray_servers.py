@@ -45,15 +45,16 @@ def ray(
             this cluster. None or "local": a new cluster on this machine, until the home is closed.
             A process that is connected to a cluster stays connected to it.
         per_node: servers on each node.
-        run: URL of the run that is trained. If its servers are there, left by a training that was
-            killed, they are ended and replaced. None: the servers end with this process.
+        run: URL of the run that is trained. The servers then outlive this process if it is killed,
+            and the next training of the run ends and replaces them. None: the servers end with this
+            process.
         memory_bytes: memory that one server may need, which Ray's scheduler then keeps free for it.
             Without it, Ray may place a server where there is no room, and its memory monitor may
             end a server to make room.
         transport: how rows travel. "tcp": over connections to the servers, which listen at the
             address of their node and answer those who know a token; rows are not encrypted, as
-            with Ray. "ray": by actor calls, which take about three times as long, where only
-            Ray's own ports are open.
+            with Ray. "ray": by actor calls, for networks where only Ray's own ports are open;
+            they take about three times as long.
         timeout_seconds: the longest time for one call.
         start_seconds: the longest time for all servers to start.
 

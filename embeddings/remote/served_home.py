@@ -225,7 +225,7 @@ class ServedHome(Home):
 
     @property
     def greetings(self) -> tuple[Greeting, ...]:
-        """What each server said of itself when this home began to use it."""
+        """The answers of the servers to `hello` when this home began to use them."""
         return tuple(server.greeting for server in self._servers if server.greeting is not None)
 
     def size_bytes(self) -> dict[str, int]:
@@ -380,7 +380,7 @@ class _Table:
 
     @contextmanager
     def next_batch(self, batch: int) -> Iterator[None]:
-        """Refuse a batch before the last one; the last one is this if the block ends well."""
+        """Refuse a batch before the last one. If the block raises nothing, this is the last one."""
         with self.lock:
             self._batches.require_next(batch)
         yield
@@ -403,7 +403,7 @@ class _Table:
                 )
 
     def forget_batches(self) -> None:
-        """Take any batch next."""
+        """Accept any batch next."""
         with self.lock:
             self._batches.last = None
 

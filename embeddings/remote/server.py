@@ -57,8 +57,8 @@ class EmbeddingServer(Transport):
     | "clear" | table, trainer, batch | – |
     | "sizes" | – | what `Home.size_bytes` returns |
 
-    "begin" forgets everything. If this owner has begun already, it does nothing, and its
-    incarnation may be any. "freeze" keeps slots start … stop - 1 as they are, for
+    "begin" forgets everything. If this owner has begun already, it does nothing. The call may name
+    any incarnation then. "freeze" keeps slots start … stop - 1 as they are, for
     `fetch(frozen=number)`. `open_from` is the trainer's first freeze of the table, by `batch`, that
     is still open. Those before are released, so a freeze whose answer was lost is not kept for
     ever. "clear" also releases all frozen rows of the table.

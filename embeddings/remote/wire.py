@@ -188,7 +188,7 @@ class Request:
     """The header of a request, and its text.
 
     Attributes:
-        kind: HELLO to WRITE.
+        kind: HELLO, COMMAND, FETCH, FETCH_FROZEN or WRITE.
         text: name of the table, or a command in JSON.
         record_bytes: of the table; 0 for HELLO and COMMAND, as the others are if unused.
         count: number of slots.

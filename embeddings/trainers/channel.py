@@ -15,7 +15,7 @@ __all__ = ["Channel"]
 
 
 class Channel:
-    """A gloo group of its own, so that its collectives keep apart from all others.
+    """A gloo group of its own, so that its collectives never mix with others.
 
     Every method is collective: all ranks call the same methods in the same order. It belongs to
     one thread of each rank. Tensors are on the CPU.

@@ -1,8 +1,8 @@
 """Tells each rank the ids of coming batches of all ranks.
 
 While a batch is trained, a thread of each rank exchanges the ids of the batches that were read
-since. A rank uses an exchange from its next batch on, or at once if it has nothing else. So all
-ranks know the same batches when they plan, and training rarely waits.
+since the last exchange. A rank uses the result from its next batch on, or at once if it knows no
+other batch. So all ranks know the same batches when they plan, and training rarely waits.
 """
 
 from __future__ import annotations
@@ -103,14 +103,14 @@ class ComingIds:
     def tell(
         self, batches: Sequence[Mapping[str, Tensor]], *, at: int, over: int, waits: bool
     ) -> None:
-        """Tell all ranks of batches that were read on this rank, and take what they told.
+        """Tell all ranks of batches that were read on this rank, and learn of theirs.
 
         Args:
             batches: the batches after `told`, in order: name of a table -> ids, int32 or int64 [n],
                 on the CPU, within the table.
             at: the last batch that was handed out on this rank.
             over: the last batch whose training is over on this rank.
-            waits: what the ranks tell in this very call is wanted, too.
+            waits: whether to wait for what the ranks tell in this very call.
 
         Raises:
             SettingsError: the ranks are at different batches.
@@ -131,7 +131,7 @@ class ComingIds:
             self.known = min(heard.told)
 
     def refuse_uneven(self, last: int) -> None:
-        """Refuse that some ranks have a batch after `last`, and others have none.
+        """Raise an error if some ranks have a batch after `last` and others have none.
 
         Raises:
             SettingsError: says which.
@@ -147,7 +147,7 @@ class ComingIds:
             )
 
     def leave(self) -> None:
-        """Leave the other ranks, after the exchanges that were begun; these may fail."""
+        """Leave the other ranks once the exchanges that were begun have ended. Does not wait."""
         self._thread.submit(self._channel.close)
 
     def end(self, *, within_seconds: float) -> bool:

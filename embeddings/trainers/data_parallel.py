@@ -55,12 +55,12 @@ def leave_out(model: nn.Module, slots: Collection[Parameter]) -> None:
 def refuse_averaged(slots: Mapping[str, Parameter], allowed: WeakSet[nn.Module]) -> None:
     """Refuse a lookup in the forward pass of a DDP that does not ignore the slots.
 
-    DDP reads what it is to ignore from the module that it is given. If that contains the model that
-    was given to `cached`, DDP finds nothing.
+    DDP reads what it must ignore from the module that it wraps. If that module only contains the
+    model that was given to `cached`, DDP finds nothing to ignore.
 
     Args:
         slots: name of a table -> its slots.
-        allowed: what was found to ignore them; a DDP that does is added.
+        allowed: every DDP that was found to ignore the slots; another one that does is added.
 
     Raises:
         SettingsError: the lookup is in such a pass.

@@ -50,8 +50,8 @@ class LaterStep:
     def of(cls, optimizer: Optimizer, slots: TableSlots) -> LaterStep | None:
         """Return the step that the optimizer is about to make; None: it cannot be delayed.
 
-        Only optimizers that are known to train each row by itself can be. SparseAdam makes its
-        state in its first step, so that this one cannot be delayed either.
+        A step can be delayed only if the optimizer is known to train each row by itself. The first
+        step of SparseAdam cannot be delayed either, because it makes the state.
         """
         if always_changes_all_rows(optimizer, ()):
             return None

@@ -1,4 +1,4 @@
-"""Values of rows go to ranks that borrow them, and gradients of these go to the rows' owners.
+"""Sends values of rows to the ranks that borrow them, and their gradients to the rows' owners.
 
 A gradient is divided by the number of ranks, as DistributedDataParallel does. The owner adds the
 gradients of all ranks in rank order, whoever sends first. So sums have the same bits in each run.
@@ -68,7 +68,7 @@ def _nothing() -> Tensor:
 
 
 def merged(exchanges: Sequence[Exchange]) -> Exchange:
-    """Return which rows a rank exchanges in several batches together, in which no row moves."""
+    """Return the rows that a rank exchanges in several batches, between which no row moves."""
     if len(exchanges) == 1:
         return exchanges[0]
     return Exchange(

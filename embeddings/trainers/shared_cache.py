@@ -11,7 +11,7 @@ Each row in use is in the cache of one trainer, its owner (`SharedOracle`). For 
 Results are those of trainers that all have whole tables, and add the gradients of all ranks in rank
 order.
 
-All trainers do the same: batches, steps and checkpoints come in the same order on each. Rows move
+All trainers act alike: batches, steps and checkpoints come in the same order on each. Rows move
 between a cache and the home as in any `Cache`. A row that one trainer has written back may enter
 another's cache later, so the home threads of all trainers meet after the write-backs of a batch.
 """
@@ -108,7 +108,7 @@ class SharedCache(Cache):
     def _open_channels(self) -> Channel:
         """Open a channel for each thread; returns that of ids. Collective.
 
-        What two threads exchange must not be taken one for the other.
+        Each thread has a channel of its own, so that no message reaches another thread.
         """
         self._has_left = False
         self._rows_channel = Channel("rows")
@@ -462,7 +462,8 @@ class SharedCache(Cache):
     def rows_of(self, name: str, ids: Tensor) -> tuple[Tensor, ...]:
         """Return rows and row states as they are now; see `Cache.rows_of`. Collective.
 
-        No rank has them before all have: one that went on could end the servers.
+        It returns on no rank before all ranks have their rows: a rank that goes on could end the
+        servers.
         """
         found = super().rows_of(name, ids)
         self._rows_channel.meet()
