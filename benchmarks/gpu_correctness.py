@@ -31,7 +31,7 @@ def check(device: torch.device, *, rows: int, seed: int) -> int:
     """
     generator = torch.Generator().manual_seed(seed)
     kernels = load()
-    checks: list[Callable[..., int]] = [_bitmaps, _gathers, _packing, _quantizers]
+    checks: list[Callable[..., int]] = [_bitmaps, _erasure, _gathers, _packing, _quantizers]
     if "row_set" in kernels:
         checks.append(_row_sets)
     return sum(part(kernels, device, rows, generator) for part in checks)
@@ -99,6 +99,31 @@ def _bitmaps(kernels: Any, device: torch.device, rows: int, generator: torch.Gen
         triton.clear(on_device[k])
         reference.clear(second[k])
     return compared + _require("mark_all and clear", found + on_device, expected + second)
+
+
+def _erasure(kernels: Any, device: torch.device, rows: int, generator: torch.Generator) -> int:
+    reference, triton = kernels["erasure"]
+    compared = 0
+    for row_bytes in (64, 13):
+        shape = (rows // 64 + 3, row_bytes)
+        data = [torch.randint(0, 256, shape, generator=generator).byte() for _ in range(5)]
+        on_device = [member.to(device) for member in data]
+        expected = [torch.empty_like(data[0]) for _ in range(3)]
+        found = [torch.full_like(member, 7) for member in on_device[:3]]
+        reference.encode(data, expected[:2])
+        triton.encode(on_device, found[:2])
+        coefficients = torch.randint(0, 256, (len(data),), generator=generator).tolist()
+        reference.combine(data, coefficients, expected[2])
+        triton.combine(on_device, coefficients, found[2])
+        compared += _require(f"encode and combine of {row_bytes} bytes", found, expected)
+        slots = _ids(shape[0] // 2, shape[0], generator)
+        positions = torch.randint(0, 255, (shape[0],), generator=generator)
+        for places in (None, positions):
+            reference.apply(expected[0], slots, data[0], places)
+            moved = None if places is None else places.to(device)
+            triton.apply(found[0], slots.to(device), on_device[0], moved)
+        compared += _require(f"apply to {row_bytes} bytes", found[:1], expected[:1])
+    return compared
 
 
 def _gathers(kernels: Any, device: torch.device, rows: int, generator: torch.Generator) -> int:

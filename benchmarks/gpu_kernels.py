@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 __all__ = ["OPERATIONS", "Kernels", "load"]
 
-OPERATIONS = ("bit_packing", "dirty_bitmap", "quantize", "row_gather", "row_set")
+OPERATIONS = ("bit_packing", "dirty_bitmap", "erasure", "quantize", "row_gather", "row_set")
 _SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 

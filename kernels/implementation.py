@@ -26,6 +26,7 @@ KERNELS: Final = (
     "copy_ahead",
     "dirty_bitmap",
     "dirty_rows",
+    "erasure",
     "quantize",
     "row_blocks",
     "row_digest",

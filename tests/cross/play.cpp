@@ -3,6 +3,7 @@
 // file.
 #include "../../kernels/bit_packing/native.cpp"
 #include "../../kernels/dirty_bitmap/native.cpp"
+#include "../../kernels/erasure/native.cpp"
 #include "../../kernels/quantize/native.cpp"
 #include "../../kernels/row_digest/native.cpp"
 #include "../../kernels/row_gather/native.cpp"
@@ -88,6 +89,21 @@ std::vector<Content> play(Call& call) {
         collect(words, word_count, parts.data(), at<int64_t>(out[1]), 2);
     } else if (call.name == "gather") {
         move_rows<recpoint::run_in_pool>(call.given[0].data(), at<int64_t>(call.given[1]), out[0].data(), nullptr, n[1], n[0], 2);
+    } else if (call.name == "parity") {
+        std::vector<const char*> members;
+        for (Content& bytes : call.given) members.push_back(bytes.data());
+        members.pop_back();  // the coefficients
+        const auto count = static_cast<int64_t>(members.size());
+        encode_members(members.data(), count, out[0].data(), out[1].data(), n[0], 2);
+        combine_members(
+            members.data(), at<uint8_t>(call.given.back()), count, out[2].data(), n[0], 2
+        );
+    } else if (call.name == "apply") {
+        memcpy(out[0].data(), call.given[0].data(), out[0].size());
+        apply_differences(
+            out[0].data(), at<int64_t>(call.given[1]), call.given[2].data(),
+            at<int64_t>(call.given[3]), n[1], n[0], 2
+        );
     } else if (call.name == "symbols") {
         memset(out[1].data(), 255, out[1].size());
         write_symbols(at<int64_t>(call.given[0]), n[0], n[1], at<uint8_t>(out[0]), at<uint8_t>(out[1]));

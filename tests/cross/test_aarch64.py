@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from recpoint.kernels.bit_packing import reference as bit_packing
+from recpoint.kernels.erasure import reference as erasure
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method, default_method, grid, reference
 from recpoint.kernels.row_digest import reference as row_digest
 
@@ -82,6 +83,7 @@ def _write_calls(file: BinaryIO) -> int:
         chosen = torch.randint(0, len(rows), (90,))
         numbers = [len(chosen), 4 * dim]
         count += _write(file, "gather", numbers, [], [rows, chosen], [rows[chosen]])
+        count += _write_parities(file, dim)
     for density in (0.01, 0.5):
         marked = torch.nonzero(torch.rand(200_000) < density).flatten()
         bits_of = np.zeros(200_000, np.uint8)
@@ -97,6 +99,21 @@ def _write_calls(file: BinaryIO) -> int:
         given = [marked]
         count += _write(file, "symbols", [len(marked), 1], [], given, [planes, symbols])
     return count
+
+
+def _write_parities(file: BinaryIO, row_bytes: int) -> int:
+    data = [torch.randint(0, 256, (37, row_bytes), dtype=torch.uint8) for _ in range(5)]
+    expected = [torch.empty_like(data[0]) for _ in range(3)]
+    coefficients = torch.randint(0, 256, (len(data),), dtype=torch.uint8)
+    erasure.encode(data, expected[:2])
+    erasure.combine(data, coefficients.tolist(), expected[2])
+    written = _write(file, "parity", [data[0].nbytes], [], [*data, coefficients], expected)
+    slots, positions = torch.randint(0, 9, (37,)), torch.randint(0, 255, (37,))
+    parity = torch.randint(0, 256, (9, row_bytes), dtype=torch.uint8)
+    changed = parity.clone()
+    erasure.apply(changed, slots, data[0], positions)
+    given = [parity, slots, data[0], positions]
+    return written + _write(file, "apply", [37, row_bytes], [], given, [changed])
 
 
 def _write_quantize(file: BinaryIO, rows: Tensor, bits: int, method: Method, half: bool) -> int:

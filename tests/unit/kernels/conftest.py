@@ -13,6 +13,7 @@ _COMPARED = (
     "test_bit_packing",
     "test_dirty_bitmap",
     "test_dirty_rows",
+    "test_erasure",
     "test_many_tables",
     "test_quantize",
     "test_quantize_rows",

@@ -88,6 +88,36 @@ def test_rows_are_moved_in_sixteen_bytes(into_table: bool) -> None:
     assert found == {"ld.global.v4.b32": 4, "st.global.v4.b32": 4}
 
 
+#: Addresses and counts of the erasure kernels.
+ERASURE = dict.fromkeys(
+    ("out", "p", "q", "parity", "differences", "units", "rows"), "i64"
+) | dict.fromkeys(("table", "slots", "positions", "factors"), "*i64")
+
+
+@pytest.mark.parametrize(("unit", "kind"), [(16, "v4.b32"), (4, "b32"), (1, "b8")])
+def test_parities_are_read_in_the_widest_unit(unit: int, kind: str) -> None:
+    from recpoint.kernels.erasure import triton as kernels
+
+    sizes = {"UNIT": unit, "BLOCK": 1024}
+    for kernel in (kernels._exclusive_or, kernels._combine, kernels._encode):
+        code = compiled(kernel, sizes, **ERASURE)
+        assert f"ld.global.{kind}" in code and f"st.global.{kind}" in code
+        assert "bar.sync" not in code, "no thread needs what another one has read"
+
+
+@pytest.mark.parametrize("in_words", [True, False])
+@pytest.mark.parametrize("has_positions", [True, False])
+def test_differences_are_added_by_atomics_that_wait_for_no_other(
+    has_positions: bool, in_words: bool
+) -> None:
+    from recpoint.kernels.erasure import triton as kernels
+
+    sizes = {"HAS_POSITIONS": has_positions, "IN_WORDS": in_words, "BLOCK": 256}
+    code = compiled(kernels._apply, sizes, **ERASURE)
+    assert re.search(r"(atom|red)\.global\.\S*relaxed\S*\.xor\.b32", code)
+    assert ("ld.global.b8" in code) is not in_words
+
+
 def shape(dim: int, bits: int) -> dict[str, Any]:
     columns = max(8, triton.next_power_of_2(dim))
     return {
