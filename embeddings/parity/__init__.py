@@ -1,0 +1,10 @@
+"""Parity of rows on embedding servers: a server is lost, and its rows are computed from the others.
+
+The scheme is that of ECRM (arXiv 2104.01981), with exact bits. `docs/understanding/parity.md`
+describes the protocol.
+
+Read the modules in this order: `stripes.py` (which rows share parity, and where that is),
+`differences.py` (what a server sends when rows change, and what the receiver remembers of it),
+`peers.py` (the calls between servers) and `member.py` (a server's part in all this: it keeps parity
+up to date, and recovers what it has lost). Nothing here knows a network or a process.
+"""

@@ -1,0 +1,213 @@
+"""Keeps what a server has sent to another one and what it has received, until it is of no use.
+
+`Outbox` is the sender's side of one pair of servers, `Inbox` the receiver's. Messages of a pair
+arrive in the order of their numbers, each once.
+
+A write is *acknowledged* when all its messages have arrived. The receiver keeps the messages of
+writes that may be not acknowledged. If the sender is lost, messages of such a write are taken back
+wherever they have arrived, so that all parity rows of a stripe agree. The receiver also keeps some
+older messages: they tell what a parity row was at an earlier moment of the sender.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from recpoint.embeddings.parity.peers import Differences, OutOfStep, Sent
+
+__all__ = ["Inbox", "Outbox", "Unsettled", "Writes", "taken_back"]
+
+#: Messages that are kept beyond need, for readers of an earlier moment. A reader is a moment behind
+#: by the time in which rows of a batch travel.
+_KEPT_BYTES: Final = 64 << 20
+
+
+class Writes:
+    """The writes of a server that are not acknowledged yet, oldest first."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._missing: dict[int, set[int]] = {}
+
+    def begin(self, receivers: Iterable[int]) -> int:
+        """Begin a write with a message for each of these servers; returns its number."""
+        self._count += 1
+        if missing := set(receivers):
+            self._missing[self._count] = missing
+        return self._count
+
+    def arrived(self, write: int, receiver: int) -> None:
+        """Note that a message of a write has arrived, or that its receiver is lost."""
+        missing = self._missing.get(write)
+        if missing is not None:
+            missing.discard(receiver)
+            if not missing:
+                del self._missing[write]
+
+    def is_acknowledged(self, write: int) -> bool:
+        """Whether all messages of a write have arrived."""
+        return write not in self._missing
+
+
+class Outbox:
+    """Messages from this server to another one that may not have arrived yet.
+
+    Args:
+        incarnation: of the receiver.
+
+    Attributes:
+        last: number of the newest message.
+        sending: held while messages are sent, so that they arrive in their order.
+    """
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.last = 0
+        self.sending = threading.Lock()
+        self.waiting: deque[tuple[Sent, Differences]] = deque()
+        self._open: deque[tuple[int, int]] = deque()  # number and write, not known to be settled
+
+    def add(self, sent: Sent, given: Differences) -> None:
+        """Add the next message."""
+        assert sent.number == self.last + 1
+        self.last = sent.number
+        self._open.append((sent.number, sent.write))
+        self.waiting.append((sent, given))
+
+    def first(self, writes: Writes) -> tuple[Sent, Differences] | None:
+        """Return the oldest message that may not have arrived; None: all have."""
+        if not self.waiting:
+            return None
+        while self._open and writes.is_acknowledged(self._open[0][1]):
+            self._open.popleft()
+        settled = self._open[0][0] - 1 if self._open else self.last
+        sent, given = self.waiting[0]
+        return replace(sent, settled=settled), given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsettled:
+    """What a server has received from one that is lost.
+
+    Attributes:
+        receiver: number of the server.
+        incarnation: of that server.
+        applied: number of the last message that has arrived.
+        writes: the shares (see `Sent`) of writes that may be not acknowledged, and whose messages
+            have arrived here.
+    """
+
+    receiver: int
+    incarnation: int
+    applied: int
+    writes: Sequence[Mapping[int, tuple[int, int]]]
+
+
+def taken_back(reports: Iterable[Unsettled]) -> dict[int, list[int]]:
+    """Return which messages of a lost server are to be taken back, by receiver.
+
+    A write stays if all receivers that live have its message. Else it was not acknowledged, and
+    whoever made it makes it again.
+
+    Args:
+        reports: of all servers that live.
+    """
+    heard = {(report.receiver, report.incarnation): report for report in reports}
+
+    def has_arrived(receiver: int, incarnation: int, number: int) -> bool:
+        # Of a receiver that is lost, or was lost before, nothing is left that could disagree.
+        report = heard.get((receiver, incarnation))
+        return report is None or report.applied >= number
+
+    back: dict[int, list[int]] = {}
+    for report in heard.values():
+        numbers = [
+            shares[report.receiver][1]
+            for shares in report.writes
+            if not all(has_arrived(one, *share) for one, share in shares.items())
+        ]
+        if numbers:
+            back[report.receiver] = sorted(numbers)
+    return back
+
+
+class Inbox:
+    """Messages from one server that have arrived.
+
+    Args:
+        incarnation: of the sender.
+
+    Attributes:
+        applied: number of the last message.
+    """
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.applied = 0
+        self._settled = 0
+        self._kept: OrderedDict[int, tuple[Sent, Differences]] = OrderedDict()
+        self._kept_bytes = 0
+
+    def is_new(self, sent: Sent) -> bool:
+        """Whether a message has not arrived before.
+
+        Raises:
+            OutOfStep: another incarnation has sent it, or one before it is missing.
+        """
+        if sent.incarnation != self.incarnation:
+            raise OutOfStep(f"a message of another incarnation of server {sent.source + 1}")
+        if sent.number > self.applied + 1:
+            raise OutOfStep(f"message {sent.number} after message {self.applied}")
+        return sent.number > self.applied
+
+    def add(self, sent: Sent, contribution: Differences) -> None:
+        """Keep a new message. Its rows are what was added to parity rows."""
+        self.applied = sent.number
+        self._settled = max(self._settled, sent.settled)
+        self._kept[sent.number] = sent, contribution
+        self._kept_bytes += contribution.rows.nbytes
+        while self._kept_bytes > _KEPT_BYTES:
+            number, (_, oldest) = next(iter(self._kept.items()))
+            if number > self._settled:
+                break
+            del self._kept[number]
+            self._kept_bytes -= oldest.rows.nbytes
+
+    def after(self, incarnation: int, number: int) -> Iterator[Differences]:
+        """Return what came after a message, oldest first.
+
+        Raises:
+            OutOfStep: it is not all kept any more, or another incarnation has sent it.
+        """
+        if incarnation != self.incarnation:
+            raise OutOfStep("a moment of another incarnation")
+        if number < self.applied and number + 1 not in self._kept:
+            raise OutOfStep(f"message {number} of {self.applied}, which is too long ago")
+        for one, (_, contribution) in self._kept.items():
+            if one > number:
+                yield contribution
+
+    def unsettled(self, receiver: int, incarnation: int) -> Unsettled:
+        """Return what may have to be taken back if the sender is lost.
+
+        Args:
+            receiver: number of this server.
+            incarnation: of this server.
+        """
+        return Unsettled(
+            receiver=receiver,
+            incarnation=incarnation,
+            applied=self.applied,
+            writes=[
+                sent.shares for number, (sent, _) in self._kept.items() if number > self._settled
+            ],
+        )
+
+    def take_back(self, number: int) -> Differences | None:
+        """Forget a message; returns what was added to parity rows. None: forgotten before."""
+        found = self._kept.pop(number, None)
+        return None if found is None else found[1]

@@ -1,0 +1,671 @@
+"""Keeps one server's rows and parity rows, and recovers those that it has lost.
+
+A row is coded as its record and one more byte, which is 1 if the row was ever written. Parity is
+computed of these bytes. So a recovered row is equal in each bit, and a row that was never written
+is known as such.
+
+A server that takes the place of a lost one knows no row at first. It recovers rows when they are
+asked for, and all others in the background, a batch at a time. Each batch is consistent in itself:
+the servers tell at which moment they have read their rows, and parity rows are returned as of these
+moments, because their servers keep what came since (`Inbox`). So nobody waits for a recovery,
+except for the rows that it has not reached.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from recpoint.embeddings.home import Home
+from recpoint.embeddings.parity.differences import Inbox, Outbox, Unsettled, Writes
+from recpoint.embeddings.parity.peers import Differences, Members, Moment, OutOfStep, Peer, Sent
+from recpoint.embeddings.parity.stripes import Stripes
+from recpoint.errors import HomeError, ServerLost
+from recpoint.kernels import erasure
+
+__all__ = ["Known", "StripeMember", "Together"]
+
+T = TypeVar("T")
+
+#: Bytes of rows that one call between servers carries.
+_BATCH_BYTES: Final = 2 << 20
+#: How often a batch is tried again because servers had moved on meanwhile.
+_TRIES: Final = 20
+
+
+class Together(Protocol):
+    """Makes calls, at the same time if it can."""
+
+    def __call__(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Return the calls' results once all have ended. Raises what the first raises."""
+
+
+class Known(NamedTuple):
+    """How many rows and parity rows a server has to know, and knows."""
+
+    known: int
+    all: int
+
+
+class StripeMember:
+    """One server's part in the stripes of a training.
+
+    All calls may come from several threads at the same time, except that writes of one table come
+    one after another.
+
+    Args:
+        number: of this server.
+        incarnation: of this server.
+        home: holds rows and parity rows.
+        peers: number and incarnation of each other server, with what calls it.
+        is_lost: whether this server takes the place of a lost one: it then knows no row.
+        together: makes calls to several peers.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        incarnation: int,
+        home: Home,
+        peers: Mapping[int, tuple[int, Peer]],
+        *,
+        is_lost: bool,
+        together: Together,
+    ) -> None:
+        self._number = number
+        self._incarnation = incarnation
+        self._home = home
+        self._is_lost = is_lost
+        self._together = together
+        self._tables: dict[str, _Table] = {}
+        self._writes = Writes()
+        self._peers: dict[int, Peer] = {}
+        self._outboxes: dict[int, Outbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        # Held while rows of this server are read or changed; never during a call to a peer.
+        self._lock = threading.Lock()
+        # Held while lost rows are recovered. The calls to peers that are made meanwhile never need
+        # the lock of this kind of the other server, so none waits for the other.
+        self._recovering = threading.Lock()
+        for server, (its, peer) in peers.items():
+            self.join(server, its, peer)
+
+    # The other servers.
+
+    def join(self, server: int, incarnation: int, peer: Peer) -> None:
+        """Begin to exchange messages with a server. Again, it does nothing."""
+        with self._lock:
+            outbox = self._outboxes.get(server)
+            if outbox is not None and outbox.incarnation == incarnation:
+                return
+            self._peers[server] = peer
+            self._outboxes[server] = Outbox(incarnation)
+            self._inboxes[server] = Inbox(incarnation)
+
+    def lose(self, server: int) -> Unsettled | None:
+        """Take no message from a server any more, and send none. Again, it does nothing.
+
+        Returns:
+            What it had sent; None: it has never joined, or its messages were taken back already.
+        """
+        with self._lock:
+            self._peers.pop(server, None)
+            outbox = self._outboxes.pop(server, None)
+            if outbox is not None:
+                for sent, _ in outbox.waiting:
+                    self._writes.arrived(sent.write, server)
+                outbox.waiting.clear()
+            inbox = self._inboxes.get(server)
+            if inbox is None:
+                return None
+            return inbox.unsettled(self._number, self._incarnation)
+
+    def take_back(self, server: int, numbers: Sequence[int]) -> None:
+        """Take back messages of a lost server, and forget all others. Again, it does nothing."""
+        with self._lock:
+            if server in self._peers:
+                raise OutOfStep(f"server {server + 1} is not lost")
+            inbox = self._inboxes.get(server)
+            if inbox is None:
+                return
+            for number in numbers:
+                contribution = inbox.take_back(number)
+                if contribution is not None:
+                    self._add(contribution)
+            del self._inboxes[server]
+
+    # Tables.
+
+    def add_table(self, table: str, stripes: Stripes, record_bytes: int) -> None:
+        """Make room for the parity rows of a table; the rows' table is there. Again: nothing."""
+        with self._lock:
+            if table in self._tables:
+                return
+            made = _Table(table, stripes, record_bytes, self._number)
+            if self._is_lost:
+                made.lose_all()
+            if made.parity_slots:
+                self._home.add_table(
+                    made.parity_name, rows=made.parity_slots, record_bytes=made.coded_bytes
+                )
+            self._tables[table] = made
+
+    def clear(self, table: str, generation: int) -> None:
+        """Forget all parity rows of a table; its rows are forgotten by the caller.
+
+        Messages that were sent before change nothing any more.
+
+        Args:
+            table: name of the table.
+            generation: how often the table has been cleared, with this time.
+        """
+        with self._lock:
+            here = self._tables[table]
+            here.generation = generation
+            here.is_known = here.is_parity_known = None
+            if here.parity_slots:
+                self._home.clear(here.parity_name)
+
+    @property
+    def known(self) -> Known:
+        """How much of all rows and parity rows this server knows."""
+        with self._lock:
+            counts = [table.known for table in self._tables.values()]
+        return Known(sum(one.known for one in counts), sum(one.all for one in counts))
+
+    # Rows.
+
+    def write(self, table: str, slots: Tensor, records: Tensor) -> None:
+        """Store rows, and put what has changed on its way. `flush` ends when it has arrived.
+
+        Args:
+            table: name of the table.
+            slots: int64 [n], ascending. `recover` has been called for them.
+            records: uint8 [n, record_bytes].
+        """
+        here = self._table(table)
+        with self._lock:
+            change = self._coded(here, slots)
+            change[:, :-1] ^= records
+            change[:, -1] ^= 1
+            self._home.write_back(table, slots, records, batch=0)
+            self._emit(here, slots, change)
+
+    def _emit(self, table: _Table, slots: Tensor, change: Tensor) -> None:
+        """Put one message for each server with parity of these rows on its way."""
+        stripes, _ = table.stripes.members_at(self._number, slots)
+        servers, places = [], []
+        for number in range(table.stripes.parity):
+            at, place = table.stripes.parity_in(stripes, number)
+            servers.append(at)
+            places.append(place)
+        server, place = torch.cat(servers), torch.cat(places)
+        messages: dict[int, Differences] = {}
+        for receiver in self._outboxes:
+            chosen = (server == receiver).nonzero().view(-1)
+            if len(chosen):
+                ascending, order = place[chosen].sort()
+                messages[receiver] = Differences(
+                    table=table.name,
+                    generation=table.generation,
+                    slots=ascending,
+                    rows=change[chosen[order] % len(slots)],
+                )
+        write = self._writes.begin(messages)
+        shares = {
+            receiver: (self._outboxes[receiver].incarnation, self._outboxes[receiver].last + 1)
+            for receiver in messages
+        }
+        for receiver, given in messages.items():
+            sent = Sent(
+                source=self._number,
+                incarnation=self._incarnation,
+                number=shares[receiver][1],
+                write=write,
+                shares=shares,
+            )
+            self._outboxes[receiver].add(sent, given)
+
+    def flush(self) -> None:
+        """Send all messages that are on their way, and wait until they have arrived.
+
+        Raises:
+            ServerLost, OutOfStep: a server does not take its messages. They stay on their way.
+        """
+        with self._lock:
+            waiting = [server for server, outbox in self._outboxes.items() if outbox.waiting]
+        self._together([partial(self._send_all, one) for one in waiting])
+
+    def _send_all(self, server: int) -> None:
+        with self._lock:
+            outbox, peer = self._outboxes.get(server), self._peers.get(server)
+        if outbox is None or peer is None:
+            return
+        with outbox.sending:
+            while True:
+                with self._lock:
+                    first = outbox.first(self._writes)
+                if first is None:
+                    return
+                peer.differences(*first)
+                with self._lock:
+                    if outbox.waiting:  # else the server was declared lost meanwhile
+                        outbox.waiting.popleft()
+                        self._writes.arrived(first[0].write, server)
+
+    def receive(self, sent: Sent, given: Differences) -> None:
+        """Apply differences of another server to parity rows, once; see `Peer.differences`."""
+        with self._lock:
+            inbox = self._inboxes.get(sent.source)
+            if inbox is None or sent.source not in self._peers:
+                raise OutOfStep(f"server {sent.source + 1} has not joined")
+            if not inbox.is_new(sent):
+                return
+            here = self._tables.get(given.table)
+            if here is None:
+                raise OutOfStep(f"no table {given.table!r:.100} yet")
+            _require_slots(given.slots, here.parity_slots)
+            stripes, numbers = here.stripes.parity_at(self._number, given.slots)
+            contribution = replace(given, rows=given.rows.clone(), slots=given.slots.clone())
+            is_q = numbers == 1
+            if is_q.any():
+                positions = here.stripes.position_of(sent.source, stripes)
+                chosen = is_q.nonzero().view(-1)
+                scaled = torch.zeros_like(given.rows)
+                erasure.apply(scaled, chosen, given.rows[chosen], positions[chosen])
+                contribution.rows[chosen] = scaled[chosen]
+            self._add(contribution)
+            inbox.add(sent, contribution)
+
+    def _add(self, contribution: Differences) -> None:
+        """Add rows to those parity rows that are known; the others take them up when they are."""
+        here = self._tables[contribution.table]
+        if contribution.generation != here.generation:
+            return  # of before the table was cleared
+        slots, rows = contribution.slots, contribution.rows
+        if here.is_parity_known is not None:
+            chosen = here.is_parity_known[slots].nonzero().view(-1)
+            slots, rows = slots[chosen], rows[chosen]
+        if len(slots):
+            parity = self._coded_parity(here, slots)
+            erasure.difference(parity, rows, out=parity)
+            self._home.write_back(here.parity_name, slots, parity, batch=0)
+
+    def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
+        """Return rows of this server to another one; see `Peer.rows`."""
+        if recover:
+            self.recover(table, slots)
+        here = self._table(table)
+        _require_slots(slots, here.slots)
+        with self._lock:
+            is_known = here.is_known
+            found = Members(
+                is_known=torch.ones(len(slots), dtype=torch.bool, device="cpu")
+                if is_known is None
+                else is_known[slots],
+                rows=self._coded(here, slots),
+                moment=self._moment(),
+            )
+        self.flush()  # what was sent up to this moment has arrived when the caller knows of it
+        return found
+
+    def parity_rows(self, table: str, slots: Tensor, at: Mapping[int, tuple[int, int]]) -> Members:
+        """Return parity rows of this server to another one; see `Peer.parity_rows`."""
+        here = self._table(table)
+        _require_slots(slots, here.parity_slots)
+        with self._lock:
+            is_known = here.is_parity_known
+            rows = self._coded_parity(here, slots)
+            self._fold(here, slots, rows, at)
+            return Members(
+                is_known=torch.ones(len(slots), dtype=torch.bool, device="cpu")
+                if is_known is None
+                else is_known[slots],
+                rows=rows,
+                moment=self._moment(),
+            )
+
+    def _moment(self) -> Moment:
+        return self._incarnation, {to: outbox.last for to, outbox in self._outboxes.items()}
+
+    def _fold(
+        self, table: _Table, slots: Tensor, rows: Tensor, at: Mapping[int, tuple[int, int]]
+    ) -> None:
+        """Add to parity rows what came after moments of their sources.
+
+        What a row has already is thereby taken away: the sum of two equal differences is zero.
+        """
+        for source, (incarnation, number) in at.items():
+            inbox = self._inboxes.get(source)
+            if inbox is None:
+                raise OutOfStep(f"server {source + 1} has not joined")
+            for later in inbox.after(incarnation, number):
+                if later.table != table.name or later.generation != table.generation:
+                    continue
+                place = torch.searchsorted(slots, later.slots).clamp_(max=max(0, len(slots) - 1))
+                both = (
+                    (slots[place] == later.slots).nonzero().view(-1)
+                    if len(slots)
+                    else slots.new_empty(0)
+                )
+                if len(both):
+                    erasure.apply(rows, place[both], later.rows[both])
+
+    # Recovery.
+
+    def recover(self, table: str, slots: Tensor) -> None:
+        """Recover those of these rows that are lost, from the other servers.
+
+        Args:
+            table: name of the table.
+            slots: int64 [n], ascending.
+
+        Raises:
+            ServerLost: more servers are lost than parity makes up for, or one does not answer.
+            OutOfStep: servers have moved on; the call may be repeated.
+        """
+        here = self._table(table)
+        if here.is_known is None:
+            return
+        _require_slots(slots, here.slots)
+        with self._recovering:
+            while True:
+                with self._lock:
+                    is_known = here.is_known
+                    missing = slots[:0] if is_known is None else slots[~is_known[slots]]
+                if not len(missing):
+                    return
+                missing = missing[: here.batch_rows]
+                _repeated(partial(self._recover, here, missing))
+
+    def recover_next(self) -> bool:
+        """Recover one batch of what is lost; False: nothing is.
+
+        Raises:
+            ServerLost, OutOfStep: as for `recover`. The call may be repeated.
+        """
+        with self._lock:
+            tables = list(self._tables.values())
+        for here in tables:
+            with self._lock:
+                missing = here.first_missing()
+            if len(missing):
+                self.recover(here.name, missing)
+                return True
+        for here in tables:
+            with self._lock:
+                missing = here.first_missing_parity()
+            if len(missing):
+                _repeated(partial(self._recover_parity, here, missing))
+                return True
+        return False
+
+    def _recover(self, table: _Table, slots: Tensor) -> None:
+        """Recover rows that are lost. The caller holds `_recovering`."""
+        generation = table.generation
+        coded = self._decoded(table, slots)
+        with self._lock:
+            if table.is_known is None or table.generation != generation:
+                return  # the table was cleared
+            is_written = coded[:, -1] != 0
+            if bool((coded[:, -1] > 1).any()):
+                raise HomeError(
+                    f"table {table.name!r} on embedding server {self._number + 1}",
+                    found="rows and parity that do not fit each other",
+                    expected="parity that was computed of these rows",
+                    next_step="restore the last checkpoint, and look at the memory of the machines",
+                )
+            chosen = is_written.nonzero().view(-1)
+            self._home.write_back(
+                table.name, slots[chosen], coded[chosen, :-1].contiguous(), batch=0
+            )
+            table.set_known(slots)
+
+    def _decoded(self, table: _Table, slots: Tensor) -> Tensor:
+        """Return lost rows of this server, coded, from the others' rows and parity rows."""
+        stripes, own = table.stripes.members_at(self._number, slots)
+        gathered = self._gathered(table, stripes, recover=False)
+        data, count = table.stripes.data, table.stripes.parity
+        rows, is_known = gathered.rows, gathered.is_known
+        for number in range(count):
+            server, place = table.stripes.parity_in(stripes, number)
+            calls, chosen_of = [], []
+            for one, peer in self._living():
+                chosen = (server == one).nonzero().view(-1)
+                if not len(chosen):
+                    continue
+                asked = {
+                    source: (incarnation, last[one])
+                    for source, (incarnation, last) in gathered.moments.items()
+                    if one in last
+                }
+                chosen_of.append(chosen)
+                calls.append(partial(peer.parity_rows, table.name, place[chosen], asked))
+            for chosen, found in zip(chosen_of, self._together(calls), strict=True):
+                rows[data + number][chosen] = found.rows
+                is_known[data + number][chosen] = found.is_known
+        out = torch.empty(len(slots), table.coded_bytes, dtype=torch.uint8, device="cpu")
+        # Stripes that have lost the same members are decoded together.
+        weights = 1 << torch.arange(data + count, dtype=torch.int64, device="cpu").view(-1, 1)
+        pattern = torch.stack([own, (torch.stack(is_known).long() * weights).sum(0)])
+        for (position, known_bits), chosen in _groups(pattern):
+            known = [member for member in range(data + count) if known_bits >> member & 1]
+            if len(known) < data:
+                self._refuse_too_few(table)
+            survivors = {member: rows[member][chosen] for member in known}
+            out[chosen] = erasure.decode(survivors, data, [position])[position]
+        return out
+
+    def _refuse_too_few(self, table: _Table) -> None:
+        raise ServerLost(
+            f"rows of table {table.name!r} on embedding server {self._number + 1}",
+            found=f"more lost members of a stripe than the {table.stripes.parity} that parity "
+            "makes up for",
+            expected="that the lost servers are recovered before more are lost",
+            next_step="restore the last checkpoint",
+        )
+
+    def _recover_parity(self, table: _Table, slots: Tensor) -> None:
+        """Compute parity rows that are lost. One thread at a time does this."""
+        stripes, numbers = table.stripes.parity_at(self._number, slots)
+        # Lost rows of these stripes are recovered at their servers first.
+        gathered = self._gathered(table, stripes, recover=True)
+        data = table.stripes.data
+        if not all(bool(known.all()) for known in gathered.is_known[:data]):
+            raise OutOfStep("rows of a server that has not been started again yet")
+        generation = table.generation
+        coded = erasure.encode(gathered.rows[:data], table.stripes.parity)
+        out = torch.stack(coded)[numbers, torch.arange(len(slots), device="cpu")]
+        at = {
+            source: (incarnation, last[self._number])
+            for source, (incarnation, last) in gathered.moments.items()
+            if self._number in last
+        }
+        if len(at) < len(gathered.moments):
+            raise OutOfStep("a server that does not send to this one yet")
+        with self._lock:
+            if table.is_parity_known is None or table.generation != generation:
+                return  # the table was cleared
+            self._fold(table, slots, out, at)
+            self._home.write_back(table.parity_name, slots, out, batch=0)
+            table.set_parity_known(slots)
+
+    def _gathered(self, table: _Table, stripes: Tensor, *, recover: bool) -> _Gathered:
+        """Return the rows of stripes that other servers have."""
+        form, n = table.stripes, len(stripes)
+        rows = [
+            torch.zeros(n, table.coded_bytes, dtype=torch.uint8, device="cpu")
+            for _ in range(form.data + form.parity)
+        ]
+        is_known = [torch.zeros(n, dtype=torch.bool, device="cpu") for _ in rows]
+        server_of, slot_of = [], []
+        for member in range(form.data):
+            positions = torch.full_like(stripes, member)
+            server, slot = form.slots_in(stripes, positions)
+            is_known[member] = ~form.has_row(stripes, positions)
+            server_of.append(server)
+            slot_of.append(torch.where(is_known[member], -1, slot))
+        servers, slots = torch.stack(server_of), torch.stack(slot_of)
+        moments: dict[int, Moment] = {}
+        asked, calls = [], []
+        for number, peer in self._living():
+            # A server has at most one row of a stripe, so its slots ascend with the stripes.
+            stripe, position = ((servers == number) & (slots >= 0)).t().nonzero(as_tuple=True)
+            if len(stripe):
+                asked.append((number, position, stripe))
+                wanted = slots[position, stripe]
+                calls.append(partial(peer.rows, table.name, wanted, recover=recover))
+        for (number, position, stripe), found in zip(asked, self._together(calls), strict=True):
+            moments[number] = found.moment
+            for one in range(form.data):
+                chosen = (position == one).nonzero().view(-1)
+                rows[one][stripe[chosen]] = found.rows[chosen]
+                is_known[one][stripe[chosen]] = found.is_known[chosen]
+        return _Gathered(rows, is_known, moments)
+
+    def _living(self) -> list[tuple[int, Peer]]:
+        with self._lock:
+            return sorted(self._peers.items())
+
+    # What the home has.
+
+    def _coded(self, table: _Table, slots: Tensor) -> Tensor:
+        records = torch.zeros(len(slots), table.record_bytes, dtype=torch.uint8, device="cpu")
+        has = self._home.fetch(table.name, slots, records)
+        coded = torch.empty(len(slots), table.coded_bytes, dtype=torch.uint8, device="cpu")
+        coded[:, :-1] = records
+        coded[:, -1] = has
+        return coded
+
+    def _coded_parity(self, table: _Table, slots: Tensor) -> Tensor:
+        coded = torch.zeros(len(slots), table.coded_bytes, dtype=torch.uint8, device="cpu")
+        if len(slots):
+            self._home.fetch(table.parity_name, slots, coded)
+        return coded
+
+    def _table(self, table: str) -> _Table:
+        with self._lock:
+            here = self._tables.get(table)
+        if here is None:
+            raise OutOfStep(f"no table {table!r:.100} yet")
+        return here
+
+
+class _Gathered(NamedTuple):
+    """Members of stripes: for each position its rows, and whether they are known."""
+
+    rows: list[Tensor]
+    is_known: list[Tensor]
+    moments: dict[int, Moment]
+
+
+class _Table:
+    """A table's part on one server."""
+
+    def __init__(self, name: str, stripes: Stripes, record_bytes: int, server: int) -> None:
+        self.name = name
+        self.parity_name = f"{name}\0parity"
+        self.stripes = stripes
+        self.record_bytes = record_bytes
+        self.coded_bytes = record_bytes + 1
+        self.generation = 0
+        self.slots = len(stripes.slots_of(server, range(stripes.rows)))
+        self.parity_slots = stripes.parity_slots(server)
+        self.batch_rows = max(1, _BATCH_BYTES // self.coded_bytes)
+        self.is_known: Tensor | None = None  # None: all are
+        self.is_parity_known: Tensor | None = None
+        self._first = self._first_parity = 0  # all before are known
+
+    def lose_all(self) -> None:
+        """Know no row and no parity row any more."""
+        self.is_known = torch.zeros(self.slots, dtype=torch.bool, device="cpu")
+        self.is_parity_known = torch.zeros(self.parity_slots, dtype=torch.bool, device="cpu")
+
+    def set_known(self, slots: Tensor) -> None:
+        assert self.is_known is not None
+        self.is_known[slots] = True
+
+    def set_parity_known(self, slots: Tensor) -> None:
+        assert self.is_parity_known is not None
+        self.is_parity_known[slots] = True
+
+    def first_missing(self) -> Tensor:
+        """Return the first slots whose rows are lost, int64 [n]; once none is, all are known."""
+        found, self._first = _first_false(self.is_known, self._first, self.batch_rows)
+        if not len(found):
+            self.is_known = None
+        return found
+
+    def first_missing_parity(self) -> Tensor:
+        """Return the first parity slots that are lost; once none is, all are known."""
+        found, self._first_parity = _first_false(
+            self.is_parity_known, self._first_parity, self.batch_rows
+        )
+        if not len(found):
+            self.is_parity_known = None
+        return found
+
+    @property
+    def known(self) -> Known:
+        counts = [
+            (size if flags is None else int(flags.sum()), size)
+            for flags, size in (
+                (self.is_known, self.slots),
+                (self.is_parity_known, self.parity_slots),
+            )
+        ]
+        return Known(sum(one for one, _ in counts), sum(size for _, size in counts))
+
+
+def _require_slots(slots: Tensor, count: int) -> None:
+    """Refuse slots that are not ascending, or outside 0 … count - 1.
+
+    Raises:
+        ValueError: says what is expected.
+    """
+    if len(slots) and not (
+        0 <= int(slots[0]) and int(slots[-1]) < count and bool((slots[1:] > slots[:-1]).all())
+    ):
+        raise ValueError(f"slots: not ascending, or one outside 0 … {count - 1}")
+
+
+def _first_false(flags: Tensor | None, start: int, most: int) -> tuple[Tensor, int]:
+    """Return where flags are False from a start on, at most so many, and where to go on."""
+    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+    if flags is None:
+        return nothing, start
+    while start < len(flags):
+        part = flags[start : start + most]
+        found = (~part).nonzero().view(-1) + start
+        if len(found):
+            return found, start
+        start += len(part)
+    return nothing, start
+
+
+def _groups(columns: Tensor) -> list[tuple[list[int], Tensor]]:
+    """Return the different columns of an int64 [a, n], each with the indices where it is."""
+    kinds, which = torch.unique(columns, dim=1, return_inverse=True)
+    found: list[list[int]] = kinds.t().tolist()
+    return [(kind, torch.nonzero(which == one).view(-1)) for one, kind in enumerate(found)]
+
+
+def _repeated(act: Callable[[], None]) -> None:
+    """Call again, as often as servers have moved on meanwhile.
+
+    Raises:
+        OutOfStep: too often.
+    """
+    for left in reversed(range(_TRIES)):
+        try:
+            act()
+            return
+        except OutOfStep:
+            if not left:
+                raise

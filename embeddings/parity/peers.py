@@ -1,0 +1,104 @@
+"""Defines the calls between the servers of one training, and what travels in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+__all__ = ["Differences", "Members", "Moment", "OutOfStep", "Peer", "Sent"]
+
+#: A moment in the life of a server: its incarnation, and for each receiver the number of the last
+#: message that it had sent there.
+Moment = tuple[int, Mapping[int, int]]
+
+
+class OutOfStep(Exception):
+    """Two servers do not have the same picture of the others yet. The call may be repeated soon."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """Identifies a message with differences.
+
+    Attributes:
+        source: number of the server that sends it.
+        incarnation: of that server.
+        number: 1, 2, 3, … for each receiver, without gaps.
+        write: number of the write at the source. It has one message for each receiver.
+        shares: receiver -> its incarnation and the number, of all messages of the write.
+        settled: up to this number, each message to this receiver belongs to a write all of whose
+            messages have arrived.
+    """
+
+    source: int
+    incarnation: int
+    number: int
+    write: int
+    shares: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    settled: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """What rows were, XOR what they are now, for parity rows of one table on one server.
+
+    Attributes:
+        table: name of the table.
+        generation: how often the table had been cleared.
+        slots: parity slots, int64 [n], ascending.
+        rows: uint8 [n, record_bytes + 1]; the last byte is the difference of "the row is there".
+    """
+
+    table: str
+    generation: int
+    slots: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Members:
+    """Rows or parity rows of stripes, as one server has them at one moment.
+
+    Attributes:
+        is_known: bool [n]: False for those that the server has lost and not recovered yet.
+        rows: uint8 [n, record_bytes + 1]; the last byte of a row is 1 if it was ever written.
+            Zeros where nothing was written, and where nothing is known.
+        moment: of the server.
+    """
+
+    is_known: Tensor
+    rows: Tensor
+    moment: Moment
+
+
+class Peer(Protocol):
+    """Calls another server. Every call may fail, and be made again as it was.
+
+    Raises:
+        ServerLost: the server does not answer.
+        OutOfStep: it does not know the caller's incarnation, or the asked moment, any more or yet.
+    """
+
+    def differences(self, sent: Sent, given: Differences) -> None:
+        """Have differences applied to parity rows, once, however often they are sent."""
+
+    def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
+        """Return rows, once all messages about them have arrived at their receivers.
+
+        Args:
+            table: name of the table.
+            slots: int64 [n], ascending.
+            recover: whether the server first recovers those that it has lost.
+        """
+
+    def parity_rows(self, table: str, slots: Tensor, at: Mapping[int, tuple[int, int]]) -> Members:
+        """Return parity rows as they were at given moments of their sources.
+
+        Args:
+            table: name of the table.
+            slots: parity slots, int64 [n], ascending.
+            at: source -> its incarnation, and the number of its last message that counts.
+        """
