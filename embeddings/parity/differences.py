@@ -11,6 +11,7 @@ older messages: they tell what a parity row was at an earlier moment of the send
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -105,6 +106,22 @@ class Unsettled:
     incarnation: int
     applied: int
     writes: Sequence[Mapping[int, tuple[int, int]]]
+
+    def to_json(self) -> str:
+        """Return it as text, for `from_json`."""
+        writes = [[[one, *share] for one, share in shares.items()] for shares in self.writes]
+        return json.dumps([self.receiver, self.incarnation, self.applied, writes])
+
+    @staticmethod
+    def from_json(text: str) -> Unsettled:
+        """Return what `to_json` was called on."""
+        receiver, incarnation, applied, writes = json.loads(text)
+        return Unsettled(
+            receiver=receiver,
+            incarnation=incarnation,
+            applied=applied,
+            writes=[{one: (its, number) for one, its, number in shares} for shares in writes],
+        )
 
 
 def taken_back(reports: Iterable[Unsettled]) -> dict[int, list[int]]:

@@ -103,10 +103,14 @@ class StripeMember:
         with self._lock:
             outbox = self._outboxes.get(server)
             if outbox is not None and outbox.incarnation == incarnation:
-                return
-            self._peers[server] = peer
-            self._outboxes[server] = Outbox(incarnation)
-            self._inboxes[server] = Inbox(incarnation)
+                unused: Peer | None = peer
+            else:
+                unused = self._peers.get(server)
+                self._peers[server] = peer
+                self._outboxes[server] = Outbox(incarnation)
+                self._inboxes[server] = Inbox(incarnation)
+        if unused is not None:
+            unused.close()
 
     def lose(self, server: int) -> Unsettled | None:
         """Take no message from a server any more, and send none. Again, it does nothing.
@@ -115,16 +119,17 @@ class StripeMember:
             What it had sent; None: it has never joined, or its messages were taken back already.
         """
         with self._lock:
-            self._peers.pop(server, None)
+            peer = self._peers.pop(server, None)
             outbox = self._outboxes.pop(server, None)
             if outbox is not None:
                 for sent, _ in outbox.waiting:
                     self._writes.arrived(sent.write, server)
                 outbox.waiting.clear()
             inbox = self._inboxes.get(server)
-            if inbox is None:
-                return None
-            return inbox.unsettled(self._number, self._incarnation)
+            unsettled = None if inbox is None else inbox.unsettled(self._number, self._incarnation)
+        if peer is not None:
+            peer.close()
+        return unsettled
 
     def take_back(self, server: int, numbers: Sequence[int]) -> None:
         """Take back messages of a lost server, and forget all others. Again, it does nothing."""
@@ -139,6 +144,14 @@ class StripeMember:
                 if contribution is not None:
                     self._add(contribution)
             del self._inboxes[server]
+
+    def close(self) -> None:
+        """Give all connections up."""
+        with self._lock:
+            peers = list(self._peers.values())
+            self._peers.clear()
+        for peer in peers:
+            peer.close()
 
     # Tables.
 
@@ -157,7 +170,7 @@ class StripeMember:
             self._tables[table] = made
 
     def clear(self, table: str, generation: int) -> None:
-        """Forget all parity rows of a table; its rows are forgotten by the caller.
+        """Forget all rows and parity rows of a table.
 
         Messages that were sent before change nothing any more.
 
@@ -169,8 +182,13 @@ class StripeMember:
             here = self._tables[table]
             here.generation = generation
             here.is_known = here.is_parity_known = None
+            self._home.clear(table)
             if here.parity_slots:
                 self._home.clear(here.parity_name)
+
+    def has_lost(self, table: str) -> bool:
+        """Whether rows of a table are lost and not recovered yet."""
+        return self._table(table).is_known is not None
 
     @property
     def known(self) -> Known:
@@ -271,6 +289,11 @@ class StripeMember:
             if here is None:
                 raise OutOfStep(f"no table {given.table!r:.100} yet")
             _require_slots(given.slots, here.parity_slots)
+            if given.rows.shape != (len(given.slots), here.coded_bytes):
+                raise ValueError(
+                    f"differences: shape {tuple(given.rows.shape)}, expected "
+                    f"{(len(given.slots), here.coded_bytes)}"
+                )
             stripes, numbers = here.stripes.parity_at(self._number, given.slots)
             contribution = replace(given, rows=given.rows.clone(), slots=given.slots.clone())
             is_q = numbers == 1

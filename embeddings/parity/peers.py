@@ -102,3 +102,6 @@ class Peer(Protocol):
             slots: parity slots, int64 [n], ascending.
             at: source -> its incarnation, and the number of its last message that counts.
         """
+
+    def close(self) -> None:
+        """Give the connection up. Calls that are under way fail."""

@@ -17,6 +17,7 @@ import torch
 
 from recpoint.embeddings.remote.server import EmbeddingServer
 from recpoint.embeddings.remote.tcp import TcpServer
+from recpoint.embeddings.remote.tcp_peer import reach_with
 from recpoint.errors import HomeError
 
 __all__ = ["main"]
@@ -31,8 +32,11 @@ def main() -> None:
     settings: dict[str, Any] = json.loads(stdin.readline())
     torch.set_num_threads(1)
     try:
-        server = EmbeddingServer(directory=settings["directory"], name=settings["name"])
-        listening = _listening(server, bytes.fromhex(settings["token"]), settings["port"])
+        token = bytes.fromhex(settings["token"])
+        server = EmbeddingServer(
+            directory=settings["directory"], name=settings["name"], reach=reach_with(token)
+        )
+        listening = _listening(server, token, settings["port"])
     except (HomeError, OSError) as error:
         _tell({"error": str(error)})
         raise SystemExit(1) from error

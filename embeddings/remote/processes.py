@@ -22,7 +22,8 @@ from typing import IO, Any, Final
 import torch.distributed as dist
 
 from recpoint.embeddings.home import Home
-from recpoint.embeddings.remote.rank_agreement import rank_and_count
+from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.remote.protected_home import made_home
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.tcp import TcpTransport
 from recpoint.embeddings.remote.transport import Transport
@@ -41,6 +42,7 @@ _LOOK_SECONDS: Final = 0.1
 def servers(
     count: int,
     *,
+    parity: Parity | None = None,
     directory: str | os.PathLike[str] | None = None,
     timeout_seconds: float = 60.0,
 ) -> Home:
@@ -62,6 +64,8 @@ def servers(
 
     Args:
         count: number of servers.
+        parity: how many of them may be lost at a time without a return to a checkpoint, and how
+            many rows share parity: it takes `parity.parity / parity.data` more memory. None: none.
         directory: on a local disk: each server keeps its rows in files of a directory there. None:
             they stay in memory.
         timeout_seconds: how long a call to a server may take before the server counts as lost.
@@ -74,12 +78,14 @@ def servers(
         raise _refused("count", f"{count!r:.100}", f"1 to {_MOST_SERVERS}")
     if not timeout_seconds > 0:
         raise _refused("timeout_seconds", f"{timeout_seconds!r:.100}", "more than 0")
+    if parity is not None:
+        parity.require_servers(count)
     given = None if directory is None else Path(directory).absolute()
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return _started(count, given, timeout_seconds)[0]
+        return _started(count, parity, given, timeout_seconds)[0]
     if dist.get_rank() == 0:
-        return _started_for_all(count, given, timeout_seconds)
-    return _joined(timeout_seconds)
+        return _started_for_all(count, parity, given, timeout_seconds)
+    return _joined(parity, timeout_seconds)
 
 
 class _Process:
@@ -247,13 +253,14 @@ class ServerProcesses:
 
 
 def _started(
-    count: int, directory: Path | None, timeout_seconds: float
+    count: int, parity: Parity | None, directory: Path | None, timeout_seconds: float
 ) -> tuple[ServedHome, ServerProcesses]:
     processes = ServerProcesses(count, directory, timeout_seconds)
     try:
-        home = ServedHome(
+        home = made_home(
             processes.transports(),
-            trainers=rank_and_count()[1],
+            parity=parity,
+            timeout_seconds=timeout_seconds,
             revive=processes.start_again,
             at_close=processes.end,
         )
@@ -275,10 +282,12 @@ class _Invitation:
     error: str = ""
 
 
-def _started_for_all(count: int, directory: Path | None, timeout_seconds: float) -> ServedHome:
+def _started_for_all(
+    count: int, parity: Parity | None, directory: Path | None, timeout_seconds: float
+) -> ServedHome:
     host = socket.gethostname()
     try:
-        home, processes = _started(count, directory, timeout_seconds)
+        home, processes = _started(count, parity, directory, timeout_seconds)
     except BaseException as error:
         dist.broadcast_object_list([_Invitation(host=host, error=str(error) or repr(error))])
         raise
@@ -287,7 +296,7 @@ def _started_for_all(count: int, directory: Path | None, timeout_seconds: float)
     return home
 
 
-def _joined(timeout_seconds: float) -> ServedHome:
+def _joined(parity: Parity | None, timeout_seconds: float) -> ServedHome:
     heard: list[_Invitation] = [_Invitation(host="")]
     dist.broadcast_object_list(heard)
     told, host = heard[0], socket.gethostname()
@@ -310,11 +319,11 @@ def _joined(timeout_seconds: float) -> ServedHome:
             timeout_seconds=timeout_seconds,
         )
 
-    return ServedHome(
+    return made_home(
         [transport(number) for number in range(len(told.ports))],
+        parity=parity,
+        timeout_seconds=timeout_seconds,
         owner=told.owner,
-        trainer=dist.get_rank(),
-        trainers=dist.get_world_size(),
         revive=lambda number: _until_it_answers(transport(number), timeout_seconds),
     )
 

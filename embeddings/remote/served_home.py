@@ -16,19 +16,20 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.home_tables import BatchOrder, HomeTables, TableForm
-from recpoint.embeddings.remote.placement import placement_of
+from recpoint.embeddings.parity.stripes import Stripes
+from recpoint.embeddings.remote.placement import Placement, placement_of
 from recpoint.embeddings.remote.transport import Greeting, Transport
 from recpoint.errors import HomeError, ServerLost
 from recpoint.kernels import row_gather
 
-__all__ = ["ServedHome"]
+__all__ = ["FrozenAt", "Link", "ServedHome", "ServedTable"]
 
 T = TypeVar("T")
 
@@ -75,8 +76,8 @@ class ServedHome(Home):
         self.trainers = trainers
         self._revive = revive
         self._at_close = at_close
-        self._servers = [_Server(transport) for transport in transports]
-        self._tables: HomeTables[_Table] = HomeTables("the home on embedding servers")
+        self._servers = [Link(transport) for transport in transports]
+        self._tables: HomeTables[ServedTable] = HomeTables("the home on embedding servers")
         self._threads = ThreadPoolExecutor(
             min(_MOST_THREADS, _CALLS_AT_ONCE * len(transports)),
             thread_name_prefix="recpoint-servers",
@@ -92,8 +93,8 @@ class ServedHome(Home):
         """Make room for a table on all servers."""
         self._tables.add(TableForm(table, rows, record_bytes), self._made)
 
-    def _made(self, form: TableForm) -> _Table:
-        made = _Table(form, len(self._servers))
+    def _made(self, form: TableForm) -> ServedTable:
+        made = ServedTable(form, self._placed(form), len(self._servers))
 
         def add(number: int) -> None:
             made.parts[number].incarnation = self._add(number, made)
@@ -101,7 +102,11 @@ class ServedHome(Home):
         self._at_all(add)
         return made
 
-    def _add(self, number: int, table: _Table) -> int:
+    def _placed(self, form: TableForm) -> Placement | Stripes:
+        """Return where the rows of a table are."""
+        return placement_of(form.table, rows=form.rows, servers=len(self._servers))
+
+    def _add(self, number: int, table: ServedTable) -> int:
         """Add a table at a server as it is now; returns the server's incarnation."""
         incarnation = self._begin(number, takes_over=False)
         self._servers[number].transport.command(
@@ -110,6 +115,7 @@ class ServedHome(Home):
                 "table": table.form.table,
                 "rows": table.placement.slots(number),
                 "record_bytes": table.form.record_bytes,
+                "all_rows": table.form.rows,
             },
             incarnation=incarnation,
         )
@@ -122,11 +128,11 @@ class ServedHome(Home):
         return self._fetch(here, ids, out, None)
 
     def _fetch(
-        self, table: _Table, ids: Tensor, out: Tensor, frozen: Sequence[int] | None
+        self, table: ServedTable, ids: Tensor, out: Tensor, frozen: Sequence[FrozenAt] | None
     ) -> Tensor:
         if len(self._servers) == 1:
-            number = None if frozen is None else frozen[0]
-            return self._fetch_at(0, table, table.placement.split(ids)[0][1], out, number)
+            at = None if frozen is None else frozen[0]
+            return self._fetch_at(0, table, table.placement.split(ids)[0][1], out, at)
         has = torch.zeros(len(ids), dtype=torch.bool, device="cpu")
         split = table.placement.split(ids)
 
@@ -137,8 +143,8 @@ class ServedHome(Home):
             records = torch.empty(
                 len(slots), table.form.record_bytes, dtype=torch.uint8, device="cpu"
             )
-            number = None if frozen is None else frozen[server]
-            found = self._fetch_at(server, table, slots, records, number)
+            at = None if frozen is None else frozen[server]
+            found = self._fetch_at(server, table, slots, records, at)
             there = found.nonzero().view(-1)
             row_gather.move(records, there, out, positions[there])
             has[positions] = found
@@ -147,7 +153,12 @@ class ServedHome(Home):
         return has
 
     def _fetch_at(
-        self, server: int, table: _Table, slots: Tensor, out: Tensor, frozen: int | None
+        self,
+        server: int,
+        table: ServedTable,
+        slots: Tensor,
+        out: Tensor,
+        frozen: FrozenAt | None,
     ) -> Tensor:
         part, transport = table.parts[server], self._servers[server].transport
         found = [
@@ -155,8 +166,8 @@ class ServedHome(Home):
                 table.form.table,
                 slots[piece],
                 out[piece],
-                incarnation=part.incarnation,
-                frozen=frozen,
+                incarnation=part.incarnation if frozen is None else frozen.incarnation,
+                frozen=None if frozen is None else frozen.number,
             )
             for piece in table.pieces(len(slots))
         ]
@@ -169,7 +180,7 @@ class ServedHome(Home):
         with here.next_batch(batch):
             self._write(here, ids, records)
 
-    def _write(self, here: _Table, ids: Tensor, records: Tensor) -> None:
+    def _write(self, here: ServedTable, ids: Tensor, records: Tensor) -> None:
         if len(self._servers) == 1:
             self._write_at(0, here, here.placement.split(ids)[0][1], records)
             return
@@ -186,7 +197,7 @@ class ServedHome(Home):
 
         self._at_all(write)
 
-    def _write_at(self, server: int, table: _Table, slots: Tensor, records: Tensor) -> None:
+    def _write_at(self, server: int, table: ServedTable, slots: Tensor, records: Tensor) -> None:
         part, transport = table.parts[server], self._servers[server].transport
         with part.lock:
             for piece in table.pieces(len(slots)):
@@ -274,11 +285,14 @@ class ServedHome(Home):
                         expected="a server that works for this training",
                         next_step="end the training that is not wanted, and start the other again",
                     )
-                begun = server.transport.command(
-                    "begin", {"owner": self.owner}, incarnation=greeting.incarnation
-                )
-                server.incarnation = int(begun["incarnation"] or 0)
+                server.incarnation = self._command_begin(server, greeting)
             return server.incarnation
+
+    def _command_begin(self, server: Link, greeting: Greeting) -> int:
+        begun = server.transport.command(
+            "begin", {"owner": self.owner}, incarnation=greeting.incarnation
+        )
+        return int(begun["incarnation"] or 0)
 
     def _at_all(self, act: Callable[[int], T]) -> list[T]:
         """Call `act` with each server's number, at the same time; returns what it returned.
@@ -294,12 +308,12 @@ class ServedHome(Home):
             wait(others)
         return [*(one.result() for one in others), own]
 
-    def _freeze_at(self, server: int, table: _Table, rows: range) -> tuple[int, int]:
-        """Freeze rows at one server; returns the number of the reader, and its batch."""
+    def _freeze_at(self, server: int, table: ServedTable, rows: range) -> FrozenAt:
+        """Freeze rows at one server."""
         part, transport = table.parts[server], self._servers[server].transport
         slots = table.placement.slots_of(server, rows)
         with part.lock:
-            batch = next(part.numbers)
+            batch, incarnation = next(part.numbers), part.incarnation
             answer = transport.command(
                 "freeze",
                 {
@@ -310,19 +324,19 @@ class ServedHome(Home):
                     "batch": batch,
                     "open_from": min(part.open, default=batch),
                 },
-                incarnation=part.incarnation,
+                incarnation=incarnation,
             )
             part.open.add(batch)
-        return int(answer["number"] or 0), batch
+        return FrozenAt(int(answer["number"] or 0), batch, incarnation)
 
-    def _release_at(self, server: int, table: _Table, number: int, batch: int) -> None:
+    def _release_at(self, server: int, table: ServedTable, at: FrozenAt) -> None:
         part, transport = table.parts[server], self._servers[server].transport
         with part.lock:
-            part.open.discard(batch)
+            part.open.discard(at.batch)
         # If the server is lost, so are its frozen rows. If only the call is lost, the next freeze
         # or `clear` of the table releases them.
         with suppress(ServerLost):
-            transport.command("release", {"number": number}, incarnation=part.incarnation)
+            transport.command("release", {"number": at.number}, incarnation=at.incarnation)
 
     def _is_open(self) -> bool:
         try:
@@ -332,7 +346,15 @@ class ServedHome(Home):
         return True
 
 
-class _Server:
+class FrozenAt(NamedTuple):
+    """Frozen rows at one server: the number of the reader, its batch, and the incarnation."""
+
+    number: int
+    batch: int
+    incarnation: int
+
+
+class Link:
     """One server. `lock` is held while its transport or incarnation is renewed."""
 
     def __init__(self, transport: Transport) -> None:
@@ -359,12 +381,12 @@ class _Part:
         self.open: set[int] = set()
 
 
-class _Table:
+class ServedTable:
     """A table on all servers."""
 
-    def __init__(self, form: TableForm, servers: int) -> None:
+    def __init__(self, form: TableForm, placement: Placement | Stripes, servers: int) -> None:
         self.form = form
-        self.placement = placement_of(form.table, rows=form.rows, servers=servers)
+        self.placement = placement
         self.parts = [_Part() for _ in range(servers)]
         self.frozen: set[_Frozen] = set()
         self._piece_rows = max(1, _PIECE_BYTES // (form.record_bytes + 8))
@@ -411,12 +433,12 @@ class _Table:
 class _Frozen(FrozenRows):
     """Rows that are frozen at all servers."""
 
-    def __init__(self, home: ServedHome, table: _Table, rows: range) -> None:
+    def __init__(self, home: ServedHome, table: ServedTable, rows: range) -> None:
         self._home = home
         self._table = table
         self._rows = rows
         self._is_released = False
-        self._at: dict[int, tuple[int, int]] = {}  # server -> number and batch
+        self._at: dict[int, FrozenAt] = {}  # by server
         with table.lock:
             table.frozen.add(self)
         try:
@@ -439,8 +461,8 @@ class _Frozen(FrozenRows):
                 next_step="freeze the rows again",
             )
         form.require_records(ids, "out", out, self._rows)
-        numbers = [number for _, (number, _) in sorted(self._at.items())]
-        return self._home._fetch(self._table, ids, out, numbers)
+        frozen = [at for _, at in sorted(self._at.items())]
+        return self._home._fetch(self._table, ids, out, frozen)
 
     def release(self) -> None:
         if self._is_released:
@@ -453,4 +475,4 @@ class _Frozen(FrozenRows):
 
     def _release(self, server: int) -> None:
         if server in self._at:
-            self._home._release_at(server, self._table, *self._at[server])
+            self._home._release_at(server, self._table, self._at[server])

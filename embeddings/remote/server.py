@@ -13,19 +13,24 @@ A call may come twice, late, or after its caller has given up. This is why nothi
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import secrets
 import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final, Never
+from typing import Any, Final, Never
 
 from torch import Tensor
 
 from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.home_in_files import FileHome
 from recpoint.embeddings.home_in_memory import MemoryHome
+from recpoint.embeddings.parity.member import StripeMember
+from recpoint.embeddings.parity.peers import OutOfStep
+from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.remote.protection import Protection, Reach
 from recpoint.embeddings.remote.transport import Greeting, Transport, Value
 from recpoint.errors import HomeError, ServerLost
 
@@ -50,8 +55,8 @@ class EmbeddingServer(Transport):
 
     | name | arguments | returns |
     |---|---|---|
-    | "begin" | owner: number of a training, 1 to 2^63 - 1 | incarnation |
-    | "add_table" | table, rows, record_bytes | – |
+    | "begin" | owner: number of a training, 1 to 2^63 - 1; round; is_protected | incarnation |
+    | "add_table" | table, rows, record_bytes; all_rows: of the table on all servers | – |
     | "freeze" | table, start, stop, trainer, batch, open_from | number |
     | "release" | number | – |
     | "clear" | table, trainer, batch | – |
@@ -66,6 +71,7 @@ class EmbeddingServer(Transport):
     Args:
         directory: where the rows are kept in files; None: in memory.
         name: what errors call the server.
+        reach: makes what calls another server; None: this one cannot take part in parity.
 
     Raises:
         HomeError: the directory cannot be used.
@@ -76,13 +82,18 @@ class EmbeddingServer(Transport):
         *,
         directory: str | os.PathLike[str] | None = None,
         name: str = "the embedding server",
+        reach: Reach | None = None,
     ) -> None:
         self._directory = directory
         self._name = name
+        self._reach = reach
+        self._protection: Protection | None = None
+        self._is_protected = False
         self._gate = _Gate()
         self._home = self._new_home()
         self._incarnation = _drawn()
         self._owner = 0
+        self._round = 0
         self._has_ended = False
         self._tables: dict[str, _Table] = {}
         self._numbers = itertools.count(1)
@@ -115,7 +126,11 @@ class EmbeddingServer(Transport):
         """
         given = _Arguments(name, arguments)
         if name == "begin":
-            return {"incarnation": self._begin(given.number("owner", 1), incarnation)}
+            return {"incarnation": self._begin(given, incarnation)}
+        if name in ("protect", "join", "open", "lose", "take_back", "known"):
+            # Not through the gate: calls inside may be waiting for other servers, which wait here.
+            self._require(incarnation)
+            return self._lead(given)
         if name in ("release", "clear"):
             # No fetch may run beside them.
             with self._gate.alone():
@@ -123,14 +138,12 @@ class EmbeddingServer(Transport):
                 if name == "release":
                     self._release(given.number("number"))
                 else:
-                    self._clear(given.text("table"), given.number("trainer"), given.number("batch"))
+                    self._clear(given)
             return {}
         with self._gate.shared():
             self._require(incarnation)
             if name == "add_table":
-                self._add_table(
-                    given.text("table"), given.number("rows"), given.number("record_bytes")
-                )
+                self._add_table(given)
                 return {}
             if name == "freeze":
                 return {"number": self._freeze(given)}
@@ -152,6 +165,8 @@ class EmbeddingServer(Transport):
             self._require(incarnation)
             if frozen is None:
                 self._table(table)
+                if self._is_protected:
+                    self._opened().recover(table, slots)
                 return self._home.fetch(table, slots, out)
             with self._lock:
                 reader = self._frozen.get(frozen)
@@ -179,11 +194,79 @@ class EmbeddingServer(Transport):
         with self._gate.shared():
             self._require(incarnation)
             here = self._table(table)
+            member = self._opened() if self._is_protected else None
+            if member is not None:
+                member.recover(table, slots)
             with here.lock:
-                if not here.is_new(trainer, batch):
-                    return
-                self._home.write_back(table, slots, records, batch=0)
-                here.last[trainer] = batch
+                if here.is_new(trainer, batch):
+                    if member is None:
+                        self._home.write_back(table, slots, records, batch=0)
+                    else:
+                        member.write(table, slots, records)
+                    here.last[trainer] = batch
+            if member is not None:
+                member.flush()  # also for a call that comes again: it is acknowledged below
+
+    def member(self, incarnation: int) -> StripeMember:
+        """Return what other servers call, if this is the server that is meant.
+
+        Raises:
+            ServerLost: it is another incarnation.
+            OutOfStep: the server does not take part in parity yet.
+        """
+        self._require(incarnation)
+        if self._protection is None:
+            raise OutOfStep(f"{self._name} does not take part in parity yet")
+        return self._protection.member
+
+    def _opened(self) -> StripeMember:
+        protection = self._protection
+        if protection is None or not protection.is_ready:
+            raise OutOfStep(f"{self._name} takes the place of a lost server, and is not ready yet")
+        return protection.member
+
+    def _lead(self, given: _Arguments) -> Mapping[str, Value]:
+        """Do what the training's leader wants done about parity."""
+        name = given.name
+        if name == "protect":
+            self._protect(given)
+            return {}
+        if self._protection is None:
+            raise OutOfStep(f"{self._name} does not take part in parity yet")
+        member = self._protection.member
+        if name == "open":
+            self._protection.open()
+        elif name == "join":
+            self._protection.join(
+                given.number("server"),
+                given.number("incarnation"),
+                given.text("host"),
+                given.number("port"),
+            )
+        elif name == "lose":
+            unsettled = member.lose(given.number("server"))
+            return {"unsettled": None if unsettled is None else unsettled.to_json()}
+        elif name == "take_back":
+            member.take_back(given.number("server"), given.listed("numbers"))
+        elif name == "known":
+            return {"known": member.known.known, "all": member.known.all}
+        return {}
+
+    def _protect(self, given: _Arguments) -> None:
+        if self._reach is None:
+            raise ValueError("protect: this server cannot call other servers")
+        if self._protection is None:
+            self._protection = Protection(
+                number=given.number("number"),
+                incarnation=self._incarnation,
+                home=self._home,
+                parity=Parity(data=given.number("data"), parity=given.number("parity")),
+                hosts=given.listed("hosts"),
+                peers=[(one[0], one[1], one[2], one[3]) for one in given.listed("peers")],
+                is_lost=given.number("is_lost") == 1,
+                reach=self._reach,
+                name=self._name,
+            )
 
     def close(self) -> None:
         """Do nothing: the server goes on."""
@@ -195,23 +278,31 @@ class EmbeddingServer(Transport):
                 self._has_ended = True
                 self._forget()
 
-    def _begin(self, owner: int, incarnation: int) -> int:
+    def _begin(self, given: _Arguments, incarnation: int) -> int:
+        owner, began = given.number("owner", 1), given.number("round", optional=True)
         with self._gate.alone():
             if self._has_ended:
                 self._refuse_ended()
-            if owner != self._owner:
-                self._require(incarnation)
-                self._incarnation, self._owner = _drawn(), owner
+            if (owner, began) != (self._owner, self._round):
+                if owner != self._owner:
+                    self._require(incarnation)
+                self._incarnation, self._owner, self._round = _drawn(), owner, began
+                self._is_protected = given.number("is_protected", optional=True) == 1
                 self._forget()
                 self._home = self._new_home()
             return self._incarnation
 
     def _forget(self) -> None:
+        if self._protection is not None:
+            self._protection.end()
+            self._protection = None
         self._frozen.clear()
         self._tables.clear()
         self._home.close()
 
-    def _add_table(self, table: str, rows: int, record_bytes: int) -> None:
+    def _add_table(self, given: _Arguments) -> None:
+        table = given.text("table")
+        rows, record_bytes = given.number("rows"), given.number("record_bytes")
         if rows * record_bytes > _MOST_TABLE_BYTES or record_bytes + 8 > MOST_REQUEST_BYTES:
             raise HomeError(
                 f"{self._name}: table {table!r}",
@@ -237,6 +328,8 @@ class EmbeddingServer(Transport):
                     expected="that the server can have the addresses",
                     next_step="divide the table over more servers",
                 ) from error
+            if self._protection is not None:
+                self._protection.add_table(table, given.number("all_rows", 1), record_bytes)
             self._tables.setdefault(table, _Table())
 
     def _freeze(self, given: _Arguments) -> int:
@@ -244,6 +337,13 @@ class EmbeddingServer(Transport):
         rows = range(given.number("start"), given.number("stop"))
         open_from = given.number("open_from")
         here = self._table(table)
+        if self._is_protected and self._opened().has_lost(table):
+            raise HomeError(
+                f"{self._name}: table {table!r}",
+                found="rows that are being recovered, because a server was lost",
+                expected="a server that has all its rows",
+                next_step="wait until the servers' log says that they are recovered",
+            )
         with here.lock:
             for number, frozen in list(here.frozen.items()):
                 if frozen.trainer == trainer and frozen.batch == batch:
@@ -278,12 +378,16 @@ class EmbeddingServer(Transport):
             self._frozen.pop(number, None)
         table.frozen.pop(number).rows.release()
 
-    def _clear(self, table: str, trainer: int, batch: int) -> None:
+    def _clear(self, given: _Arguments) -> None:
+        table, trainer, batch = given.text("table"), given.number("trainer"), given.number("batch")
         here = self._table(table)
         if here.is_new(trainer, batch):
             for number in list(here.frozen):
                 self._drop(here, number)
-            self._home.clear(table)
+            if self._protection is None:
+                self._home.clear(table)
+            else:
+                self._protection.member.clear(table, given.number("generation"))
             here.last[trainer] = batch
 
     def _table(self, table: str) -> _Table:
@@ -391,22 +495,33 @@ class _Arguments:
     """The arguments of a command, which come from another process."""
 
     def __init__(self, name: str, given: Mapping[str, Value]) -> None:
-        self._name = name
+        self.name = name
         self._given = given
 
-    def number(self, key: str, least: int = 0) -> int:
-        value = self._given.get(key)
+    def number(self, key: str, least: int = 0, *, optional: bool = False) -> int:
+        value = self._given.get(key, 0 if optional else None)
         if type(value) is not int or not least <= value < _NUMBERS:
-            raise ValueError(f"{self._name}: {key} {value!r:.100}, expected an integer >= {least}")
+            raise ValueError(f"{self.name}: {key} {value!r:.100}, expected an integer >= {least}")
         return value
 
     def text(self, key: str) -> str:
         value = self._given.get(key)
         if type(value) is not str or len(value.encode()) > _MOST_NAME_BYTES:
             raise ValueError(
-                f"{self._name}: {key} {value!r:.100}, expected at most {_MOST_NAME_BYTES} bytes"
+                f"{self.name}: {key} {value!r:.100}, expected at most {_MOST_NAME_BYTES} bytes"
             )
         return value
+
+    def listed(self, key: str) -> list[Any]:
+        """Return a list that comes as JSON."""
+        value = self._given.get(key)
+        try:
+            found = json.loads(value) if type(value) is str else None
+        except ValueError:
+            found = None
+        if not isinstance(found, list):
+            raise ValueError(f"{self.name}: {key} {value!r:.100}, expected a list in JSON")
+        return found
 
 
 def _refuse_large(slots: Tensor, records: Tensor) -> None:

@@ -19,13 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recpoint.embeddings.parity.peers import OutOfStep
+from recpoint.embeddings.remote.peer_wire import answer_peer
 from recpoint.embeddings.remote.server import EmbeddingServer
 from recpoint.embeddings.remote.transport import Greeting, Transport, Value
 from recpoint.embeddings.remote.wire import (
     COMMAND,
+    DIFFERENCES,
     FETCH,
     FETCH_FROZEN,
     HELLO,
+    PARITY_ROWS,
+    ROWS,
     WRITE,
     Answer,
     Malformed,
@@ -42,7 +47,7 @@ from recpoint.embeddings.remote.wire import (
 from recpoint.errors import HomeError, ServerLost
 from recpoint.kernels import row_gather
 
-__all__ = ["TcpServer", "TcpTransport"]
+__all__ = ["TcpServer", "TcpTransport", "received"]
 
 T = TypeVar("T")
 
@@ -51,7 +56,8 @@ _LOG: Final = logging.getLogger("recpoint")
 _PROOF_SECONDS: Final = 10.0
 #: How long the rest of a request, or the reading of an answer, may take.
 _REST_SECONDS: Final = 60.0
-_MOST_CONNECTIONS: Final = 64
+#: Of trainers, and of other servers.
+_MOST_CONNECTIONS: Final = 256
 #: Connections that a transport keeps.
 _MOST_IDLE: Final = 8
 _FIRST_PAUSE_SECONDS: Final = 0.01
@@ -69,6 +75,9 @@ class TcpTransport(Transport):
         token: what both sides know.
         name: what errors call the server; None: by its address.
         timeout_seconds: how long a call may take.
+
+    Attributes:
+        address: host and port.
     """
 
     def __init__(
@@ -79,7 +88,7 @@ class TcpTransport(Transport):
         name: str | None = None,
         timeout_seconds: float = 60.0,
     ) -> None:
-        self._address = address
+        self.address = self.listens_at = address
         self._token = token
         self._name = name or f"the embedding server at {address[0]}:{address[1]}"
         self._timeout_seconds = timeout_seconds
@@ -92,7 +101,7 @@ class TcpTransport(Transport):
 
         def ask(stream: Stream) -> Greeting:
             stream.send(Request(kind=HELLO).pieces)
-            said = parse(_received(stream).text)
+            said = parse(received(stream).text)
             host = said.get("host")
             numbers = [said.get(key) for key in ("incarnation", "pid", "owner")]
             if not isinstance(host, str) or not all(type(number) is int for number in numbers):
@@ -100,7 +109,7 @@ class TcpTransport(Transport):
             incarnation, pid, owner = (int(str(number)) for number in numbers)
             return Greeting(incarnation=incarnation, host=host, pid=pid, owner=owner)
 
-        return self._call(ask)
+        return self.call(ask)
 
     def command(
         self, name: str, arguments: Mapping[str, Value], *, incarnation: int
@@ -110,10 +119,10 @@ class TcpTransport(Transport):
 
         def ask(stream: Stream) -> Mapping[str, Value]:
             stream.send(Request(kind=COMMAND, text=text, incarnation=incarnation).pieces)
-            said = parse(_received(stream).text)
+            said = parse(received(stream).text)
             return {key: one for key, one in said.items() if isinstance(one, int | str | None)}
 
-        return self._call(ask)
+        return self.call(ask)
 
     def fetch(
         self, table: str, slots: Tensor, out: Tensor, *, incarnation: int, frozen: int | None = None
@@ -130,7 +139,7 @@ class TcpTransport(Transport):
 
         def ask(stream: Stream) -> Tensor:
             stream.send([*request.pieces, slots])
-            answer = _received(stream, most=len(slots))
+            answer = received(stream, most=len(slots))
             if answer.count == len(slots):
                 stream.receive_into(out)
                 return torch.ones(len(slots), dtype=torch.bool, device="cpu")
@@ -145,7 +154,7 @@ class TcpTransport(Transport):
             row_gather.move(records, all_of_them, out, there)
             return has
 
-        return self._call(ask)
+        return self.call(ask)
 
     def write_back(
         self,
@@ -170,9 +179,9 @@ class TcpTransport(Transport):
 
         def ask(stream: Stream) -> None:
             stream.send([*request.pieces, slots, records])
-            _received(stream)
+            received(stream)
 
-        self._call(ask)
+        self.call(ask)
 
     def close(self) -> None:
         """Close the connections. Later calls raise HomeError."""
@@ -182,7 +191,12 @@ class TcpTransport(Transport):
         for stream in idle:
             stream.close()
 
-    def _call(self, ask: Callable[[Stream], T]) -> T:
+    def call(self, ask: Callable[[Stream], T]) -> T:
+        """Send a request on a connection and receive its answer, as `ask` does; again if need be.
+
+        Raises:
+            ServerLost, HomeError, ValueError, OutOfStep: the server's error, or there is no server.
+        """
         deadline = time.monotonic() + self._timeout_seconds
         pause = _FIRST_PAUSE_SECONDS
         while True:
@@ -234,7 +248,7 @@ class TcpTransport(Transport):
             if self._idle:
                 return self._idle.pop()
         left = max(0.001, deadline - time.monotonic())
-        stream = Stream(socket.create_connection(self._address, timeout=left))
+        stream = Stream(socket.create_connection(self.address, timeout=left))
         try:
             stream.deadline = deadline
             prove_client(stream, self._token)
@@ -274,7 +288,12 @@ class _Refused(Exception):
         self.error = error
 
 
-def _received(stream: Stream, *, most: int = 0) -> Answer:
+def received(stream: Stream, *, most: int = 0) -> Answer:
+    """Receive the head of an answer with at most `most` records.
+
+    Raises:
+        Exception: the answer is an error, for `TcpTransport.call` to raise.
+    """
     answer = Answer.receive(stream, most=most)
     if answer.is_error:
         raise _Refused(error_of(answer.text))
@@ -412,11 +431,11 @@ class _Answering:
         request = Request.receive(header, stream)
         slots, records = self._room(request.count, request.record_bytes)
         stream.receive_into(slots)
-        if request.kind == WRITE:
+        if request.kind in (WRITE, DIFFERENCES):
             stream.receive_into(records)
         try:
             pieces = self._pieces(request, slots, records)
-        except (HomeError, ValueError) as error:
+        except (HomeError, ValueError, OutOfStep) as error:
             pieces = Answer(is_error=True, text=text_of_error(error)).pieces
         except (OSError, MemoryError, RuntimeError) as error:
             _LOG.exception("an embedding server cannot answer")
@@ -448,6 +467,8 @@ class _Answering:
                 raise Malformed("a command without name or arguments")
             found = self._server.command(name, arguments, incarnation=request.incarnation)
             return Answer(text=text_of(found)).pieces
+        if request.kind in (DIFFERENCES, ROWS, PARITY_ROWS):
+            return answer_peer(self._server, request, slots, records)
         table = request.text.decode()
         if request.kind == WRITE:
             self._server.write_back(

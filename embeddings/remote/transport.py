@@ -53,7 +53,13 @@ class Transport(ABC):
         ServerLost: the server does not answer in time, has ended, or has another incarnation. The
             error names the server.
         HomeError: the server answers that the call is against the contract of `Home`.
+        OutOfStep: the server takes part in parity, and is not ready; the call may be repeated.
+
+    Attributes:
+        listens_at: host and port for calls of other servers; None: they cannot call it.
     """
+
+    listens_at: tuple[str, int] | None = None
 
     @abstractmethod
     def hello(self) -> Greeting:
@@ -63,7 +69,7 @@ class Transport(ABC):
     def command(
         self, name: str, arguments: Mapping[str, Value], *, incarnation: int
     ) -> Mapping[str, Value]:
-        """Do something small: "begin", "add_table", "freeze", "release", "clear", "sizes".
+        """Do something small, such as "begin", "add_table", "freeze", "release", "clear", "sizes".
 
         Args:
             name: what to do.

@@ -4,11 +4,14 @@ A connection begins with a proof, in both directions, that the other side knows 
 fresh random numbers, so nothing that was overheard can be used again). Records are not encrypted.
 Then each request has one answer:
 
-    request: header, text, slots (int64), and for a write the records
+    request: header, text, slots (int64), and for a write or for differences the records
     answer:  header, text, and for a fetch a bit for each slot, and the records that are there
 
-All numbers are little-endian. The text of a request is the table's name, or a command in JSON; the
-text of an answer is what a command returns, or an error, in JSON. Nothing is ever unpickled. Each
+A server that asks another one for its rows gets a bit for each slot that is known, and all records.
+
+All numbers are little-endian. The text of a request is the table's name, or in JSON a command or
+what a server asks of another one; the text of an answer is what a call returns, or an error, in
+JSON. Nothing is ever unpickled. Each
 side checks the lengths in a header before it makes room for what follows.
 """
 
@@ -29,14 +32,18 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.remote.server import MOST_REQUEST_BYTES
 from recpoint.errors import HomeError, RecpointError, ServerLost
 
 __all__ = [
     "COMMAND",
+    "DIFFERENCES",
     "FETCH",
     "FETCH_FROZEN",
     "HELLO",
+    "PARITY_ROWS",
+    "ROWS",
     "WRITE",
     "Answer",
     "Malformed",
@@ -56,6 +63,9 @@ COMMAND: Final = 2
 FETCH: Final = 3
 FETCH_FROZEN: Final = 4
 WRITE: Final = 5
+DIFFERENCES: Final = 6
+ROWS: Final = 7
+PARITY_ROWS: Final = 8
 
 _GREETING: Final = b"recpoint embedding server 1\n"
 _NONCE_BYTES: Final = 32
@@ -233,10 +243,10 @@ class Request:
             Malformed: it is none, or it is larger than any may be.
         """
         magic, kind, text_bytes, record_bytes, count, *numbers = _REQUEST.unpack(header)
-        has_rows = kind in (FETCH, FETCH_FROZEN, WRITE)
+        has_rows = kind not in (HELLO, COMMAND)
         if (
             magic != _REQUEST_MAGIC
-            or not HELLO <= kind <= WRITE
+            or not HELLO <= kind <= PARITY_ROWS
             or text_bytes > _MOST_TEXT_BYTES
             or has_rows != (record_bytes > 0)
             or (count and not has_rows)
@@ -314,7 +324,8 @@ def text_of_error(error: Exception) -> bytes:
         kind = "ServerLost" if isinstance(error, ServerLost) else "HomeError"
         parts = [error.subject, error.found, error.expected, error.next_step]
     else:
-        kind, parts = "ValueError", [str(error)]
+        kind = "OutOfStep" if isinstance(error, OutOfStep) else "ValueError"
+        parts = [str(error)]
     return text_of({"kind": kind, "parts": [part[:_MOST_ERROR_CHARACTERS] for part in parts]})
 
 
@@ -328,8 +339,8 @@ def error_of(text: bytes) -> Exception:
     kind, parts = values.get("kind"), values.get("parts")
     if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
         raise Malformed("an error without parts")
-    if kind == "ValueError" and len(parts) == 1:
-        return ValueError(parts[0])
+    if kind in ("ValueError", "OutOfStep") and len(parts) == 1:
+        return OutOfStep(parts[0]) if kind == "OutOfStep" else ValueError(parts[0])
     if kind not in ("HomeError", "ServerLost") or len(parts) != 4:
         raise Malformed("an error of no kind")
     subject, found, expected, next_step = parts

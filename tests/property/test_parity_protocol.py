@@ -88,6 +88,9 @@ class Line(Peer):
     def parity_rows(self, table: str, slots: Tensor, at: Mapping[int, tuple[int, int]]) -> Members:
         return self._call(lambda: self._target.protects.parity_rows(table, slots, at))
 
+    def close(self) -> None:
+        """Nothing is open."""
+
     def _call(self, act: Callable[[], T], *, may_come_again: bool = False) -> T:
         return self._network.call(self._source, self._target, act, may_come_again)
 

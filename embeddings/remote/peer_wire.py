@@ -1,0 +1,184 @@
+"""Turns calls between servers into requests and answers of `wire.py`, and back.
+
+What is not a tensor travels as JSON. A moment is a list: an incarnation, and pairs of a server and
+a number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recpoint.embeddings.parity.peers import Differences, Members, Moment, Sent
+from recpoint.embeddings.remote.wire import (
+    DIFFERENCES,
+    PARITY_ROWS,
+    ROWS,
+    Answer,
+    Malformed,
+    Request,
+    Stream,
+    parse,
+    text_of,
+)
+
+if TYPE_CHECKING:
+    from recpoint.embeddings.remote.server import EmbeddingServer
+
+__all__ = [
+    "answer_peer",
+    "differences_request",
+    "parity_rows_request",
+    "received_members",
+    "rows_request",
+]
+
+
+def differences_request(sent: Sent, given: Differences, incarnation: int) -> list[bytes | Tensor]:
+    """Return what to send for `Peer.differences` to a server of this incarnation."""
+    note = {
+        "table": given.table,
+        "generation": given.generation,
+        "source": sent.source,
+        "incarnation": sent.incarnation,
+        "number": sent.number,
+        "write": sent.write,
+        "shares": [[server, *share] for server, share in sent.shares.items()],
+        "settled": sent.settled,
+    }
+    request = Request(
+        kind=DIFFERENCES,
+        text=text_of(note),
+        record_bytes=given.rows.shape[1],
+        count=len(given.slots),
+        incarnation=incarnation,
+    )
+    return [*request.pieces, given.slots, given.rows]
+
+
+def rows_request(
+    table: str, slots: Tensor, row_bytes: int, *, recover: bool, incarnation: int
+) -> list[bytes | Tensor]:
+    """Return what to send for `Peer.rows`, whose answer has rows of `row_bytes`."""
+    note = {"table": table, "recover": recover}
+    return _asking(ROWS, note, slots, row_bytes, incarnation)
+
+
+def parity_rows_request(
+    table: str,
+    slots: Tensor,
+    row_bytes: int,
+    at: Mapping[int, tuple[int, int]],
+    incarnation: int,
+) -> list[bytes | Tensor]:
+    """Return what to send for `Peer.parity_rows`, whose answer has rows of `row_bytes`."""
+    note = {"table": table, "at": [[source, *moment] for source, moment in at.items()]}
+    return _asking(PARITY_ROWS, note, slots, row_bytes, incarnation)
+
+
+def _asking(
+    kind: int, note: Mapping[str, object], slots: Tensor, row_bytes: int, incarnation: int
+) -> list[bytes | Tensor]:
+    request = Request(
+        kind=kind,
+        text=text_of(note),
+        record_bytes=row_bytes,
+        count=len(slots),
+        incarnation=incarnation,
+    )
+    return [*request.pieces, slots.contiguous()]
+
+
+def received_members(answer: Answer, stream: Stream, count: int, row_bytes: int) -> Members:
+    """Receive the rest of an answer with members.
+
+    Raises:
+        Malformed: it is none.
+    """
+    said = parse(answer.text)
+    if answer.count != count:
+        raise Malformed("another number of rows than was asked for")
+    bits = np.frombuffer(stream.receive(-(-count // 8)), dtype=np.uint8)
+    is_known = torch.from_numpy(np.unpackbits(bits, count=count)).view(torch.bool)
+    rows = torch.empty(count, row_bytes, dtype=torch.uint8, device="cpu")
+    stream.receive_into(rows)
+    return Members(is_known=is_known, rows=rows, moment=_moment(said.get("moment")))
+
+
+def answer_peer(
+    server: EmbeddingServer, request: Request, slots: Tensor, records: Tensor
+) -> list[bytes | Tensor]:
+    """Answer a request of another server.
+
+    Raises:
+        Malformed: it is none.
+        ServerLost, HomeError, OutOfStep, ValueError: the server's error.
+    """
+    note = parse(request.text)
+    table = note.get("table")
+    if not isinstance(table, str):
+        raise Malformed("no name of a table")
+    member = server.member(request.incarnation)
+    if request.kind == DIFFERENCES:
+        member.receive(_sent(note), _differences(note, table, slots, records))
+        return Answer().pieces
+    if request.kind == ROWS:
+        found = member.rows(table, slots.clone(), recover=note.get("recover") is True)
+    else:
+        at = {source: (its, last) for source, its, last in _numbers(note.get("at"), 3)}
+        found = member.parity_rows(table, slots.clone(), at)
+    if found.rows.shape[1] != request.record_bytes:
+        raise ValueError(f"rows of {request.record_bytes} bytes, expected {found.rows.shape[1]}")
+    incarnation, last = found.moment
+    moment = [incarnation, [[receiver, number] for receiver, number in last.items()]]
+    head = Answer(text=json.dumps({"moment": moment}).encode(), count=len(slots))
+    return [*head.pieces, np.packbits(found.is_known.numpy()).tobytes(), found.rows]
+
+
+def _sent(note: Mapping[str, object]) -> Sent:
+    numbers = [note.get(name) for name in ("source", "incarnation", "number", "write", "settled")]
+    (source, incarnation, number, write, settled), *_ = _numbers([numbers], 5)
+    shares = {one: (its, last) for one, its, last in _numbers(note.get("shares"), 3)}
+    return Sent(
+        source=source,
+        incarnation=incarnation,
+        number=number,
+        write=write,
+        shares=shares,
+        settled=settled,
+    )
+
+
+def _differences(
+    note: Mapping[str, object], table: str, slots: Tensor, records: Tensor
+) -> Differences:
+    ((generation,),) = _numbers([[note.get("generation")]], 1)
+    return Differences(table=table, generation=generation, slots=slots, rows=records)
+
+
+def _moment(said: object) -> Moment:
+    if not isinstance(said, list) or len(said) != 2:
+        raise Malformed("no moment")
+    ((incarnation,),) = _numbers([[said[0]]], 1)
+    return incarnation, {receiver: number for receiver, number in _numbers(said[1], 2)}
+
+
+def _numbers(said: Any, each: int) -> list[list[int]]:
+    """Return lists of so many integers, 0 or more.
+
+    Raises:
+        Malformed: it is something else.
+    """
+    if isinstance(said, list) and all(
+        isinstance(one, list)
+        and len(one) == each
+        and all(type(number) is int and number >= 0 for number in one)
+        for one in said
+    ):
+        return said
+    raise Malformed("no lists of numbers")

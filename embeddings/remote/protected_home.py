@@ -1,0 +1,439 @@
+"""Makes one home of embedding servers that keep parity: the loss of a server stops nobody.
+
+It is a `ServedHome` with three differences. Rows are placed in stripes. A call that fails because a
+server is lost is made again, until the server's successor answers it. And one trainer, the leader,
+looks for lost servers, starts their successors and has all servers join each other.
+
+If more servers are lost than parity makes up for, calls raise ServerLost, as they do without
+parity. `clear` then has all servers begin anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+from torch import Tensor
+
+from recpoint.embeddings.home_tables import TableForm
+from recpoint.embeddings.parity.differences import Unsettled
+from recpoint.embeddings.parity.peers import OutOfStep
+from recpoint.embeddings.parity.recovery import Led, Recovery
+from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
+from recpoint.embeddings.remote.rank_agreement import rank_and_count
+from recpoint.embeddings.remote.served_home import FrozenAt, Link, ServedHome, ServedTable
+from recpoint.embeddings.remote.transport import Greeting, Transport
+from recpoint.errors import HomeError, ServerLost
+
+__all__ = ["ProtectedHome", "made_home"]
+
+T = TypeVar("T")
+
+_LOG: Final = logging.getLogger("recpoint")
+#: How often the leader looks whether all servers live, and how far recoveries are.
+_LOOK_SECONDS: Final = 0.5
+_PAUSE_SECONDS: Final = 0.05
+
+
+def made_home(
+    transports: Sequence[Transport],
+    *,
+    parity: Parity | None,
+    timeout_seconds: float,
+    revive: Callable[[int], Transport],
+    hosts: Sequence[str] | None = None,
+    owner: int | None = None,
+    at_close: Callable[[], None] | None = None,
+) -> ServedHome:
+    """Make this rank's home of servers, with parity or without; see the classes."""
+    rank, ranks = rank_and_count()
+    if parity is None:
+        return ServedHome(
+            transports,
+            owner=owner,
+            trainer=rank,
+            trainers=ranks,
+            revive=revive,
+            at_close=at_close,
+        )
+    return ProtectedHome(
+        transports,
+        parity=parity,
+        hosts=hosts,
+        owner=owner,
+        trainer=rank,
+        trainers=ranks,
+        revive=revive,
+        at_close=at_close,
+        patience_seconds=timeout_seconds,
+    )
+
+
+class ProtectedHome(ServedHome):
+    """A home whose rows are on embedding servers that keep parity.
+
+    Args:
+        transports: one for each server, in the order of the servers; each has an address. The home
+            closes them.
+        parity: the form of a stripe.
+        hosts: for each server the name of its host when the training began; None: this home learns
+            them from the servers. All trainers need the same.
+        owner, trainer, trainers, revive, at_close: see `ServedHome`. Trainer 0 is the leader.
+        patience_seconds: how long a call is made again while a server is lost.
+
+    Attributes:
+        hosts: as given or learned.
+
+    Raises:
+        ServerLost: a server does not answer, or works for another training.
+        SettingsError: there are fewer servers than a stripe needs.
+    """
+
+    def __init__(
+        self,
+        transports: Sequence[Transport],
+        *,
+        parity: Parity,
+        hosts: Sequence[str] | None = None,
+        owner: int | None = None,
+        trainer: int = 0,
+        trainers: int = 1,
+        revive: Callable[[int], Transport] | None = None,
+        at_close: Callable[[], None] | None = None,
+        patience_seconds: float = 60.0,
+    ) -> None:
+        parity.require_servers(len(transports))
+        self._parity = parity
+        self._is_leader = trainer == 0
+        self._patience_seconds = patience_seconds
+        self._round = 0
+        self._generations: dict[str, int] = {}
+        self._recovery = Recovery()
+        self._being_recovered: dict[int, float] = {}  # server -> time of its loss
+        self._has_given_up = False
+        self._leading = threading.Lock()
+        self._is_over = threading.Event()
+        super().__init__(
+            transports,
+            owner=owner,
+            trainer=trainer,
+            trainers=trainers,
+            revive=revive,
+            at_close=at_close,
+        )
+        self.hosts = tuple(hosts or (greeting.host for greeting in self.greetings))
+        self._watch: threading.Thread | None = None
+        if self._is_leader:
+            self._protect_all()
+            self._watch = threading.Thread(
+                target=self._look_again, name="recpoint-watch", daemon=True
+            )
+            self._watch.start()
+
+    # Where rows are, and calls that outlive a server.
+
+    def _placed(self, form: TableForm) -> Stripes:
+        return stripes_of(form.table, rows=form.rows, parity=self._parity, hosts=self.hosts)
+
+    def _fetch_at(
+        self,
+        server: int,
+        table: ServedTable,
+        slots: Tensor,
+        out: Tensor,
+        frozen: FrozenAt | None,
+    ) -> Tensor:
+        fetch = super()._fetch_at
+        if frozen is not None:  # frozen rows end with their server
+            return fetch(server, table, slots, out, frozen)
+        return self._repeated(table, server, lambda: fetch(server, table, slots, out, None))
+
+    def _write_at(self, server: int, table: ServedTable, slots: Tensor, records: Tensor) -> None:
+        write = super()._write_at
+        self._repeated(table, server, lambda: write(server, table, slots, records))
+
+    def _freeze_at(self, server: int, table: ServedTable, rows: range) -> FrozenAt:
+        freeze = super()._freeze_at
+        return self._repeated(table, server, lambda: freeze(server, table, rows))
+
+    def _repeated(self, table: ServedTable, server: int, act: Callable[[], T]) -> T:
+        """Make a call, again and again while a server is lost that parity makes up for."""
+        deadline = time.monotonic() + self._patience_seconds
+        while True:
+            link = self._servers[server]
+            transport = link.transport
+            table.parts[server].incarnation = link.incarnation
+            try:
+                return act()
+            except (HomeError, OutOfStep) as error:
+                if not isinstance(error, (ServerLost, OutOfStep)) and transport is link.transport:
+                    raise  # else the leader has closed the transport to a lost server meanwhile
+                if self._is_leader:
+                    self._look()
+                if self._has_given_up or self._is_over.is_set() or time.monotonic() > deadline:
+                    raise self._named(error) from error
+                time.sleep(_PAUSE_SECONDS)
+                if not self._is_leader:
+                    self._follow(server)
+
+    def _named(self, error: HomeError | OutOfStep) -> HomeError:
+        if self._has_given_up:
+            return ServerLost(
+                f"embedding servers {self._names(sorted(self._being_recovered))}",
+                found=f"{len(self._being_recovered)} of them lost, or not recovered yet: {error}",
+                expected=f"at most {self._parity.parity} at a time, as parity makes up for",
+                next_step="restore the last checkpoint, which starts the servers again",
+            )
+        if isinstance(error, HomeError):
+            return error
+        return ServerLost(
+            "embedding servers",
+            found=f"servers that do not agree for {self._patience_seconds:g} s: {error}",
+            expected="that lost servers are replaced within that time",
+            next_step="look at the log of rank 0, and at the servers' logs",
+        )
+
+    def _names(self, numbers: Sequence[int]) -> str:
+        return ", ".join(str(number + 1) for number in numbers)
+
+    def _follow(self, server: int) -> None:
+        """Learn the incarnation of a server that the leader may have replaced."""
+        here = self._servers[server]
+        try:
+            greeting = here.transport.hello()
+        except ServerLost:
+            return
+        if greeting.owner == self.owner:
+            here.incarnation, here.greeting = greeting.incarnation, greeting
+
+    # The leader.
+
+    def _command_begin(self, server: Link, greeting: Greeting) -> int:
+        begun = server.transport.command(
+            "begin",
+            {"owner": self.owner, "round": self._round, "is_protected": 1},
+            incarnation=greeting.incarnation,
+        )
+        return int(begun["incarnation"] or 0)
+
+    def _look_again(self) -> None:
+        while not self._is_over.wait(_LOOK_SECONDS):
+            try:
+                self._look()
+            except HomeError as error:
+                _LOG.warning("embedding servers: %s", error)
+
+    def _look(self) -> None:
+        """Replace servers that are lost, as far as parity makes up for them."""
+        with self._leading:
+            if self._has_given_up or self._is_over.is_set():
+                return
+            lost = [number for number in range(len(self._servers)) if not self._lives(number)]
+            self._note_progress(lost)
+            if not lost:
+                return
+            now = time.monotonic()
+            for number in lost:
+                self._being_recovered[number] = now
+            if len(self._being_recovered) > self._parity.parity:
+                self._has_given_up = True
+                return
+            _LOG.warning(
+                "embedding server %s is lost; its rows are recovered while training goes on",
+                self._names(lost),
+            )
+            try:
+                self._replace(lost)
+            except (ServerLost, OutOfStep) as error:
+                # Another one is lost meanwhile. The next look finds it.
+                _LOG.warning("embedding servers: a recovery begins again: %s", error)
+
+    def _lives(self, number: int) -> bool:
+        """Whether a server answers, with the rows that it had."""
+        server = self._servers[number]
+        try:
+            return server.transport.hello().incarnation == server.incarnation
+        except ServerLost:
+            return False
+
+    def _note_progress(self, lost: Sequence[int]) -> None:
+        for number, since in list(self._being_recovered.items()):
+            if number in lost:
+                continue
+            try:
+                known = self._lead(number, "known")
+            except (ServerLost, OutOfStep):
+                continue
+            if known["known"] == known["all"]:
+                del self._being_recovered[number]
+                _LOG.info(
+                    "embedding server %d is recovered after %.1f s; all rows have parity again",
+                    number + 1,
+                    time.monotonic() - since,
+                )
+
+    def _replace(self, lost: Sequence[int]) -> None:
+        """Have living servers forget lost ones, and start successors that recover their rows."""
+        living = [number for number in range(len(self._servers)) if number not in lost]
+        for number in lost:
+            self._recovery.forget(number, {one: _LedServer(self, one) for one in living})
+        for number in lost:
+            self._begin_successor(number)
+        for number in lost:
+            self._protect(number, is_lost=True)
+            for table in self._tables.all():
+                self._add_again(number, table)
+        self._join_all(lost)
+        for number in lost:
+            self._lead(number, "open")
+
+    def _begin_successor(self, number: int) -> None:
+        server = self._servers[number]
+        if self._revive is None:
+            raise ServerLost(
+                f"embedding server {number + 1}",
+                found="no way to start it again",
+                expected="a home that can start its servers again",
+                next_step="restore the last checkpoint",
+            )
+        old, server.transport = server.transport, self._revive(number)
+        old.close()
+        greeting = server.transport.hello()
+        server.incarnation = self._command_begin(server, greeting)
+        server.greeting = server.transport.hello()
+
+    def _add_again(self, number: int, table: ServedTable) -> None:
+        self._lead(
+            number,
+            "add_table",
+            table=table.form.table,
+            rows=table.placement.slots(number),
+            record_bytes=table.form.record_bytes,
+            all_rows=table.form.rows,
+        )
+
+    def _join_all(self, joining: Sequence[int]) -> None:
+        """Have all servers exchange messages with those that join."""
+        for number in range(len(self._servers)):
+            for other in joining:
+                if other != number:
+                    _, incarnation, host, port = self._place_of(other)
+                    self._lead(
+                        number, "join", server=other, incarnation=incarnation, host=host, port=port
+                    )
+
+    def _protect_all(self) -> None:
+        for number in range(len(self._servers)):
+            self._protect(number, is_lost=False)
+        for number in range(len(self._servers)):
+            self._lead(number, "open")
+
+    def _protect(self, number: int, *, is_lost: bool) -> None:
+        others = [other for other in range(len(self._servers)) if other != number]
+        self._lead(
+            number,
+            "protect",
+            number=number,
+            data=self._parity.data,
+            parity=self._parity.parity,
+            hosts=json.dumps(self.hosts),
+            peers=json.dumps([self._place_of(other) for other in others]),
+            is_lost=int(is_lost),
+        )
+
+    def _place_of(self, number: int) -> tuple[int, int, str, int]:
+        server = self._servers[number]
+        address = server.transport.listens_at
+        assert address is not None  # who makes the home sees to that
+        return number, server.incarnation, address[0], address[1]
+
+    def _lead(self, to: int, command: str, **arguments: int | str) -> dict[str, object]:
+        server = self._servers[to]
+        return dict(server.transport.command(command, arguments, incarnation=server.incarnation))
+
+    @property
+    def being_recovered(self) -> tuple[int, ...]:
+        """Numbers of servers whose rows are not all recovered yet, as far as the leader knows."""
+        return tuple(sorted(self._being_recovered))
+
+    # Clears, and the end.
+
+    def clear(self, table: str) -> None:
+        """Forget all rows of a table. If servers were lost, all begin anew; see `Home.clear`.
+
+        The leader clears for all trainers.
+        """
+        here = self._tables.get(table)
+        here.require_unfrozen()
+        here.forget_batches()
+        if not self._is_leader:
+            return
+        with self._leading:
+            if self._has_given_up or not all(map(self._lives, range(len(self._servers)))):
+                self._begin_anew()
+            generation = self._generations[table] = self._generations.get(table, 0) + 1
+
+            def clear(server: int) -> None:
+                self._add_again(server, here)
+                part = here.parts[server]
+                with part.lock:
+                    part.incarnation = self._servers[server].incarnation
+                    self._lead(
+                        server,
+                        "clear",
+                        table=table,
+                        trainer=self._trainer,
+                        batch=next(part.numbers),
+                        generation=generation,
+                    )
+
+            self._at_all(clear)
+
+    def _begin_anew(self) -> None:
+        """Have all servers begin without rows, in place of those that are lost."""
+        self._round += 1
+        self._has_given_up = False
+        self._being_recovered.clear()
+        self._recovery.begin_anew()
+
+        def begin(number: int) -> None:
+            server = self._servers[number]
+            if not self._lives(number):
+                self._begin_successor(number)
+            else:
+                assert server.greeting is not None
+                server.incarnation = self._command_begin(server, server.transport.hello())
+                server.greeting = server.transport.hello()
+
+        self._at_all(begin)
+        self._protect_all()
+        for table in self._tables.all():
+            for number in range(len(self._servers)):
+                self._add_again(number, table)
+
+    def close(self) -> None:
+        """Close the transports; the recovery of lost servers ends."""
+        self._is_over.set()
+        if self._watch is not None:
+            self._watch.join()
+            self._watch = None
+        super().close()
+
+
+class _LedServer(Led):
+    """A living server, for `Recovery`."""
+
+    def __init__(self, home: ProtectedHome, number: int) -> None:
+        self._home = home
+        self._number = number
+
+    def lose(self, server: int) -> Unsettled | None:
+        said = self._home._lead(self._number, "lose", server=server)["unsettled"]
+        return None if said is None else Unsettled.from_json(str(said))
+
+    def take_back(self, server: int, numbers: Sequence[int]) -> None:
+        self._home._lead(self._number, "take_back", server=server, numbers=json.dumps([*numbers]))

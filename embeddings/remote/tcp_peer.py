@@ -1,0 +1,95 @@
+"""Calls another embedding server from a server, over TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from torch import Tensor
+
+from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent
+from recpoint.embeddings.remote.peer_wire import (
+    differences_request,
+    parity_rows_request,
+    received_members,
+    rows_request,
+)
+from recpoint.embeddings.remote.protection import Reach
+from recpoint.embeddings.remote.tcp import TcpTransport, received
+from recpoint.embeddings.remote.wire import Stream
+from recpoint.errors import HomeError, ServerLost
+
+__all__ = ["TcpPeer", "reach_with"]
+
+T = TypeVar("T")
+
+
+def reach_with(token: bytes) -> Reach:
+    """Return what makes calls to another server that knows a token."""
+
+    def reach(host: str, port: int, incarnation: int, row_bytes: Mapping[str, int]) -> Peer:
+        return TcpPeer(TcpTransport((host, port), token), incarnation, row_bytes)
+
+    return reach
+
+
+class TcpPeer(Peer):
+    """Calls one start of another server.
+
+    Args:
+        transport: to that server. `close` closes it.
+        incarnation: of that server.
+        row_bytes: returns the bytes of a table's coded rows.
+    """
+
+    def __init__(
+        self, transport: TcpTransport, incarnation: int, row_bytes: Mapping[str, int]
+    ) -> None:
+        self._transport = transport
+        self._incarnation = incarnation
+        self._row_bytes = row_bytes
+        self._is_closed = False
+
+    def differences(self, sent: Sent, given: Differences) -> None:
+        """See `Peer`."""
+        pieces = differences_request(sent, given, self._incarnation)
+
+        def ask(stream: Stream) -> None:
+            stream.send(pieces)
+            received(stream)
+
+        self._call(ask)
+
+    def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
+        """See `Peer`."""
+        pieces = rows_request(
+            table, slots, self._row_bytes[table], recover=recover, incarnation=self._incarnation
+        )
+        return self._members(pieces, len(slots), self._row_bytes[table])
+
+    def parity_rows(self, table: str, slots: Tensor, at: Mapping[int, tuple[int, int]]) -> Members:
+        """See `Peer`."""
+        pieces = parity_rows_request(table, slots, self._row_bytes[table], at, self._incarnation)
+        return self._members(pieces, len(slots), self._row_bytes[table])
+
+    def _members(self, pieces: list[bytes | Tensor], count: int, row_bytes: int) -> Members:
+        def ask(stream: Stream) -> Members:
+            stream.send(pieces)
+            return received_members(received(stream, most=count), stream, count, row_bytes)
+
+        return self._call(ask)
+
+    def _call(self, ask: Callable[[Stream], T]) -> T:
+        try:
+            return self._transport.call(ask)
+        except ServerLost:
+            raise
+        except HomeError as error:
+            if self._is_closed:
+                raise OutOfStep("the other server is lost") from error
+            raise
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._is_closed = True
+        self._transport.close()

@@ -1,0 +1,159 @@
+"""A home of server processes with parity: servers are killed, and no row is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+import torch
+
+from recpoint.embeddings.home import Home
+from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.remote.processes import servers
+from recpoint.embeddings.remote.protected_home import ProtectedHome
+from recpoint.embeddings.remote.server import EmbeddingServer
+from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
+from recpoint.embeddings.remote.tcp_peer import reach_with
+from recpoint.errors import ServerLost, SettingsError
+from recpoint.testing.homes import HomeSuite, fetched, ids_of, records_of
+
+RECORD_BYTES = 20
+ROWS = 997
+
+
+class TestProtectedHome(HomeSuite):
+    @pytest.fixture(params=[(3, 2, 1), (4, 1, 2)], ids=["2+1", "1+2"])
+    def home(self, request: pytest.FixtureRequest) -> Iterator[Home]:
+        count, data, parity = request.param
+        token = b"of this test"
+        with ExitStack() as stack:
+            all_servers = [EmbeddingServer(reach=reach_with(token)) for _ in range(count)]
+            for server in all_servers:
+                stack.callback(server.end)
+            listening = [stack.enter_context(TcpServer(one, token)) for one in all_servers]
+            transports = [TcpTransport(one.address, token) for one in listening]
+            form = Parity(data=data, parity=parity)
+            yield stack.enter_context(ProtectedHome(transports, parity=form))
+
+
+def protected(count: int, data: int, parity: int) -> ProtectedHome:
+    home = servers(count=count, parity=Parity(data=data, parity=parity), timeout_seconds=60.0)
+    assert isinstance(home, ProtectedHome)
+    home.add_table("items", rows=ROWS, record_bytes=RECORD_BYTES)
+    return home
+
+
+def kill(home: ProtectedHome, number: int) -> None:
+    os.kill(home.greetings[number].pid, signal.SIGKILL)
+
+
+def wait_until_recovered(home: ProtectedHome) -> None:
+    deadline = time.monotonic() + 60.0
+    time.sleep(1.0)
+    while home.being_recovered:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("count,data,parity", [(3, 2, 1), (5, 4, 1), (4, 2, 2)])
+def test_rows_outlive_servers(count: int, data: int, parity: int) -> None:
+    written = list(range(0, ROWS, 3))
+    with protected(count, data, parity) as home:
+        home.write_back("items", ids_of(written), records_of(written, RECORD_BYTES), batch=1)
+        for number in range(2):
+            lost = [number] if parity == 1 else [number, number + 1]
+            for one in lost:
+                kill(home, one)
+            again = written[number::7]
+            changed = records_of(again, RECORD_BYTES, version=number + 1)
+            home.write_back("items", ids_of(again), changed, batch=number + 2)
+            out = torch.zeros(ROWS, RECORD_BYTES, dtype=torch.uint8)
+            has = home.fetch("items", ids_of(range(ROWS)), out)
+            assert has.nonzero().view(-1).tolist() == written
+            expected = records_of(written, RECORD_BYTES)
+            for version in range(number + 1):
+                rows = written[version::7]
+                places = ids_of([written.index(row) for row in rows])
+                expected[places] = records_of(rows, RECORD_BYTES, version=version + 1)
+            assert torch.equal(out[has], expected)
+            wait_until_recovered(home)
+
+
+def test_more_servers_than_parity_makes_up_for_are_named_and_a_clear_begins_anew() -> None:
+    with protected(3, 2, 1) as home:
+        rows = list(range(100))
+        home.write_back("items", ids_of(rows), records_of(rows, RECORD_BYTES), batch=1)
+        kill(home, 0)
+        kill(home, 2)
+        out = torch.zeros(100, RECORD_BYTES, dtype=torch.uint8)
+        with pytest.raises(ServerLost, match="at most 1 at a time"):
+            home.fetch("items", ids_of(rows), out)
+        home.clear("items")
+        assert not home.fetch("items", ids_of(rows), out).any()
+        home.write_back("items", ids_of(rows), records_of(rows, RECORD_BYTES), batch=1)
+        kill(home, 1)
+        assert home.fetch("items", ids_of(rows), out).all()
+        assert torch.equal(out, records_of(rows, RECORD_BYTES))
+
+
+def test_writes_go_on_while_a_server_is_recovered() -> None:
+    """Threads write while servers are killed one after another; each row has its last record."""
+    with protected(5, 4, 1) as home:
+        done: dict[int, int] = {}
+        failed: list[BaseException] = []
+        is_over = threading.Event()
+
+        def write(thread: int) -> None:
+            version = 0
+            rows = list(range(thread, ROWS, 2))
+            try:
+                while not is_over.is_set():
+                    version += 1
+                    records = records_of(rows, RECORD_BYTES, version=version)
+                    home.write_back("items", ids_of(rows), records, batch=0)
+                    done[thread] = version
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=write, args=(one,)) for one in range(2)]
+        for one in threads:
+            one.start()
+        for number in (1, 4):
+            time.sleep(0.3)
+            kill(home, number)
+            wait_until_recovered(home)
+        is_over.set()
+        for one in threads:
+            one.join()
+        assert not failed
+        for thread in range(2):
+            rows = list(range(thread, ROWS, 2))
+            found = fetched(partial(home.fetch, "items"), rows, RECORD_BYTES)
+            expected = records_of(rows, RECORD_BYTES, version=done[thread])
+            assert [found[row] for row in rows] == [bytes(one.tolist()) for one in expected]
+
+
+def test_rows_that_are_being_recovered_cannot_be_frozen() -> None:
+    with protected(3, 2, 1) as home:
+        home.write_back("items", ids_of([0]), records_of([0], RECORD_BYTES), batch=1)
+        frozen = home.freeze("items", range(ROWS))
+        kill(home, 0)
+        out = torch.zeros(ROWS, RECORD_BYTES, dtype=torch.uint8)
+        assert home.fetch("items", ids_of(range(ROWS)), out).tolist().count(True) == 1
+        with pytest.raises(ServerLost):
+            frozen.fetch(ids_of(range(ROWS)), out)
+        frozen.release()
+        wait_until_recovered(home)
+        with home.freeze("items", range(ROWS)) as again:
+            assert again.fetch(ids_of([0]), out[:1]).all()
+
+
+def test_too_few_servers_are_refused_before_any_starts() -> None:
+    with pytest.raises(SettingsError, match="at least 5"):
+        servers(count=4, parity=Parity(data=4))
