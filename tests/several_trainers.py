@@ -23,7 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from recpoint import Checkpointer, Lookahead
+from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.remote.processes import servers
+from recpoint.embeddings.remote.protected_home import ProtectedHome
 from recpoint.embeddings.remote.served_home import ServedHome
 from tests.cached_training import (
     ITEMS,
@@ -37,6 +39,7 @@ from tests.cached_training import (
     rows_of_plain,
 )
 from tests.flat_settings import arguments
+from tests.polling import until
 
 __all__ = [
     "Case",
@@ -61,7 +64,9 @@ class Case:
         run: URL of the run; "": without checkpoints.
         staging: the staging area of all ranks.
         batches: batches in all; 0: the newest checkpoint is restored, and nothing is trained.
-        kills: batches after which rank 0 kills an embedding server; each kills another one.
+        kills: batches after which rank 0 kills an embedding server; each kills another one, once
+            the one before is recovered if there is parity.
+        parity: rows and parity rows of a stripe; (0, 0): no parity.
         dies: the batch after which the last rank kills itself; 0: it does not.
         fails: the batch in which the script of rank 0 raises an error; 0: it does not.
         wrapped: DistributedDataParallel wraps the model.
@@ -86,6 +91,7 @@ class Case:
     batches_a_step: int = 1
     lr_factor: float = 1.0
     servers: int = 1
+    parity: tuple[int, int] = (0, 0)
     wrapped: bool = False
 
 
@@ -243,7 +249,9 @@ def join(directory: Path, rank: int, ranks: int) -> None:
 
 def train_here(case: Case, rank: int, ranks: int) -> Found:
     """Train a case as one of several ranks."""
-    with servers(count=case.servers) as home:
+    data, parity = case.parity
+    form = Parity(data=data, parity=parity) if data else None
+    with servers(count=case.servers, parity=form) as home:
         assert isinstance(home, ServedHome)
         model, cache = cached_model(
             case.slots,
@@ -279,6 +287,8 @@ def train_here(case: Case, rank: int, ranks: int) -> Found:
                 if number in kills:
                     kills.remove(number)
                     if rank == 0:
+                        if isinstance(home, ProtectedHome):
+                            until(lambda: not home.being_recovered)
                         os.kill(pids.pop(), signal.SIGKILL)
                 if number == case.dies and rank == ranks - 1:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -319,7 +329,7 @@ def checkpoints_of(
         "drain_seconds": 120.0,
         "handle_sigterm": False,
         "announce": False,
-        "rewinds": len(case.kills),
+        "rewinds": 0 if any(case.parity) else len(case.kills),
     }
     checkpoints = Checkpointer(model, optimizers, **arguments(settings))
     try:

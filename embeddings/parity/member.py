@@ -22,8 +22,9 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.home import Home
+from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.parity.differences import Inbox, Outbox, Unsettled, Writes
+from recpoint.embeddings.parity.frozen_while_lost import FrozenWhileLost
 from recpoint.embeddings.parity.peers import Differences, Members, Moment, OutOfStep, Peer, Sent
 from recpoint.embeddings.parity.stripes import Stripes
 from recpoint.errors import HomeError, ServerLost
@@ -186,10 +187,6 @@ class StripeMember:
             if here.parity_slots:
                 self._home.clear(here.parity_name)
 
-    def has_lost(self, table: str) -> bool:
-        """Whether rows of a table are lost and not recovered yet."""
-        return self._table(table).is_known is not None
-
     @property
     def known(self) -> Known:
         """How much of all rows and parity rows this server knows."""
@@ -249,6 +246,33 @@ class StripeMember:
                 shares=shares,
             )
             self._outboxes[receiver].add(sent, given)
+
+    def freeze(self, table: str, slots: range) -> FrozenRows:
+        """Freeze rows, also lost ones: they are recovered before they are read.
+
+        Args:
+            table: name of the table.
+            slots: the slots that will be read.
+        """
+        here = self._table(table)
+        with self._lock:
+            reader = self._home.freeze(table, slots)
+            if here.is_known is None:
+                return reader
+            frozen = FrozenWhileLost(
+                reader,
+                here.is_known.clone(),
+                here.record_bytes,
+                recover=lambda ids: self.recover(table, ids),
+                at_release=lambda: self._forget_frozen(here, frozen),
+            )
+            here.frozen.append(frozen)
+            return frozen
+
+    def _forget_frozen(self, table: _Table, frozen: FrozenWhileLost) -> None:
+        with self._lock:
+            if frozen in table.frozen:
+                table.frozen.remove(frozen)
 
     def flush(self) -> None:
         """Send all messages that are on their way, and wait until they have arrived.
@@ -445,9 +469,10 @@ class StripeMember:
                     next_step="restore the last checkpoint, and look at the memory of the machines",
                 )
             chosen = is_written.nonzero().view(-1)
-            self._home.write_back(
-                table.name, slots[chosen], coded[chosen, :-1].contiguous(), batch=0
-            )
+            found, records = slots[chosen], coded[chosen, :-1].contiguous()
+            self._home.write_back(table.name, found, records, batch=0)
+            for frozen in table.frozen:
+                frozen.reveal(found, records)
             table.set_known(slots)
 
     def _decoded(self, table: _Table, slots: Tensor) -> Tensor:
@@ -604,6 +629,7 @@ class _Table:
         self.is_known: Tensor | None = None  # None: all are
         self.is_parity_known: Tensor | None = None
         self._first = self._first_parity = 0  # all before are known
+        self.frozen: list[FrozenWhileLost] = []
 
     def lose_all(self) -> None:
         """Know no row and no parity row any more."""

@@ -337,13 +337,7 @@ class EmbeddingServer(Transport):
         rows = range(given.number("start"), given.number("stop"))
         open_from = given.number("open_from")
         here = self._table(table)
-        if self._is_protected and self._opened().has_lost(table):
-            raise HomeError(
-                f"{self._name}: table {table!r}",
-                found="rows that are being recovered, because a server was lost",
-                expected="a server that has all its rows",
-                next_step="wait until the servers' log says that they are recovered",
-            )
+        member = self._opened() if self._is_protected else None
         with here.lock:
             for number, frozen in list(here.frozen.items()):
                 if frozen.trainer == trainer and frozen.batch == batch:
@@ -360,7 +354,8 @@ class EmbeddingServer(Transport):
                     expected="no more than these",
                     next_step="release some",
                 )
-            reader = self._home.freeze(table, rows)
+            freeze = self._home.freeze if member is None else member.freeze
+            reader = freeze(table, rows)
             here.last[trainer] = batch
             with self._lock:
                 number = next(self._numbers)

@@ -1,0 +1,51 @@
+"""SIGKILL of embedding servers that keep parity: training goes on, and its bits are as without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cached_training import as_bits
+from tests.several_trainers import Case, Found, alone, on_ranks
+from tests.training_builder import Place
+
+
+def same(found: Found, expected: Found) -> bool:
+    return found.rows.differences(expected.rows) == [] and torch.equal(
+        as_bits(found.dense), as_bits(expected.dense)
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_goes_on_bit_for_bit(ranks: int, tmp_path: Path) -> None:
+    cases = [
+        Case(servers=3, parity=(2, 1), kills=(8, 17), optimizer="adagrad", lr_factor=0.95),
+        Case(servers=3, parity=(1, 2), kills=(5,), optimizer="sparse adam", batches_a_step=2),
+        Case(servers=5, parity=(4, 1), kills=(3,), optimizer="sgd", window=1),
+    ]
+    for found, case in zip(on_ranks(cases, ranks, tmp_path / "ranks"), cases, strict=True):
+        assert same(found, alone(case, ranks)), case
+        assert len(found.losses) == case.batches, "no batch is trained again"
+
+
+def test_checkpoints_go_on_and_are_restored(tmp_path: Path) -> None:
+    """Checkpoints that are due during a recovery are taken later, and none is wrong."""
+    place = Place(str(tmp_path / "run"), tmp_path / "staging")
+    case = Case(
+        run=place.run,
+        staging=str(place.staging),
+        servers=3,
+        parity=(2, 1),
+        kills=(7,),
+        batches=40,
+        interval=4,
+    )
+    with place.agent():
+        (found,) = on_ranks([case], 2, tmp_path / "first")
+        assert same(found, alone(case, 2))
+        assert len(found.losses) == case.batches
+        again = Case(run=place.run, staging=str(place.staging), servers=2, batches=0)
+        (restored,) = on_ranks([again], 1, tmp_path / "second")
+    assert same(restored, alone(case, 2))
