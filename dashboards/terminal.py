@@ -488,7 +488,10 @@ def error_text(error: Exception) -> Text:
 
 def plain_table(title: str) -> Table:
     """Returns an empty table without rules, its headings in bold."""
-    table = Table(title=shown(title, limit=200), title_justify="left", pad_edge=False)
+    line = shown(title, limit=200)
+    # It would be broken at the width of the table, which may be narrower than the terminal.
+    line.no_wrap, line.overflow = True, "ignore"
+    table = Table(title=line, title_justify="left", pad_edge=False)
     table.box = None
     table.header_style = "bold"
     return table

@@ -353,8 +353,9 @@ def map_parts(manifest: Manifest, parts: Sequence[TablePart]) -> list[TableTarge
         table = tables.get(part.table)
         if table is None:
             near = get_close_matches(part.table, tables, n=3) or list(tables)
+            known = ", ".join(map(repr, near))
             raise _does_not_fit(
-                part.table, f"no such table in {manifest.ref}", f"one like {', '.join(near):.500}"
+                part.table, f"no such table in {manifest.ref}", f"a name such as {known:.500}"
             )
         _check_part(table, part)
         for piece in table.pieces:

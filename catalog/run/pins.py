@@ -45,9 +45,9 @@ DEFAULT_NAME = "pin"
 
 
 def pinned_text(pins: Iterable[str]) -> str:
-    """Say that a checkpoint is pinned, with the names that people gave its pins."""
-    names = ", ".join(sorted(name for name in pins if name != DEFAULT_NAME))
-    return f"pinned ({names})" if names else "pinned"
+    """Say that a checkpoint is pinned, with the names of its pins; a default pin alone has none."""
+    names = sorted(pins)
+    return "pinned" if {*names} <= {DEFAULT_NAME} else f"pinned ({', '.join(names)})"
 
 
 #: Errors of a checkpoint that is being deleted, is gone, or does not restore: its pin is removed.

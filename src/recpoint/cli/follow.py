@@ -21,7 +21,7 @@ from recpoint.cli.reporting import (
 )
 from recpoint.dashboards import terminal
 from recpoint.errors import ChainError, FormatError, NothingToRestore, NotServing, StoreError
-from recpoint.units import bytes_text, counted
+from recpoint.units import bytes_text, counted, duration_text
 
 if TYPE_CHECKING:
     from recpoint.serving.follower import Follower, Status
@@ -150,9 +150,9 @@ def _lines(status: Status, url: str) -> list[Any]:
         text = f"{status.serving} is served although {status.doubt}"
         found.append(terminal.shown(text, limit=2000, style="red"))
     after = (status.served_ms - status.committed_ms) / 1000
-    lag = "none" if not status.lag_seconds else f"{status.lag_seconds:.1f} s"
+    lag = "none" if not status.lag_seconds else duration_text(status.lag_seconds)
     text = (
-        f"{status.serving}: served {after:.1f} s after its commit, lag {lag}, "
+        f"{status.serving}: served {duration_text(after)} after its commit, lag {lag}, "
         f"{counted(status.increments_applied, 'increment')} and "
         f"{counted(status.fulls_applied, 'full')} applied, "
         f"{bytes_text(status.bytes_read)} read"

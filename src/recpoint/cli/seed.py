@@ -14,6 +14,7 @@ from recpoint.cli.inspect import GenerationOption, UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command
 from recpoint.dashboards import terminal
 from recpoint.errors import IncompatibleModel, SettingsError
+from recpoint.units import counted
 
 if TYPE_CHECKING:
     from recpoint.catalog.restore.restore import MemoryTarget
@@ -66,7 +67,9 @@ def plan_seed(
         for line in skipped_lines(report.skipped)
     ]
     exact = "some of it quantized" if report.quantized else "all of it exact"
-    shown = terminal.plain_table(f"{report.restored}: {report.chain_length} to read, {exact}")
+    shown = terminal.plain_table(
+        f"{report.restored}: {counted(report.chain_length, 'manifest')}, {exact}"
+    )
     for heading in ("name", "taken as", "shape", "dtype", "row states"):
         shown.add_column(heading, overflow="fold")
     for part in parts:

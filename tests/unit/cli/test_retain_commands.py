@@ -103,6 +103,8 @@ def test_pins_are_set_shown_and_removed(recpoint: Invoke, saved_run: SavedRun) -
     assert "pinned" in rows["manifests"][0]["reason"].split(", ")
     newest = recpoint("list", saved_run.directory).stdout.splitlines()[2]
     assert newest.rstrip().endswith("pinned")
+    assert recpoint("pin", saved_run.directory, 30, "--name", "x").code == 0
+    assert "pinned (pin, x)" in recpoint("list", saved_run.directory).stdout
     # Superseded, and yet found by its pin.
     assert recpoint("unpin", saved_run.directory, 25, "--name", "demo").code == 0
     assert PIN_KEY.of(25, 1, "demo") not in files(saved_run)

@@ -29,6 +29,8 @@ def test_what_there_is_to_take(recpoint: Invoke, saved_run: SavedRun) -> None:
     assert sorted(info.key for info in saved_run.run.store.list()) == before
     people = recpoint("seed", saved_run.directory).stdout
     assert "left out" in people and "--table NEW=NAME" in people
+    # Whole, though the table below is narrower.
+    assert people.splitlines()[0].rstrip().endswith("): 3 manifests, all of it exact")
 
 
 def test_what_is_taken_and_the_line_for_the_script(recpoint: Invoke, saved_run: SavedRun) -> None:
