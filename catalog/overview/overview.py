@@ -588,7 +588,7 @@ def _silence(
             "no_commit",
             f"training has {_ENDED[ended.reason]} after step {ended.step}, and its last "
             f"{lag.at_risk_batches} batches are not stored",
-            f"on {host}: run recpoint agent, which stores the checkpoints that are staged there; a "
+            f"on {host}: if a checkpoint is staged there, run recpoint agent, which stores it; a "
             "new start trains the other batches again",
         )
     since = "checkpoint that restores" if overview.checkpoints else "checkpoint at all"

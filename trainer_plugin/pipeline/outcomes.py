@@ -79,8 +79,8 @@ class WaitingLog:
         why, next_step = self._why(trouble, agent=agent)
         _log.warning(
             "no checkpoint at batch %d, %d in a row not taken: earlier ones wait in %s, and %s. "
-            "If this host failed now, %d batches would be lost; if only this process did and an "
-            "agent then stored what is staged, %d. Next: %s",
+            "If this host failed now, %d batches would be lost. If only this process failed, and "
+            "an agent stored what is staged, %d would be lost. Next: %s",
             batches_done,
             in_row,
             self._area.run_directory,

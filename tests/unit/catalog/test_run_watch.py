@@ -237,6 +237,7 @@ def test_a_run_that_has_ended_alarms_only_for_what_is_not_stored(
     assert (lacking.lag.at_risk_batches, lacking.lag.at_risk_seconds) == (5, 50.0)
     (alarm,) = alarms(lacking)
     assert "its last 5 batches are not stored" in alarm.text
+    assert "if a checkpoint is staged there" in alarm.next_step
     assert "alive" not in alarm.next_step and "recpoint agent" in alarm.next_step
     commit(run, 35, at=0, parent=made[-1])
     ended = seen.refresh()
