@@ -44,5 +44,5 @@ def test_an_interval_that_is_none() -> None:
 def test_a_page_without_a_run() -> None:
     code, document = dashboard("--port", "0")
     assert code == 2 and document["error"] == "UsageError"
-    assert "URL..." in str(document["found"])
+    assert "argument 'URL'" in str(document["found"])
     assert document["next_step"] == "recpoint dashboard --help"
