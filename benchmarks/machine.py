@@ -5,6 +5,7 @@ Needs nothing but torch. Without psutil, the load by other processes is unknown.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -19,7 +20,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["Busy", "Watch", "commit", "describe", "own_cpu_seconds", "uncommitted", "watch"]
+__all__ = [
+    "Busy",
+    "Watch",
+    "commit",
+    "describe",
+    "keep_freed_memory",
+    "own_cpu_seconds",
+    "uncommitted",
+    "watch",
+]
 
 _PACKAGES = (
     "torch",
@@ -69,6 +79,18 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep freed memory, for all sides; other C libraries are left as they are.
+
+    The page faults of fresh memory would take longer than the work.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        trim_threshold, mmap_threshold = -1, -3
+        library = ctypes.CDLL(None)
+        library.mallopt(mmap_threshold, 1 << 25)
+        library.mallopt(trim_threshold, 1 << 30)
 
 
 # --- the code -------------------------------------------------------------------------------------

@@ -7,9 +7,7 @@ squared error of a whole row. The exhaustive reference is `exhaustive_quantizer`
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
-import platform
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.exhaustive_quantizer import least_error
+from benchmarks.machine import keep_freed_memory
 from benchmarks.report import Report, Spread, alternate, ratio
 from benchmarks.trained_rows import trained_rows
 from recpoint.kernels.quantize import (
@@ -73,7 +72,7 @@ def run(*, smoke: bool) -> Report:
     of an exhaustive search on that set. The other errors are the worst of all sets, and speeds the
     worst of all row widths. torch takes only rows of even length; at 2 bits, of a multiple of four.
     """
-    _keep_memory()
+    keep_freed_memory()
     inputs = _inputs(smoke)
     _gate(inputs, 4 if smoke else 20)
     report = Report(
@@ -84,15 +83,6 @@ def run(*, smoke: bool) -> Report:
     _speeds(report, smoke)
     _schemes(report, inputs, 20 if smoke else 400)
     return report
-
-
-def _keep_memory() -> None:
-    """Makes glibc keep freed memory, for both sides; other C libraries are left as they are."""
-    if platform.libc_ver()[0] == "glibc":
-        trim_threshold, mmap_threshold = -1, -3
-        library = ctypes.CDLL(None)
-        library.mallopt(mmap_threshold, 1 << 25)
-        library.mallopt(trim_threshold, 1 << 30)
 
 
 def _inputs(smoke: bool) -> Inputs:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from recpoint.kernels.erasure.field import MOST_DATA
@@ -46,11 +46,10 @@ def combine(members: Sequence[Tensor], coefficients: Sequence[int], out: Tensor)
     """out = the sum of coefficient · member."""
     require_members(members, (out,))
     require_coefficients(members, coefficients)
-    addresses = _addresses(members)
-    factors = torch.tensor(coefficients, dtype=torch.uint8, device="cpu")
+    addresses, factors = _addresses(members), array("B", coefficients)
     library.combine_members(
-        addresses.data_ptr(),
-        factors.data_ptr(),
+        addresses.buffer_info()[0],
+        factors.buffer_info()[0],
         len(members),
         out.data_ptr(),
         out.nbytes,
@@ -67,7 +66,7 @@ def encode(data: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
     p, q = outs
     addresses = _addresses(data)
     library.encode_members(
-        addresses.data_ptr(),
+        addresses.buffer_info()[0],
         len(data),
         p.data_ptr(),
         q.data_ptr(),
@@ -76,8 +75,9 @@ def encode(data: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
     )
 
 
-def _addresses(members: Sequence[Tensor]) -> Tensor:
-    return torch.tensor([m.data_ptr() for m in members], dtype=torch.int64, device="cpu")
+def _addresses(members: Sequence[Tensor]) -> array[int]:
+    """What the kernels read addresses from. The caller keeps it until they have returned."""
+    return array("Q", [member.data_ptr() for member in members])
 
 
 def _check(name: str, listed: Tensor, limit: int) -> None:
