@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpoint.kernels import dirty_bitmap, dirty_rows, quantize, row_gather
+from recpoint.kernels import dirty_bitmap, dirty_rows, erasure, quantize, row_gather
 from recpoint.kernels.quantize import reference
 
 ELEMENTS = 2**31
@@ -109,6 +109,18 @@ def test_bits_of_rows_far_behind_are_marked(huge: Huge) -> None:
     assert again.tolist() == [0, 1]
     with pytest.raises(IndexError):
         dirty_bitmap.mark(bitmap, torch.tensor([rows]), rows=rows)
+
+
+def test_differences_of_rows_far_behind_are_applied(table: Tensor, threads: int) -> None:
+    parity = table.view(torch.uint8)
+    differences = torch.randint(0, 256, (4, 4 * DIM), dtype=torch.uint8)
+    erasure.apply(parity, PLACES[[0, 1, 2, 0]], differences)
+    found = parity[PLACES]
+    assert torch.equal(found[0], differences[0] ^ differences[3])
+    assert torch.equal(found[1:], differences[1:3])
+    assert not parity[[1, ROWS // 2, ROWS - 2]].any()
+    with pytest.raises(IndexError):
+        erasure.apply(parity, torch.tensor([ROWS]), differences[:1])
 
 
 def test_dirty_rows_far_behind_are_copied(huge: Huge, table: Tensor, threads: int) -> None:
