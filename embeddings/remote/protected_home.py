@@ -112,6 +112,7 @@ class ProtectedHome(ServedHome):
         self._patience_seconds = patience_seconds
         self._round = 0
         self._generations: dict[str, int] = {}
+        self._all: dict[str, ServedTable] = {}
         self._recovery = Recovery()
         self._being_recovered: dict[int, float] = {}  # server -> time of its loss
         self._has_given_up = False
@@ -138,6 +139,16 @@ class ProtectedHome(ServedHome):
 
     def _placed(self, form: TableForm) -> Stripes:
         return stripes_of(form.table, rows=form.rows, parity=self._parity, hosts=self.hosts)
+
+    def _made(self, form: TableForm) -> ServedTable:
+        made = ServedTable(form, self._placed(form), len(self._servers))
+        self._all[form.table] = made  # so that successors of lost servers get it, too
+
+        def add(server: int) -> None:
+            self._repeated(made, server, lambda: self._add_again(server, made))
+
+        self._at_all(add)
+        return made
 
     def _fetch_at(
         self,
@@ -285,7 +296,7 @@ class ProtectedHome(ServedHome):
             self._begin_successor(number)
         for number in lost:
             self._protect(number, is_lost=True)
-            for table in self._tables.all():
+            for table in list(self._all.values()):
                 self._add_again(number, table)
         self._join_all(lost)
         for number in lost:
@@ -411,7 +422,7 @@ class ProtectedHome(ServedHome):
 
         self._at_all(begin)
         self._protect_all()
-        for table in self._tables.all():
+        for table in list(self._all.values()):
             for number in range(len(self._servers)):
                 self._add_again(number, table)
 

@@ -23,8 +23,9 @@ def test_training_goes_on_bit_for_bit(ranks: int, tmp_path: Path) -> None:
     cases = [
         Case(servers=3, parity=(2, 1), kills=(8, 17), optimizer="adagrad", lr_factor=0.95),
         Case(servers=3, parity=(1, 2), kills=(5,), optimizer="sparse adam", batches_a_step=2),
-        Case(servers=5, parity=(4, 1), kills=(3,), optimizer="sgd", window=1),
+        Case(servers=5, parity=(4, 1), kills=(3,), optimizer="sgd", sparse=False, window=1),
     ]
+    cases = cases[: 3 if ranks == 1 else 1]
     for found, case in zip(on_ranks(cases, ranks, tmp_path / "ranks"), cases, strict=True):
         assert same(found, alone(case, ranks)), case
         assert len(found.losses) == case.batches, "no batch is trained again"
