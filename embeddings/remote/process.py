@@ -1,8 +1,9 @@
 """Runs one embedding server, as `python -m recpoint.embeddings.remote.process`.
 
-`processes.py` starts such processes. The settings come through stdin as one line of JSON, so that
-the token is in no list of processes. The port goes back through stdout. The process ends when
-another line comes, when stdin ends, or when its parent is gone, also after SIGKILL.
+`processes.py` starts such processes, some before it knows what for. The settings come through stdin
+as one line of JSON, so that the token is in no list of processes. The port goes back through
+stdout. The process ends when another line comes, when stdin ends, or when its parent is gone, also
+after SIGKILL.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ _LOOK_SECONDS: Final = 1.0
 def main() -> None:
     """Serve until the parent wants no more."""
     stdin = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115  # open until the end
-    settings: dict[str, Any] = json.loads(stdin.readline())
+    parent = os.getppid()
+    while not select.select([stdin], [], [], _LOOK_SECONDS)[0]:
+        if os.getppid() != parent:
+            return  # nobody will say any more which server this is
+    line = stdin.readline()
+    if not line:
+        return
+    settings: dict[str, Any] = json.loads(line)
     torch.set_num_threads(1)
     try:
         token = bytes.fromhex(settings["token"])

@@ -89,19 +89,12 @@ def servers(
 
 
 class _Process:
-    """The process of one server."""
+    """The process of one server. It imports what it needs, and waits for `begin`."""
 
-    def __init__(
-        self, number: int, count: int, token: bytes, directory: Path | None, port: int = 0
-    ) -> None:
-        self._title = f"embedding server {number + 1} of {count}"
-        settings = {
-            "name": self._title,
-            "token": token.hex(),
-            "directory": None if directory is None else str(directory / f"server-{number + 1}"),
-            "port": port,
-            "parent": os.getpid(),
-        }
+    def __init__(self) -> None:
+        self._title = "an embedding server"
+        self._token = b""
+        self.port = 0
         self._process = subprocess.Popen(
             [sys.executable, "-m", "recpoint.embeddings.remote.process"],
             stdin=subprocess.PIPE,
@@ -110,8 +103,20 @@ class _Process:
             # Ctrl-C at a terminal is for the trainer, which may want to take a checkpoint.
             start_new_session=True,
         )
+
+    def begin(
+        self, number: int, count: int, token: bytes, directory: Path | None, port: int = 0
+    ) -> None:
+        """Say which server it is, and have it listen."""
+        self._title = f"embedding server {number + 1} of {count}"
         self._token = token
-        self.port = 0
+        settings = {
+            "name": self._title,
+            "token": token.hex(),
+            "directory": None if directory is None else str(directory / f"server-{number + 1}"),
+            "port": port,
+            "parent": os.getpid(),
+        }
         self._write(json.dumps(settings).encode() + b"\n")
 
     def wait_until_started(self) -> None:
@@ -197,6 +202,8 @@ class ServerProcesses:
         count: number of servers.
         directory: see `servers`.
         timeout_seconds: see `servers`.
+        has_spare: whether one more process waits to take the place of a lost server, which then
+            takes milliseconds instead of seconds.
 
     Attributes:
         token: what the servers and their trainers know.
@@ -205,7 +212,14 @@ class ServerProcesses:
         HomeError: a server does not start; none is left.
     """
 
-    def __init__(self, count: int, directory: Path | None, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        count: int,
+        directory: Path | None,
+        timeout_seconds: float,
+        *,
+        has_spare: bool = False,
+    ) -> None:
         if directory is not None:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.token = secrets.token_bytes(32)
@@ -213,13 +227,16 @@ class ServerProcesses:
         self._directory = directory
         self._owned_by = os.getpid()
         self._all: list[_Process] = []
+        self._spare: _Process | None = None
         try:
             for number in range(count):
-                self._all.append(_Process(number, count, self.token, directory))
+                self._all.append(_Process())
+                self._all[-1].begin(number, count, self.token, directory)
+            self._spare = _Process() if has_spare else None
             for process in self._all:
                 process.wait_until_started()
         except BaseException:
-            for process in self._all:
+            for process in self._all if self._spare is None else [*self._all, self._spare]:
                 process.kill()
             raise
 
@@ -236,9 +253,13 @@ class ServerProcesses:
         """Start a server again, at its port if nobody has taken that; returns a transport to it."""
         old = self._all[number]
         old.kill()
-        new = _Process(number, len(self._all), self.token, self._directory, old.port)
+        spare, self._spare = self._spare, None
+        new = spare or _Process()
+        new.begin(number, len(self._all), self.token, self._directory, old.port)
         new.wait_until_started()
         self._all[number] = new
+        if spare is not None:
+            self._spare = _Process()
         return new.transport(self._timeout_seconds)
 
     def end(self) -> None:
@@ -250,12 +271,15 @@ class ServerProcesses:
         for process in self._all:
             process.kill(_END_SECONDS)
         self._all.clear()
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.kill()
 
 
 def _started(
     count: int, parity: Parity | None, directory: Path | None, timeout_seconds: float
 ) -> tuple[ServedHome, ServerProcesses]:
-    processes = ServerProcesses(count, directory, timeout_seconds)
+    processes = ServerProcesses(count, directory, timeout_seconds, has_spare=parity is not None)
     try:
         home = made_home(
             processes.transports(),
