@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -36,6 +37,7 @@ from recpoint.dashboards.demo.processes import (
     wait_for_prefect,
 )
 from recpoint.dashboards.terminal import Listed
+from recpoint.embeddings.parity.stripes import Parity
 from recpoint.errors import NothingToRestore, SettingsError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName, parse_job_stem
@@ -83,6 +85,8 @@ class DemoSettings:
             cache; the other trainer has all rows in memory. None: both have.
         servers: the same with the rows in so many server processes, of which one is killed first.
             With several ranks, these share the rows, and each has a cache.
+        parity: "K+R", rows and parity rows of a stripe on these servers: training then goes on when
+            one is killed, and goes back to no checkpoint. "": no parity.
     """
 
     directory: Path
@@ -94,6 +98,7 @@ class DemoSettings:
     lookahead: bool = False
     home: Path | None = None
     servers: int = 0
+    parity: str = ""
 
     @property
     def example(self) -> str:
@@ -116,6 +121,11 @@ class DemoSettings:
             raise _refused("--lookahead", f"--ranks {self.ranks}", "one process: leave out --ranks")
         if not 0 <= self.servers <= MOST_SERVERS:
             raise _refused("--servers", str(self.servers), f"1 to {MOST_SERVERS} processes")
+        if self.parity:
+            found = re.fullmatch(r"(\d{1,2})\+(\d)", self.parity)
+            if found is None:
+                raise _refused("--parity", self.parity, "K+R, such as 4+1")
+            Parity(data=int(found[1]), parity=int(found[2])).require_servers(self.servers)
         if self.is_cached and self.lookahead:
             raise _refused(
                 "--lookahead",
@@ -197,6 +207,8 @@ class _Demo:
             arguments.append(f"--home={self.settings.home}")
         if checkpoints and self.settings.servers:
             arguments.append(f"--servers={self.settings.servers}")
+        if checkpoints and self.settings.parity:
+            arguments.append(f"--parity={self.settings.parity}")
         if checkpoints:
             arguments += [
                 f"--run={self.run_url}",
@@ -250,7 +262,7 @@ class _Demo:
         self.progress.show(trainers, self.committed)
 
     def kill_a_server(self, victim: Trainer, *others: Trainer) -> int:
-        """Kills a server of a trainer, which goes back to a checkpoint.
+        """Kills a server of a trainer, which goes back to a checkpoint, or on if there is parity.
 
         Returns the batches that it had trained, once it has gone on.
         """
@@ -263,7 +275,7 @@ class _Demo:
         step = victim.step
         victim.go_on()
         self.watch(lambda: victim.servers not in ([], before), victim, *others)
-        self.progress.server_killed(step)
+        self.progress.server_killed(step, goes_on=bool(self.settings.parity))
         return step
 
     def kill_in_the_middle(self, victim: Trainer, *others: Trainer) -> int:
@@ -400,6 +412,7 @@ def _document(
         "auc_last_tenth": found["auc_last_tenth"],
         "bits": settings.bits,
         "ranks": found["ranks"],
+        "parity": settings.parity or None,
         "cache": found.get("cache"),
         "checkpoints": len(manifests),
         "bytes_written": sum(manifest.stored_bytes for manifest in manifests),
@@ -540,6 +553,8 @@ def _proof(result: DemoResult) -> Text:
     if document["server_killed_at_step"] is not None:
         at = document["server_killed_at_step"]
         story = f"an embedding server killed with SIGKILL at step {at}, "
+        if document["parity"]:
+            story += "training went on with rows of the others, "
         who = who or "the trainer "
     story += f"{who}killed with SIGKILL at step {killed}, restored at step {restored}: after "
     story += (

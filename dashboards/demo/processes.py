@@ -311,12 +311,14 @@ class DemoProgress:
                 note = f"{len(committed)} checkpoints committed, lag {lag} batches"
             self._bars.update(task, completed=trainer.step, note=note)
 
-    def server_killed(self, step: int) -> None:
+    def server_killed(self, step: int, *, goes_on: bool) -> None:
         """Shows that SIGKILL was sent to an embedding server, and that training has gone on."""
-        self._print_line(
-            f"killed an embedding server with SIGKILL at step {step}; training went back to a "
-            f"checkpoint, and on with another server"
+        what = (
+            "went on, with rows that were computed from those of the other servers"
+            if goes_on
+            else "went back to a checkpoint, and on with another server"
         )
+        self._print_line(f"killed an embedding server with SIGKILL at step {step}; training {what}")
 
     def killed(self, step: int, committed: int) -> None:
         """Shows that SIGKILL was sent at batch `step`, after `committed` checkpoints."""

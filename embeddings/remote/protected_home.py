@@ -212,14 +212,23 @@ class ProtectedHome(ServedHome):
         return ", ".join(str(number + 1) for number in numbers)
 
     def _follow(self, server: int) -> None:
-        """Learn the incarnation of a server that the leader may have replaced."""
+        """Learn the incarnation, and the address, of a server that the leader may have replaced."""
         here = self._servers[server]
-        try:
-            greeting = here.transport.hello()
-        except ServerLost:
-            return
-        if greeting.owner == self.owner:
-            here.incarnation, here.greeting = greeting.incarnation, greeting
+        with here.lock:
+            try:
+                greeting = here.transport.hello()
+            except ServerLost:
+                if self._revive is None:
+                    return
+                try:
+                    fresh = self._revive(server)
+                    greeting = fresh.hello()
+                except ServerLost:
+                    return
+                old, here.transport = here.transport, fresh
+                old.close()
+            if greeting.owner == self.owner:
+                here.incarnation, here.greeting = greeting.incarnation, greeting
 
     # The leader.
 
@@ -313,8 +322,10 @@ class ProtectedHome(ServedHome):
             )
         old, server.transport = server.transport, self._revive(number)
         old.close()
-        greeting = server.transport.hello()
-        server.incarnation = self._command_begin(server, greeting)
+        # Another round: if it is the same server after all, it forgets its rows, because the others
+        # have forgotten what it sent.
+        self._round += 1
+        server.incarnation = self._command_begin(server, server.transport.hello())
         server.greeting = server.transport.hello()
 
     def _add_again(self, number: int, table: ServedTable) -> None:
@@ -416,11 +427,11 @@ class ProtectedHome(ServedHome):
             if not self._lives(number):
                 self._begin_successor(number)
             else:
-                assert server.greeting is not None
                 server.incarnation = self._command_begin(server, server.transport.hello())
                 server.greeting = server.transport.hello()
 
-        self._at_all(begin)
+        for number in range(len(self._servers)):
+            begin(number)
         self._protect_all()
         for table in list(self._all.values()):
             for number in range(len(self._servers)):

@@ -8,6 +8,8 @@ from typing import Literal, get_args
 
 from recpoint.catalog.store.run_url import parse_run_url
 from recpoint.embeddings.home import Home
+from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.remote.protected_home import made_home
 from recpoint.embeddings.remote.rank_agreement import found_by_first_rank, rank_and_count
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.transport import Transport
@@ -26,6 +28,7 @@ def ray(
     run: str | None = None,
     memory_bytes: int | None = None,
     transport: _Transport = "tcp",
+    parity: Parity | None = None,
     timeout_seconds: float = 60.0,
     start_seconds: float = 300.0,
 ) -> Home:
@@ -55,6 +58,9 @@ def ray(
             address of their node and answer those who know a token; rows are not encrypted, as
             with Ray. "ray": by actor calls, for networks where only Ray's own ports are open;
             they take about three times as long.
+        parity: how many servers may be lost at a time without a return to a checkpoint, and how
+            many rows share parity; needs "tcp". Members of a stripe are on different nodes, as far
+            as there are enough nodes. None: no parity.
         timeout_seconds: the longest time for one call.
         start_seconds: the longest time for all servers to start.
 
@@ -80,6 +86,13 @@ def ray(
             found=repr(transport),
             expected="'tcp' or 'ray'",
             next_step="pass another value",
+        )
+    if parity is not None and transport != "tcp":
+        raise SettingsError(
+            "transport",
+            found=f"{transport!r} with parity",
+            expected="'tcp': servers that keep parity call each other",
+            next_step="leave transport out",
         )
     if find_spec("ray") is None:
         raise SettingsError(
@@ -110,16 +123,23 @@ def ray(
             cluster.leave()
 
     def joined(
-        names: list[str], token: bytes | None, *, owner: int | None, trainer: int
+        names: list[str],
+        token: bytes | None,
+        *,
+        owner: int | None,
+        hosts: list[str] | None,
     ) -> ServedHome:
         def connected(number: int) -> Transport:
             return cluster.transport(number, names, token=token, timeout_seconds=timeout_seconds)
 
-        return ServedHome(
+        if parity is not None:
+            parity.require_servers(len(names))
+        return made_home(
             [connected(number) for number in range(len(names))],
+            parity=parity,
+            timeout_seconds=timeout_seconds,
             owner=owner,
-            trainer=trainer,
-            trainers=ranks,
+            hosts=hosts,
             # Ray starts a server again by itself. It then listens at another port.
             revive=connected,
             at_close=at_close,
@@ -135,16 +155,22 @@ def ray(
             token=token,
             timeout_seconds=start_seconds,
         )
-        home = joined(names, token, owner=None, trainer=0)
+        home = joined(names, token, owner=None, hosts=None)
         homes.append(home)
-        return {"names": names, "token": token and token.hex(), "owner": home.owner}
+        hosts = [greeting.host for greeting in home.greetings]
+        return {
+            "names": names,
+            "token": token and token.hex(),
+            "owner": home.owner,
+            "hosts": hosts,
+        }
 
     try:
         found = found_by_first_rank(start, timeout_seconds=start_seconds + timeout_seconds)
         if rank == 0:
             return homes[0]
         token = found["token"] and bytes.fromhex(found["token"])
-        return joined(found["names"], token, owner=found["owner"], trainer=rank)
+        return joined(found["names"], token, owner=found["owner"], hosts=found["hosts"])
     except BaseException:
         if homes:
             homes[0].close()

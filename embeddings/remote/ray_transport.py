@@ -24,6 +24,7 @@ from torch import Tensor
 
 from recpoint.embeddings.remote.server import EmbeddingServer
 from recpoint.embeddings.remote.tcp import TcpServer
+from recpoint.embeddings.remote.tcp_peer import reach_with
 from recpoint.embeddings.remote.transport import Greeting, Transport, Value
 from recpoint.errors import RecpointError, ServerLost
 
@@ -50,7 +51,8 @@ class ServerActor:
         # Arrays of the object store are read-only. The server copies what it is given, and writes
         # to none of it. This process has no other work than the server's.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        self._server = EmbeddingServer(name=name)
+        reach = None if token is None else reach_with(token)
+        self._server = EmbeddingServer(name=name, reach=reach)
         self._listening: TcpServer | None = None
         if token is not None:
             # The address by which nodes of the cluster reach each other.

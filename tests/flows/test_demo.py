@@ -21,7 +21,13 @@ from recpoint.catalog.store.store import open_store
 @pytest.mark.xdist_group("prefect")
 @pytest.mark.parametrize(
     ("ranks", "more"),
-    [(1, []), (2, []), (1, ["--lookahead"]), (1, ["--servers=2"]), (2, ["--servers=2"])],
+    [
+        (1, []),
+        (2, []),
+        (1, ["--lookahead"]),
+        (1, ["--servers=3", "--parity=2+1"]),
+        (2, ["--servers=2"]),
+    ],
 )
 def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(
     tmp_path: Path, ranks: int, more: list[str]
@@ -30,7 +36,8 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(
     # A server of its own, which must not be one that somebody is looking at.
     environment |= {"RECPOINT_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     demo = tmp_path / "demo"
-    is_served = more == ["--servers=2"]
+    is_served = any("--servers" in one for one in more)
+    has_parity = "--parity=2+1" in more
     ended = subprocess.run(
         [sys.executable, "-m", "recpoint", "demo", f"--dir={demo}", "--stop-server"]
         + ["--steps=120", "--interval=20", f"--ranks={ranks}", *more],
@@ -83,8 +90,9 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(
         assert all((manifest.cache is None) is (ranks > 1) for manifest in manifests)
     assert manifests[0].step == 120
     assert {manifest.ranks for manifest in manifests} == {ranks}
-    # A rewind begins a generation, too.
-    assert run.generation_numbers() == ([1, 2, 3] if is_served else [1, 2])
+    # A rewind begins a generation, too; with parity there is none.
+    assert run.generation_numbers() == ([1, 2, 3] if is_served and not has_parity else [1, 2])
+    assert ("training went on with rows of the others" in proof) is has_parity
     restored = run.generation(run.generation_numbers()[-1]).restored
     assert restored is not None and restored.step == document["restored_step"]
     assert check(run, level="full").ok

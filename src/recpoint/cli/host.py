@@ -368,6 +368,14 @@ def demo(
             help="Keep rows in so many server processes, which ranks share; kill one first, too."
         ),
     ] = 0,
+    parity: Annotated[
+        str,
+        typer.Option(
+            metavar="K+R",
+            help="K rows on these servers share R parity rows: training goes on without the killed "
+            "one.",
+        ),
+    ] = "",
     stop: Annotated[
         bool, typer.Option("--stop-server", help="Stop the local Prefect server at the end.")
     ] = False,
@@ -388,6 +396,7 @@ def demo(
         lookahead=lookahead,
         home=home,
         servers=servers,
+        parity=parity,
     )
     console = progress_console() if json_output else output_console()
     try:

@@ -23,6 +23,8 @@ from torch.optim import Adagrad
 import recpoint.embeddings
 from recpoint.catalog.store.run_url import parse_run_url
 from recpoint.embeddings.home import Home
+from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.remote.protected_home import ProtectedHome
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.errors import HomeError, ServerLost, SettingsError
 from recpoint.installation import install_command
@@ -527,3 +529,38 @@ def _output(code: str) -> str:
     return subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
     ).stdout
+
+
+@needs_ray
+def test_rows_outlive_a_server_that_keeps_parity(cluster: Any) -> None:
+    """Ray starts the killed server again, empty; it joins only through a recovery."""
+    rows = list(range(0, 500, 2))
+    home = recpoint.embeddings.ray(
+        cluster.address, per_node=3, parity=Parity(data=2), timeout_seconds=60.0
+    )
+    assert isinstance(home, ProtectedHome)
+    with home:
+        home.add_table("t", rows=500, record_bytes=RECORD_BYTES)
+        home.write_back("t", ids_of(rows), records_of(rows, RECORD_BYTES), batch=1)
+        lost = home.greetings[1]
+        os.kill(lost.pid, signal.SIGKILL)
+        changed = rows[::3]
+        records = records_of(changed, RECORD_BYTES, version=1)
+        home.write_back("t", ids_of(changed), records, batch=2)
+        found = fetched(partial(home.fetch, "t"), range(500), RECORD_BYTES)
+        expected = {
+            row: bytes(records_of([row], RECORD_BYTES, version=int(row in changed))[0].tolist())
+            for row in rows
+        }
+        assert found == expected
+        assert home.greetings[1].pid != lost.pid
+        assert home.greetings[1].incarnation != lost.incarnation
+        until(lambda: not home.being_recovered)
+
+
+@needs_ray
+def test_parity_needs_tcp_and_enough_servers(cluster: Any) -> None:
+    with pytest.raises(SettingsError, match="'tcp'"):
+        recpoint.embeddings.ray(cluster.address, transport="ray", parity=Parity(data=2))
+    with pytest.raises(SettingsError, match="at least 5"):
+        recpoint.embeddings.ray(cluster.address, per_node=1, parity=Parity(data=4))

@@ -49,7 +49,7 @@ def test_one_process_trains_to_the_same_bits_wherever_rows_are(tmp_path: Path) -
     in_memory = result(train_larger_than_memory)
     assert in_memory["ranks"] == 1
     assert result(train_larger_than_memory, f"--home={tmp_path / 'rows'}") == in_memory
-    assert result(train_with_servers, "--servers=2") == in_memory
+    assert result(train_with_servers, "--servers=3", "--parity=2+1") == in_memory
 
 
 def test_ranks_that_share_rows_train_to_the_bits_of_ddp_with_whole_tables() -> None:
