@@ -71,6 +71,8 @@ class CacheStats:
         reduced_rows: rows of this trainer for which other trainers had gradients, too, counted for
             each step.
         reduced_at_once: those that the step waited for, because the next batch looks them up.
+        lost_servers: embedding servers whose rows are being recovered; rank 0 counts them.
+        lost_rows: rows and parity rows of these servers that are left to recover.
     """
 
     batches: int = 0
@@ -86,6 +88,8 @@ class CacheStats:
     window: int = 0
     reduced_rows: int = 0
     reduced_at_once: int = 0
+    lost_servers: int = 0
+    lost_rows: int = 0
 
 
 class Cache:
@@ -133,7 +137,12 @@ class Cache:
     @property
     def stats(self) -> CacheStats:
         """What the cache has done until now; may be read from any thread."""
-        return replace(self._stats, window=max(0, self.planned - self.batch))
+        return replace(
+            self._stats,
+            window=max(0, self.planned - self.batch),
+            lost_servers=self.home.lost_servers,
+            lost_rows=self.home.lost_rows,
+        )
 
     def _new_oracle(self, rows: CachedRows) -> Oracle | SharedOracle:
         oracle = Oracle(rows.slots.capacity)

@@ -99,6 +99,15 @@ TRAINER_METRICS: Final = _table("recpoint", *_BUILD) + _table(
         "Batches whose rows a cache has, or has asked for, before they are trained.",
     ),
     (
+        *("lost_servers", "gauge", "run"),
+        "Embedding servers that were lost and whose rows are not all recovered. Rank 0 counts "
+        "them. Absent without a cache.",
+    ),
+    (
+        *("lost_rows", "gauge", "run"),
+        "Rows and parity rows of these servers that are left to recover.",
+    ),
+    (
         *("stored_bytes_total", "counter", "run kind"),
         "Bytes that committed checkpoints take in the store, by kind: full or increment.",
     ),

@@ -106,6 +106,8 @@ def _sample(samples: Samples, seen: Observation) -> None:
         )
         add("cache_wait_seconds_total", cache.wait_seconds)
         add("cache_window_batches", cache.window)
+        add("lost_servers", cache.lost_servers)
+        add("lost_rows", cache.lost_rows)
     results = {
         "committed": seen.committed,
         "skipped": seen.skipped,

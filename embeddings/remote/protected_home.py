@@ -37,6 +37,8 @@ _LOG: Final = logging.getLogger("recpoint")
 #: How often the leader looks whether all servers live, and how far recoveries are.
 _LOOK_SECONDS: Final = 0.5
 _PAUSE_SECONDS: Final = 0.05
+#: How often the log says how far a recovery is.
+_TELL_SECONDS: Final = 10.0
 
 
 def made_home(
@@ -116,6 +118,7 @@ class ProtectedHome(ServedHome):
         self._recovery = Recovery()
         self._being_recovered: dict[int, float] = {}  # server -> time of its loss
         self._has_given_up = False
+        self._told = 0.0
         self._leading = threading.Lock()
         self._is_over = threading.Event()
         super().__init__(
@@ -259,6 +262,7 @@ class ProtectedHome(ServedHome):
             now = time.monotonic()
             for number in lost:
                 self._being_recovered[number] = now
+            self.lost_servers = len(self._being_recovered)
             if len(self._being_recovered) > self._parity.parity:
                 self._has_given_up = True
                 return
@@ -281,6 +285,8 @@ class ProtectedHome(ServedHome):
             return False
 
     def _note_progress(self, lost: Sequence[int]) -> None:
+        """Learn how far recoveries are, and say so in the log."""
+        left: dict[int, int] = {}
         for number, since in list(self._being_recovered.items()):
             if number in lost:
                 continue
@@ -288,13 +294,24 @@ class ProtectedHome(ServedHome):
                 known = self._lead(number, "known")
             except (ServerLost, OutOfStep):
                 continue
-            if known["known"] == known["all"]:
+            left[number] = int(str(known["all"])) - int(str(known["known"]))
+            if not left[number]:
                 del self._being_recovered[number]
-                _LOG.info(
-                    "embedding server %d is recovered after %.1f s; all rows have parity again",
+                _LOG.warning(
+                    "embedding server %d is recovered after %.1f s: all rows are there, with their "
+                    "parity",
                     number + 1,
                     time.monotonic() - since,
                 )
+        self.lost_servers, self.lost_rows = len(self._being_recovered), sum(left.values())
+        now = time.monotonic()
+        if self.lost_rows and now > self._told + _TELL_SECONDS:
+            self._told = now
+            _LOG.warning(
+                "embedding server %s: %d rows and parity rows are left to recover",
+                self._names(sorted(self._being_recovered)),
+                self.lost_rows,
+            )
 
     def _replace(self, lost: Sequence[int]) -> None:
         """Have living servers forget lost ones, and start successors that recover their rows."""
@@ -420,6 +437,7 @@ class ProtectedHome(ServedHome):
         self._round += 1
         self._has_given_up = False
         self._being_recovered.clear()
+        self.lost_servers = self.lost_rows = 0
         self._recovery.begin_anew()
 
         def begin(number: int) -> None:
