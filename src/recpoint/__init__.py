@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from recpoint.catalog.restore.placement import TablePart
     from recpoint.catalog.restore.restore import restore_parts
     from recpoint.dashboards.metrics.trainer import export_metrics
+    from recpoint.embeddings.parity.stripes import Parity
     from recpoint.serving.follower import Follower
     from recpoint.trainer_plugin.checkpointer import Checkpointer
     from recpoint.trainer_plugin.lightning import LightningCallback
@@ -41,6 +42,7 @@ __all__ = [
     "Lookahead",
     "OneShot",
     "Options",
+    "Parity",
     "Precision",
     "ResumableLoader",
     "Seed",
@@ -69,6 +71,7 @@ _HOMES = {
     "Lookahead": "recpoint.trainer_plugin.state.lookahead",
     "OneShot": "recpoint.trainer_plugin.policy",
     "Options": "recpoint.trainer_plugin.settings",
+    "Parity": "recpoint.embeddings.parity.stripes",
     "Precision": "recpoint.trainer_plugin.settings",
     "ResumableLoader": "recpoint.trainer_plugin.state.reader",
     "Seed": "recpoint.trainer_plugin.restore.target",
