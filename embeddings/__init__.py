@@ -13,7 +13,8 @@ in files), `slots.py` (the rows in use), `slot_gradients.py` (their gradients), 
 (which of them must stay), `cache.py` (brings rows before their first use, and writes them back
 after their last), `cached_tables.py` (puts a model's tables into a cache), `initial.py` (first
 values of rows) and `cache_view.py` (all rows of one moment, for a checkpoint). `remote/` has homes
-in server processes, and `trainers/` the caches of several ranks that share one.
+in server processes, `parity/` computes the rows of a lost server from those of the others, and
+`trainers/` has the caches of several ranks that share a home.
 """
 
 from __future__ import annotations

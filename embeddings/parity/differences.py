@@ -1,12 +1,13 @@
-"""Keeps what a server has sent to another one and what it has received, until it is of no use.
+"""Keeps the messages that servers exchange about changed rows, as long as anybody may need them.
 
 `Outbox` is the sender's side of one pair of servers, `Inbox` the receiver's. Messages of a pair
 arrive in the order of their numbers, each once.
 
 A write is *acknowledged* when all its messages have arrived. The receiver keeps the messages of
-writes that may be not acknowledged. If the sender is lost, messages of such a write are taken back
-wherever they have arrived, so that all parity rows of a stripe agree. The receiver also keeps some
-older messages: they tell what a parity row was at an earlier moment of the sender.
+writes that may be not acknowledged. If the sender is lost before all messages of a write have
+arrived, those that have arrived are taken back, so that all parity rows of a stripe agree. The
+receiver also keeps some older messages: they tell what a parity row was at an earlier moment of the
+sender.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from recpoint.embeddings.parity.peers import Differences, OutOfStep, Sent
 
 __all__ = ["Inbox", "Outbox", "Unsettled", "Writes", "taken_back"]
 
-#: Messages that are kept beyond need, for readers of an earlier moment. A reader is a moment behind
-#: by the time in which rows of a batch travel.
+#: Bytes of rows that an `Inbox` keeps; what may have to be taken back is kept in any case. The
+#: other messages serve readers of an earlier moment, which is as long ago as rows of a batch
+#: travel.
 _KEPT_BYTES: Final = 64 << 20
 
 
@@ -92,7 +94,7 @@ class Outbox:
 
 @dataclass(frozen=True, kw_only=True)
 class Unsettled:
-    """What a server has received from one that is lost.
+    """What a server has received from a lost server.
 
     Attributes:
         receiver: number of the server.
@@ -127,8 +129,8 @@ class Unsettled:
 def taken_back(reports: Iterable[Unsettled]) -> dict[int, list[int]]:
     """Return which messages of a lost server are to be taken back, by receiver.
 
-    A write stays if all receivers that live have its message. Else it was not acknowledged, and
-    whoever made it makes it again.
+    A write stays if all receivers that live have its message. Otherwise it was not acknowledged,
+    and its trainer makes it again.
 
     Args:
         reports: of all servers that live.
@@ -182,7 +184,12 @@ class Inbox:
         return sent.number > self.applied
 
     def add(self, sent: Sent, contribution: Differences) -> None:
-        """Keep a new message. Its rows are what was added to parity rows."""
+        """Keep a new message.
+
+        Args:
+            sent: of the message.
+            contribution: its slots, and the rows that were added to the parity rows there.
+        """
         self.applied = sent.number
         self._settled = max(self._settled, sent.settled)
         self._kept[sent.number] = sent, contribution
@@ -198,7 +205,7 @@ class Inbox:
         """Return what came after a message, oldest first.
 
         Raises:
-            OutOfStep: it is not all kept any more, or another incarnation has sent it.
+            OutOfStep: not all of that is kept any more, or another incarnation has sent it.
         """
         if incarnation != self.incarnation:
             raise OutOfStep("a moment of another incarnation")

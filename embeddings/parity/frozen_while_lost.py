@@ -1,8 +1,9 @@
 """Reads frozen rows of a server that has not recovered all its rows yet.
 
 A row that was lost when it was frozen is recovered before it is read. No write comes before that:
-a write to a lost row recovers the row first. So what is recovered is what was frozen. The home
-takes it for a new value, though, and its reader says that there was none. Hence it is kept here.
+a write to a lost row recovers the row first. So the recovered row is the row that was frozen. The
+home cannot know that: it takes the recovered row for a later write, and its reader says that no row
+was there at the freeze. So this class keeps the recovered rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class FrozenWhileLost(FrozenRows):
         reader: the frozen rows of the home.
         was_known: bool [slots], which rows were not lost when they were frozen.
         record_bytes: of the table.
-        recover: recovers those of some rows, int64 [n], that are lost, and calls `reveal`.
+        recover: called with slots, int64 [n]. Recovers those that are lost, and calls `reveal`.
         at_release: called when the rows are given up.
     """
 

@@ -100,7 +100,7 @@ class StripeMember:
     # The other servers.
 
     def join(self, server: int, incarnation: int, peer: Peer) -> None:
-        """Begin to exchange messages with a server. Again, it does nothing."""
+        """Begin to exchange messages with a server. A second call changes nothing."""
         with self._lock:
             outbox = self._outboxes.get(server)
             if outbox is not None and outbox.incarnation == incarnation:
@@ -114,7 +114,7 @@ class StripeMember:
             unused.close()
 
     def lose(self, server: int) -> Unsettled | None:
-        """Take no message from a server any more, and send none. Again, it does nothing.
+        """Take no message from a server any more, and send none. A second call changes nothing.
 
         Returns:
             What it had sent; None: it has never joined, or its messages were taken back already.
@@ -133,7 +133,7 @@ class StripeMember:
         return unsettled
 
     def take_back(self, server: int, numbers: Sequence[int]) -> None:
-        """Take back messages of a lost server, and forget all others. Again, it does nothing."""
+        """Take back messages of a lost server, forget all others. A second call does nothing."""
         with self._lock:
             if server in self._peers:
                 raise OutOfStep(f"server {server + 1} is not lost")
@@ -157,7 +157,7 @@ class StripeMember:
     # Tables.
 
     def add_table(self, table: str, stripes: Stripes, record_bytes: int) -> None:
-        """Make room for the parity rows of a table; the rows' table is there. Again: nothing."""
+        """Make room for a table's parity rows; its rows have theirs. A second call does nothing."""
         with self._lock:
             if table in self._tables:
                 return
@@ -177,7 +177,7 @@ class StripeMember:
 
         Args:
             table: name of the table.
-            generation: how often the table has been cleared, with this time.
+            generation: how often the table has been cleared, including this time.
         """
         with self._lock:
             here = self._tables[table]
@@ -197,7 +197,7 @@ class StripeMember:
     # Rows.
 
     def write(self, table: str, slots: Tensor, records: Tensor) -> None:
-        """Store rows, and put what has changed on its way. `flush` ends when it has arrived.
+        """Store rows, and queue their differences. `flush` returns once these have arrived.
 
         Args:
             table: name of the table.
@@ -213,7 +213,7 @@ class StripeMember:
             self._emit(here, slots, change)
 
     def _emit(self, table: _Table, slots: Tensor, change: Tensor) -> None:
-        """Put one message for each server with parity of these rows on its way."""
+        """Queue one message for each server that has parity of these rows."""
         stripes, _ = table.stripes.members_at(self._number, slots)
         servers, places = [], []
         for number in range(table.stripes.parity):
@@ -275,10 +275,10 @@ class StripeMember:
                 table.frozen.remove(frozen)
 
     def flush(self) -> None:
-        """Send all messages that are on their way, and wait until they have arrived.
+        """Send all queued messages, and wait until they have arrived.
 
         Raises:
-            ServerLost, OutOfStep: a server does not take its messages. They stay on their way.
+            ServerLost, OutOfStep: a server does not take its messages. They stay queued.
         """
         with self._lock:
             waiting = [server for server, outbox in self._outboxes.items() if outbox.waiting]
@@ -359,7 +359,7 @@ class StripeMember:
                 rows=self._coded(here, slots),
                 moment=self._moment(),
             )
-        self.flush()  # what was sent up to this moment has arrived when the caller knows of it
+        self.flush()  # so all messages up to the moment have arrived before the caller learns of it
         return found
 
     def parity_rows(self, table: str, slots: Tensor, at: Mapping[int, tuple[int, int]]) -> Members:
@@ -384,9 +384,10 @@ class StripeMember:
     def _fold(
         self, table: _Table, slots: Tensor, rows: Tensor, at: Mapping[int, tuple[int, int]]
     ) -> None:
-        """Add to parity rows what came after moments of their sources.
+        """Add to parity rows the differences that came after moments of their sources.
 
-        What a row has already is thereby taken away: the sum of two equal differences is zero.
+        A parity row that has these differences already is then as it was at the moments, because
+        a XOR a is zero. One that was computed from rows of the moments is then as it is now.
         """
         for source, (incarnation, number) in at.items():
             inbox = self._inboxes.get(source)
@@ -432,7 +433,7 @@ class StripeMember:
                 _repeated(partial(self._recover, here, missing))
 
     def recover_next(self) -> bool:
-        """Recover one batch of what is lost; False: nothing is.
+        """Recover one batch of lost rows or lost parity rows; returns False if none is lost.
 
         Raises:
             ServerLost, OutOfStep: as for `recover`. The call may be repeated.
@@ -645,14 +646,14 @@ class _Table:
         self.is_parity_known[slots] = True
 
     def first_missing(self) -> Tensor:
-        """Return the first slots whose rows are lost, int64 [n]; once none is, all are known."""
+        """Return the first slots whose rows are lost, int64 [n]; if none is, note that."""
         found, self._first = _first_false(self.is_known, self._first, self.batch_rows)
         if not len(found):
             self.is_known = None
         return found
 
     def first_missing_parity(self) -> Tensor:
-        """Return the first parity slots that are lost; once none is, all are known."""
+        """Return the first parity slots that are lost, int64 [n]; if none is, note that."""
         found, self._first_parity = _first_false(
             self.is_parity_known, self._first_parity, self.batch_rows
         )

@@ -79,7 +79,8 @@ class Peer(Protocol):
 
     Raises:
         ServerLost: the server does not answer.
-        OutOfStep: it does not know the caller's incarnation, or the asked moment, any more or yet.
+        OutOfStep: the server does not know the caller's incarnation (yet), or no longer keeps the
+            messages since the moment that is asked for.
     """
 
     def differences(self, sent: Sent, given: Differences) -> None:

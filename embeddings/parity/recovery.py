@@ -1,9 +1,9 @@
 """Leads the living servers from the loss of a server to the start of its successor.
 
-One process of a training does this. First all living servers stop to listen to the lost one, and
-say what they have received from it (`lose`). Then messages of writes that were not acknowledged are
-taken back. Now all parity rows of a stripe agree on the rows of the lost server, and a successor
-may join and recover them.
+One process of a training, the leader, does this. First all living servers stop listening to the
+lost one, and say what they have received from it (`lose`). Then messages of writes that were not
+acknowledged are taken back. Now all parity rows of a stripe agree on the rows of the lost server,
+and a successor may join and recover them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Led", "Recovery"]
 
 
 class Led(Protocol):
-    """A living server, as far as it is led. Each call may be repeated."""
+    """The calls that the leader makes to a living server. Each may be repeated."""
 
     def lose(self, server: int) -> Unsettled | None:
         """See `StripeMember.lose`."""

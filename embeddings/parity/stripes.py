@@ -32,10 +32,13 @@ _ROUNDS: Final = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """How many servers may be lost, and what that costs.
+    """Says how many embedding servers may be lost at a time, and how many rows share parity.
+
+        home = recpoint.embeddings.servers(count=5, parity=recpoint.Parity(data=4, parity=1))
 
     A stripe is `data` rows on as many servers, and `parity` parity rows on other servers. So memory
-    for rows grows by parity / data, and each row that is written back is sent `parity` times more.
+    for rows grows by parity / data, and each row that is written back is sent `parity` times more,
+    from server to server. At least data + parity servers are needed.
 
     Args:
         data: rows of a stripe, 1 or more.

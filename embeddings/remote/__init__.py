@@ -7,6 +7,10 @@ them, and does each write once), `placement.py` (which server has a row), `serve
 of several servers), `wire.py` and `tcp.py` (the calls over TCP), `process.py` (one server in a
 process of its own) and `processes.py` (starts such processes, and starts them again).
 
+With parity (`../parity/`): `protection.py` gives a server's part in it threads and connections,
+`peer_wire.py` and `tcp_peer.py` carry calls between servers, and `protected_home.py` replaces lost
+servers while training goes on.
+
 On a Ray cluster: `ray_servers.py` makes the home, `ray_cluster.py` places, finds and ends the
 servers, and `ray_transport.py` holds one in an actor. Only these import Ray.
 """

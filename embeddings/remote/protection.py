@@ -22,10 +22,10 @@ __all__ = ["Protection", "Reach"]
 T = TypeVar("T")
 
 _LOG: Final = logging.getLogger("recpoint")
-#: As many as there may be calls at a time. Threads are started when they are needed, and with a
-#: bound, servers that wait for each other's threads could wait for ever.
+#: More than there are calls at a time. Threads are started when they are needed. If there were too
+#: few, servers could wait for each other's threads for ever.
 _MOST_THREADS: Final = 4_096
-#: Between tries, while the trainer finds out which server is lost.
+#: Between tries, while the leader finds out which server is lost.
 _PAUSE_SECONDS: Final = 0.05
 
 #: Makes what calls a server: host, port, its incarnation, and the bytes of rows of each table.

@@ -34,12 +34,12 @@ def reach_with(token: bytes) -> Reach:
 
 
 class TcpPeer(Peer):
-    """Calls one start of another server.
+    """Calls one incarnation of another server.
 
     Args:
         transport: to that server. `close` closes it.
         incarnation: of that server.
-        row_bytes: returns the bytes of a table's coded rows.
+        row_bytes: for each table the bytes of a coded row.
     """
 
     def __init__(
