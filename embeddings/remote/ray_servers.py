@@ -38,7 +38,8 @@ def ray(
     rank 0 starts the servers, and the others find them.
 
     The servers' rows are in memory. A server that is lost, or that Ray has started again, has no
-    rows: calls then raise `ServerLost` until the last checkpoint is restored.
+    rows. Without parity, calls then raise `ServerLost` until the last checkpoint is restored. With
+    parity, the rows are recovered from the other servers while training goes on.
 
     Ray ends a process about 60 s after its cluster's head has gone; its environment variable
     RAY_gcs_rpc_server_reconnect_timeout_s sets another time.
