@@ -19,8 +19,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from many_ranks import join, leave, replicated
+from recpoint import Parity
 from recpoint.embeddings import cached, servers
-from recpoint.embeddings.parity.stripes import Parity
 from train_larger_than_memory import INITIAL, Ranker, ahead, begin, in_memory, options, train
 
 

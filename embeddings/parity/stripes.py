@@ -65,6 +65,9 @@ class Parity:
     def require_servers(self, count: int) -> None:
         """Refuse fewer servers than a stripe needs.
 
+        Args:
+            count: number of embedding servers.
+
         Raises:
             SettingsError: names both numbers.
         """
