@@ -54,9 +54,13 @@ def servers(
     The servers end when the home is closed, or with this process. They listen on 127.0.0.1 only,
     and answer only callers that know a token, which this call draws at random.
 
-    If a server is lost, the next batch raises ServerLost, which names the server. Then restore the
-    newest checkpoint (`Checkpointer.restore`): this starts the lost server again and gives all
-    servers their rows. `recpoint.Options(rewinds=...)` does so by itself.
+    If a server is lost, and there is no `parity`, the next batch raises ServerLost, which names the
+    server. Then restore the newest checkpoint (`Checkpointer.restore`): this starts the lost server
+    again and gives all servers their rows. `recpoint.Options(rewinds=...)` does so by itself. With
+    `parity`, training goes on: another process takes the server's place, and its rows are computed
+    from those of the others.
+
+        home = recpoint.embeddings.servers(count=5, parity=recpoint.Parity(data=4))
 
     With several ranks on this machine (an initialized `torch.distributed` process group), call it
     on all ranks together. Rank 0 starts the servers, and starts a lost server again. The other
@@ -68,7 +72,8 @@ def servers(
             many rows share parity: it takes `parity.parity / parity.data` more memory. None: none.
         directory: on a local disk: each server keeps its rows in files of a directory there. None:
             they stay in memory.
-        timeout_seconds: how long a call to a server may take before the server counts as lost.
+        timeout_seconds: how long a call to a server may take before the server counts as lost. With
+            parity, also for how long such a call is then made again.
 
     Raises:
         SettingsError: a number that cannot work.

@@ -176,7 +176,7 @@ class ProtectedHome(ServedHome):
 
     def _repeated(self, table: ServedTable, server: int, act: Callable[[], T]) -> T:
         """Make a call, again and again while a server is lost that parity makes up for."""
-        deadline = time.monotonic() + self._patience_seconds
+        deadline = None
         while True:
             link = self._servers[server]
             transport = link.transport
@@ -188,7 +188,10 @@ class ProtectedHome(ServedHome):
                     raise  # else the leader has closed the transport to a lost server meanwhile
                 if self._is_leader:
                     self._look()
-                if self._has_given_up or self._is_over.is_set() or time.monotonic() > deadline:
+                now = time.monotonic()
+                # The call itself may have taken long, if a server hangs.
+                deadline = deadline or now + self._patience_seconds
+                if self._has_given_up or self._is_over.is_set() or now > deadline:
                     raise self._named(error) from error
                 time.sleep(_PAUSE_SECONDS)
                 if not self._is_leader:
@@ -198,7 +201,7 @@ class ProtectedHome(ServedHome):
         if self._has_given_up:
             return ServerLost(
                 f"embedding servers {self._names(sorted(self._being_recovered))}",
-                found=f"{len(self._being_recovered)} of them lost, or not recovered yet: {error}",
+                found=f"{len(self._being_recovered)} of them lost, or not recovered yet",
                 expected=f"at most {self._parity.parity} at a time, as parity makes up for",
                 next_step="restore the last checkpoint, which starts the servers again",
             )
@@ -265,11 +268,18 @@ class ProtectedHome(ServedHome):
             self.lost_servers = len(self._being_recovered)
             if len(self._being_recovered) > self._parity.parity:
                 self._has_given_up = True
+                _LOG.error(
+                    "embedding servers: %s lost or not recovered yet, of which parity makes up for "
+                    "%d; a restore of the last checkpoint starts them again",
+                    self._names(sorted(self._being_recovered)),
+                    self._parity.parity,
+                )
                 return
-            _LOG.warning(
-                "embedding server %s is lost; its rows are recovered while training goes on",
-                self._names(lost),
-            )
+            for number in lost:
+                _LOG.warning(
+                    "embedding server %d is lost; its rows are recovered while training goes on",
+                    number + 1,
+                )
             try:
                 self._replace(lost)
             except (ServerLost, OutOfStep) as error:
@@ -308,7 +318,7 @@ class ProtectedHome(ServedHome):
         if self.lost_rows and now > self._told + _TELL_SECONDS:
             self._told = now
             _LOG.warning(
-                "embedding server %s: %d rows and parity rows are left to recover",
+                "embedding servers (%s): %d rows and parity rows are left to recover",
                 self._names(sorted(self._being_recovered)),
                 self.lost_rows,
             )
@@ -465,7 +475,7 @@ class ProtectedHome(ServedHome):
 
 
 class _LedServer(Led):
-    """A living server, for `Recovery`."""
+    """Passes what `Recovery` wants of a living server on to it."""
 
     def __init__(self, home: ProtectedHome, number: int) -> None:
         self._home = home

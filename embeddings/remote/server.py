@@ -98,7 +98,7 @@ class EmbeddingServer(Transport):
         self._tables: dict[str, _Table] = {}
         self._numbers = itertools.count(1)
         self._frozen: dict[int, _Frozen] = {}
-        self._lock = threading.Lock()  # guards the three above
+        self._lock = threading.Lock()  # guards `_tables`, `_numbers` and `_frozen`
 
     def _new_home(self) -> Home:
         return MemoryHome() if self._directory is None else FileHome(self._directory)
@@ -222,7 +222,7 @@ class EmbeddingServer(Transport):
     def _opened(self) -> StripeMember:
         protection = self._protection
         if protection is None or not protection.is_ready:
-            raise OutOfStep(f"{self._name} takes the place of a lost server, and is not ready yet")
+            raise OutOfStep(f"{self._name} has not joined the other servers yet")
         return protection.member
 
     def _lead(self, given: _Arguments) -> Mapping[str, Value]:
