@@ -164,6 +164,8 @@ class Network:
                 self._interrupt(fate)
             finally:
                 self._depth -= 1
+        if fate == "the sender dies" and source is not None:
+            self._interrupt(f"{fate}: {source.number}")
         if source is not None and not source.is_alive:
             raise Killed
 
@@ -178,10 +180,18 @@ def one_by_one(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 FATES = st.lists(
     st.sampled_from(
-        ["well"] * 6
-        + ["request lost", "answer lost", "twice, later", "write", "write", "kill", "recover"]
-        + ["late"]
+        ["well"] * 5
+        + ["write"] * 3
+        + ["request lost", "answer lost", "twice, later", "kill", "recover", "late"]
     ),
+    min_size=12,
+    max_size=40,
+)
+
+#: What comes between messages of a recovery that gets to its end.
+BUSY = st.lists(
+    st.sampled_from(["well", "well", "write", "write", "late", "twice, later"]),
+    min_size=12,
     max_size=40,
 )
 
@@ -320,6 +330,8 @@ class ParityMachine(RuleBasedStateMachine):
             self.write_some(4)
         elif what == "kill":
             self.kill(self.choose.randrange(self.count))  # type: ignore[attr-defined]
+        elif what.startswith("the sender dies"):
+            self.kill(int(what.rpartition(":")[2]))
         elif what == "recover":
             self.recover_some(self.choose.randrange(self.count))  # type: ignore[attr-defined]
         else:
@@ -407,7 +419,16 @@ class ParityMachine(RuleBasedStateMachine):
         finally:
             self.network.busy.discard(number)
 
-    @rule(number=st.integers(0, 6), fates=FATES)
+    @rule(messages=st.integers(0, 8))
+    def die_while_writing(self, messages: int) -> None:
+        """Some of a write's messages have arrived, and some have not."""
+        self.network.fates = iter(["well"] * messages + ["the sender dies"])
+        self.write_some(6)
+        self.network.fates = iter(())
+        self.replace_lost()
+        self.join_all()
+
+    @rule(number=st.integers(0, 6), fates=BUSY)
     def lose_and_recover(self, number: int, fates: list[str]) -> None:
         """The usual course of things, with whatever may come between its messages."""
         self.write_some(6)
