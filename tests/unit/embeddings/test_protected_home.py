@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,6 +161,22 @@ def test_rows_are_frozen_while_a_server_is_recovered() -> None:
         with pytest.raises(ServerLost):  # its rows have ended with their server
             before.fetch(ids_of(range(ROWS)), out)
         before.release()
+
+
+def test_a_server_that_hangs_is_replaced_too(tmp_path: Path) -> None:
+    """Its rows are in files. A call that takes its whole time is made again after that."""
+    rows = list(range(0, ROWS, 2))
+    form = Parity(data=2)
+    with servers(3, parity=form, directory=tmp_path / "rows", timeout_seconds=3.0) as home:
+        assert isinstance(home, ProtectedHome)
+        home.add_table("items", rows=ROWS, record_bytes=RECORD_BYTES)
+        home.write_back("items", ids_of(rows), records_of(rows, RECORD_BYTES), batch=1)
+        hanging = home.greetings[1].pid
+        os.kill(hanging, signal.SIGSTOP)
+        found = fetched(partial(home.fetch, "items"), rows, RECORD_BYTES)
+        expected = records_of(rows, RECORD_BYTES)
+        assert [found[row] for row in rows] == [bytes(one.tolist()) for one in expected]
+        assert home.greetings[1].pid != hanging
 
 
 def test_too_few_servers_are_refused_before_any_starts() -> None:
