@@ -292,14 +292,24 @@ class CachedPeer(Peer):
 
     def play(self, batches: int, *, wait: float) -> list[float]:
         """See `Peer`."""
-        losses = [
+        losses = self.train(batches, wait=wait)
+        self.end_io()
+        return losses
+
+    def train(self, batches: int, *, wait: float) -> list[float]:
+        """Trains batches as `play` does, and leaves I/O under way."""
+        return [
             self._step(self.trained, batch, batch.sparse, wait)
             for batch in (next(self._reader) for _ in range(batches))
         ]
-        # The home thread may be a window ahead, or behind. Rounds begin and end with it idle, so
-        # that each has the I/O of as many batches as it trains.
+
+    def end_io(self) -> None:
+        """Waits until no I/O is under way.
+
+        The home thread may be a window ahead, or behind. Rounds begin and end with it idle, so that
+        each has the I/O of as many batches as it trains.
+        """
         self.cache._thread.submit(lambda: None).result()
-        return losses
 
     def moved(self) -> tuple[int, int]:
         """See `Peer`."""

@@ -24,12 +24,12 @@ from benchmarks.servers.nodes import Servers, ThisMachine
 from benchmarks.servers.trainers import Job, PeerForm, Trainers, batches_of
 from recpoint.embeddings import fill
 
-__all__ = ["SMALL_JOB", "Together", "in_memory", "require_same_results"]
+__all__ = ["CAPACITIES", "SMALL_JOB", "Together", "in_memory", "require_same_results"]
 
 #: What is trained to compare results; the first tables are large and small.
 SMALL_JOB = Job(rows=200, tables=8, lines=16, dim=4, batches=60)
 #: Little more than what one batch may need, for one trainer and for several: rows leave.
-_CAPACITIES = {1: 220, 2: 330, 4: 520}
+CAPACITIES = {1: 220, 2: 330, 4: 520}
 _WINDOW = 7
 _SERVERS = 2
 _UNCACHED = "no cache"
@@ -59,7 +59,7 @@ def require_same_results(ranks: int, batches: int) -> int:
             peers[name] = PeerForm(
                 access=access,
                 window=_WINDOW,
-                capacity=_CAPACITIES[ranks] if is_cached else 0,
+                capacity=CAPACITIES[ranks] if is_cached else 0,
                 optimizer=name if is_cached else "row-wise Adagrad",
             )
         job = replace(SMALL_JOB, peers=peers)

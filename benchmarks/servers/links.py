@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from benchmarks.criteo_plan import criteo_reader, drawn, plan_alone
 from benchmarks.report import Report, Spread, ratio, spread_of
-from benchmarks.servers.network import Node, ShapedNetwork
-from benchmarks.servers.nodes import Servers, cpu_seconds
+from benchmarks.servers.network import ShapedNetwork
+from benchmarks.servers.nodes import Servers
+from benchmarks.servers.rounds import DELAY_SECONDS, GBIT, MOST_CORES, Round, Scene
 from benchmarks.servers.torch_rpc import rpc_trainer
-from benchmarks.servers.trainers import Job, PeerForm, Played, Trainers
+from benchmarks.servers.trainers import Job, PeerForm, Trainers
 
 __all__ = [
     "COLUMNS",
@@ -55,10 +54,6 @@ COLUMNS = (
 
 _OURS, _LRU, _NONE = "planned cache", "LRU cache", "no cache"
 _RPC = "torch RPC"
-_GBIT = 1e9 / 8
-_DELAY_SECONDS = 0.0002
-#: Above this share of all cores, processes wait for a core and not only for their links.
-_MOST_CORES = 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,79 +123,6 @@ def count_moved(report: Report, name: str, shape: Shape, sizes: LinkSizes) -> No
 # --- behind links ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Round:
-    """What a peer did in a round.
-
-    Attributes:
-        played: by the trainer.
-        servers_cpu: seconds.
-        up: bytes from the trainer.
-        down: bytes to the trainer.
-    """
-
-    played: Played
-    servers_cpu: float
-    up: int
-    down: int
-
-    @property
-    def seconds(self) -> float:
-        """Of the round."""
-        return self.played.seconds
-
-    @property
-    def net_seconds(self) -> float:
-        """What the trainer waited, apart from its steps."""
-        return self.played.seconds - self.played.step_seconds
-
-    @property
-    def cores(self) -> float:
-        """The share of all cores that all roles used."""
-        used = self.played.cpu_seconds + self.servers_cpu
-        return used / self.seconds / (os.cpu_count() or 1)
-
-
-class _Scene:
-    """A trainer's node, and all peers that train on it.
-
-    Args:
-        node: the trainer's node.
-    """
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._peers: dict[str, tuple[Trainers, Sequence[subprocess.Popen[bytes]]]] = {}
-
-    def add(
-        self, peers: Iterable[str], trainers: Trainers, servers: Sequence[subprocess.Popen[bytes]]
-    ) -> None:
-        """Adds peers with the processes that train them, and those of their servers."""
-        self._peers |= dict.fromkeys(peers, (trainers, servers))
-
-    def play(self, peer: str, batches: int, wait: float) -> _Round:
-        """Plays a peer."""
-        trainers, servers = self._peers[peer]
-        before, cpu = self._node.traffic(), cpu_seconds(servers)
-        (played,) = trainers.play(peer, batches, wait=wait)
-        after = self._node.traffic()
-        return _Round(
-            played=played,
-            servers_cpu=cpu_seconds(servers) - cpu,
-            up=after.up - before.up,
-            down=after.down - before.down,
-        )
-
-    def rounds(self, sizes: LinkSizes, batches: int) -> dict[str, list[_Round]]:
-        """Plays all peers in turns."""
-        found: dict[str, list[_Round]] = {name: [] for name in self._peers}
-        for number in range(sizes.rounds):
-            # Every other round the other way round, so that no peer always follows the same one.
-            for name in list(found)[:: 1 if number % 2 == 0 else -1]:
-                found[name].append(self.play(name, batches, sizes.wait))
-        return found
-
-
 def compare_peers(
     report: Report, network: ShapedNetwork, name: str, shape: Shape, sizes: LinkSizes
 ) -> None:
@@ -220,7 +142,7 @@ def compare_peers(
             lines=sizes.lines,
             dim=shape.dim,
             batches=shape.warm + played + sizes.window + 2,
-            delay_seconds=_DELAY_SECONDS,
+            delay_seconds=DELAY_SECONDS,
             peers={
                 peer: PeerForm(access=access, window=window, capacity=capacity, is_filled=True)
                 for peer, access, window, capacity in zip(
@@ -228,22 +150,22 @@ def compare_peers(
                 )
             },
         )
-        scene = _Scene(nodes[0])
+        scene = Scene(nodes[0])
         trainers = stack.enter_context(Trainers(job, nodes[:1]))
         scene.add(job.peers, trainers, servers.processes)
         by_rpc = stack.enter_context(rpc_trainer(replace(job, peers={}, batches=played + 2), nodes))
         scene.add([_RPC], by_rpc, by_rpc.processes[1:])
         for peer in (*job.peers, _RPC):
             scene.play(peer, shape.warm if peer in (_OURS, _LRU) else 2, 0)
-        network.shape(_GBIT)
-        fast = scene.rounds(sizes, sizes.batches)
+        network.shape(GBIT)
+        fast = scene.rounds(sizes.rounds, sizes.batches, sizes.wait)
         if not any(one.played.written for one in fast[_OURS]):
             raise RuntimeError("no row has left the cache in the rounds")
         # A batch of the planned cache takes a link of this rate just as long as the compute.
         best = statistics.median(one.up + one.down for one in fast[_OURS]) / sizes.batches
         best /= sizes.wait
         network.shape(best)
-        slow = scene.rounds(sizes, sizes.best_batches)
+        slow = scene.rounds(sizes.rounds, sizes.best_batches, sizes.wait)
     _add_rows(report, f"{name}, 1 Gbit/s", fast, sizes.batches, sizes)
     _add_rows(report, f"{name}, {best * 8e-6:,.0f} Mbit/s", slow, sizes.best_batches, sizes)
     _put_all(report, name, fast, slow)
@@ -252,10 +174,10 @@ def compare_peers(
 def _put_all(
     report: Report,
     name: str,
-    fast: Mapping[str, Sequence[_Round]],
-    slow: Mapping[str, Sequence[_Round]],
+    fast: Mapping[str, Sequence[Round]],
+    slow: Mapping[str, Sequence[Round]],
 ) -> None:
-    def over(rounds: Mapping[str, Sequence[_Round]], peer: str) -> Spread:
+    def over(rounds: Mapping[str, Sequence[Round]], peer: str) -> Spread:
         return ratio([one.seconds for one in rounds[peer]], [one.seconds for one in rounds[_OURS]])
 
     moved = {which: _moved(rounds) for which, rounds in (("fast", fast), ("slow", slow))}
@@ -286,7 +208,7 @@ def _put_all(
     )
 
 
-def _moved(rounds: Mapping[str, Sequence[_Round]]) -> list[float]:
+def _moved(rounds: Mapping[str, Sequence[Round]]) -> list[float]:
     """Returns for each round the bytes of the planned cache, of those without a cache."""
     return [
         (ours.up + ours.down) / (none.up + none.down)
@@ -297,7 +219,7 @@ def _moved(rounds: Mapping[str, Sequence[_Round]]) -> list[float]:
 def _add_rows(
     report: Report,
     link: str,
-    rounds: Mapping[str, Sequence[_Round]],
+    rounds: Mapping[str, Sequence[Round]],
     batches: int,
     sizes: LinkSizes,
 ) -> None:
@@ -323,8 +245,8 @@ def _add_rows(
                 f"{cores:.0%}",
             )
         )
-        if cores > _MOST_CORES:
+        if cores > MOST_CORES:
             report.notes.append(
                 f"{link}: {peer}: all roles used {cores:.0%} of the cores, more than "
-                f"{_MOST_CORES:.0%}"
+                f"{MOST_CORES:.0%}"
             )

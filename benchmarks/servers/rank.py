@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -27,16 +29,19 @@ from benchmarks.cache_peers import (
     state_in_cache,
 )
 from benchmarks.row_wise import RowWiseAdagrad
-from benchmarks.servers.trainers import Job, PeerForm, Played, Stall, batches_of
+from benchmarks.servers.trainers import Job, PeerForm, Played, Recovered, Stall, batches_of
 from benchmarks.workload import wait_for
 from recpoint import Checkpointer, Options, Staging, Timeouts
 from recpoint.catalog.staging import area
 from recpoint.embeddings.cache import CacheStats
 from recpoint.embeddings.home import Home
+from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.remote.protected_home import ProtectedHome
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.tcp import TcpTransport
 from recpoint.embeddings.remote.transport import Greeting, Transport, Value
 from recpoint.embeddings.trainers.shared_cache import SharedCache
+from recpoint.errors import ServerLost
 from recpoint.trainer_plugin.snapshot.cut import Cutter
 
 __all__ = ["given_job", "join_ranks", "process", "serve_orders"]
@@ -65,7 +70,7 @@ class _Part:
         if not form.access:
             make = OPTIMIZERS[form.optimizer]
             return AllInMemory(self._tables, self._batches, any_values, make, dim=self._job.dim)
-        home = _home(form.access, self._job.delay_seconds, self._rank, self._ranks)
+        home = _home(form, self._job.delay_seconds, self._rank, self._ranks)
         if form.is_filled and self._rank == 0:
             states = self._job.dim if form.optimizer == "Adagrad" else 1
             fill_home(home, self._tables, dim=self._job.dim, states=states)
@@ -114,6 +119,49 @@ class _Part:
             losses=losses,
         )
 
+    def recover(
+        self, peer: str, lost: Sequence[int], batches: int, wait: float, is_until_whole: bool
+    ) -> Recovered:
+        """Kills servers, plays on, and waits until all rows have parity again.
+
+        Rank 0 kills and waits.
+
+        Raises:
+            RuntimeError: not all rows have parity again in time.
+        """
+        one = self.peers[peer]
+        assert isinstance(one, CachedPeer) and isinstance(one.home, ProtectedHome)
+        loss = _Loss(one.home, lost, self._homes()) if self._rank == 0 else None
+        cpu, begun = time.process_time(), time.perf_counter()
+        if loss is not None:
+            loss.begin()
+        losses: list[float] = []
+        longest_seconds, whole_seconds = 0.0, None
+        while len(losses) < batches and not (is_until_whole and whole_seconds is not None):
+            started = time.perf_counter()
+            losses += one.train(1, wait=wait)
+            now = time.perf_counter()
+            longest_seconds = max(longest_seconds, now - started)
+            if whole_seconds is None and (loss is None or loss.is_over):
+                whole_seconds = now - begun
+        one.end_io()
+        seconds = time.perf_counter() - begun
+        if loss is not None and whole_seconds is None:
+            wait_for(lambda: loss.is_over or None, seconds=_PATIENCE.total_seconds())
+            whole_seconds = time.perf_counter() - begun
+        return Recovered(
+            batches=len(losses),
+            seconds=seconds,
+            whole_seconds=seconds if whole_seconds is None else whole_seconds,
+            longest_seconds=longest_seconds,
+            cpu_seconds=time.process_time() - cpu,
+            losses=losses,
+        )
+
+    def _homes(self) -> list[ProtectedHome]:
+        homes = [one.home for one in self.peers.values() if isinstance(one, CachedPeer)]
+        return [home for home in homes if isinstance(home, ProtectedHome)]
+
     def begin_checkpoints(self, peer: str, folder: str, checkpoints: int) -> None:
         """Starts a run of a peer, and takes a full checkpoint."""
         one = self.peers[peer]
@@ -158,6 +206,36 @@ class _Part:
             torch.save(state, path)
 
 
+class _Loss:
+    """The loss of processes with servers of one home or more.
+
+    Args:
+        home: of the rank that leads.
+        lost: numbers of its servers.
+        homes: all homes of the rank; those that have servers in these processes lose them, too.
+    """
+
+    def __init__(
+        self, home: ProtectedHome, lost: Sequence[int], homes: Sequence[ProtectedHome]
+    ) -> None:
+        self._pids = {home.greetings[number].pid for number in lost}
+        self._homes = [one for one in homes if self._pids & _pids_of(one)]
+
+    def begin(self) -> None:
+        """Kills the processes."""
+        for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether other processes are in their places, and all rows have parity again."""
+        return not any(self._pids & _pids_of(one) or one.being_recovered for one in self._homes)
+
+
+def _pids_of(home: ProtectedHome) -> set[int]:
+    return {greeting.pid for greeting in home.greetings}
+
+
 def _stats(peer: Peer) -> CacheStats:
     """Returns what a peer's cache has done; nothing, if it has none."""
     return peer.cache.stats if isinstance(peer, CachedPeer) else CacheStats()
@@ -179,21 +257,49 @@ def _measure_calls(owner: type, name: str) -> list[float]:
     return found
 
 
-def _home(access: Mapping[str, Any], delay: float, rank: int, ranks: int) -> Home:
-    token = bytes.fromhex(access["token"])
-    transports: list[Transport] = [
-        _Late(TcpTransport((host, port), token), delay) for host, port in access["addresses"]
-    ]
+def _home(form: PeerForm, delay: float, rank: int, ranks: int) -> Home:
+    token = bytes.fromhex(form.access["token"])
+    addresses = [(host, port) for host, port in form.access["addresses"]]
+
+    def transport(number: int) -> Transport:
+        return _Late(TcpTransport(addresses[number], token), delay)
+
+    def revived(number: int) -> Transport:
+        found = transport(number)
+        wait_for(lambda: _answers(found), seconds=_PATIENCE.total_seconds())
+        return found
+
+    def made(owner: int | None) -> ServedHome:
+        transports = [transport(number) for number in range(len(addresses))]
+        if form.parity is None:
+            return ServedHome(transports, owner=owner, trainer=rank, trainers=ranks)
+        data, parity = form.parity
+        return ProtectedHome(
+            transports,
+            parity=Parity(data=data, parity=parity),
+            owner=owner,
+            trainer=rank,
+            trainers=ranks,
+            revive=revived,
+        )
+
     if ranks == 1:
-        return ServedHome(transports)
+        return made(None)
     owner: list[int] = [0]
     if rank == 0:
-        home = ServedHome(transports, trainer=0, trainers=ranks)
+        home = made(None)
         owner = [home.owner]
     dist.broadcast_object_list(owner)
-    if rank == 0:
-        return home
-    return ServedHome(transports, owner=owner[0], trainer=rank, trainers=ranks)
+    return home if rank == 0 else made(owner[0])
+
+
+def _answers(transport: Transport) -> bool | None:
+    """Returns True if a server answers, else None."""
+    try:
+        transport.hello()
+    except ServerLost:
+        return None
+    return True
 
 
 class _Late(Transport):
@@ -206,6 +312,7 @@ class _Late(Transport):
 
     def __init__(self, to: Transport, seconds: float) -> None:
         self._to, self._seconds = to, seconds
+        self.listens_at = to.listens_at
 
     def _wait(self) -> Transport:
         if self._seconds:
@@ -275,7 +382,7 @@ def serve_orders(answers: Mapping[str, Callable[..., Any]]) -> None:
     for line in sys.stdin:
         order = json.loads(line)
         found = answers[order.pop("order")](**order)
-        _tell(asdict(found) if isinstance(found, Played) else found)
+        _tell(asdict(found) if isinstance(found, Played | Recovered) else found)
 
 
 def _tell(what: Any) -> None:
@@ -291,6 +398,7 @@ def process() -> None:
     serve_orders(
         {
             "play": part.play,
+            "recover": part.recover,
             "save": part.save,
             "begin_checkpoints": part.begin_checkpoints,
             "checkpoint": part.checkpoint,

@@ -25,6 +25,7 @@ __all__ = [
     "Job",
     "PeerForm",
     "Played",
+    "Recovered",
     "Stall",
     "Trainers",
     "batches_of",
@@ -40,6 +41,7 @@ class PeerForm:
 
     Attributes:
         access: of its servers, see `Servers`; empty: tables in memory, without servers.
+        parity: rows and parity rows of a stripe; None: the servers keep no parity.
         window: window of the Lookahead; 0: an LRU cache.
         capacity: slots of its cache; 0: no cache.
         optimizer: one of OPTIMIZERS.
@@ -47,6 +49,7 @@ class PeerForm:
     """
 
     access: dict[str, Any] = field(default_factory=dict)
+    parity: tuple[int, int] | None = None
     window: int = 0
     capacity: int = 0
     optimizer: str = "row-wise Adagrad"
@@ -102,6 +105,27 @@ class Played:
     misses: int = 0
     reduced: int = 0
     reduced_in_steps: int = 0
+    losses: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """What a rank did from the loss of servers until all rows had parity again.
+
+    Attributes:
+        batches: that it trained.
+        seconds: until the I/O of these batches had ended, too.
+        whole_seconds: until all rows had parity again.
+        longest_seconds: of one batch, with the wait for its rows.
+        cpu_seconds: of all threads.
+        losses: of these batches.
+    """
+
+    batches: int
+    seconds: float
+    whole_seconds: float
+    longest_seconds: float
+    cpu_seconds: float
     losses: list[float]
 
 
@@ -182,6 +206,23 @@ class Trainers:
     def play(self, peer: str, batches: int, *, wait: float) -> list[Played]:
         """Plays a peer on all ranks; returns what each did."""
         return [Played(**one) for one in self._ask("play", peer=peer, batches=batches, wait=wait)]
+
+    def recover(
+        self, peer: str, lost: Sequence[int], batches: int, *, wait: float, is_until_whole: bool
+    ) -> list[Recovered]:
+        """Kills servers of a peer with SIGKILL, plays on, and waits until all are recovered.
+
+        Args:
+            peer: a peer with parity.
+            lost: numbers of the servers.
+            batches: how many each rank trains.
+            wait: see `play`.
+            is_until_whole: train no more batches once all rows have parity again. Only for one
+                rank.
+        """
+        asked = {"peer": peer, "lost": [*lost], "batches": batches, "wait": wait}
+        found = self._ask("recover", **asked, is_until_whole=is_until_whole)
+        return [Recovered(**one) for one in found]
 
     def save(self, peer: str, path: Path) -> None:
         """Saves the rows and row states of a cached peer to a file."""

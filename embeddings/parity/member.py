@@ -67,6 +67,9 @@ class StripeMember:
         peers: number and incarnation of each other server, with what calls it.
         is_lost: whether this server takes the place of a lost one: it then knows no row.
         together: makes calls to several peers.
+
+    Attributes:
+        difference_rows: rows of all differences that this server has sent or will send.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class StripeMember:
         self._home = home
         self._is_lost = is_lost
         self._together = together
+        self.difference_rows = 0
         self._tables: dict[str, _Table] = {}
         self._writes = Writes()
         self._peers: dict[int, Peer] = {}
@@ -246,6 +250,7 @@ class StripeMember:
                 shares=shares,
             )
             self._outboxes[receiver].add(sent, given)
+            self.difference_rows += len(given.slots)
 
     def freeze(self, table: str, slots: range) -> FrozenRows:
         """Freeze rows, also lost ones: they are recovered before they are read.

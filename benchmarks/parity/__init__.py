@@ -1,0 +1,1 @@
+"""Compares training on embedding servers that keep parity with checkpoints alone."""

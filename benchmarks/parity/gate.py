@@ -1,0 +1,93 @@
+"""Compares jobs that lose embedding servers with training in memory, bit for bit."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.cache_peers import OPTIMIZERS, same_bits, state_in_memory
+from benchmarks.servers.gate import CAPACITIES, SMALL_JOB, in_memory
+from benchmarks.servers.nodes import Servers, ThisMachine
+from benchmarks.servers.trainers import PeerForm, Trainers
+
+__all__ = ["SERVERS", "require_recovered"]
+
+SERVERS = 5
+_WINDOW = 7
+#: Of the servers, those that are killed; a form of stripe with one parity loses the first of them.
+_KILLED = (1, 3)
+#: Seconds of a batch, so that servers are lost and recovered while batches are trained.
+_WAIT_SECONDS = 0.02
+
+
+def require_recovered(
+    ranks: int, forms: Sequence[tuple[int, int]], optimizers: Sequence[str], batches: int
+) -> int:
+    """Trains, kills servers in the middle, trains on, and compares losses, rows and row states.
+
+    The first third of the batches is trained before servers are killed with SIGKILL, as many
+    servers as parity makes up for. The second third is trained at once, the last third when all
+    rows have parity again.
+
+    Args:
+        ranks: number of trainers.
+        forms: rows and parity rows of a stripe.
+        optimizers: names of OPTIMIZERS; each is trained with each form.
+        batches: how many each rank trains.
+
+    Returns:
+        How many trainings were compared.
+
+    Raises:
+        RuntimeError: something differs, or a lookup missed.
+    """
+    machine = ThisMachine()
+    names = [
+        (f"{optimizer}, {data}+{parity}", optimizer, (data, parity))
+        for data, parity in forms
+        for optimizer in optimizers
+    ]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recpoint-parity-")))
+        servers = Servers([machine] * SERVERS, homes=len(names), is_revived=True)
+        stack.enter_context(servers)
+        peers = {
+            name: PeerForm(
+                access=access,
+                parity=form,
+                window=_WINDOW,
+                capacity=CAPACITIES[ranks],
+                optimizer=optimizer,
+            )
+            for (name, optimizer, form), access in zip(names, servers.access, strict=True)
+        }
+        job = replace(SMALL_JOB, peers=peers)
+        trainers = stack.enter_context(Trainers(job, [machine] * ranks))
+        for name, optimizer, (_, parity) in names:
+            expected = in_memory(job, OPTIMIZERS[optimizer], ranks)
+            losses = expected.play_all(batches)
+            third = batches // 3
+            before = trainers.play(name, third, wait=0)
+            amid = trainers.recover(
+                name, _KILLED[:parity], third, wait=_WAIT_SECONDS, is_until_whole=False
+            )
+            after = trainers.play(name, batches - 2 * third, wait=0)
+            trainers.save(name, folder / "state.pt")
+            found = [
+                one.losses + two.losses + three.losses
+                for one, two, three in zip(before, amid, after, strict=True)
+            ]
+            states = torch.load(folder / "state.pt")
+            same = found == losses and same_bits(states, state_in_memory(expected))
+            missed = sum(one.misses for one in after)
+            if not same or missed:
+                raise RuntimeError(
+                    f"{ranks} trainers, {name}: {'equal' if same else 'other'} results than in "
+                    f"memory after a recovery, {missed} lookups missed"
+                )
+    return len(names)
