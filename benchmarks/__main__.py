@@ -21,6 +21,7 @@ NAMES = (
     "lookahead",
     "cache",
     "servers",
+    "parity",
     "persist",
     "restore",
     "retention",

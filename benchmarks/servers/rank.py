@@ -32,6 +32,7 @@ from benchmarks.row_wise import RowWiseAdagrad
 from benchmarks.servers.trainers import Job, PeerForm, Played, Recovered, Stall, batches_of
 from benchmarks.workload import wait_for
 from recpoint import Checkpointer, Options, Staging, Timeouts
+from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.staging import area
 from recpoint.embeddings.cache import CacheStats
 from recpoint.embeddings.home import Home
@@ -162,8 +163,8 @@ class _Part:
         homes = [one.home for one in self.peers.values() if isinstance(one, CachedPeer)]
         return [home for home in homes if isinstance(home, ProtectedHome)]
 
-    def begin_checkpoints(self, peer: str, folder: str, checkpoints: int) -> None:
-        """Starts a run of a peer, and takes a full checkpoint."""
+    def begin_checkpoints(self, peer: str, folder: str, checkpoints: int) -> float:
+        """Starts or goes on with a run of a peer; returns the seconds of the restore."""
         one = self.peers[peer]
         assert isinstance(one, CachedPeer | AllInMemory)
         self._cuts_ms = _measure_calls(Cutter, "cut")
@@ -180,8 +181,10 @@ class _Part:
             ),
             timeouts=Timeouts(close_seconds=0.0),
         )
+        begun = time.perf_counter()
         self._checkpointer.restore()
         self._taken = 0
+        return time.perf_counter() - begun
 
     def checkpoint(self) -> Stall:
         """Takes a checkpoint, and waits until all ranks have staged it."""
@@ -196,6 +199,17 @@ class _Part:
         settle_ms = self._settles_ms[-1] if self._ranks > 1 else 0.0
         whole_ms = list(self._checkpointer.stats.stalls_ms)[-1]
         return Stall(whole_ms=whole_ms, settle_ms=settle_ms, cut_ms=self._cuts_ms[-1])
+
+    def persist(self) -> float:
+        """Persists the staged checkpoint; returns the seconds that it takes."""
+        (run,) = area.run_directories(self._staging)
+        (job,) = area.staged_jobs(run)
+        begun = time.perf_counter()
+        outcome = persist_job(job)
+        seconds = time.perf_counter() - begun
+        if outcome.result != "committed":
+            raise RuntimeError(outcome.error)
+        return seconds
 
     def save(self, peer: str, path: str) -> None:
         """Saves the rows and row states of a cached peer; rank 0 writes the file."""
@@ -402,5 +416,6 @@ def process() -> None:
             "save": part.save,
             "begin_checkpoints": part.begin_checkpoints,
             "checkpoint": part.checkpoint,
+            "persist": part.persist,
         }
     )

@@ -228,13 +228,28 @@ class Trainers:
         """Saves the rows and row states of a cached peer to a file."""
         self._ask("save", peer=peer, path=str(path))
 
-    def begin_checkpoints(self, peer: str, folder: Path, checkpoints: int) -> None:
-        """Starts a run of a peer in a directory, with room for so many checkpoints."""
-        self._ask("begin_checkpoints", peer=peer, folder=str(folder), checkpoints=checkpoints)
+    def begin_checkpoints(self, peer: str, folder: Path, checkpoints: int) -> list[float]:
+        """Starts or goes on with a run of a peer in a directory.
+
+        Args:
+            peer: without a Lookahead's reader in the checkpoints.
+            folder: of the run.
+            checkpoints: there is room for so many that are not persisted.
+
+        Returns:
+            Seconds of each rank's restore.
+        """
+        asked = {"peer": peer, "folder": str(folder), "checkpoints": checkpoints}
+        return [float(seconds) for seconds in self._ask("begin_checkpoints", **asked)]
 
     def checkpoint(self) -> list[Stall]:
         """Takes a checkpoint, waits until all ranks have staged it; returns each rank's stall."""
         return [Stall(*one) for one in self._ask("checkpoint")]
+
+    def persist(self) -> float:
+        """Persists the staged checkpoint of the only rank; returns the seconds that it takes."""
+        (seconds,) = self._ask("persist")
+        return float(seconds)
 
     def _ask(self, order: str, **arguments: Any) -> list[Any]:
         for process in self._asked:

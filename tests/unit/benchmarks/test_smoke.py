@@ -32,6 +32,7 @@ SLOW = {
     "faults",
     "follow",
     "lookahead",
+    "parity",
     "persist",
     "prefect_overhead",
     "restore",
@@ -60,6 +61,8 @@ def not_run_here(name: str) -> set[str]:
     keys: set[str] = set(importlib.import_module(f"benchmarks.{name}").KEYS)
     if name == "servers":
         return _not_run_of_servers()
+    if name == "parity":
+        return _not_run_of_parity()
     of = {"gpu": keys, "tracking": {k for k in keys if "torchrec" in k} | {"our_bytes"}}
     return of.get(name, {"plain4_vs_fbgemm"}) if lacks.get(name) else set()
 
@@ -70,12 +73,23 @@ def _not_run_of_servers() -> set[str]:
     found = set() if importlib.util.find_spec("ray") else {key for key in KEYS if "ray_" in key}
     if not installed():
         found.add("vs_torchrec")
+    return found if _has_network() else found | set(NETWORK_KEYS)
+
+
+def _not_run_of_parity() -> set[str]:
+    from benchmarks.parity import NETWORK_KEYS
+
+    found = set() if importlib.util.find_spec("pyeclib") else {"vs_pyeclib"}
+    return found if _has_network() else found | set(NETWORK_KEYS)
+
+
+def _has_network() -> bool:
     try:
         with ShapedNetwork() as network:
             network.add_nodes(1)
     except NoNetwork:
-        found |= set(NETWORK_KEYS)
-    return found
+        return False
+    return True
 
 
 @pytest.mark.parametrize(
