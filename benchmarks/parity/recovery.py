@@ -135,7 +135,7 @@ def compare(report: Report, network: ShapedNetwork, sizes: Sizes) -> Measured:
         trainers = stack.enter_context(Trainers(job, nodes[:1]))
         scene = Scene(nodes[0])
         for name in forms:
-            scene.add([name], trainers, servers[name].processes)
+            scene.add([name], trainers, servers[name].pids)
             scene.play(name, sizes.warm, 0)
         network.shape(GBIT)
         before = servers["4+1"].difference_rows()
@@ -174,11 +174,11 @@ def _lose(
         for name, (_, parity) in FORMS.items():
             plain = scene.play(_PLAIN, sizes.batches, sizes.wait)
             killed = [(number + 2 * one) % SERVERS for one in range(parity)]
-            before = cpu_seconds_by_pid(servers[name].processes)
+            before = cpu_seconds_by_pid(servers[name].pids)
             (recovered,) = trainers.recover(
                 name, killed, sizes.most_batches, wait=sizes.wait, is_until_whole=True
             )
-            after = cpu_seconds_by_pid(servers[name].processes)
+            after = cpu_seconds_by_pid(servers[name].pids)
             used = sum(seconds - before.get(pid, 0.0) for pid, seconds in after.items())
             found[name].append(_Loss(plain=plain, recovered=recovered, servers_cpu=used))
     return found

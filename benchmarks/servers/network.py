@@ -122,6 +122,11 @@ class Node:
             self.close()
             raise
 
+    @property
+    def network(self) -> str:
+        """Path of its network namespace."""
+        return self._namespace.path
+
     def inside(self, *command: str) -> list[str]:
         """Returns a command that runs another one on this node, as the same process."""
         return self._namespace.inside(*command)

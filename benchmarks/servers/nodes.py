@@ -6,26 +6,19 @@ cluster need Ray. These listen on the address of their node, and otherwise do th
 
 from __future__ import annotations
 
-import json
-import os
+import multiprocessing
 import secrets
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, Protocol
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any, NamedTuple, Protocol
 
 import psutil
-import torch
-from torch import Tensor
 
-from recpoint.embeddings.parity.peers import Differences, Members, Peer, Sent
-from recpoint.embeddings.remote.protection import Reach
-from recpoint.embeddings.remote.server import EmbeddingServer
-from recpoint.embeddings.remote.tcp import TcpServer
-from recpoint.embeddings.remote.tcp_peer import reach_with
+from benchmarks.server_process import ServerSettings, serve
 
 __all__ = [
     "Place",
@@ -33,7 +26,6 @@ __all__ = [
     "ThisMachine",
     "cpu_seconds",
     "cpu_seconds_by_pid",
-    "process",
     "program",
 ]
 
@@ -48,6 +40,10 @@ class Place(Protocol):
     def address(self) -> str:
         """IPv4 address for the others."""
 
+    @property
+    def network(self) -> str | None:
+        """Path of the network namespace; None: that of the machine."""
+
     def inside(self, *command: str) -> list[str]:
         """Returns a command that runs another one there, as the same process."""
 
@@ -56,6 +52,7 @@ class ThisMachine:
     """The machine itself, without a network."""
 
     address = "127.0.0.1"
+    network = None
 
     def inside(self, *command: str) -> list[str]:
         """Returns the command."""
@@ -67,19 +64,26 @@ def program(module: str) -> list[str]:
     return [sys.executable, "-m", "benchmarks.servers.process", module]
 
 
-def cpu_seconds(processes: Sequence[subprocess.Popen[bytes]]) -> float:
+def cpu_seconds(pids: Iterable[int]) -> float:
     """Returns the processor seconds that processes have used so far."""
-    return sum(cpu_seconds_by_pid(processes).values())
+    return sum(cpu_seconds_by_pid(pids).values())
 
 
-def cpu_seconds_by_pid(processes: Sequence[subprocess.Popen[bytes]]) -> dict[int, float]:
-    """Returns the same of each process that lives, by its process id."""
+def cpu_seconds_by_pid(pids: Iterable[int]) -> dict[int, float]:
+    """Returns the same of each process that lives."""
     found = {}
-    for one in processes:
+    for pid in pids:
         with suppress(psutil.NoSuchProcess):
-            times = psutil.Process(one.pid).cpu_times()
-            found[one.pid] = float(times.user + times.system)
+            times = psutil.Process(pid).cpu_times()
+            found[pid] = float(times.user + times.system)
     return found
+
+
+class _Started(NamedTuple):
+    """A process with servers, and what it is asked through."""
+
+    process: ForkServerProcess
+    told: Connection
 
 
 class Servers:
@@ -94,7 +98,6 @@ class Servers:
         is_revived: start a process that has ended again, empty and at the same ports, as Ray does.
 
     Attributes:
-        processes: one at each place.
         access: for each home what a trainer needs to reach its servers: addresses and token.
 
     Raises:
@@ -109,16 +112,16 @@ class Servers:
         delay_seconds: float = 0.0,
         is_revived: bool = False,
     ) -> None:
-        token = secrets.token_bytes(32).hex()
+        self._token = secrets.token_bytes(32)
         self._places = places
-        self._settings = {"token": token, "delay_seconds": delay_seconds}
-        self._ports = [[0] * homes for _ in places]
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self._delay_seconds = delay_seconds
+        self._ports = [(0,) * homes for _ in places]
+        self._all: list[_Started] = []
         self._is_over = threading.Event()
         self._watch: threading.Thread | None = None
         try:
             for number in range(len(places)):
-                self.processes.append(self._started(number))
+                self._all.append(self._started(number))
             for number in range(len(places)):
                 self._learn_ports(number)
         except BaseException:
@@ -126,42 +129,59 @@ class Servers:
             raise
         hosts = [place.address for place in places]
         self.access: list[dict[str, Any]] = [
-            {"addresses": list(zip(hosts, of_home, strict=True)), "token": token}
+            {"addresses": list(zip(hosts, of_home, strict=True)), "token": self._token.hex()}
             for of_home in zip(*self._ports, strict=True)
         ]
         if is_revived:
             self._watch = threading.Thread(target=self._revive_all, daemon=True)
             self._watch.start()
 
-    def _started(self, number: int) -> subprocess.Popen[bytes]:
+    def _started(self, number: int) -> _Started:
         place = self._places[number]
-        started = subprocess.Popen(
-            place.inside(*program("nodes")),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        settings = ServerSettings(
+            network=place.network,
+            host=place.address,
+            ports=self._ports[number],
+            token=self._token,
+            delay_seconds=self._delay_seconds,
         )
-        told = {**self._settings, "host": place.address, "ports": self._ports[number]}
-        _tell(started, told)
-        return started
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([serve.__module__])
+        own, its = context.Pipe()
+        process = context.Process(target=serve, args=(settings, its))
+        process.start()
+        its.close()
+        return _Started(process, own)
 
     def _learn_ports(self, number: int) -> None:
-        self._ports[number] = _answer(self.processes[number])
+        self._ports[number] = tuple(self._answer(number))
+
+    def _answer(self, number: int) -> Any:
+        process, told = self._all[number]
+        try:
+            return told.recv()
+        except EOFError as error:
+            process.join()
+            raise RuntimeError(f"a server ended with {process.exitcode}") from error
 
     def _revive_all(self) -> None:
         while not self._is_over.wait(_LOOK_SECONDS):
-            for number, process in enumerate(self.processes):
-                if process.poll() is not None:
-                    _close_pipes(process)
-                    self.processes[number] = self._started(number)
+            for number, (process, told) in enumerate(self._all):
+                if not process.is_alive():
+                    told.close()
+                    self._all[number] = self._started(number)
                     self._learn_ports(number)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, one at each place."""
+        return [process.pid for process, _ in self._all if process.pid is not None]
 
     def difference_rows(self) -> int:
         """Returns how many rows of differences the servers have sent each other so far."""
-        for process in self.processes:
-            _tell(process, "difference rows")
-        return sum(_answer(process) for process in self.processes)
+        for _, told in self._all:
+            told.send(None)
+        return sum(self._answer(number) for number in range(len(self._all)))
 
     def close(self) -> None:
         """Ends them. A second call does nothing."""
@@ -169,8 +189,8 @@ class Servers:
         if self._watch is not None:
             self._watch.join()
         with ExitStack() as stack:
-            while self.processes:
-                stack.callback(_end, self.processes.pop())
+            while self._all:
+                stack.callback(_end, *self._all.pop())
 
     def __enter__(self) -> Servers:
         return self
@@ -179,82 +199,9 @@ class Servers:
         self.close()
 
 
-def _tell(process: subprocess.Popen[bytes], what: object) -> None:
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(what).encode() + b"\n")
-    process.stdin.flush()
-
-
-def _answer(process: subprocess.Popen[bytes]) -> Any:
-    assert process.stdout is not None
-    said = process.stdout.readline()
-    if not said:
-        raise RuntimeError(f"a server ended with {process.wait()}")
-    return json.loads(said)
-
-
-def _close_pipes(process: subprocess.Popen[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with suppress(BrokenPipeError):
-            pipe.close()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    _close_pipes(process)
-    try:
-        process.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
+def _end(process: ForkServerProcess, told: Connection) -> None:
+    told.close()
+    process.join(_END_SECONDS)
+    if process.is_alive():
         process.kill()
-        process.wait()
-
-
-class _LatePeer(Peer):
-    """Waits before each call of another server, as a longer cable would have it wait."""
-
-    def __init__(self, to: Peer, seconds: float) -> None:
-        self._to, self._seconds = to, seconds
-
-    def _wait(self) -> Peer:
-        time.sleep(self._seconds)
-        return self._to
-
-    def differences(self, sent: Sent, given: Differences) -> None:
-        self._wait().differences(sent, given)
-
-    def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
-        return self._wait().rows(table, slots, recover=recover)
-
-    def parity_rows(self, table: str, slots: Tensor, at: Mapping[int, tuple[int, int]]) -> Members:
-        return self._wait().parity_rows(table, slots, at)
-
-    def close(self) -> None:
-        self._to.close()
-
-
-def _late(reach: Reach, seconds: float) -> Reach:
-    def reach_later(host: str, port: int, incarnation: int, row_bytes: Mapping[str, int]) -> Peer:
-        return _LatePeer(reach(host, port, incarnation, row_bytes), seconds)
-
-    return reach_later if seconds else reach
-
-
-def process() -> None:
-    """Runs servers for several homes, until the other side wants no more."""
-    torch.set_num_threads(1)
-    settings = json.loads(sys.stdin.readline())
-    token, host = bytes.fromhex(settings["token"]), settings["host"]
-    reach = _late(reach_with(token), settings["delay_seconds"])
-    servers: list[EmbeddingServer] = []
-    with ExitStack() as stack:
-        ports = []
-        for port in settings["ports"]:
-            server = EmbeddingServer(name=f"embedding server on {host}", reach=reach)
-            servers.append(server)
-            stack.callback(server.end)
-            listening = stack.enter_context(TcpServer(server, token, host=host, port=port))
-            ports.append(listening.address[1])
-        print(json.dumps(ports), flush=True)
-        for _ in sys.stdin:  # until the other side wants no more, or has ended
-            members = [server.member(server.hello().incarnation) for server in servers]
-            print(json.dumps(sum(one.difference_rows for one in members)), flush=True)
+        process.join()

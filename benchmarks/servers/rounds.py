@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -62,12 +61,10 @@ class Scene:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._peers: dict[str, tuple[Trainers, Sequence[subprocess.Popen[bytes]]]] = {}
+        self._peers: dict[str, tuple[Trainers, Sequence[int]]] = {}
 
-    def add(
-        self, peers: Iterable[str], trainers: Trainers, servers: Sequence[subprocess.Popen[bytes]]
-    ) -> None:
-        """Adds peers with the processes that train them, and those of their servers."""
+    def add(self, peers: Iterable[str], trainers: Trainers, servers: Sequence[int]) -> None:
+        """Adds peers with the processes that train them, and process ids of their servers."""
         self._peers |= dict.fromkeys(peers, (trainers, servers))
 
     def play(self, peer: str, batches: int, wait: float) -> Round:

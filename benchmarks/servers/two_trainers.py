@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -119,7 +118,7 @@ class _Contender:
         name: for people.
         trainers: the processes.
         nodes: of the trainers.
-        servers: processes of their servers.
+        servers: process ids of their servers.
         played: what each rank did in each round.
         servers_cpu: seconds of each round.
         moved: bytes on the links of all trainers, in each round.
@@ -128,7 +127,7 @@ class _Contender:
     name: str
     trainers: Trainers
     nodes: Sequence[Node]
-    servers: Sequence[subprocess.Popen[bytes]] = ()
+    servers: Sequence[int] = ()
     played: list[list[Played]] = field(default_factory=list)
     servers_cpu: list[float] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
@@ -160,13 +159,13 @@ def compare_ranks(report: Report, network: ShapedNetwork, sizes: RankSizes) -> N
             name="1 trainer",
             trainers=stack.enter_context(Trainers(for_one, one_node)),
             nodes=one_node,
-            servers=servers.processes,
+            servers=servers.pids,
         )
         two = _Contender(
             name="2 trainers",
             trainers=stack.enter_context(Trainers(for_two, two_nodes)),
             nodes=two_nodes,
-            servers=servers.processes,
+            servers=servers.pids,
         )
         contenders = [one, two]
         if installed():

@@ -1,0 +1,113 @@
+"""Runs embedding servers for several homes in one process on a node of a network.
+
+The process is forked from one that has imported torch, so it starts in an instant, like the spare
+process that `recpoint.embeddings.servers` has ready.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+import torch
+from torch import Tensor
+
+from recpoint.embeddings.parity.peers import Differences, Members, Peer, Sent
+from recpoint.embeddings.remote.protection import Reach
+from recpoint.embeddings.remote.server import EmbeddingServer
+from recpoint.embeddings.remote.tcp import TcpServer
+from recpoint.embeddings.remote.tcp_peer import reach_with
+
+__all__ = ["ServerSettings", "serve"]
+
+#: Of setns(2).
+_NETWORK_NAMESPACE = 0x40000000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What the process is told.
+
+    Attributes:
+        network: path of its network namespace; None: that of the machine.
+        host: IPv4 address at which it listens.
+        ports: one for each home; 0: the system chooses one.
+        token: what servers and trainers know.
+        delay_seconds: added to each call of another server.
+    """
+
+    network: str | None
+    host: str
+    ports: tuple[int, ...]
+    token: bytes = field(repr=False)
+    delay_seconds: float
+
+
+def serve(settings: ServerSettings, told: Connection) -> None:
+    """Serves until the other side of the connection is closed.
+
+    Sends the ports. Then answers anything that comes with the rows of all differences so far.
+    """
+    torch.set_num_threads(1)
+    if settings.network is not None:
+        _enter(settings.network)
+    reach = _late(reach_with(settings.token), settings.delay_seconds)
+    servers: list[EmbeddingServer] = []
+    with ExitStack() as stack, suppress(EOFError):
+        ports = []
+        for port in settings.ports:
+            server = EmbeddingServer(name=f"embedding server on {settings.host}", reach=reach)
+            servers.append(server)
+            stack.callback(server.end)
+            listening = TcpServer(server, settings.token, host=settings.host, port=port)
+            ports.append(stack.enter_context(listening).address[1])
+        told.send(ports)
+        while True:
+            told.recv()
+            members = [server.member(server.hello().incarnation) for server in servers]
+            told.send(sum(one.difference_rows for one in members))
+
+
+def _enter(network: str) -> None:
+    """Moves this thread, and threads that it starts, to a network namespace."""
+    namespace = os.open(network, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace, _NETWORK_NAMESPACE) != 0:
+            raise OSError(ctypes.get_errno(), f"setns to {network}")
+    finally:
+        os.close(namespace)
+
+
+class _LatePeer(Peer):
+    """Waits before each call of another server, as a longer cable would have it wait."""
+
+    def __init__(self, to: Peer, seconds: float) -> None:
+        self._to, self._seconds = to, seconds
+
+    def _wait(self) -> Peer:
+        time.sleep(self._seconds)
+        return self._to
+
+    def differences(self, sent: Sent, given: Differences) -> None:
+        self._wait().differences(sent, given)
+
+    def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
+        return self._wait().rows(table, slots, recover=recover)
+
+    def parity_rows(self, table: str, slots: Tensor, at: Mapping[int, tuple[int, int]]) -> Members:
+        return self._wait().parity_rows(table, slots, at)
+
+    def close(self) -> None:
+        self._to.close()
+
+
+def _late(reach: Reach, seconds: float) -> Reach:
+    def reach_later(host: str, port: int, incarnation: int, row_bytes: Mapping[str, int]) -> Peer:
+        return _LatePeer(reach(host, port, incarnation, row_bytes), seconds)
+
+    return reach_later if seconds else reach
