@@ -219,22 +219,14 @@ class StripeMember:
     def _emit(self, table: _Table, slots: Tensor, change: Tensor) -> None:
         """Queue one message for each server that has parity of these rows."""
         stripes, _ = table.stripes.members_at(self._number, slots)
-        servers, places = [], []
-        for number in range(table.stripes.parity):
-            at, place = table.stripes.parity_in(stripes, number)
-            servers.append(at)
-            places.append(place)
-        server, place = torch.cat(servers), torch.cat(places)
         messages: dict[int, Differences] = {}
-        for receiver in self._outboxes:
-            chosen = (server == receiver).nonzero().view(-1)
-            if len(chosen):
-                ascending, order = place[chosen].sort()
+        for receiver, place, chosen in table.stripes.receivers_of(stripes):
+            if receiver in self._outboxes:
                 messages[receiver] = Differences(
                     table=table.name,
                     generation=table.generation,
-                    slots=ascending,
-                    rows=change[chosen[order] % len(slots)],
+                    slots=place,
+                    rows=change[chosen],
                 )
         write = self._writes.begin(messages)
         shares = {
@@ -323,17 +315,21 @@ class StripeMember:
                     f"differences: shape {tuple(given.rows.shape)}, expected "
                     f"{(len(given.slots), here.coded_bytes)}"
                 )
-            stripes, numbers = here.stripes.parity_at(self._number, given.slots)
-            contribution = replace(given, rows=given.rows.clone(), slots=given.slots.clone())
-            is_q = numbers == 1
-            if is_q.any():
-                positions = here.stripes.position_of(sent.source, stripes)
-                chosen = is_q.nonzero().view(-1)
-                scaled = torch.zeros_like(given.rows)
-                erasure.apply(scaled, chosen, given.rows[chosen], positions[chosen])
-                contribution.rows[chosen] = scaled[chosen]
+            contribution = self._contribution(here, sent.source, given)
             self._add(contribution)
             inbox.add(sent, contribution)
+
+    def _contribution(self, table: _Table, source: int, given: Differences) -> Differences:
+        """Return what differences of a server add to parity rows, in memory of its own."""
+        rows = given.rows.clone()
+        if table.stripes.parity > 1:
+            stripes, numbers = table.stripes.parity_at(self._number, given.slots)
+            chosen = (numbers == 1).nonzero().view(-1)
+            if len(chosen):
+                positions = table.stripes.position_of(source, stripes[chosen])
+                rows[chosen] = 0
+                erasure.apply(rows, chosen, given.rows[chosen], positions)
+        return replace(given, rows=rows, slots=given.slots.clone())
 
     def _add(self, contribution: Differences) -> None:
         """Add rows to those parity rows that are known; the others take them up when they are."""

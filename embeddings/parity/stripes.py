@@ -185,6 +185,27 @@ class Stripes:
         servers, slots = self._cycle.parity.at(stripes + self._shift, numbers)
         return servers, slots - self._parity_before[servers]
 
+    def receivers_of(self, stripes: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+        """Return the servers that have parity rows of stripes.
+
+        Args:
+            stripes: int64 [n].
+
+        Returns:
+            For each of these servers its number, its parity slots, int64 [m], ascending, and the
+            positions of their stripes in `stripes`, int64 [m].
+        """
+        found = [self.parity_in(stripes, number) for number in range(self.parity)]
+        servers, places = (torch.cat(of_all) for of_all in zip(*found, strict=True))
+        # By server, then by slot.
+        order = (servers * (self.count + 1) + places).argsort()
+        counts = torch.bincount(servers, minlength=self.servers).tolist()
+        return [
+            (server, places[chosen], chosen % len(stripes))
+            for server, chosen in enumerate(order.split(counts))
+            if len(chosen)
+        ]
+
     def parity_at(self, server: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return the stripes of a server's parity slots, and which parity rows: int64 [n] each."""
         stripes, numbers = self._cycle.parity.of(server, slots + self._parity_before[server])

@@ -45,6 +45,26 @@ def test_a_range_of_rows_is_a_range_of_slots(stripes: Stripes, data: st.DataObje
         assert within.stop <= stripes.slots(server)
 
 
+@given(all_stripes(), st.data())
+def test_receivers_of_stripes_are_those_of_their_parity_rows(
+    stripes: Stripes, data: st.DataObject
+) -> None:
+    chosen = data.draw(st.sets(st.integers(0, stripes.count - 1), min_size=1).map(sorted))
+    some = torch.tensor(chosen, dtype=torch.int64)
+    found: set[tuple[int, int, int]] = set()
+    for server, slots, positions in stripes.receivers_of(some):
+        assert (slots[1:] > slots[:-1]).all()
+        found |= {
+            (server, slot, stripe)
+            for slot, stripe in zip(slots.tolist(), some[positions].tolist(), strict=True)
+        }
+    expected = set()
+    for number in range(stripes.parity):
+        servers, slots = stripes.parity_in(some, number)
+        expected |= set(zip(servers.tolist(), slots.tolist(), chosen, strict=True))
+    assert found == expected and len(found) == stripes.parity * len(chosen)
+
+
 @given(all_stripes())
 def test_members_of_a_stripe_are_on_different_servers(stripes: Stripes) -> None:
     every = torch.arange(stripes.count)
