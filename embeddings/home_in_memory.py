@@ -95,6 +95,8 @@ class _Region:
     def _touch(self, which: int, first: Tensor, last: Tensor) -> int:
         """Note pages first … last of each row as written; returns how many are new."""
         pages, new = self._pages[which], 0
+        if bool((pages[first] & pages[last]).all()) and bool((last - first <= 1).all()):
+            return 0  # as for most rows that are written again
         while first.numel():
             found = torch.unique_consecutive(first)  # ids ascend
             found = found[~pages[found]]
