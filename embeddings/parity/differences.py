@@ -12,6 +12,7 @@ sender.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections import OrderedDict, deque
@@ -211,9 +212,10 @@ class Inbox:
             raise OutOfStep("a moment of another incarnation")
         if number < self.applied and number + 1 not in self._kept:
             raise OutOfStep(f"message {number} of {self.applied}, which is too long ago")
-        for one, (_, contribution) in self._kept.items():
-            if one > number:
-                yield contribution
+        # Few of those that are kept came after: they are at the end.
+        later = itertools.takewhile(lambda one: one > number, reversed(self._kept))
+        for one in reversed(list(later)):
+            yield self._kept[one][1]
 
     def unsettled(self, receiver: int, incarnation: int) -> Unsettled:
         """Return what may have to be taken back if the sender is lost.

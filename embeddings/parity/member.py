@@ -28,7 +28,7 @@ from recpoint.embeddings.parity.frozen_while_lost import FrozenWhileLost
 from recpoint.embeddings.parity.peers import Differences, Members, Moment, OutOfStep, Peer, Sent
 from recpoint.embeddings.parity.stripes import Stripes
 from recpoint.errors import HomeError, ServerLost
-from recpoint.kernels import erasure
+from recpoint.kernels import erasure, row_gather
 
 __all__ = ["Known", "StripeMember", "Together"]
 
@@ -471,7 +471,7 @@ class StripeMember:
                     next_step="restore the last checkpoint, and look at the memory of the machines",
                 )
             chosen = is_written.nonzero().view(-1)
-            found, records = slots[chosen], coded[chosen, :-1].contiguous()
+            found, records = slots[chosen], _chosen_rows(coded[:, :-1].contiguous(), chosen)
             self._home.write_back(table.name, found, records, batch=0)
             for frozen in table.frozen:
                 frozen.reveal(found, records)
@@ -498,18 +498,18 @@ class StripeMember:
                 chosen_of.append(chosen)
                 calls.append(partial(peer.parity_rows, table.name, place[chosen], asked))
             for chosen, found in zip(chosen_of, self._together(calls), strict=True):
-                rows[data + number][chosen] = found.rows
+                row_gather.scatter(found.rows, chosen, rows[data + number])
                 is_known[data + number][chosen] = found.is_known
         out = torch.empty(len(slots), table.coded_bytes, dtype=torch.uint8, device="cpu")
         # Stripes that have lost the same members are decoded together.
-        weights = 1 << torch.arange(data + count, dtype=torch.int64, device="cpu").view(-1, 1)
-        pattern = torch.stack([own, (torch.stack(is_known).long() * weights).sum(0)])
-        for (position, known_bits), chosen in _groups(pattern):
-            known = [member for member in range(data + count) if known_bits >> member & 1]
+        for first, chosen in _groups([own, *is_known]):
+            known = [member for member, flags in enumerate(is_known) if flags[first]]
             if len(known) < data:
                 self._refuse_too_few(table)
-            survivors = {member: rows[member][chosen] for member in known}
-            out[chosen] = erasure.decode(survivors, data, [position])[position]
+            survivors = {member: _chosen_rows(rows[member], chosen) for member in known}
+            position = int(own[first])
+            decoded = erasure.decode(survivors, data, [position])[position]
+            row_gather.scatter(decoded, chosen, out)
         return out
 
     def _refuse_too_few(self, table: _Table) -> None:
@@ -575,7 +575,7 @@ class StripeMember:
             moments[number] = found.moment
             for one in range(form.data):
                 chosen = (position == one).nonzero().view(-1)
-                rows[one][stripe[chosen]] = found.rows[chosen]
+                row_gather.move(found.rows, chosen, rows[one], stripe[chosen])
                 is_known[one][stripe[chosen]] = found.is_known[chosen]
         return _Gathered(rows, is_known, moments)
 
@@ -700,11 +700,32 @@ def _first_false(flags: Tensor | None, start: int, most: int) -> tuple[Tensor, i
     return nothing, start
 
 
-def _groups(columns: Tensor) -> list[tuple[list[int], Tensor]]:
-    """Return the different columns of an int64 [a, n], each with the indices where it is."""
-    kinds, which = torch.unique(columns, dim=1, return_inverse=True)
-    found: list[list[int]] = kinds.t().tolist()
-    return [(kind, torch.nonzero(which == one).view(-1)) for one, kind in enumerate(found)]
+def _groups(columns: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """Return where columns have the same values.
+
+    Args:
+        columns: int64 or bool [n] each, 1 or more rows.
+
+    Returns:
+        For each different row of values its first place, and all its places, int64 [m], ascending.
+    """
+    which = torch.zeros(len(columns[0]), dtype=torch.int64, device="cpu")
+    for column in columns:
+        # Most columns have one value. The others divide the groups so far.
+        if bool((column != column[0]).any()):
+            kinds, at = torch.unique(column, return_inverse=True)
+            which = torch.unique(which * len(kinds) + at, return_inverse=True)[1]
+    groups = [(which == one).nonzero().view(-1) for one in range(int(which.max()) + 1)]
+    return [(int(chosen[0]), chosen) for chosen in groups]
+
+
+def _chosen_rows(rows: Tensor, chosen: Tensor) -> Tensor:
+    """Return rows[chosen], where `chosen` ascends without duplicates."""
+    if len(chosen) == len(rows):
+        return rows
+    found = torch.empty(len(chosen), rows.shape[1], dtype=torch.uint8, device="cpu")
+    row_gather.gather(rows, chosen, found)
+    return found
 
 
 def _repeated(act: Callable[[], None]) -> None:
