@@ -26,7 +26,7 @@ _WAIT_SECONDS = 0.02
 
 
 def require_recovered(
-    ranks: int, forms: Sequence[tuple[int, int]], optimizers: Sequence[str], batches: int
+    ranks: int, form: tuple[int, int], optimizers: Sequence[str], batches: int
 ) -> int:
     """Trains, kills servers in the middle, trains on, and compares losses, rows and row states.
 
@@ -36,8 +36,8 @@ def require_recovered(
 
     Args:
         ranks: number of trainers.
-        forms: rows and parity rows of a stripe.
-        optimizers: names of OPTIMIZERS; each is trained with each form.
+        form: rows and parity rows of a stripe.
+        optimizers: names of OPTIMIZERS.
         batches: how many each rank trains.
 
     Returns:
@@ -47,14 +47,9 @@ def require_recovered(
         RuntimeError: something differs, or a lookup missed.
     """
     machine = ThisMachine()
-    names = [
-        (f"{optimizer}, {data}+{parity}", optimizer, (data, parity))
-        for data, parity in forms
-        for optimizer in optimizers
-    ]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recpoint-parity-")))
-        servers = Servers([machine] * SERVERS, homes=len(names), is_revived=True)
+        servers = Servers([machine] * SERVERS, homes=len(optimizers), is_revived=True)
         stack.enter_context(servers)
         peers = {
             name: PeerForm(
@@ -62,19 +57,19 @@ def require_recovered(
                 parity=form,
                 window=_WINDOW,
                 capacity=CAPACITIES[ranks],
-                optimizer=optimizer,
+                optimizer=name,
             )
-            for (name, optimizer, form), access in zip(names, servers.access, strict=True)
+            for name, access in zip(optimizers, servers.access, strict=True)
         }
         job = replace(SMALL_JOB, peers=peers)
         trainers = stack.enter_context(Trainers(job, [machine] * ranks))
-        for name, optimizer, (_, parity) in names:
-            expected = in_memory(job, OPTIMIZERS[optimizer], ranks)
+        for name in optimizers:
+            expected = in_memory(job, OPTIMIZERS[name], ranks)
             losses = expected.play_all(batches)
             third = batches // 3
             before = trainers.play(name, third, wait=0)
             amid = trainers.recover(
-                name, _KILLED[:parity], third, wait=_WAIT_SECONDS, is_until_whole=False
+                name, _KILLED[: form[1]], third, wait=_WAIT_SECONDS, is_until_whole=False
             )
             after = trainers.play(name, batches - 2 * third, wait=0)
             trainers.save(name, folder / "state.pt")
@@ -87,7 +82,7 @@ def require_recovered(
             missed = sum(one.misses for one in after)
             if not same or missed:
                 raise RuntimeError(
-                    f"{ranks} trainers, {name}: {'equal' if same else 'other'} results than in "
-                    f"memory after a recovery, {missed} lookups missed"
+                    f"{ranks} trainers, {name}, {form}: {'equal' if same else 'other'} results "
+                    f"than in memory after a recovery, {missed} lookups missed"
                 )
-    return len(names)
+    return len(optimizers)

@@ -58,10 +58,10 @@ class Sizes:
 
     rows: int = 1_900_000
     dim: int = 48
-    capacity: int = 800_000
-    warm: int = 220
+    capacity: int = 400_000
+    warm: int = 110
     lines: int = 2048
-    window: int = 200
+    window: int = 100
     batches: int = 12
     rounds: int = 3
     losses: int = 2
