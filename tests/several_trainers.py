@@ -66,6 +66,7 @@ class Case:
         batches: batches in all; 0: the newest checkpoint is restored, and nothing is trained.
         kills: batches after which rank 0 kills an embedding server; each kills another one, once
             the one before is recovered if there is parity.
+        kills_at_once: how many servers are killed each time.
         parity: rows and parity rows of a stripe; (0, 0): no parity.
         dies: the batch after which the last rank kills itself; 0: it does not.
         fails: the batch in which the script of rank 0 raises an error; 0: it does not.
@@ -91,6 +92,7 @@ class Case:
     batches_a_step: int = 1
     lr_factor: float = 1.0
     servers: int = 1
+    kills_at_once: int = 1
     parity: tuple[int, int] = (0, 0)
     wrapped: bool = False
 
@@ -289,7 +291,8 @@ def train_here(case: Case, rank: int, ranks: int) -> Found:
                     if rank == 0:
                         if isinstance(home, ProtectedHome):
                             until(lambda: not home.being_recovered)
-                        os.kill(pids.pop(), signal.SIGKILL)
+                        for _ in range(case.kills_at_once):
+                            os.kill(pids.pop(), signal.SIGKILL)
                 if number == case.dies and rank == ranks - 1:
                     os.kill(os.getpid(), signal.SIGKILL)
         rows = rows_of_cache(cache)
@@ -329,7 +332,7 @@ def checkpoints_of(
         "drain_seconds": 120.0,
         "handle_sigterm": False,
         "announce": False,
-        "rewinds": 0 if any(case.parity) else len(case.kills),
+        "rewinds": len(case.kills) if case.kills_at_once > case.parity[1] else 0,
     }
     checkpoints = Checkpointer(model, optimizers, **arguments(settings))
     try:

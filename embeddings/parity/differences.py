@@ -233,7 +233,11 @@ class Inbox:
             ],
         )
 
-    def take_back(self, number: int) -> Differences | None:
-        """Forget a message; returns what was added to parity rows. None: forgotten before."""
-        found = self._kept.pop(number, None)
+    def kept(self, number: int) -> Differences | None:
+        """Return what a message has added to parity rows; None: it is not kept."""
+        found = self._kept.get(number)
         return None if found is None else found[1]
+
+    def take_back(self, number: int) -> None:
+        """Forget a message, whose rows the caller has taken away."""
+        self._kept.pop(number, None)

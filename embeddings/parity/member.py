@@ -145,9 +145,10 @@ class StripeMember:
             if inbox is None:
                 return
             for number in numbers:
-                contribution = inbox.take_back(number)
+                contribution = inbox.kept(number)
                 if contribution is not None:
                     self._add(contribution)
+                    inbox.take_back(number)
             del self._inboxes[server]
 
     def close(self) -> None:
@@ -160,13 +161,31 @@ class StripeMember:
 
     # Tables.
 
-    def add_table(self, table: str, stripes: Stripes, record_bytes: int) -> None:
-        """Make room for a table's parity rows; its rows have theirs. A second call does nothing."""
+    def add_table(
+        self,
+        table: str,
+        stripes: Stripes,
+        record_bytes: int,
+        *,
+        generation: int = 0,
+        is_lost: bool | None = None,
+    ) -> None:
+        """Make room for a table's parity rows; its rows have theirs. A second call does nothing.
+
+        Args:
+            table: name of the table.
+            stripes: where its rows and parity rows are.
+            record_bytes: of a row.
+            generation: how often the other servers have cleared the table.
+            is_lost: whether this server has lost the table's rows; None: if it takes the place of a
+                lost server.
+        """
         with self._lock:
             if table in self._tables:
                 return
             made = _Table(table, stripes, record_bytes, self._number)
-            if self._is_lost:
+            made.generation = generation
+            if self._is_lost if is_lost is None else is_lost:
                 made.lose_all()
             if made.parity_slots:
                 self._home.add_table(
@@ -213,11 +232,12 @@ class StripeMember:
             change = self._coded(here, slots)
             change[:, :-1] ^= records
             change[:, -1] ^= 1
+            queue = self._messages(here, slots, change)
             self._home.write_back(table, slots, records, batch=0)
-            self._emit(here, slots, change)
+            queue()  # needs no memory to speak of, so rows and messages stay together
 
-    def _emit(self, table: _Table, slots: Tensor, change: Tensor) -> None:
-        """Queue one message for each server that has parity of these rows."""
+    def _messages(self, table: _Table, slots: Tensor, change: Tensor) -> Callable[[], None]:
+        """Return what queues one message for each server that has parity of these rows."""
         stripes, _ = table.stripes.members_at(self._number, slots)
         messages: dict[int, Differences] = {}
         for receiver, place, chosen in table.stripes.receivers_of(stripes):
@@ -228,6 +248,9 @@ class StripeMember:
                     slots=place,
                     rows=change[chosen],
                 )
+        return partial(self._queue, messages)
+
+    def _queue(self, messages: Mapping[int, Differences]) -> None:
         write = self._writes.begin(messages)
         shares = {
             receiver: (self._outboxes[receiver].incarnation, self._outboxes[receiver].last + 1)
@@ -479,6 +502,9 @@ class StripeMember:
 
     def _decoded(self, table: _Table, slots: Tensor) -> Tensor:
         """Return lost rows of this server, coded, from the others' rows and parity rows."""
+        if len(self._living()) < table.stripes.servers - 1:
+            # Messages of a lost server may be taken back at some servers, and not yet at others.
+            raise OutOfStep("a server that was lost has no successor yet")
         stripes, own = table.stripes.members_at(self._number, slots)
         gathered = self._gathered(table, stripes, recover=False)
         data, count = table.stripes.data, table.stripes.parity

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final, TypeVar
 
 from torch import Tensor
@@ -117,6 +118,7 @@ class ProtectedHome(ServedHome):
         self._all: dict[str, ServedTable] = {}
         self._recovery = Recovery()
         self._being_recovered: dict[int, float] = {}  # server -> time of its loss
+        self._unfinished: set[int] = set()  # forgotten by the others, and their successors not open
         self._has_given_up = False
         self._told = 0.0
         self._leading = threading.Lock()
@@ -196,12 +198,14 @@ class ProtectedHome(ServedHome):
                 time.sleep(_PAUSE_SECONDS)
                 if not self._is_leader:
                     self._follow(server)
+                    self._has_given_up = any(map(self._says_give_up, range(len(self._servers))))
 
     def _named(self, error: HomeError | OutOfStep) -> HomeError:
         if self._has_given_up:
+            lost = sorted(self._being_recovered)  # as rank 0 knows
             return ServerLost(
-                f"embedding servers {self._names(sorted(self._being_recovered))}",
-                found=f"{len(self._being_recovered)} of them lost, or not recovered yet",
+                f"embedding servers {self._names(lost)}".rstrip(),
+                found=f"{len(lost) or 'too many'} of them lost, or not recovered yet",
                 expected=f"at most {self._parity.parity} at a time, as parity makes up for",
                 next_step="restore the last checkpoint, which starts the servers again",
             )
@@ -236,6 +240,13 @@ class ProtectedHome(ServedHome):
             if greeting.owner == self.owner:
                 here.incarnation, here.greeting = greeting.incarnation, greeting
 
+    def _says_give_up(self, number: int) -> bool:
+        """Whether a server knows that the leader has given up."""
+        try:
+            return bool(self._lead(number, "known")["has_given_up"])
+        except (ServerLost, OutOfStep):
+            return False
+
     # The leader.
 
     def _command_begin(self, server: Link, greeting: Greeting) -> int:
@@ -258,7 +269,11 @@ class ProtectedHome(ServedHome):
         with self._leading:
             if self._has_given_up or self._is_over.is_set():
                 return
-            lost = [number for number in range(len(self._servers)) if not self._lives(number)]
+            lost = [
+                number
+                for number in range(len(self._servers))
+                if number in self._unfinished or not self._lives(number)
+            ]
             self._note_progress(lost)
             if not lost:
                 return
@@ -267,7 +282,7 @@ class ProtectedHome(ServedHome):
                 self._being_recovered[number] = now
             self.lost_servers = len(self._being_recovered)
             if len(self._being_recovered) > self._parity.parity:
-                self._has_given_up = True
+                self._give_up(lost)
                 _LOG.error(
                     "embedding servers: %s lost or not recovered yet, of which parity makes up for "
                     "%d; a restore of the last checkpoint starts them again",
@@ -285,6 +300,14 @@ class ProtectedHome(ServedHome):
             except (ServerLost, OutOfStep) as error:
                 # Another one is lost meanwhile. The next look finds it.
                 _LOG.warning("embedding servers: a recovery begins again: %s", error)
+
+    def _give_up(self, lost: Sequence[int]) -> None:
+        """Have all trainers raise ServerLost; those that do not lead ask the living servers."""
+        self._has_given_up = True
+        for number in range(len(self._servers)):
+            if number not in lost:
+                with suppress(ServerLost, OutOfStep):
+                    self._lead(number, "give_up")
 
     def _lives(self, number: int) -> bool:
         """Whether a server answers, with the rows that it had."""
@@ -326,6 +349,8 @@ class ProtectedHome(ServedHome):
     def _replace(self, lost: Sequence[int]) -> None:
         """Have living servers forget lost ones, and start successors that recover their rows."""
         living = [number for number in range(len(self._servers)) if number not in lost]
+        # What is not finished is begun again, with another successor.
+        self._unfinished.update(lost)
         for number in lost:
             self._recovery.forget(number, {one: _LedServer(self, one) for one in living})
         for number in lost:
@@ -333,10 +358,11 @@ class ProtectedHome(ServedHome):
         for number in lost:
             self._protect(number, is_lost=True)
             for table in list(self._all.values()):
-                self._add_again(number, table)
+                self._add_again(number, table, is_lost=True)
         self._join_all(lost)
         for number in lost:
             self._lead(number, "open")
+            self._unfinished.discard(number)
 
     def _begin_successor(self, number: int) -> None:
         server = self._servers[number]
@@ -355,7 +381,7 @@ class ProtectedHome(ServedHome):
         server.incarnation = self._command_begin(server, server.transport.hello())
         server.greeting = server.transport.hello()
 
-    def _add_again(self, number: int, table: ServedTable) -> None:
+    def _add_again(self, number: int, table: ServedTable, *, is_lost: bool = False) -> None:
         self._lead(
             number,
             "add_table",
@@ -363,6 +389,8 @@ class ProtectedHome(ServedHome):
             rows=table.placement.slots(number),
             record_bytes=table.form.record_bytes,
             all_rows=table.form.rows,
+            generation=self._generations.get(table.form.table, 0),
+            is_lost=int(is_lost),
         )
 
     def _join_all(self, joining: Sequence[int]) -> None:
@@ -420,9 +448,14 @@ class ProtectedHome(ServedHome):
         here.require_unfrozen()
         here.forget_batches()
         if not self._is_leader:
+            self._has_given_up = False
             return
         with self._leading:
-            if self._has_given_up or not all(map(self._lives, range(len(self._servers)))):
+            if (
+                self._has_given_up
+                or self._unfinished
+                or not all(map(self._lives, range(len(self._servers))))
+            ):
                 self._begin_anew()
             generation = self._generations[table] = self._generations.get(table, 0) + 1
 
@@ -444,11 +477,8 @@ class ProtectedHome(ServedHome):
 
     def _begin_anew(self) -> None:
         """Have all servers begin without rows, in place of those that are lost."""
+        self._has_given_up = True  # until all have begun
         self._round += 1
-        self._has_given_up = False
-        self._being_recovered.clear()
-        self.lost_servers = self.lost_rows = 0
-        self._recovery.begin_anew()
 
         def begin(number: int) -> None:
             server = self._servers[number]
@@ -464,6 +494,11 @@ class ProtectedHome(ServedHome):
         for table in list(self._all.values()):
             for number in range(len(self._servers)):
                 self._add_again(number, table)
+        self._recovery.begin_anew()
+        self._unfinished.clear()
+        self._being_recovered.clear()
+        self.lost_servers = self.lost_rows = 0
+        self._has_given_up = False
 
     def close(self) -> None:
         """Close the transports; the recovery of lost servers ends."""

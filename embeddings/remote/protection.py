@@ -45,6 +45,11 @@ class Protection:
         is_lost: whether this server takes the place of a lost one.
         reach: makes what calls another server.
         name: what errors and logs call this server.
+
+    Attributes:
+        member: the rows and parity rows.
+        is_ready: whether trainers are answered.
+        has_given_up: whether more servers are lost than parity makes up for. Trainers ask for it.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Protection:
         self._is_over = threading.Event()
         self._recovery: threading.Thread | None = None
         self.is_ready = False
+        self.has_given_up = False
         self.member = StripeMember(
             number,
             incarnation,
@@ -85,17 +91,21 @@ class Protection:
     def _peer(self, host: str, port: int, incarnation: int) -> Peer:
         return self._reach(host, port, incarnation, self._row_bytes)
 
-    def add_table(self, table: str, rows: int, record_bytes: int) -> None:
+    def add_table(
+        self, table: str, rows: int, record_bytes: int, *, generation: int, is_lost: bool
+    ) -> None:
         """Protect a table, whose rows the home holds already.
 
         Args:
             table: name of the table.
             rows: rows of the table on all servers.
             record_bytes: bytes of a row.
+            generation: how often the other servers have cleared the table.
+            is_lost: whether this server has to recover the table's rows.
         """
         stripes = stripes_of(table, rows=rows, parity=self._parity, hosts=self._hosts)
         self._row_bytes[table] = record_bytes + 1
-        self.member.add_table(table, stripes, record_bytes)
+        self.member.add_table(table, stripes, record_bytes, generation=generation, is_lost=is_lost)
 
     def open(self) -> None:
         """Answer trainers from now on, and recover what is lost. Again, it does nothing."""

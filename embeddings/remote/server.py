@@ -56,7 +56,7 @@ class EmbeddingServer(Transport):
     | name | arguments | returns |
     |---|---|---|
     | "begin" | owner: number of a training, 1 to 2^63 - 1; round; is_protected | incarnation |
-    | "add_table" | table, rows, record_bytes; all_rows: of the table on all servers | – |
+    | "add_table" | table, rows, record_bytes; with parity all_rows, generation, is_lost | – |
     | "freeze" | table, start, stop, trainer, batch, open_from | number |
     | "release" | number | – |
     | "clear" | table, trainer, batch | – |
@@ -104,16 +104,15 @@ class EmbeddingServer(Transport):
         return MemoryHome() if self._directory is None else FileHome(self._directory)
 
     def hello(self) -> Greeting:
-        """See `Transport`."""
-        with self._gate.shared():
-            if self._has_ended:
-                self._refuse_ended()
-            return Greeting(
-                incarnation=self._incarnation,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                owner=self._owner,
-            )
+        """See `Transport`. It waits for no other call, which may be waiting for a lost server."""
+        if self._has_ended:
+            self._refuse_ended()
+        return Greeting(
+            incarnation=self._incarnation,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            owner=self._owner,
+        )
 
     def command(
         self, name: str, arguments: Mapping[str, Value], *, incarnation: int
@@ -127,7 +126,7 @@ class EmbeddingServer(Transport):
         given = _Arguments(name, arguments)
         if name == "begin":
             return {"incarnation": self._begin(given, incarnation)}
-        if name in ("protect", "join", "open", "lose", "take_back", "known"):
+        if name in ("protect", "join", "open", "lose", "take_back", "give_up", "known"):
             # Not through the gate: calls inside may be waiting for other servers, which wait here.
             self._require(incarnation)
             return self._lead(given)
@@ -248,8 +247,11 @@ class EmbeddingServer(Transport):
             return {"unsettled": None if unsettled is None else unsettled.to_json()}
         elif name == "take_back":
             member.take_back(given.number("server"), given.listed("numbers"))
+        elif name == "give_up":
+            self._protection.has_given_up = True
         elif name == "known":
-            return {"known": member.known.known, "all": member.known.all}
+            known, of_all = member.known
+            return {"known": known, "all": of_all, "has_given_up": self._protection.has_given_up}
         return {}
 
     def _protect(self, given: _Arguments) -> None:
@@ -329,7 +331,13 @@ class EmbeddingServer(Transport):
                     next_step="divide the table over more servers",
                 ) from error
             if self._protection is not None:
-                self._protection.add_table(table, given.number("all_rows", 1), record_bytes)
+                self._protection.add_table(
+                    table,
+                    given.number("all_rows", 1),
+                    record_bytes,
+                    generation=given.number("generation"),
+                    is_lost=given.number("is_lost") == 1,
+                )
             self._tables.setdefault(table, _Table())
 
     def _freeze(self, given: _Arguments) -> int:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
 from recpoint.embeddings.remote.tcp_peer import reach_with
 from recpoint.errors import ServerLost, SettingsError
 from recpoint.testing.homes import HomeSuite, fetched, ids_of, records_of
+from tests.polling import until
 
 RECORD_BYTES = 20
 ROWS = 997
@@ -163,6 +165,29 @@ def test_rows_are_frozen_while_a_server_is_recovered() -> None:
         before.release()
 
 
+def test_a_table_that_was_cleared_outlives_one_loss_after_another() -> None:
+    """A successor knows how often the table was cleared: else it would ignore all differences."""
+    rows = list(range(0, ROWS, 3))
+    with protected(3, 2, 1) as home:
+        home.clear("items")
+        home.write_back("items", ids_of(rows), records_of(rows, RECORD_BYTES), batch=1)
+        for version, number in enumerate((1, 1, 2), 1):
+            kill(home, number)
+            home.fetch("items", ids_of(rows), torch.zeros(len(rows), RECORD_BYTES).byte())
+            wait_until_recovered(home)
+            records = records_of(rows, RECORD_BYTES, version=version)
+            home.write_back("items", ids_of(rows), records, batch=version + 1)
+            home.add_table(f"later {version}", rows=50, record_bytes=RECORD_BYTES)
+            few = ids_of(range(50))
+            home.write_back(f"later {version}", few, records[:50].contiguous(), batch=1)
+        kill(home, 1)
+        out = torch.zeros(len(rows), RECORD_BYTES, dtype=torch.uint8)
+        assert home.fetch("items", ids_of(rows), out).all()
+        assert torch.equal(out, records)
+        assert home.fetch("later 1", few, out[:50]).all()
+        assert torch.equal(out[:50], records_of(rows, RECORD_BYTES, version=1)[:50])
+
+
 def test_a_server_that_hangs_is_replaced_too(tmp_path: Path) -> None:
     """Its rows are in files. A call that takes its whole time is made again after that."""
     rows = list(range(0, ROWS, 2))
@@ -173,6 +198,7 @@ def test_a_server_that_hangs_is_replaced_too(tmp_path: Path) -> None:
         home.write_back("items", ids_of(rows), records_of(rows, RECORD_BYTES), batch=1)
         hanging = home.greetings[1].pid
         os.kill(hanging, signal.SIGSTOP)
+        until(lambda: psutil.Process(hanging).status() == psutil.STATUS_STOPPED)
         found = fetched(partial(home.fetch, "items"), rows, RECORD_BYTES)
         expected = records_of(rows, RECORD_BYTES)
         assert [found[row] for row in rows] == [bytes(one.tolist()) for one in expected]
