@@ -163,9 +163,10 @@ class EmbeddingServer(Transport):
         with self._gate.shared():
             self._require(incarnation)
             if frozen is None:
+                member = self._opened() if self._is_protected else None
                 self._table(table)
-                if self._is_protected:
-                    self._opened().recover(table, slots)
+                if member is not None:
+                    member.recover(table, slots)
                 return self._home.fetch(table, slots, out)
             with self._lock:
                 reader = self._frozen.get(frozen)
@@ -192,8 +193,9 @@ class EmbeddingServer(Transport):
         _refuse_large(slots, records)
         with self._gate.shared():
             self._require(incarnation)
-            here = self._table(table)
+            # A successor may not have its tables before it is opened.
             member = self._opened() if self._is_protected else None
+            here = self._table(table)
             if member is not None:
                 member.recover(table, slots)
             with here.lock:
@@ -344,8 +346,8 @@ class EmbeddingServer(Transport):
         table, trainer, batch = given.text("table"), given.number("trainer"), given.number("batch")
         rows = range(given.number("start"), given.number("stop"))
         open_from = given.number("open_from")
-        here = self._table(table)
         member = self._opened() if self._is_protected else None
+        here = self._table(table)
         with here.lock:
             for number, frozen in list(here.frozen.items()):
                 if frozen.trainer == trainer and frozen.batch == batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
@@ -21,6 +21,7 @@ def all_stripes(draw: st.DrawFn) -> Stripes:
     return Stripes(rows, form, hosts, shift=draw(st.integers(0, 1_000)))
 
 
+@settings(deadline=None)  # a cycle is dealt out when it is first needed
 @given(all_stripes(), st.data())
 def test_each_row_has_one_slot(stripes: Stripes, data: st.DataObject) -> None:
     ids = torch.tensor(
@@ -35,6 +36,7 @@ def test_each_row_has_one_slot(stripes: Stripes, data: st.DataObject) -> None:
     assert sorted(found) == list(range(len(ids)))
 
 
+@settings(deadline=None)  # a cycle is dealt out when it is first needed
 @given(all_stripes(), st.data())
 def test_a_range_of_rows_is_a_range_of_slots(stripes: Stripes, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, stripes.rows))
@@ -45,6 +47,7 @@ def test_a_range_of_rows_is_a_range_of_slots(stripes: Stripes, data: st.DataObje
         assert within.stop <= stripes.slots(server)
 
 
+@settings(deadline=None)  # a cycle is dealt out when it is first needed
 @given(all_stripes(), st.data())
 def test_receivers_of_stripes_are_those_of_their_parity_rows(
     stripes: Stripes, data: st.DataObject
@@ -65,6 +68,7 @@ def test_receivers_of_stripes_are_those_of_their_parity_rows(
     assert found == expected and len(found) == stripes.parity * len(chosen)
 
 
+@settings(deadline=None)  # a cycle is dealt out when it is first needed
 @given(all_stripes())
 def test_members_of_a_stripe_are_on_different_servers(stripes: Stripes) -> None:
     every = torch.arange(stripes.count)
@@ -86,6 +90,7 @@ def test_members_of_a_stripe_are_on_different_servers(stripes: Stripes) -> None:
             assert stripes.position_of(server, every[stripe : stripe + 1]).tolist() == [position]
 
 
+@settings(deadline=None)  # a cycle is dealt out when it is first needed
 @given(all_stripes())
 def test_servers_differ_by_one_parity_row_at_most(stripes: Stripes) -> None:
     counts = [stripes.parity_slots(server) for server in range(stripes.servers)]
