@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from random import Random
 from typing import TypeVar
 
 import torch
@@ -206,7 +207,7 @@ class ParityMachine(RuleBasedStateMachine):
         rows=st.integers(1, 24),
         choices=st.randoms(use_true_random=False),
     )
-    def begin(self, data: int, parity: int, more: int, rows: int, choices: object) -> None:
+    def begin(self, data: int, parity: int, more: int, rows: int, choices: Random) -> None:
         self.choose = choices
         self.form = Parity(data=data, parity=parity)
         self.count = data + parity + more
@@ -250,13 +251,13 @@ class ParityMachine(RuleBasedStateMachine):
         self.network.fates = iter(())
 
     def write_some(self, count: int) -> None:
-        server = self.servers[self.choose.randrange(self.count)]  # type: ignore[attr-defined]
+        server = self.servers[self.choose.randrange(self.count)]
         if self.network.is_busy(server.number):
             return
         slots = len(self.stripes.slots_of(server.number, range(self.rows)))
         if not slots:
             return
-        chosen = sorted({self.choose.randrange(slots) for _ in range(count)})  # type: ignore[attr-defined]
+        chosen = sorted({self.choose.randrange(slots) for _ in range(count)})
         here = torch.tensor(chosen, dtype=torch.int64)
         ids = self.stripes.ids(server.number, here).tolist()
         # A row whose write failed is written again as it was.
@@ -329,11 +330,11 @@ class ParityMachine(RuleBasedStateMachine):
         if what == "write":
             self.write_some(4)
         elif what == "kill":
-            self.kill(self.choose.randrange(self.count))  # type: ignore[attr-defined]
+            self.kill(self.choose.randrange(self.count))
         elif what.startswith("the sender dies"):
             self.kill(int(what.rpartition(":")[2]))
         elif what == "recover":
-            self.recover_some(self.choose.randrange(self.count))  # type: ignore[attr-defined]
+            self.recover_some(self.choose.randrange(self.count))
         else:
             self.deliver_late()
 
