@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -93,8 +93,8 @@ class _LatePeer(Peer):
         time.sleep(self._seconds)
         return self._to
 
-    def differences(self, sent: Sent, given: Differences) -> None:
-        self._wait().differences(sent, given)
+    def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
+        self._wait().differences(messages)
 
     def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
         return self._wait().rows(table, slots, recover=recover)

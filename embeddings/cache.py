@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ from torch.optim.optimizer import (
 from recpoint.embeddings.cache_view import CacheView, TableView
 from recpoint.embeddings.cached_rows import NO_IDS, CachedRows
 from recpoint.embeddings.call_thread import CallThread
-from recpoint.embeddings.home import FrozenRows, Home
+from recpoint.embeddings.home import FrozenRows, Home, TableRows
 from recpoint.embeddings.optimizers import Watched, all_rows_changed, row_states
 from recpoint.errors import SettingsError
 from recpoint.interrupts import held
@@ -42,10 +42,6 @@ from recpoint.lookahead.shared_oracle import SharedOracle
 __all__ = ["Cache", "CacheStats"]
 
 
-#: Threads that read rows of different tables at the same time, and the fewest tables that they are
-#: worth starting for.
-_READERS: Final = 4
-_FEWEST_AT_ONCE: Final = 3
 #: Rows that are copied to the home at a time.
 _PIECE_ROWS: Final = 65_536
 
@@ -121,7 +117,6 @@ class Cache:
         self._by_weight = {id(rows.slots.weight): rows for rows in self.tables.values()}
         self._lock = threading.Lock()
         self._thread = CallThread("recpoint-home")
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="recpoint-home-read")
         self._error: BaseException | None = None  # of the home thread; nothing is done after it
         self._moves = 0  # numbers the write-backs
         self._end_within: float | None = None  # how long `close` waits for the home thread
@@ -421,14 +416,13 @@ class Cache:
             raise self._error
 
     def _move(self, moves: Sequence[tuple[CachedRows, Step]]) -> None:
-        for rows, step in moves:
-            if step.evicted_slots.numel():
-                self._evict(rows, step)
+        leaving = [(rows, step) for rows, step in moves if step.evicted_slots.numel()]
+        self._write_back([one for one in map(self._changed, leaving) if one is not None])
+        for rows, step in leaving:
+            rows.slots.ids[step.evicted_slots] = -1
         self._wait_for_write_backs()
         entering = [(rows, step) for rows, step in moves if step.fetched_ids.numel()]
-        # A table has few of the rows of a batch: a disk is busy only with those of several tables.
-        read = map if len(entering) < _FEWEST_AT_ONCE else self._readers.map
-        found = read(lambda one: self.read_home(one[0], one[1].fetched_ids), entering)
+        found = self._read_home([(rows, step.fetched_ids) for rows, step in entering])
         for (rows, step), (records, there) in zip(entering, found, strict=True):
             self._put(rows, step.fetched_ids, step.fetched_slots, records, there)
 
@@ -438,21 +432,25 @@ class Cache:
         The home thread writes rows back itself, before.
         """
 
-    def _evict(self, rows: CachedRows, step: Step) -> None:
-        slots = rows.slots
-        differs = slots.changed[step.evicted_slots]
-        if bool(differs.any()):
-            # A step that writes every slot writes the same bytes to these.
-            records = slots.records(step.evicted_slots[differs])
-            self._write_back(rows, step.evicted_ids[differs], records)
-        slots.ids[step.evicted_slots] = -1
+    def _changed(self, leaving: tuple[CachedRows, Step]) -> TableRows | None:
+        """Return those of the rows that leave that differ from the home's; None: none does."""
+        rows, step = leaving
+        differs = rows.slots.changed[step.evicted_slots]
+        if not bool(differs.any()):
+            return None
+        # A step that writes every slot writes the same bytes to these.
+        records = rows.slots.records(step.evicted_slots[differs])
+        return TableRows(rows.slots.name, step.evicted_ids[differs], records)
 
-    def _write_back(self, rows: CachedRows, ids: Tensor, records: Tensor) -> None:
-        self.put_at_home(rows)
+    def _write_back(self, changed: Sequence[TableRows]) -> None:
+        if not changed:
+            return
+        for one in changed:
+            self.put_at_home(self.tables[one.table])
         self._moves += 1
-        self.home.write_back(rows.slots.name, ids, records, batch=self._moves)
-        self._stats.written_rows += ids.numel()
-        self._stats.written_bytes += records.nbytes
+        self.home.write_back_all(changed, batch=self._moves)
+        self._stats.written_rows += sum(len(one.ids) for one in changed)
+        self._stats.written_bytes += sum(one.records.nbytes for one in changed)
 
     def put_at_home(self, rows: CachedRows) -> None:
         """Have the home know a table. Only the home thread, or nobody else, may be at work."""
@@ -464,7 +462,8 @@ class Cache:
             rows.is_at_home = True
 
     def _bring_in(self, rows: CachedRows, ids: Tensor, at: Tensor) -> None:
-        self._put(rows, ids, at, *self.read_home(rows, ids))
+        ((records, there),) = self._read_home([(rows, ids)])
+        self._put(rows, ids, at, records, there)
 
     def _put(
         self, rows: CachedRows, ids: Tensor, at: Tensor, records: Tensor | None, there: Tensor
@@ -486,16 +485,21 @@ class Cache:
         if records is not None:
             self._stats.fetched_bytes += int(there.sum()) * records.shape[1]
 
-    def read_home(self, rows: CachedRows, ids: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return records of rows at home, uint8 [n, bytes], and which of them the home has.
-
-        Several threads of the cache may call it at the same time.
-        """
-        layout = rows.slots.layout
-        if not rows.is_at_home or layout is None:
-            return None, torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
-        records = torch.empty(ids.numel(), layout.size_bytes, dtype=torch.uint8, device="cpu")
-        return records, self.home.fetch(rows.slots.name, ids, records)
+    def _read_home(
+        self, entering: Sequence[tuple[CachedRows, Tensor]]
+    ) -> list[tuple[Tensor | None, Tensor]]:
+        """Return for each table records, uint8 [n, bytes], and which of them the home has."""
+        found: list[tuple[Tensor | None, Tensor]] = []
+        wanted: list[TableRows] = []
+        for rows, ids in entering:
+            there = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
+            layout, records = rows.slots.layout, None
+            if rows.is_at_home and layout is not None:
+                records = torch.empty(len(ids), layout.size_bytes, dtype=torch.uint8, device="cpu")
+                wanted.append(TableRows(rows.slots.name, ids, records))
+            found.append((records, there))
+        has = iter(self.home.fetch_all(wanted) if wanted else [])
+        return [(records, there if records is None else next(has)) for records, there in found]
 
     def _wait(self, futures: Iterable[Future[None]]) -> None:
         left = [one for one in futures if not (one.done() and one.exception() is None)]
@@ -825,8 +829,7 @@ class Cache:
     def close(self) -> None:
         """End the home thread after what it has to do. The home stays open."""
         self.end_failed_step()
-        has_ended = self._thread.end(within_seconds=self._end_within)
-        self._readers.shutdown(wait=has_ended)
+        self._thread.end(within_seconds=self._end_within)
 
 
 def _alone(rows: CachedRows) -> Oracle:

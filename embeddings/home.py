@@ -8,12 +8,28 @@ that a class keeps this contract.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
-__all__ = ["FrozenRows", "Home"]
+__all__ = ["FrozenRows", "Home", "TableRows"]
+
+
+class TableRows(NamedTuple):
+    """Rows of one table, as arguments of a call.
+
+    Attributes:
+        table: name of the table.
+        ids: int64 [n], ascending without duplicates, contiguous, on the CPU.
+        records: uint8 [n, record_bytes], contiguous, on the CPU: what is stored, or memory for what
+            is read.
+    """
+
+    table: str
+    ids: Tensor
+    records: Tensor
 
 
 class FrozenRows(ABC):
@@ -128,6 +144,27 @@ class Home(ABC):
                 before or the new one, and a repetition of the call that succeeds is all it takes.
             ValueError: ids or records have another form, or an id is outside the table.
         """
+
+    def fetch_all(self, wanted: Sequence[TableRows]) -> list[Tensor]:
+        """Read records of several tables, each at most once; a home may do that in fewer steps.
+
+        Returns:
+            For each table what `fetch` returns.
+
+        Raises:
+            HomeError, ValueError: as `fetch`.
+        """
+        return [self.fetch(*one) for one in wanted]
+
+    def write_back_all(self, changed: Sequence[TableRows], *, batch: int) -> None:
+        """Store records of several tables, each at most once, as `write_back` does.
+
+        Raises:
+            HomeError: as `write_back`. Some tables may then be written, and others not.
+            ValueError: as `write_back`.
+        """
+        for one in changed:
+            self.write_back(*one, batch=batch)
 
     @abstractmethod
     def freeze(self, table: str, rows: range) -> FrozenRows:

@@ -19,7 +19,8 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -27,7 +28,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.home import FrozenRows, Home
+from recpoint.embeddings.home import FrozenRows, Home, TableRows
 from recpoint.embeddings.home_directory import HomeDirectory, HomeFile
 from recpoint.embeddings.home_log import Generation, Layout, Targets, require_right
 from recpoint.embeddings.home_tables import BatchOrder, HomeTables, TableForm
@@ -43,6 +44,10 @@ _MOST_SEALED: Final = 4
 _MERGE_BYTES: Final = 32 << 20
 #: Reads of a fetch at once.
 _LANES: Final = 128
+#: Threads that read rows of different tables at the same time, and the fewest tables that they are
+#: worth starting for.
+_READERS: Final = 4
+_FEWEST_AT_ONCE: Final = 3
 #: Reads and writes of a merge at once, fewer than those of a fetch, which training waits for. While
 #: a write-back waits for the merge, there are as many.
 _MERGE_LANES: Final = 32
@@ -100,6 +105,7 @@ class FileHome(Home):
         self._directory = HomeDirectory(directory)
         self._tables: HomeTables[_Table] = HomeTables(f"the home in {self._directory.path}")
         self._channels = _Channels()
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="recpoint-home-read")
         self._numbers = itertools.count(1)  # of generations
         self._tables_made = itertools.count(1)
         # Guards what follows, and is notified when a merge may begin or has ended.
@@ -128,6 +134,18 @@ class FileHome(Home):
     def fetch(self, table: str, ids: Tensor, out: Tensor) -> Tensor:
         """Read records from the newest generation that has them, or from the base."""
         return self._tables.get(table).fetch(ids, out)
+
+    def fetch_all(self, wanted: Sequence[TableRows]) -> list[Tensor]:
+        """Read records of several tables at the same time.
+
+        A table has few of the rows of a batch: a disk is busy only with those of several tables.
+        """
+        if len(wanted) < _FEWEST_AT_ONCE:
+            return super().fetch_all(wanted)
+        # All that were begun end before an error is raised: they write to the caller's memory.
+        begun = [self._readers.submit(self.fetch, *one) for one in wanted]
+        wait(begun)
+        return [one.result() for one in begun]
 
     def write_back(self, table: str, ids: Tensor, records: Tensor, *, batch: int) -> None:
         """Append records. Waits for a merge if the index or the log is full."""
@@ -172,6 +190,7 @@ class FileHome(Home):
             merger, self._merger = self._merger, None
         if merger is not None:
             merger.join()
+        self._readers.shutdown()
         for table in self._tables.close():
             table.close()
         self._channels.close()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import Tensor
 
-from recpoint.embeddings.home import FrozenRows, Home
+from recpoint.embeddings.home import FrozenRows, Home, TableRows
 from recpoint.embeddings.remote.transport import Greeting, Transport, Value
 from recpoint.errors import ServerLost
 
@@ -38,36 +38,33 @@ class PassedOn(Transport):
         )
 
     def fetch(
-        self, table: str, slots: Tensor, out: Tensor, *, incarnation: int, frozen: int | None = None
-    ) -> Tensor:
-        self.most_bytes = max(self.most_bytes, slots.nbytes + out.nbytes)
-        slots, late = slots.clone(), out.clone()
+        self, wanted: Sequence[TableRows], *, incarnation: int, frozen: int | None = None
+    ) -> list[Tensor]:
+        late = self._copied(wanted)
 
-        def fetch() -> Tensor:
-            found = self.server.fetch(table, slots, late, incarnation=incarnation, frozen=frozen)
-            out[found] = late[found]
+        def fetch() -> list[Tensor]:
+            found = self.server.fetch(late, incarnation=incarnation, frozen=frozen)
+            for one, copied, has in zip(wanted, late, found, strict=True):
+                one.records[has] = copied.records[has]
             return found
 
         return self.deliver("fetch", fetch)
 
     def write_back(
-        self,
-        table: str,
-        slots: Tensor,
-        records: Tensor,
-        *,
-        incarnation: int,
-        trainer: int,
-        batch: int,
+        self, changed: Sequence[TableRows], *, incarnation: int, trainer: int, batch: int
     ) -> None:
-        self.most_bytes = max(self.most_bytes, slots.nbytes + records.nbytes)
-        slots, records = slots.clone(), records.clone()
+        late = self._copied(changed)
         self.deliver(
             "write_back",
             lambda: self.server.write_back(
-                table, slots, records, incarnation=incarnation, trainer=trainer, batch=batch
+                late, incarnation=incarnation, trainer=trainer, batch=batch
             ),
         )
+
+    def _copied(self, rows: Sequence[TableRows]) -> list[TableRows]:
+        size = sum(one.ids.nbytes + one.records.nbytes for one in rows)
+        self.most_bytes = max(self.most_bytes, size)
+        return [TableRows(one.table, one.ids.clone(), one.records.clone()) for one in rows]
 
     def close(self) -> None:
         self.names.append("close")
@@ -122,6 +119,12 @@ class Repeating(Home):
 
     def write_back(self, table: str, ids: Tensor, records: Tensor, *, batch: int) -> None:
         repeated(lambda: self._home.write_back(table, ids, records, batch=batch))
+
+    def fetch_all(self, wanted: Sequence[TableRows]) -> list[Tensor]:
+        return repeated(lambda: self._home.fetch_all(wanted))
+
+    def write_back_all(self, changed: Sequence[TableRows], *, batch: int) -> None:
+        repeated(lambda: self._home.write_back_all(changed, batch=batch))
 
     def freeze(self, table: str, rows: range) -> FrozenRows:
         return _RepeatingFrozen(repeated(lambda: self._home.freeze(table, rows)))

@@ -35,7 +35,7 @@ from recpoint import Checkpointer, Options, Staging, Timeouts
 from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.staging import area
 from recpoint.embeddings.cache import CacheStats
-from recpoint.embeddings.home import Home
+from recpoint.embeddings.home import Home, TableRows
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.remote.protected_home import ProtectedHome
 from recpoint.embeddings.remote.served_home import ServedHome
@@ -342,23 +342,14 @@ class _Late(Transport):
         return self._wait().command(name, arguments, incarnation=incarnation)
 
     def fetch(
-        self, table: str, slots: Tensor, out: Tensor, *, incarnation: int, frozen: int | None = None
-    ) -> Tensor:
-        return self._wait().fetch(table, slots, out, incarnation=incarnation, frozen=frozen)
+        self, wanted: Sequence[TableRows], *, incarnation: int, frozen: int | None = None
+    ) -> list[Tensor]:
+        return self._wait().fetch(wanted, incarnation=incarnation, frozen=frozen)
 
     def write_back(
-        self,
-        table: str,
-        slots: Tensor,
-        records: Tensor,
-        *,
-        incarnation: int,
-        trainer: int,
-        batch: int,
+        self, changed: Sequence[TableRows], *, incarnation: int, trainer: int, batch: int
     ) -> None:
-        self._wait().write_back(
-            table, slots, records, incarnation=incarnation, trainer=trainer, batch=batch
-        )
+        self._wait().write_back(changed, incarnation=incarnation, trainer=trainer, batch=batch)
 
     def close(self) -> None:
         self._to.close()

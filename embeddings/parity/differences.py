@@ -24,6 +24,9 @@ from recpoint.embeddings.parity.peers import Differences, OutOfStep, Sent
 
 __all__ = ["Inbox", "Outbox", "Unsettled", "Writes", "taken_back"]
 
+#: Messages of one call between servers, and their bytes unless the first has more.
+_MOST_MESSAGES: Final = 128
+_CALL_BYTES: Final = 4 << 20
 #: Bytes of rows that an `Inbox` keeps; what may have to be taken back is kept in any case. The
 #: other messages serve readers of an earlier moment, which is as long ago as rows of a batch
 #: travel.
@@ -82,15 +85,19 @@ class Outbox:
         self._open.append((sent.number, sent.write))
         self.waiting.append((sent, given))
 
-    def first(self, writes: Writes) -> tuple[Sent, Differences] | None:
-        """Return the oldest message that may not have arrived; None: all have."""
-        if not self.waiting:
-            return None
+    def oldest(self, writes: Writes) -> list[tuple[Sent, Differences]]:
+        """Return the oldest messages that may not have arrived, as many as one call carries."""
         while self._open and writes.is_acknowledged(self._open[0][1]):
             self._open.popleft()
         settled = self._open[0][0] - 1 if self._open else self.last
-        sent, given = self.waiting[0]
-        return replace(sent, settled=settled), given
+        found: list[tuple[Sent, Differences]] = []
+        size = 0
+        for sent, given in itertools.islice(self.waiting, _MOST_MESSAGES):
+            size += given.slots.nbytes + given.rows.nbytes
+            if found and size > _CALL_BYTES:
+                break
+            found.append((replace(sent, settled=settled), given))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.home import FrozenRows, Home
+from recpoint.embeddings.home import FrozenRows, Home, TableRows
 from recpoint.embeddings.parity.differences import Inbox, Outbox, Unsettled, Writes
 from recpoint.embeddings.parity.frozen_while_lost import FrozenWhileLost
 from recpoint.embeddings.parity.peers import Differences, Members, Moment, OutOfStep, Peer, Sent
@@ -219,22 +219,21 @@ class StripeMember:
 
     # Rows.
 
-    def write(self, table: str, slots: Tensor, records: Tensor) -> None:
+    def write(self, changed: Sequence[TableRows]) -> None:
         """Store rows, and queue their differences. `flush` returns once these have arrived.
 
         Args:
-            table: name of the table.
-            slots: int64 [n], ascending. `recover` has been called for them.
-            records: uint8 [n, record_bytes].
+            changed: rows of each table, by their slots. `recover` has been called for them.
         """
-        here = self._table(table)
         with self._lock:
-            change = self._coded(here, slots)
-            change[:, :-1] ^= records
-            change[:, -1] ^= 1
-            queue = self._messages(here, slots, change)
-            self._home.write_back(table, slots, records, batch=0)
-            queue()  # needs no memory to speak of, so rows and messages stay together
+            for table, slots, records in changed:
+                here = self._tables[table]
+                change = self._coded(here, slots)
+                change[:, :-1] ^= records
+                change[:, -1] ^= 1
+                queue = self._messages(here, slots, change)
+                self._home.write_back(table, slots, records, batch=0)
+                queue()  # needs no memory to speak of, so rows and messages stay together
 
     def _messages(self, table: _Table, slots: Tensor, change: Tensor) -> Callable[[], None]:
         """Return what queues one message for each server that has parity of these rows."""
@@ -312,35 +311,40 @@ class StripeMember:
         with outbox.sending:
             while True:
                 with self._lock:
-                    first = outbox.first(self._writes)
-                if first is None:
+                    messages = outbox.oldest(self._writes)
+                if not messages:
                     return
-                peer.differences(*first)
+                peer.differences(messages)
                 with self._lock:
                     if outbox.waiting:  # else the server was declared lost meanwhile
-                        outbox.waiting.popleft()
-                        self._writes.arrived(first[0].write, server)
+                        for sent, _ in messages:
+                            outbox.waiting.popleft()
+                            self._writes.arrived(sent.write, server)
 
-    def receive(self, sent: Sent, given: Differences) -> None:
+    def receive(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
         """Apply differences of another server to parity rows, once; see `Peer.differences`."""
         with self._lock:
-            inbox = self._inboxes.get(sent.source)
-            if inbox is None or sent.source not in self._peers:
-                raise OutOfStep(f"server {sent.source + 1} has not joined")
-            if not inbox.is_new(sent):
-                return
-            here = self._tables.get(given.table)
-            if here is None:
-                raise OutOfStep(f"no table {given.table!r:.100} yet")
-            _require_slots(given.slots, here.parity_slots)
-            if given.rows.shape != (len(given.slots), here.coded_bytes):
-                raise ValueError(
-                    f"differences: shape {tuple(given.rows.shape)}, expected "
-                    f"{(len(given.slots), here.coded_bytes)}"
-                )
-            contribution = self._contribution(here, sent.source, given)
-            self._add(contribution)
-            inbox.add(sent, contribution)
+            for sent, given in messages:
+                self._receive(sent, given)
+
+    def _receive(self, sent: Sent, given: Differences) -> None:
+        inbox = self._inboxes.get(sent.source)
+        if inbox is None or sent.source not in self._peers:
+            raise OutOfStep(f"server {sent.source + 1} has not joined")
+        if not inbox.is_new(sent):
+            return
+        here = self._tables.get(given.table)
+        if here is None:
+            raise OutOfStep(f"no table {given.table!r:.100} yet")
+        _require_slots(given.slots, here.parity_slots)
+        if given.rows.shape != (len(given.slots), here.coded_bytes):
+            raise ValueError(
+                f"differences: shape {tuple(given.rows.shape)}, expected "
+                f"{(len(given.slots), here.coded_bytes)}"
+            )
+        contribution = self._contribution(here, sent.source, given)
+        self._add(contribution)
+        inbox.add(sent, contribution)
 
     def _contribution(self, table: _Table, source: int, given: Differences) -> Differences:
         """Return what differences of a server add to parity rows, in memory of its own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -83,8 +83,12 @@ class Peer(Protocol):
             messages since the moment that is asked for.
     """
 
-    def differences(self, sent: Sent, given: Differences) -> None:
-        """Have differences applied to parity rows, once, however often they are sent."""
+    def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
+        """Have differences applied to parity rows, once, however often they are sent.
+
+        Args:
+            messages: in the order of their numbers. If the call fails, some may have arrived.
+        """
 
     def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
         """Return rows, once all messages about them have arrived at their receivers.

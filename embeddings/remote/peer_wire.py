@@ -7,7 +7,7 @@ a number.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from recpoint.embeddings.remote.wire import (
     ROWS,
     Answer,
     Malformed,
+    Part,
     Request,
     Stream,
     parse,
@@ -39,26 +40,31 @@ __all__ = [
 ]
 
 
-def differences_request(sent: Sent, given: Differences, incarnation: int) -> list[bytes | Tensor]:
+def differences_request(
+    messages: Sequence[tuple[Sent, Differences]], incarnation: int
+) -> list[bytes | Tensor]:
     """Return what to send for `Peer.differences` to a server of this incarnation."""
-    note = {
-        "table": given.table,
-        "generation": given.generation,
-        "source": sent.source,
-        "incarnation": sent.incarnation,
-        "number": sent.number,
-        "write": sent.write,
-        "shares": [[server, *share] for server, share in sent.shares.items()],
-        "settled": sent.settled,
-    }
+    notes = [
+        {
+            "table": given.table,
+            "generation": given.generation,
+            "source": sent.source,
+            "incarnation": sent.incarnation,
+            "number": sent.number,
+            "write": sent.write,
+            "shares": [[server, *share] for server, share in sent.shares.items()],
+            "settled": sent.settled,
+        }
+        for sent, given in messages
+    ]
     request = Request(
         kind=DIFFERENCES,
-        text=text_of(note),
-        record_bytes=given.rows.shape[1],
-        count=len(given.slots),
+        text=text_of({"messages": notes}),
+        parts=[Part(given.rows.shape[1], len(given.slots)) for _, given in messages],
         incarnation=incarnation,
     )
-    return [*request.pieces, given.slots, given.rows]
+    slots = [given.slots for _, given in messages]
+    return [*request.pieces, *slots, *(given.rows for _, given in messages)]
 
 
 def rows_request(
@@ -87,8 +93,7 @@ def _asking(
     request = Request(
         kind=kind,
         text=text_of(note),
-        record_bytes=row_bytes,
-        count=len(slots),
+        parts=[Part(row_bytes, len(slots))],
         incarnation=incarnation,
     )
     return [*request.pieces, slots.contiguous()]
@@ -111,7 +116,7 @@ def received_members(answer: Answer, stream: Stream, count: int, row_bytes: int)
 
 
 def answer_peer(
-    server: EmbeddingServer, request: Request, slots: Tensor, records: Tensor
+    server: EmbeddingServer, request: Request, rows: Sequence[tuple[Tensor, Tensor]]
 ) -> list[bytes | Tensor]:
     """Answer a request of another server.
 
@@ -120,24 +125,45 @@ def answer_peer(
         ServerLost, HomeError, OutOfStep, ValueError: the server's error.
     """
     note = parse(request.text)
-    table = note.get("table")
-    if not isinstance(table, str):
-        raise Malformed("no name of a table")
     member = server.member(request.incarnation)
     if request.kind == DIFFERENCES:
-        member.receive(_sent(note), _differences(note, table, slots, records))
+        member.receive(_messages(note.get("messages"), rows))
         return Answer().pieces
+    table = _table_of(note)
+    if len(rows) != 1:
+        raise Malformed("rows of several tables")
+    ((slots, _),) = rows
     if request.kind == ROWS:
         found = member.rows(table, slots.clone(), recover=note.get("recover") is True)
     else:
         at = {source: (its, last) for source, its, last in _numbers(note.get("at"), 3)}
         found = member.parity_rows(table, slots.clone(), at)
-    if found.rows.shape[1] != request.record_bytes:
-        raise ValueError(f"rows of {request.record_bytes} bytes, expected {found.rows.shape[1]}")
+    row_bytes = request.parts[0].record_bytes
+    if found.rows.shape[1] != row_bytes:
+        raise ValueError(f"rows of {row_bytes} bytes, expected {found.rows.shape[1]}")
     incarnation, last = found.moment
     moment = [incarnation, [[receiver, number] for receiver, number in last.items()]]
     head = Answer(text=json.dumps({"moment": moment}).encode(), count=len(slots))
     return [*head.pieces, np.packbits(found.is_known.numpy()).tobytes(), found.rows]
+
+
+def _messages(
+    notes: object, rows: Sequence[tuple[Tensor, Tensor]]
+) -> list[tuple[Sent, Differences]]:
+    if (
+        not isinstance(notes, list)
+        or len(notes) != len(rows)
+        or not all(isinstance(note, dict) for note in notes)
+    ):
+        raise Malformed("another number of messages than of rows")
+    return [(_sent(note), _differences(note, *one)) for note, one in zip(notes, rows, strict=True)]
+
+
+def _table_of(note: Mapping[str, object]) -> str:
+    table = note.get("table")
+    if not isinstance(table, str):
+        raise Malformed("no name of a table")
+    return table
 
 
 def _sent(note: Mapping[str, object]) -> Sent:
@@ -154,11 +180,9 @@ def _sent(note: Mapping[str, object]) -> Sent:
     )
 
 
-def _differences(
-    note: Mapping[str, object], table: str, slots: Tensor, records: Tensor
-) -> Differences:
+def _differences(note: Mapping[str, object], slots: Tensor, records: Tensor) -> Differences:
     ((generation,),) = _numbers([[note.get("generation")]], 1)
-    return Differences(table=table, generation=generation, slots=slots, rows=records)
+    return Differences(table=_table_of(note), generation=generation, slots=slots, rows=records)
 
 
 def _moment(said: object) -> Moment:

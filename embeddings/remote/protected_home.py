@@ -26,7 +26,13 @@ from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.parity.recovery import Led, Recovery
 from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
 from recpoint.embeddings.remote.rank_agreement import rank_and_count
-from recpoint.embeddings.remote.served_home import FrozenAt, Link, ServedHome, ServedTable
+from recpoint.embeddings.remote.served_home import (
+    FrozenAt,
+    Link,
+    PlacedRows,
+    ServedHome,
+    ServedTable,
+)
 from recpoint.embeddings.remote.transport import Greeting, Transport
 from recpoint.errors import HomeError, ServerLost
 
@@ -150,39 +156,36 @@ class ProtectedHome(ServedHome):
         self._all[form.table] = made  # so that successors of lost servers get it, too
 
         def add(server: int) -> None:
-            self._repeated(made, server, lambda: self._add_again(server, made))
+            self._repeated([made], server, lambda: self._add_again(server, made))
 
         self._at_all(add)
         return made
 
     def _fetch_at(
-        self,
-        server: int,
-        table: ServedTable,
-        slots: Tensor,
-        out: Tensor,
-        frozen: FrozenAt | None,
-    ) -> Tensor:
+        self, server: int, rows: Sequence[PlacedRows], frozen: FrozenAt | None
+    ) -> list[Tensor]:
         fetch = super()._fetch_at
         if frozen is not None:  # frozen rows end with their server
-            return fetch(server, table, slots, out, frozen)
-        return self._repeated(table, server, lambda: fetch(server, table, slots, out, None))
+            return fetch(server, rows, frozen)
+        tables = [one.table for one in rows]
+        return self._repeated(tables, server, lambda: fetch(server, rows, None))
 
-    def _write_at(self, server: int, table: ServedTable, slots: Tensor, records: Tensor) -> None:
+    def _write_at(self, server: int, rows: Sequence[PlacedRows]) -> None:
         write = super()._write_at
-        self._repeated(table, server, lambda: write(server, table, slots, records))
+        self._repeated([one.table for one in rows], server, lambda: write(server, rows))
 
     def _freeze_at(self, server: int, table: ServedTable, rows: range) -> FrozenAt:
         freeze = super()._freeze_at
-        return self._repeated(table, server, lambda: freeze(server, table, rows))
+        return self._repeated([table], server, lambda: freeze(server, table, rows))
 
-    def _repeated(self, table: ServedTable, server: int, act: Callable[[], T]) -> T:
+    def _repeated(self, tables: Sequence[ServedTable], server: int, act: Callable[[], T]) -> T:
         """Make a call, again and again while a server is lost that parity makes up for."""
         deadline = None
         while True:
             link = self._servers[server]
             transport = link.transport
-            table.parts[server].incarnation = link.incarnation
+            for table in tables:
+                table.parts[server].incarnation = link.incarnation
             try:
                 return act()
             except (HomeError, OutOfStep) as error:
@@ -469,7 +472,7 @@ class ProtectedHome(ServedHome):
                         "clear",
                         table=table,
                         trainer=self._trainer,
-                        batch=next(part.numbers),
+                        batch=next(self._servers[server].numbers),
                         generation=generation,
                     )
 

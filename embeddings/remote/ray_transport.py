@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +22,7 @@ import ray
 import torch
 from torch import Tensor
 
+from recpoint.embeddings.home import TableRows
 from recpoint.embeddings.remote.server import EmbeddingServer
 from recpoint.embeddings.remote.tcp import TcpServer
 from recpoint.embeddings.remote.tcp_peer import reach_with
@@ -29,6 +30,8 @@ from recpoint.embeddings.remote.transport import Greeting, Transport, Value
 from recpoint.errors import RecpointError, ServerLost
 
 __all__ = ["CALLS_AT_ONCE", "MOST_CALLS_WAITING", "RayTransport", "ServerActor", "actor_options"]
+
+_Array = np.ndarray[Any, Any]
 
 #: Threads of an actor, each of which answers one call.
 CALLS_AT_ONCE: Final = 4
@@ -75,51 +78,50 @@ class ServerActor:
 
     def fetch(
         self,
-        table: str,
-        slots: np.ndarray[Any, Any],
-        record_bytes: int,
+        wanted: Sequence[tuple[str, _Array, int]],
         incarnation: int,
         frozen: int | None,
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    ) -> list[tuple[_Array, _Array]]:
         """Read records.
 
         Args:
-            table: name of the table.
-            slots: int64 [n].
-            record_bytes: of the table.
+            wanted: for each table its name, slots, int64 [n], and the bytes of a record.
             incarnation: of the server that is meant.
             frozen: as for `Transport.fetch`.
 
         Returns:
-            bool [n], whether the server has the row; uint8 [m, record_bytes], the records that it
-            has.
+            For each table bool [n], whether the server has the row, and the records that it has,
+            uint8 [m, record_bytes].
         """
         # Takes no memory before records are written, which is after the server has checked sizes.
-        out = torch.empty(len(slots), record_bytes, dtype=torch.uint8, device="cpu")
-        has = self._server.fetch(
-            table, torch.from_numpy(slots), out, incarnation=incarnation, frozen=frozen
-        ).numpy()
-        records = out.numpy()
-        return has, records if has.all() else records[has]
+        rows = [
+            TableRows(
+                table,
+                torch.from_numpy(slots),
+                torch.empty(len(slots), record_bytes, dtype=torch.uint8, device="cpu"),
+            )
+            for table, slots, record_bytes in wanted
+        ]
+        found = self._server.fetch(rows, incarnation=incarnation, frozen=frozen)
+        there = ((one.records.numpy(), has.numpy()) for one, has in zip(rows, found, strict=True))
+        return [(has, records if has.all() else records[has]) for records, has in there]
 
     def write_back(
         self,
-        table: str,
-        slots: np.ndarray[Any, Any],
-        records: np.ndarray[Any, Any],
+        changed: Sequence[tuple[str, _Array, _Array]],
         incarnation: int,
         trainer: int,
         batch: int,
     ) -> None:
-        """Store records: int64 [n] and uint8 [n, record_bytes]. See `Transport`."""
-        self._server.write_back(
-            table,
-            torch.from_numpy(slots),
-            torch.from_numpy(records),
-            incarnation=incarnation,
-            trainer=trainer,
-            batch=batch,
-        )
+        """Store records: for each table its name, int64 [n] and uint8 [n, record_bytes].
+
+        See `Transport`.
+        """
+        rows = [
+            TableRows(table, torch.from_numpy(slots), torch.from_numpy(records))
+            for table, slots, records in changed
+        ]
+        self._server.write_back(rows, incarnation=incarnation, trainer=trainer, batch=batch)
 
 
 class RayTransport(Transport):
@@ -173,38 +175,32 @@ class RayTransport(Transport):
         return answer
 
     def fetch(
-        self, table: str, slots: Tensor, out: Tensor, *, incarnation: int, frozen: int | None = None
-    ) -> Tensor:
+        self, wanted: Sequence[TableRows], *, incarnation: int, frozen: int | None = None
+    ) -> list[Tensor]:
         """See `Transport`."""
-        has, records = self._ask("fetch", table, slots.numpy(), out.shape[1], incarnation, frozen)
-        # What comes from the object store is read-only, and stays there only until it is dropped.
-        if len(records) == len(slots):
-            np.copyto(out.numpy(), records)
-        else:
-            out.numpy()[has] = records
-        return torch.from_numpy(has.copy())
+        asked = [(one.table, one.ids.numpy(), one.records.shape[1]) for one in wanted]
+        answers = self._ask("fetch", asked, incarnation, frozen)
+        found = []
+        for one, (has, records) in zip(wanted, answers, strict=True):
+            # What comes from the object store is read-only, and stays there only until it is
+            # dropped.
+            if len(records) == len(one.ids):
+                np.copyto(one.records.numpy(), records)
+            else:
+                one.records.numpy()[has] = records
+            found.append(torch.from_numpy(has.copy()))
+        return found
 
     def write_back(
-        self,
-        table: str,
-        slots: Tensor,
-        records: Tensor,
-        *,
-        incarnation: int,
-        trainer: int,
-        batch: int,
+        self, changed: Sequence[TableRows], *, incarnation: int, trainer: int, batch: int
     ) -> None:
         """See `Transport`."""
         # Contiguous arrays are copied once, straight from their memory.
-        self._ask(
-            "write_back",
-            table,
-            slots.contiguous().numpy(),
-            records.contiguous().numpy(),
-            incarnation,
-            trainer,
-            batch,
-        )
+        rows = [
+            (one.table, one.ids.contiguous().numpy(), one.records.contiguous().numpy())
+            for one in changed
+        ]
+        self._ask("write_back", rows, incarnation, trainer, batch)
 
     def close(self) -> None:
         """Forget the actor. It goes on."""

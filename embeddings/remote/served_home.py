@@ -1,7 +1,8 @@
 """Makes one home of several embedding servers.
 
 Each table's rows are divided over all servers (`placement.py`). A call asks all servers at the same
-time, each in pieces of bounded size.
+time. The rows of all tables that a server has go to it in one request, or in several of bounded
+size.
 
 Each table remembers the incarnation in which each server has its rows. A call names it, so a server
 that was started again refuses the call, and `ServerLost` is raised. Only `clear`, and `add_table`
@@ -13,15 +14,15 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.home import FrozenRows, Home
+from recpoint.embeddings.home import FrozenRows, Home, TableRows
 from recpoint.embeddings.home_tables import BatchOrder, HomeTables, TableForm
 from recpoint.embeddings.parity.stripes import Stripes
 from recpoint.embeddings.remote.placement import Placement, placement_of
@@ -29,12 +30,13 @@ from recpoint.embeddings.remote.transport import Greeting, Transport
 from recpoint.errors import HomeError, ServerLost
 from recpoint.kernels import row_gather
 
-__all__ = ["FrozenAt", "Link", "ServedHome", "ServedTable"]
+__all__ = ["FrozenAt", "Link", "PlacedRows", "ServedHome", "ServedTable"]
 
 T = TypeVar("T")
 
-#: Slots and records that one call carries, unless one record is longer.
-_PIECE_BYTES: Final = 4 << 20
+#: Slots and records that one request carries, unless one record is longer; and its tables.
+_REQUEST_BYTES: Final = 4 << 20
+_MOST_TABLES: Final = 128
 #: Threads for each server: as many callers as a cache has.
 _CALLS_AT_ONCE: Final = 4
 _MOST_THREADS: Final = 64
@@ -123,91 +125,100 @@ class ServedHome(Home):
 
     def fetch(self, table: str, ids: Tensor, out: Tensor) -> Tensor:
         """Read records from all servers at the same time."""
-        here = self._tables.get(table)
-        here.form.require_records(ids, "out", out)
-        return self._fetch(here, ids, out, None)
+        return self.fetch_all([TableRows(table, ids, out)])[0]
+
+    def fetch_all(self, wanted: Sequence[TableRows]) -> list[Tensor]:
+        """Read records of several tables from all servers at the same time."""
+        tables = [self._tables.get(one.table) for one in wanted]
+        for table, one in zip(tables, wanted, strict=True):
+            table.form.require_records(one.ids, "out", one.records)
+        return self._fetch(tables, wanted, None)
 
     def _fetch(
-        self, table: ServedTable, ids: Tensor, out: Tensor, frozen: Sequence[FrozenAt] | None
-    ) -> Tensor:
+        self,
+        tables: Sequence[ServedTable],
+        wanted: Sequence[TableRows],
+        frozen: Sequence[FrozenAt] | None,
+    ) -> list[Tensor]:
+        split = [table.placement.split(one.ids) for table, one in zip(tables, wanted, strict=True)]
         if len(self._servers) == 1:
-            at = None if frozen is None else frozen[0]
-            return self._fetch_at(0, table, table.placement.split(ids)[0][1], out, at)
-        has = torch.zeros(len(ids), dtype=torch.bool, device="cpu")
-        split = table.placement.split(ids)
+            slots = [
+                PlacedRows(table, of_servers[0][1], one.records)
+                for table, of_servers, one in zip(tables, split, wanted, strict=True)
+            ]
+            return self._fetch_at(0, slots, None if frozen is None else frozen[0])
+        has = [torch.zeros(len(one.ids), dtype=torch.bool, device="cpu") for one in wanted]
 
         def fetch(server: int) -> None:
-            positions, slots = split[server]
-            if not len(slots):
-                return
-            records = torch.empty(
-                len(slots), table.form.record_bytes, dtype=torch.uint8, device="cpu"
-            )
-            at = None if frozen is None else frozen[server]
-            found = self._fetch_at(server, table, slots, records, at)
-            there = found.nonzero().view(-1)
-            row_gather.move(records, there, out, positions[there])
-            has[positions] = found
+            chosen = [number for number, found in enumerate(split) if len(found[server][1])]
+            rows = [PlacedRows.room(tables[one], split[one][server][1]) for one in chosen]
+            found = self._fetch_at(server, rows, None if frozen is None else frozen[server])
+            for number, placed, is_there in zip(chosen, rows, found, strict=True):
+                positions, there = split[number][server][0], is_there.nonzero().view(-1)
+                row_gather.move(placed.records, there, wanted[number].records, positions[there])
+                has[number][positions] = is_there
 
         self._at_all(fetch)
         return has
 
     def _fetch_at(
-        self,
-        server: int,
-        table: ServedTable,
-        slots: Tensor,
-        out: Tensor,
-        frozen: FrozenAt | None,
-    ) -> Tensor:
-        part, transport = table.parts[server], self._servers[server].transport
-        found = [
-            transport.fetch(
-                table.form.table,
-                slots[piece],
-                out[piece],
-                incarnation=part.incarnation if frozen is None else frozen.incarnation,
+        self, server: int, rows: Sequence[PlacedRows], frozen: FrozenAt | None
+    ) -> list[Tensor]:
+        transport = self._servers[server].transport
+        found: dict[ServedTable, list[Tensor]] = {one.table: [] for one in rows}
+        for request in _requests(rows, server):
+            incarnation = request[0].table.parts[server].incarnation
+            has = transport.fetch(
+                [one.named for one in request],
+                incarnation=incarnation if frozen is None else frozen.incarnation,
                 frozen=None if frozen is None else frozen.number,
             )
-            for piece in table.pieces(len(slots))
-        ]
-        return found[0] if len(found) == 1 else torch.cat(found)
+            for one, there in zip(request, has, strict=True):
+                found[one.table].append(there)
+        return [torch.cat(found[one.table]) for one in rows]
 
     def write_back(self, table: str, ids: Tensor, records: Tensor, *, batch: int) -> None:
         """Store records at all servers at the same time."""
-        here = self._tables.get(table)
-        here.form.require_records(ids, "records", records)
-        with here.next_batch(batch):
-            self._write(here, ids, records)
+        self.write_back_all([TableRows(table, ids, records)], batch=batch)
 
-    def _write(self, here: ServedTable, ids: Tensor, records: Tensor) -> None:
-        if len(self._servers) == 1:
-            self._write_at(0, here, here.placement.split(ids)[0][1], records)
-            return
-        split = here.placement.split(ids)
+    def write_back_all(self, changed: Sequence[TableRows], *, batch: int) -> None:
+        """Store records of several tables at all servers at the same time."""
+        tables = [self._tables.get(one.table) for one in changed]
+        for table, one in zip(tables, changed, strict=True):
+            table.form.require_records(one.ids, "records", one.records)
+        with ExitStack() as batches:
+            for table in tables:
+                batches.enter_context(table.next_batch(batch))
+            self._write(tables, changed)
+
+    def _write(self, tables: Sequence[ServedTable], changed: Sequence[TableRows]) -> None:
+        split = [table.placement.split(one.ids) for table, one in zip(tables, changed, strict=True)]
 
         def write(server: int) -> None:
-            positions, slots = split[server]
-            if len(slots):
-                part = torch.empty(
-                    len(slots), here.form.record_bytes, dtype=torch.uint8, device="cpu"
-                )
-                row_gather.gather(records, positions, part)
-                self._write_at(server, here, slots, part)
+            rows = []
+            for table, of_servers, one in zip(tables, split, changed, strict=True):
+                positions, slots = of_servers[server]
+                if len(self._servers) == 1:
+                    rows.append(PlacedRows(table, slots, one.records))
+                elif len(slots):
+                    rows.append(PlacedRows.room(table, slots))
+                    row_gather.gather(one.records, positions, rows[-1].records)
+            self._write_at(server, rows)
 
         self._at_all(write)
 
-    def _write_at(self, server: int, table: ServedTable, slots: Tensor, records: Tensor) -> None:
-        part, transport = table.parts[server], self._servers[server].transport
-        with part.lock:
-            for piece in table.pieces(len(slots)):
-                transport.write_back(
-                    table.form.table,
-                    slots[piece],
-                    records[piece],
-                    incarnation=part.incarnation,
+    def _write_at(self, server: int, rows: Sequence[PlacedRows]) -> None:
+        here = self._servers[server]
+        with ExitStack() as locks:
+            # In one order, so that no two writers wait for each other.
+            for one in sorted(rows, key=lambda one: one.table.form.table):
+                locks.enter_context(one.table.parts[server].lock)
+            for request in _requests(rows, server):
+                here.transport.write_back(
+                    [one.named for one in request],
+                    incarnation=request[0].table.parts[server].incarnation,
                     trainer=self._trainer,
-                    batch=next(part.numbers),
+                    batch=next(here.numbers),
                 )
 
     def freeze(self, table: str, rows: range) -> FrozenRows:
@@ -227,7 +238,11 @@ class ServedHome(Home):
                 part.incarnation = self._add(server, here)
                 self._servers[server].transport.command(
                     "clear",
-                    {"table": table, "trainer": self._trainer, "batch": next(part.numbers)},
+                    {
+                        "table": table,
+                        "trainer": self._trainer,
+                        "batch": next(self._servers[server].numbers),
+                    },
                     incarnation=part.incarnation,
                 )
 
@@ -313,7 +328,7 @@ class ServedHome(Home):
         part, transport = table.parts[server], self._servers[server].transport
         slots = table.placement.slots_of(server, rows)
         with part.lock:
-            batch, incarnation = next(part.numbers), part.incarnation
+            batch, incarnation = next(self._servers[server].numbers), part.incarnation
             answer = transport.command(
                 "freeze",
                 {
@@ -355,10 +370,14 @@ class FrozenAt(NamedTuple):
 
 
 class Link:
-    """One server. `lock` is held while its transport or incarnation is renewed."""
+    """One server. `lock` is held while its transport or incarnation is renewed.
+
+    `numbers` are those of writes, freezes and clears; they never begin anew.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
+        self.numbers = itertools.count(1)
         self.incarnation = 0
         self.greeting: Greeting | None = None
         self.lock = threading.Lock()
@@ -369,15 +388,14 @@ class _Part:
 
     Attributes:
         incarnation: of the server that has them.
-        lock: held during a call that has a number, so that numbers arrive in their order.
-        numbers: of writes, freezes and clears; they never begin anew.
+        lock: held while a number is drawn and during its call, so that the numbers of a table
+            arrive in their order.
         open: numbers of freezes that are open.
     """
 
     def __init__(self) -> None:
         self.incarnation = 0
         self.lock = threading.Lock()
-        self.numbers = itertools.count(1)
         self.open: set[int] = set()
 
 
@@ -389,16 +407,8 @@ class ServedTable:
         self.placement = placement
         self.parts = [_Part() for _ in range(servers)]
         self.frozen: set[_Frozen] = set()
-        self._piece_rows = max(1, _PIECE_BYTES // (form.record_bytes + 8))
         self._batches = BatchOrder(form.table)
         self.lock = threading.Lock()  # guards `frozen` and the batches
-
-    def pieces(self, rows: int) -> Iterable[slice]:
-        """Return the parts of 0 … rows - 1 that go into one call each; one if there are no rows."""
-        return [
-            slice(first, min(first + self._piece_rows, rows))
-            for first in range(0, max(1, rows), self._piece_rows)
-        ]
 
     @contextmanager
     def next_batch(self, batch: int) -> Iterator[None]:
@@ -428,6 +438,49 @@ class ServedTable:
         """Accept any batch next."""
         with self.lock:
             self._batches.last = None
+
+
+class PlacedRows(NamedTuple):
+    """Rows of a table at one server: their slots, int64 [n], and records."""
+
+    table: ServedTable
+    slots: Tensor
+    records: Tensor
+
+    @staticmethod
+    def room(table: ServedTable, slots: Tensor) -> PlacedRows:
+        """Return rows with memory for their records."""
+        size = len(slots), table.form.record_bytes
+        return PlacedRows(table, slots, torch.empty(size, dtype=torch.uint8, device="cpu"))
+
+    @property
+    def named(self) -> TableRows:
+        """As a request has them."""
+        return TableRows(self.table.form.table, self.slots, self.records)
+
+
+def _requests(rows: Sequence[PlacedRows], server: int) -> Iterator[list[PlacedRows]]:
+    """Divide rows into what one request to a server carries: each table at most once.
+
+    The rows of one request are those of one incarnation of the server.
+    """
+    request: list[PlacedRows] = []
+    room = _REQUEST_BYTES
+    for table, slots, records in rows:
+        row_bytes = table.form.record_bytes + 8
+        most = max(1, _REQUEST_BYTES // row_bytes)
+        for at, part in zip(slots.split(most), records.split(most), strict=True):
+            if request and (
+                len(at) * row_bytes > room
+                or len(request) == _MOST_TABLES
+                or request[0].table.parts[server].incarnation != table.parts[server].incarnation
+            ):
+                yield request
+                request, room = [], _REQUEST_BYTES
+            request.append(PlacedRows(table, at, part))
+            room -= len(at) * row_bytes
+    if request:
+        yield request
 
 
 class _Frozen(FrozenRows):
@@ -462,7 +515,7 @@ class _Frozen(FrozenRows):
             )
         form.require_records(ids, "out", out, self._rows)
         frozen = [at for _, at in sorted(self._at.items())]
-        return self._home._fetch(self._table, ids, out, frozen)
+        return self._home._fetch([self._table], [TableRows(form.table, ids, out)], frozen)[0]
 
     def release(self) -> None:
         if self._is_released:

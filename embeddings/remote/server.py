@@ -18,13 +18,13 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Never
 
 from torch import Tensor
 
-from recpoint.embeddings.home import FrozenRows, Home
+from recpoint.embeddings.home import FrozenRows, Home, TableRows
 from recpoint.embeddings.home_in_files import FileHome
 from recpoint.embeddings.home_in_memory import MemoryHome
 from recpoint.embeddings.parity.member import StripeMember
@@ -151,62 +151,70 @@ class EmbeddingServer(Transport):
         raise ValueError(f"command {name!r:.100}, expected one that an embedding server has")
 
     def fetch(
-        self, table: str, slots: Tensor, out: Tensor, *, incarnation: int, frozen: int | None = None
-    ) -> Tensor:
+        self, wanted: Sequence[TableRows], *, incarnation: int, frozen: int | None = None
+    ) -> list[Tensor]:
         """See `Transport`.
 
         Raises:
             ServerLost, HomeError: as `Transport`.
-            ValueError: slots or out do not fit the table.
+            ValueError: slots or records do not fit a table.
         """
-        _refuse_large(slots, out)
+        _refuse_more(wanted)
         with self._gate.shared():
             self._require(incarnation)
-            if frozen is None:
-                member = self._opened() if self._is_protected else None
+            if frozen is not None:
+                return [self._fetch_frozen(one, frozen) for one in wanted]
+            # A successor may not have its tables before it is opened.
+            member = self._opened() if self._is_protected else None
+            for table, slots, _ in wanted:
                 self._table(table)
                 if member is not None:
                     member.recover(table, slots)
-                return self._home.fetch(table, slots, out)
-            with self._lock:
-                reader = self._frozen.get(frozen)
-            if reader is None or reader.table != table:
-                self._refuse_released(table)
-            return reader.rows.fetch(slots, out)
+            return self._home.fetch_all(wanted)
+
+    def _fetch_frozen(self, wanted: TableRows, number: int) -> Tensor:
+        with self._lock:
+            reader = self._frozen.get(number)
+        if reader is None or reader.table != wanted.table:
+            self._refuse_released(wanted.table)
+        return reader.rows.fetch(wanted.ids, wanted.records)
 
     def write_back(
-        self,
-        table: str,
-        slots: Tensor,
-        records: Tensor,
-        *,
-        incarnation: int,
-        trainer: int,
-        batch: int,
+        self, changed: Sequence[TableRows], *, incarnation: int, trainer: int, batch: int
     ) -> None:
         """See `Transport`.
 
         Raises:
             ServerLost, HomeError: as `Transport`.
-            ValueError: slots or records do not fit the table.
+            ValueError: slots or records do not fit a table.
         """
-        _refuse_large(slots, records)
+        _refuse_more(changed)
         with self._gate.shared():
             self._require(incarnation)
             # A successor may not have its tables before it is opened.
             member = self._opened() if self._is_protected else None
-            here = self._table(table)
-            if member is not None:
-                member.recover(table, slots)
-            with here.lock:
-                if here.is_new(trainer, batch):
-                    if member is None:
-                        self._home.write_back(table, slots, records, batch=0)
-                    else:
-                        member.write(table, slots, records)
-                    here.last[trainer] = batch
+            for table, slots, _ in changed:
+                self._table(table)
+                if member is not None:
+                    member.recover(table, slots)
+            self._write(changed, member, trainer, batch)
             if member is not None:
                 member.flush()  # also for a call that comes again: it is acknowledged below
+
+    def _write(
+        self, changed: Sequence[TableRows], member: StripeMember | None, trainer: int, batch: int
+    ) -> None:
+        tables = {one.table: self._table(one.table) for one in changed}
+        with ExitStack() as locks:
+            for _, here in sorted(tables.items()):  # in one order, so that no two calls wait
+                locks.enter_context(here.lock)
+            new = [one for one in changed if tables[one.table].is_new(trainer, batch)]
+            if member is None:
+                self._home.write_back_all(new, batch=0)
+            else:
+                member.write(new)
+            for one in new:
+                tables[one.table].last[trainer] = batch
 
     def member(self, incarnation: int) -> StripeMember:
         """Return what other servers call, if this is the server that is meant.
@@ -529,10 +537,14 @@ class _Arguments:
         return found
 
 
-def _refuse_large(slots: Tensor, records: Tensor) -> None:
-    size = slots.nbytes + records.nbytes
+def _refuse_more(rows: Sequence[TableRows]) -> None:
+    """Refuse more rows than one call may have, and a table that comes twice."""
+    size = sum(one.ids.nbytes + one.records.nbytes for one in rows)
     if size > MOST_REQUEST_BYTES:
         raise ValueError(f"a call of {size} bytes, expected at most {MOST_REQUEST_BYTES}")
+    if len({one.table for one in rows}) < len(rows):
+        # A table has one number for each call, so the second rows would be taken for a repetition.
+        raise ValueError("a table that comes twice in a call, expected each at most once")
 
 
 def _drawn() -> int:

@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Final, NoReturn, Self, TypeVar
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recpoint.embeddings.home import TableRows
 from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.remote.peer_wire import answer_peer
 from recpoint.embeddings.remote.server import EmbeddingServer
@@ -34,6 +35,7 @@ from recpoint.embeddings.remote.wire import (
     WRITE,
     Answer,
     Malformed,
+    Part,
     Request,
     Stream,
     TokenRefused,
@@ -125,60 +127,52 @@ class TcpTransport(Transport):
         return self.call(ask)
 
     def fetch(
-        self, table: str, slots: Tensor, out: Tensor, *, incarnation: int, frozen: int | None = None
-    ) -> Tensor:
+        self, wanted: Sequence[TableRows], *, incarnation: int, frozen: int | None = None
+    ) -> list[Tensor]:
         """See `Transport`. Only records that are there come over the network."""
         request = Request(
             kind=FETCH if frozen is None else FETCH_FROZEN,
-            text=table.encode(),
-            record_bytes=out.shape[1],
-            count=len(slots),
+            text=_names_of(wanted),
+            parts=_parts_of(wanted),
             incarnation=incarnation,
             number=frozen or 0,
         )
+        counts = [part.rows for part in request.parts]
 
-        def ask(stream: Stream) -> Tensor:
-            stream.send([*request.pieces, slots])
-            answer = received(stream, most=len(slots))
-            if answer.count == len(slots):
-                stream.receive_into(out)
-                return torch.ones(len(slots), dtype=torch.bool, device="cpu")
-            bits = np.frombuffer(stream.receive(-(-len(slots) // 8)), dtype=np.uint8)
-            has = torch.from_numpy(np.unpackbits(bits, count=len(slots))).view(torch.bool)
-            there = has.nonzero().view(-1)
-            if len(there) != answer.count:
+        def ask(stream: Stream) -> list[Tensor]:
+            stream.send([*request.pieces, *(one.ids for one in wanted)])
+            answer = received(stream, most=sum(counts))
+            if answer.count == sum(counts):
+                for one in wanted:
+                    stream.receive_into(one.records)
+                return [torch.ones(count, dtype=torch.bool, device="cpu") for count in counts]
+            bits = np.frombuffer(stream.receive(-(-sum(counts) // 8)), dtype=np.uint8)
+            has = torch.from_numpy(np.unpackbits(bits, count=sum(counts))).view(torch.bool)
+            if int(has.sum()) != answer.count:
                 raise Malformed("another number of records than was announced")
-            records = torch.empty(len(there), out.shape[1], dtype=torch.uint8, device="cpu")
-            stream.receive_into(records)
-            all_of_them = torch.arange(len(there), dtype=torch.int64, device="cpu")
-            row_gather.move(records, all_of_them, out, there)
-            return has
+            found = list(has.split(counts))
+            for one, has_row in zip(wanted, found, strict=True):
+                _receive_records(stream, one.records, has_row.nonzero().view(-1))
+            return found
 
         return self.call(ask)
 
     def write_back(
-        self,
-        table: str,
-        slots: Tensor,
-        records: Tensor,
-        *,
-        incarnation: int,
-        trainer: int,
-        batch: int,
+        self, changed: Sequence[TableRows], *, incarnation: int, trainer: int, batch: int
     ) -> None:
         """See `Transport`."""
         request = Request(
             kind=WRITE,
-            text=table.encode(),
-            record_bytes=records.shape[1],
-            count=len(slots),
+            text=_names_of(changed),
+            parts=_parts_of(changed),
             incarnation=incarnation,
             number=trainer,
             batch=batch,
         )
+        slots, records = [one.ids for one in changed], [one.records for one in changed]
 
         def ask(stream: Stream) -> None:
-            stream.send([*request.pieces, slots, records])
+            stream.send([*request.pieces, *slots, *records])
             received(stream)
 
         self.call(ask)
@@ -298,6 +292,25 @@ def received(stream: Stream, *, most: int = 0) -> Answer:
     if answer.is_error:
         raise _Refused(error_of(answer.text))
     return answer
+
+
+def _names_of(rows: Sequence[TableRows]) -> bytes:
+    return text_of({"tables": [one.table for one in rows]})
+
+
+def _parts_of(rows: Sequence[TableRows]) -> list[Part]:
+    return [Part(one.records.shape[1], len(one.ids)) for one in rows]
+
+
+def _receive_records(stream: Stream, out: Tensor, there: Tensor) -> None:
+    """Receive records into these places of `out`."""
+    if len(there) == len(out):
+        stream.receive_into(out)
+        return
+    records = torch.empty(len(there), out.shape[1], dtype=torch.uint8, device="cpu")
+    stream.receive_into(records)
+    all_of_them = torch.arange(len(there), dtype=torch.int64, device="cpu")
+    row_gather.move(records, all_of_them, out, there)
 
 
 def _close(stream: Stream | None) -> None:
@@ -429,12 +442,14 @@ class _Answering:
         header = Request.header_from(stream)
         stream.deadline = time.monotonic() + _REST_SECONDS
         request = Request.receive(header, stream)
-        slots, records = self._room(request.count, request.record_bytes)
-        stream.receive_into(slots)
+        rows = self._room(request.parts)
+        for slots, _ in rows:
+            stream.receive_into(slots)
         if request.kind in (WRITE, DIFFERENCES):
-            stream.receive_into(records)
+            for _, records in rows:
+                stream.receive_into(records)
         try:
-            pieces = self._pieces(request, slots, records)
+            pieces = self._pieces(request, rows)
         except (HomeError, ValueError, OutOfStep) as error:
             pieces = Answer(is_error=True, text=text_of_error(error)).pieces
         except (OSError, MemoryError, RuntimeError) as error:
@@ -449,15 +464,26 @@ class _Answering:
         stream.deadline = time.monotonic() + _REST_SECONDS
         stream.send(pieces)
 
-    def _room(self, count: int, record_bytes: int) -> tuple[Tensor, Tensor]:
-        """Return int64 [count] and uint8 [count, record_bytes], of the connection's memory."""
-        size = count * (8 + record_bytes)
-        if size > len(self._memory):
-            self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-        slots = self._memory[: 8 * count].view(torch.int64)
-        return slots, self._memory[8 * count : size].view(count, record_bytes)
+    def _room(self, parts: Sequence[Part]) -> list[tuple[Tensor, Tensor]]:
+        """Return for each part int64 [count] and uint8 [count, record_bytes].
 
-    def _pieces(self, request: Request, slots: Tensor, records: Tensor) -> list[bytes | Tensor]:
+        They are of the connection's memory.
+        """
+        counts = [part.rows for part in parts]
+        sizes = [part.rows * part.record_bytes for part in parts]
+        before = 8 * sum(counts)  # so that slots are where an int64 may be
+        if before + sum(sizes) > len(self._memory):
+            self._memory = torch.empty(before + sum(sizes), dtype=torch.uint8, device="cpu")
+        slots = self._memory[:before].view(torch.int64).split(counts)
+        records = self._memory[before : before + sum(sizes)].split(sizes)
+        return [
+            (at, record.view(part.rows, part.record_bytes))
+            for at, record, part in zip(slots, records, parts, strict=True)
+        ]
+
+    def _pieces(
+        self, request: Request, rows: Sequence[tuple[Tensor, Tensor]]
+    ) -> list[bytes | Tensor]:
         if request.kind == HELLO:
             return Answer(text=text_of(vars(self._server.hello()))).pieces
         if request.kind == COMMAND:
@@ -465,32 +491,46 @@ class _Answering:
             name, arguments = said.get("name"), said.get("arguments")
             if not isinstance(name, str) or not isinstance(arguments, dict):
                 raise Malformed("a command without name or arguments")
-            found = self._server.command(name, arguments, incarnation=request.incarnation)
-            return Answer(text=text_of(found)).pieces
+            answer = self._server.command(name, arguments, incarnation=request.incarnation)
+            return Answer(text=text_of(answer)).pieces
         if request.kind in (DIFFERENCES, ROWS, PARITY_ROWS):
-            return answer_peer(self._server, request, slots, records)
-        table = request.text.decode()
+            return answer_peer(self._server, request, rows)
+        of_tables = _of_tables(request, rows)
         if request.kind == WRITE:
             self._server.write_back(
-                table,
-                slots,
-                records,
+                of_tables,
                 incarnation=request.incarnation,
                 trainer=request.number,
                 batch=request.batch,
             )
             return Answer().pieces
-        has = self._server.fetch(
-            table,
-            slots,
-            records,
+        found = self._server.fetch(
+            of_tables,
             incarnation=request.incarnation,
             frozen=request.number if request.kind == FETCH_FROZEN else None,
         )
-        there = has.nonzero().view(-1)
-        if len(there) == len(slots):
-            return [*Answer(count=len(slots)).pieces, records]
-        found_records = torch.empty(len(there), records.shape[1], dtype=torch.uint8, device="cpu")
-        row_gather.gather(records, there, found_records)
+        has = torch.cat(found)
+        count = int(has.sum())
+        if count == len(has):
+            return [*Answer(count=count).pieces, *(records for _, records in rows)]
         bits = np.packbits(has.numpy()).tobytes()
-        return [*Answer(count=len(there)).pieces, bits, found_records]
+        there = [
+            _those(records, has_row.nonzero().view(-1))
+            for (_, records), has_row in zip(rows, found, strict=True)
+        ]
+        return [*Answer(count=count).pieces, bits, *there]
+
+
+def _of_tables(request: Request, rows: Sequence[tuple[Tensor, Tensor]]) -> list[TableRows]:
+    names = parse(request.text).get("tables")
+    if not isinstance(names, list) or not all(type(name) is str for name in names):
+        raise Malformed("rows without names of tables")
+    if len(names) != len(rows):
+        raise Malformed("another number of names than of tables")
+    return [TableRows(name, *one) for name, one in zip(names, rows, strict=True)]
+
+
+def _those(records: Tensor, chosen: Tensor) -> Tensor:
+    found = torch.empty(len(chosen), records.shape[1], dtype=torch.uint8, device="cpu")
+    row_gather.gather(records, chosen, found)
+    return found

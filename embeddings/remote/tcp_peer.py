@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import Tensor
@@ -50,9 +50,9 @@ class TcpPeer(Peer):
         self._row_bytes = row_bytes
         self._is_closed = False
 
-    def differences(self, sent: Sent, given: Differences) -> None:
+    def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
         """See `Peer`."""
-        pieces = differences_request(sent, given, self._incarnation)
+        pieces = differences_request(messages, self._incarnation)
 
         def ask(stream: Stream) -> None:
             stream.send(pieces)

@@ -15,10 +15,12 @@ incarnation. It then refuses whatever the earlier training still sends.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from recpoint.embeddings.home import TableRows
 
 __all__ = ["Greeting", "Transport", "Value"]
 
@@ -79,42 +81,32 @@ class Transport(ABC):
 
     @abstractmethod
     def fetch(
-        self, table: str, slots: Tensor, out: Tensor, *, incarnation: int, frozen: int | None = None
-    ) -> Tensor:
-        """Read records, as `Home.fetch` does.
+        self, wanted: Sequence[TableRows], *, incarnation: int, frozen: int | None = None
+    ) -> list[Tensor]:
+        """Read records, as `Home.fetch_all` does.
 
         Args:
-            table: name of the table.
-            slots: int64 [n], ascending, on the CPU: places of the rows on this server.
-            out: uint8 [n, record_bytes], contiguous, on the CPU.
+            wanted: rows of each table, by their places on this server.
             incarnation: of the server that is meant.
-            frozen: number that the command "freeze" returned; None: the rows as they are now.
+            frozen: number that the command "freeze" returned, for rows of its table alone; None:
+                the rows as they are now.
 
         Returns:
-            bool [n]: whether the server has the row.
+            For each table bool [n]: whether the server has the row.
         """
 
     @abstractmethod
     def write_back(
-        self,
-        table: str,
-        slots: Tensor,
-        records: Tensor,
-        *,
-        incarnation: int,
-        trainer: int,
-        batch: int,
+        self, changed: Sequence[TableRows], *, incarnation: int, trainer: int, batch: int
     ) -> None:
-        """Store records, as `Home.write_back` does.
+        """Store records, as `Home.write_back_all` does.
 
         Args:
-            table: name of the table.
-            slots: int64 [n], ascending, on the CPU: places of the rows on this server.
-            records: uint8 [n, record_bytes], contiguous, on the CPU.
+            changed: rows of each table, by their places on this server.
             incarnation: of the server that is meant.
             trainer: number of the trainer that writes.
-            batch: increases with each write of this trainer to this table. A write that comes again
-                is acknowledged and not done again, also if later writes were done since.
+            batch: increases with each write of this trainer to a table. A write that comes again is
+                acknowledged and not done again, also if later writes were done since.
         """
 
     @abstractmethod

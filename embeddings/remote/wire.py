@@ -4,15 +4,16 @@ A connection begins with a proof, in both directions, that the other side knows 
 fresh random numbers, so nothing that was overheard can be used again). Records are not encrypted.
 Then each request has one answer:
 
-    request: header, text, slots (int64), and for a write or for differences the records
+    request: header, for each table a part, text, slots (int64) of all parts, and for a write or for
+             differences their records
     answer:  header, text, and for a fetch a bit for each slot, and the records that are there
 
-A server that asks another one for its rows gets a bit for each slot that is known, and all records.
+A part says how many slots there are, and the bytes of a record. A server that asks another one for
+its rows gets a bit for each slot that is known, and all records.
 
-All numbers are little-endian. The text of a request is the table's name, or in JSON a command or
-what a server asks of another one; the text of an answer is what a call returns, or an error, in
-JSON. Nothing is ever unpickled. Each
-side checks the lengths in a header before it makes room for what follows.
+All numbers are little-endian. Texts are JSON: of a request the tables' names, a command, or what a
+server asks of another one; of an answer what a call returns, or an error. Nothing is ever
+unpickled. Each side checks lengths before it makes room for what they announce.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,11 +43,13 @@ __all__ = [
     "FETCH",
     "FETCH_FROZEN",
     "HELLO",
+    "MOST_PARTS",
     "PARITY_ROWS",
     "ROWS",
     "WRITE",
     "Answer",
     "Malformed",
+    "Part",
     "Request",
     "Stream",
     "TokenRefused",
@@ -67,17 +70,23 @@ DIFFERENCES: Final = 6
 ROWS: Final = 7
 PARITY_ROWS: Final = 8
 
-_GREETING: Final = b"recpoint embedding server 1\n"
+#: Parts of one request.
+MOST_PARTS: Final = 128
+
+_GREETING: Final = b"recpoint embedding server 2\n"
 _NONCE_BYTES: Final = 32
 _REFUSED: Final = bytes(hashlib.sha256().digest_size)
-#: Magic, kind, bytes of the text, bytes of a record, number of slots, incarnation, and the number
-#: of the frozen reader, or of trainer and batch.
-_REQUEST: Final = struct.Struct("<4sB3xIIQqqq")
+#: Magic, kind, bytes of the text, number of parts, incarnation, and the number of the frozen
+#: reader, or of trainer and batch.
+_REQUEST: Final = struct.Struct("<4sB3xIIqqq")
+#: Bytes of a record, number of slots.
+_PART: Final = struct.Struct("<IQ")
 #: Magic, whether it is an error, bytes of the text, number of records.
 _ANSWER: Final = struct.Struct("<4s?3xIQ")
 _REQUEST_MAGIC: Final = b"rpeq"
 _ANSWER_MAGIC: Final = b"rpea"
-_MOST_TEXT_BYTES: Final = 1 << 16
+#: Of a request or an answer. Names of tables are bounded, and so are the parts.
+_MOST_TEXT_BYTES: Final = 1 << 20
 #: Characters of one part of an error.
 _MOST_ERROR_CHARACTERS: Final = 4_000
 
@@ -193,24 +202,29 @@ def _proof(token: bytes, side: bytes, of_server: bytes, of_client: bytes) -> byt
     return hmac.digest(token, side + of_server + of_client, "sha256")
 
 
+class Part(NamedTuple):
+    """What a request has of one table: bytes of a record, and number of slots."""
+
+    record_bytes: int
+    rows: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The header of a request, and its text.
+    """A request without its slots and records.
 
     Attributes:
-        kind: HELLO, COMMAND, FETCH, FETCH_FROZEN or WRITE.
-        text: name of the table, or a command in JSON.
-        record_bytes: of the table; 0 for HELLO and COMMAND, as the others are if unused.
-        count: number of slots.
-        incarnation: of the server that is meant.
+        kind: HELLO, COMMAND, FETCH, …
+        text: JSON.
+        parts: one for each table; none for HELLO and COMMAND.
+        incarnation: of the server that is meant; 0 if unused, as the others are.
         number: of the frozen reader, or of the trainer.
         batch: of a write.
     """
 
     kind: int
     text: bytes = b""
-    record_bytes: int = 0
-    count: int = 0
+    parts: Sequence[Part] = ()
     incarnation: int = 0
     number: int = 0
     batch: int = 0
@@ -222,13 +236,12 @@ class Request:
             _REQUEST_MAGIC,
             self.kind,
             len(self.text),
-            self.record_bytes,
-            self.count,
+            len(self.parts),
             self.incarnation,
             self.number,
             self.batch,
         )
-        return [header, self.text]
+        return [header, *(_PART.pack(*part) for part in self.parts), self.text]
 
     @staticmethod
     def header_from(stream: Stream) -> bytes:
@@ -242,23 +255,26 @@ class Request:
         Raises:
             Malformed: it is none, or it is larger than any may be.
         """
-        magic, kind, text_bytes, record_bytes, count, *numbers = _REQUEST.unpack(header)
-        has_rows = kind not in (HELLO, COMMAND)
+        magic, kind, text_bytes, count, *numbers = _REQUEST.unpack(header)
         if (
             magic != _REQUEST_MAGIC
             or not HELLO <= kind <= PARITY_ROWS
             or text_bytes > _MOST_TEXT_BYTES
-            or has_rows != (record_bytes > 0)
-            or (count and not has_rows)
-            or count * (8 + record_bytes) > MOST_REQUEST_BYTES
+            or count > MOST_PARTS
+            or (kind in (HELLO, COMMAND)) != (count == 0)
+        ):
+            raise Malformed("no request of a trainer")
+        parts = [Part(*one) for one in _PART.iter_unpack(stream.receive(count * _PART.size))]
+        if (
+            not all(part.record_bytes for part in parts)
+            or sum(part.rows * (8 + part.record_bytes) for part in parts) > MOST_REQUEST_BYTES
         ):
             raise Malformed("no request of a trainer")
         incarnation, number, batch = numbers
         return Request(
             kind=kind,
             text=stream.receive(text_bytes),
-            record_bytes=record_bytes,
-            count=count,
+            parts=parts,
             incarnation=incarnation,
             number=number,
             batch=batch,

@@ -34,7 +34,7 @@ from recpoint.embeddings.cache import Cache
 from recpoint.embeddings.cache_view import CacheView, TableView
 from recpoint.embeddings.cached_rows import NO_IDS, CachedRows
 from recpoint.embeddings.call_thread import CallThread
-from recpoint.embeddings.home import FrozenRows, Home
+from recpoint.embeddings.home import FrozenRows, Home, TableRows
 from recpoint.embeddings.slots import TableSlots
 from recpoint.embeddings.trainers.channel import Channel
 from recpoint.embeddings.trainers.coming import ComingIds
@@ -56,6 +56,8 @@ from recpoint.lookahead.shared_oracle import Exchange, SharedOracle
 __all__ = ["SharedCache"]
 
 _END_SECONDS: Final = 10.0
+#: Bytes of changed rows that are copied before they are sent.
+_COPIED_BYTES: Final = 64 << 20
 
 
 class SharedCache(Cache):
@@ -498,13 +500,18 @@ class SharedCache(Cache):
         for unused in self._frozen.values():  # of a cut that has failed on this rank
             if unused is not None:
                 unused.release()
+        copied: list[TableRows] = []
         for rows in self.tables.values():
-            changed = torch.nonzero(rows.slots.changed).view(-1)
-            changed = changed[rows.slots.ids[changed] >= 0]
-            if changed.numel():
-                ids, order = rows.slots.ids[changed].sort()
-                self._write_back(rows, ids, rows.slots.records(changed[order]))
-                rows.slots.changed[changed] = False
+            slots = torch.nonzero(rows.slots.changed).view(-1)
+            slots = slots[rows.slots.ids[slots] >= 0]
+            if slots.numel():
+                ids, order = rows.slots.ids[slots].sort()
+                copied.append(TableRows(rows.slots.name, ids, rows.slots.records(slots[order])))
+                rows.slots.changed[slots] = False
+            if sum(one.records.nbytes for one in copied) > _COPIED_BYTES:
+                self._write_back(copied)
+                copied = []
+        self._write_back(copied)
         self._home_channel.meet()
         # Later write-backs of any rank must not be in it.
         self._frozen = {name: self._freeze(name) for name in self.tables}

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import TypeVar
 
@@ -25,6 +27,7 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
+from recpoint.embeddings.home import TableRows
 from recpoint.embeddings.home_in_memory import MemoryHome
 from recpoint.embeddings.parity.differences import Unsettled
 from recpoint.embeddings.parity.member import StripeMember
@@ -74,14 +77,11 @@ class Line(Peer):
         self._source = source
         self._target = target
 
-    def differences(self, sent: Sent, given: Differences) -> None:
-        given = Differences(
-            table=given.table,
-            generation=given.generation,
-            slots=given.slots.clone(),
-            rows=given.rows.clone(),
-        )
-        self._call(lambda: self._target.protects.receive(sent, given), may_come_again=True)
+    def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
+        for sent, given in messages:  # a call may end between two of them
+            copied = replace(given, slots=given.slots.clone(), rows=given.rows.clone())
+            receive = partial(self._target.protects.receive, [(sent, copied)])
+            self._call(receive, may_come_again=True)
 
     def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
         if self._network.is_busy(self._target.number):
@@ -281,7 +281,7 @@ class ParityMachine(RuleBasedStateMachine):
             raise _lost(server)
         server.protects.recover(TABLE, slots)
         rows = torch.tensor([list(one) for one in records], dtype=torch.uint8)
-        server.protects.write(TABLE, slots, rows)
+        server.protects.write([TableRows(TABLE, slots, rows)])
         server.protects.flush()
         if not server.is_alive:
             raise _lost(server)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.home import FrozenRows, Home
+from recpoint.embeddings.home import FrozenRows, Home, TableRows
 from recpoint.errors import HomeError
 
 __all__ = ["HomeSuite", "fetched", "ids_of", "records_of"]
@@ -136,6 +136,35 @@ class HomeSuite:
                 found = fetched(partial(home.fetch, "t"), range(20), 8)
                 assert found == _expected(range(4), 8) | _expected(rows, 8, version=1)
                 assert fetched(frozen.fetch, range(20), 8) == _expected(range(8), 8)
+
+    def test_several_tables_at_once(self, home: Home) -> None:
+        """`write_back_all` and `fetch_all` do what the calls for each table do."""
+        sizes = {f"t{number}": 8 + 3 * number for number in range(5)}
+        for table, record_bytes in sizes.items():
+            home.add_table(table, rows=100, record_bytes=record_bytes)
+        written = {table: range(number, 100, 2 + number) for number, table in enumerate(sizes)}
+        changed = [
+            TableRows(table, ids_of(rows), records_of(rows, sizes[table]))
+            for table, rows in written.items()
+        ]
+        home.write_back_all(changed, batch=1)
+        home.write_back_all([], batch=1)
+        wanted = [
+            TableRows(
+                table,
+                ids_of(range(100)),
+                torch.full((100, size), _UNTOUCHED, dtype=torch.uint8, device="cpu"),
+            )
+            for table, size in sizes.items()
+        ]
+        for one, has in zip(wanted, home.fetch_all(wanted), strict=True):
+            rows = written[one.table]
+            assert has.nonzero().view(-1).tolist() == list(rows)
+            assert torch.equal(one.records[has], records_of(rows, sizes[one.table]))
+            assert (one.records[~has] == _UNTOUCHED).all()
+        assert home.fetch_all([]) == []
+        with pytest.raises(HomeError, match="batch 0"):
+            home.write_back_all(changed, batch=0)
 
     def test_tables_are_separate(self, home: Home) -> None:
         """Rows of one table say nothing about another table, and batches are counted for each."""

@@ -22,7 +22,7 @@ from torch.optim import Adagrad
 
 import recpoint.embeddings
 from recpoint.catalog.store.run_url import parse_run_url
-from recpoint.embeddings.home import Home
+from recpoint.embeddings.home import Home, TableRows
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.remote.protected_home import ProtectedHome
 from recpoint.embeddings.remote.served_home import ServedHome
@@ -142,10 +142,14 @@ def test_what_is_read_is_the_callers_own(started: tuple[Any, list[str]], rows: i
     incarnation = _begun(transport)
     given = records_of(range(rows), RECORD_BYTES)
     written = {"incarnation": incarnation, "trainer": 0, "batch": 1}
-    transport.write_back("t", ids_of(range(0, rows, 2)), given[::2].contiguous(), **written)
+    transport.write_back(
+        [TableRows("t", ids_of(range(0, rows, 2)), given[::2].contiguous())], **written
+    )
     for expected in ([row % 2 == 0 for row in range(rows)], [True] * rows):
         out = torch.full((rows, RECORD_BYTES), 7, dtype=torch.uint8, device="cpu")
-        has = transport.fetch("t", ids_of(range(rows)), out, incarnation=incarnation)
+        has = transport.fetch([TableRows("t", ids_of(range(rows)), out)], incarnation=incarnation)[
+            0
+        ]
         assert has.tolist() == expected
         assert torch.equal(out[has], given[has]) and (out[~has] == 7).all()
         out.fill_(1)
@@ -153,7 +157,7 @@ def test_what_is_read_is_the_callers_own(started: tuple[Any, list[str]], rows: i
         # A part of each record's memory: not contiguous, and read without harm.
         wide = torch.cat([given, given], dim=1)
         later = written | {"batch": 2}
-        transport.write_back("t", ids_of(range(rows)), wide[:, :RECORD_BYTES], **later)
+        transport.write_back([TableRows("t", ids_of(range(rows)), wide[:, :RECORD_BYTES])], **later)
 
 
 @needs_ray
@@ -165,14 +169,16 @@ def test_a_write_that_comes_again_is_done_once(started: tuple[Any, list[str]], r
     versions = [records_of(range(rows), RECORD_BYTES, version=number) for number in range(3)]
     for batch in (1, 2, 1, 2, 1):
         transport.write_back(
-            "t", ids, versions[batch], incarnation=incarnation, trainer=0, batch=batch
+            [TableRows("t", ids, versions[batch])], incarnation=incarnation, trainer=0, batch=batch
         )
     out = torch.empty(rows, RECORD_BYTES, dtype=torch.uint8, device="cpu")
-    assert transport.fetch("t", ids, out, incarnation=incarnation).all()
+    assert transport.fetch([TableRows("t", ids, out)], incarnation=incarnation)[0].all()
     assert torch.equal(out, versions[2])
     # Another trainer has numbers of its own.
-    transport.write_back("t", ids, versions[1], incarnation=incarnation, trainer=1, batch=1)
-    transport.fetch("t", ids, out, incarnation=incarnation)
+    transport.write_back(
+        [TableRows("t", ids, versions[1])], incarnation=incarnation, trainer=1, batch=1
+    )
+    transport.fetch([TableRows("t", ids, out)], incarnation=incarnation)
     assert torch.equal(out, versions[1])
 
 
@@ -182,14 +188,14 @@ def test_errors_of_a_server_come_as_they_are(started: tuple[Any, list[str]]) -> 
     incarnation = _begun(transport)
     out = torch.empty(1, RECORD_BYTES, dtype=torch.uint8, device="cpu")
     with pytest.raises(HomeError, match="no such table") as raised:
-        transport.fetch("other", ids_of([0]), out, incarnation=incarnation)
+        transport.fetch([TableRows("other", ids_of([0]), out)], incarnation=incarnation)
     assert type(raised.value) is HomeError
     with pytest.raises(ValueError, match="ids: 4000"):
-        transport.fetch("t", ids_of([MANY]), out, incarnation=incarnation)
+        transport.fetch([TableRows("t", ids_of([MANY]), out)], incarnation=incarnation)
     with pytest.raises(ValueError, match="command 'other'"):
         transport.command("other", {}, incarnation=incarnation)
     with pytest.raises(ServerLost, match="embedding server 1 of 2 .*started again since"):
-        transport.fetch("t", ids_of([0]), out, incarnation=incarnation - 1)
+        transport.fetch([TableRows("t", ids_of([0]), out)], incarnation=incarnation - 1)
     transport.close()
     with pytest.raises(ServerLost, match="has left the Ray cluster"):
         transport.hello()
@@ -206,7 +212,9 @@ def test_a_server_that_hangs_is_named_in_time(started: tuple[Any, list[str]]) ->
     first, second = (records_of(range(10), RECORD_BYTES, version=one) for one in (1, 2))
 
     def write(transport: Any, records: torch.Tensor, batch: int) -> None:
-        transport.write_back("t", ids, records, incarnation=incarnation, trainer=0, batch=batch)
+        transport.write_back(
+            [TableRows("t", ids, records)], incarnation=incarnation, trainer=0, batch=batch
+        )
 
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -226,7 +234,7 @@ def test_a_server_that_hangs_is_named_in_time(started: tuple[Any, list[str]]) ->
     write(patient, second, 2)
     write(patient, first, 1)  # whether it was done before or not
     out = torch.empty(10, RECORD_BYTES, dtype=torch.uint8, device="cpu")
-    patient.fetch("t", ids, out, incarnation=incarnation)
+    patient.fetch([TableRows("t", ids, out)], incarnation=incarnation)
     assert torch.equal(out, second)
 
 
@@ -262,11 +270,11 @@ def test_a_server_that_was_started_again_is_not_read(started: tuple[Any, list[st
     before = transport.hello()
 
     def write(of: int) -> None:
-        transport.write_back("t", ids, records, incarnation=of, trainer=0, batch=1)
+        transport.write_back([TableRows("t", ids, records)], incarnation=of, trainer=0, batch=1)
 
     def read(of: int) -> torch.Tensor:
         out = torch.empty_like(records)
-        found: torch.Tensor = transport.fetch("t", ids, out, incarnation=of)
+        found: torch.Tensor = transport.fetch([TableRows("t", ids, out)], incarnation=of)[0]
         return found
 
     write(incarnation)

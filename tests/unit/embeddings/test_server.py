@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from recpoint.embeddings.home import TableRows
 from recpoint.embeddings.remote.server import MOST_REQUEST_BYTES, EmbeddingServer
 from recpoint.errors import HomeError, ServerLost
 from recpoint.testing.homes import fetched, ids_of, records_of
@@ -27,9 +28,7 @@ class Client:
 
     def write(self, row: int, version: int, *, batch: int, trainer: int = 0) -> None:
         self.server.write_back(
-            "t",
-            ids_of([row]),
-            records_of([row], 8, version=version),
+            [TableRows("t", ids_of([row]), records_of([row], 8, version=version))],
             incarnation=self.incarnation,
             trainer=trainer,
             batch=batch,
@@ -50,7 +49,11 @@ class Client:
 
     def rows(self, frozen: int | None = None) -> dict[int, int]:
         """Row -> version."""
-        fetch = partial(self.server.fetch, "t", incarnation=self.incarnation, frozen=frozen)
+
+        def fetch(slots: Tensor, out: Tensor) -> Tensor:
+            wanted = [TableRows("t", slots, out)]
+            return self.server.fetch(wanted, incarnation=self.incarnation, frozen=frozen)[0]
+
         found = fetched(fetch, range(10), 8)
         known = {
             (row, bytes(records_of([row], 8, version=version)[0].tolist())): version
@@ -126,7 +129,9 @@ def test_numbers_are_of_one_table(client: Client) -> None:
     number = client.freeze(1)
     out = torch.zeros(1, 8, dtype=torch.uint8)
     with pytest.raises(HomeError, match="'u'"):
-        client.server.fetch("u", ids_of([0]), out, incarnation=client.incarnation, frozen=number)
+        client.server.fetch(
+            [TableRows("u", ids_of([0]), out)], incarnation=client.incarnation, frozen=number
+        )
 
 
 def test_a_training_that_begins_gets_an_empty_server(client: Client) -> None:
@@ -180,10 +185,19 @@ def test_what_a_call_may_take_is_bounded(client: Client) -> None:
     client.command("add_table", table="wide", rows=40, record_bytes=1 << 20)
     out = torch.empty(MOST_REQUEST_BYTES >> 20, 1 << 20, dtype=torch.uint8)
     with pytest.raises(ValueError, match=f"at most {MOST_REQUEST_BYTES}"):
-        client.server.fetch("wide", ids_of(range(len(out))), out, incarnation=client.incarnation)
+        client.server.fetch(
+            [TableRows("wide", ids_of(range(len(out))), out)], incarnation=client.incarnation
+        )
     for number in range(4_096 - 2):
         client.command("add_table", table=f"table {number}", rows=1, record_bytes=1)
     with pytest.raises(HomeError, match="4096 tables"):
         client.command("add_table", table="one more", rows=1, record_bytes=1)
     client.command("add_table", table="t", rows=10, record_bytes=8)
     client.server.end()
+
+
+def test_a_table_that_comes_twice_in_a_call_is_refused(client: Client) -> None:
+    rows = [TableRows("t", ids_of([row]), records_of([row], 8)) for row in (1, 2)]
+    with pytest.raises(ValueError, match="comes twice"):
+        client.server.write_back(rows, incarnation=client.incarnation, trainer=0, batch=1)
+    assert client.rows() == {}

@@ -9,14 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recpoint.embeddings.home import Home
+from recpoint.embeddings.home import Home, TableRows
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.server import MOST_REQUEST_BYTES, EmbeddingServer
 from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
@@ -25,6 +24,7 @@ from recpoint.embeddings.remote.wire import (
     COMMAND,
     FETCH,
     HELLO,
+    Part,
     Request,
     Stream,
     TokenRefused,
@@ -82,16 +82,18 @@ def test_errors_of_the_server_are_raised_here(served: TcpServer) -> None:
     served._most = 1
     out = torch.zeros(1, 8, dtype=torch.uint8)
     with pytest.raises(ValueError, match="ids: 100, expected 0 <= id < 100"):
-        transport.fetch("t", ids_of([100]), out, incarnation=incarnation)
+        transport.fetch([TableRows("t", ids_of([100]), out)], incarnation=incarnation)
     with pytest.raises(ValueError, match="shape"):
-        transport.fetch("t", ids_of([1]), out[:, :4].contiguous(), incarnation=incarnation)
+        transport.fetch(
+            [TableRows("t", ids_of([1]), out[:, :4].contiguous())], incarnation=incarnation
+        )
     with pytest.raises(HomeError, match="'u'.*no such table"):
-        transport.fetch("u", ids_of([1]), out, incarnation=incarnation)
+        transport.fetch([TableRows("u", ids_of([1]), out)], incarnation=incarnation)
     with pytest.raises(ServerLost, match="started again"):
-        transport.fetch("t", ids_of([1]), out, incarnation=incarnation % 7 + 1)
+        transport.fetch([TableRows("t", ids_of([1]), out)], incarnation=incarnation % 7 + 1)
     with pytest.raises(ValueError, match="'explode'"):
         transport.command("explode", {}, incarnation=incarnation)
-    assert not transport.fetch("t", ids_of([1]), out, incarnation=incarnation).any()
+    assert not transport.fetch([TableRows("t", ids_of([1]), out)], incarnation=incarnation)[0].any()
     transport.close()
     with pytest.raises(HomeError, match=r"close\(\)"):
         transport.hello()
@@ -172,14 +174,16 @@ def test_a_broken_connection_is_opened_again(served: TcpServer, after_bytes: int
         through = TcpTransport(address, TOKEN)
         for batch in (1, 2):  # the answer to one of them is cut off
             through.write_back(
-                "t",
-                ids_of([batch]),
-                records_of([batch], 8),
+                [TableRows("t", ids_of([batch]), records_of([batch], 8))],
                 incarnation=incarnation,
                 trainer=0,
                 batch=batch,
             )
-        found = fetched(partial(through.fetch, "t", incarnation=incarnation), range(5), 8)
+
+        def fetch(slots: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            return through.fetch([TableRows("t", slots, out)], incarnation=incarnation)[0]
+
+        found = fetched(fetch, range(5), 8)
         assert found.keys() == {1, 2}
         through.close()
     transport.close()
@@ -238,10 +242,13 @@ def test_calls_of_many_threads_have_connections_of_their_own(served: TcpServer) 
             for batch in range(10):
                 records = records_of(range(number, 1_600, 16), 8, version=batch)
                 transport.write_back(
-                    "t", ids, records, incarnation=incarnation, trainer=number, batch=batch
+                    [TableRows("t", ids, records)],
+                    incarnation=incarnation,
+                    trainer=number,
+                    batch=batch,
                 )
                 out = torch.zeros_like(records)
-                assert transport.fetch("t", ids, out, incarnation=incarnation).all()
+                assert transport.fetch([TableRows("t", ids, out)], incarnation=incarnation)[0].all()
                 assert torch.equal(out, records)
         except BaseException as error:
             failed.append(error)
@@ -274,29 +281,48 @@ def test_a_request_that_is_too_large_is_not_made_room_for(
     served: TcpServer, record_bytes: int, count: int
 ) -> None:
     stream = talking(served)
-    stream.send(Request(kind=FETCH, text=b"t", record_bytes=record_bytes, count=count).pieces)
+    part = Part(record_bytes, count)
+    stream.send(Request(kind=FETCH, text=b"{}", parts=[Part(1, 1), part]).pieces)
     with pytest.raises((EOFError, ConnectionResetError)):
         stream.receive(1)
     stream.close()
 
 
 FIELDS = st.builds(
-    lambda magic, *numbers: struct.pack("<4sB3xIIQqqq", magic, *numbers),
+    lambda magic, *numbers: struct.pack("<4sB3xIIqqq", magic, *numbers),
     st.sampled_from([b"rpeq", b"rpea", b"\0\0\0\0"]),
-    st.integers(0, 7),
+    st.integers(0, 9),
     st.sampled_from([0, 1, 2, 70, 1 << 16, 1 << 32 - 1]),
-    st.sampled_from([0, 1, 8, 1 << 24, (1 << 32) - 1]),
-    st.sampled_from([0, 1, 9, 1 << 20, 1 << 63]),
+    st.sampled_from([0, 1, 2, 128, 129, (1 << 32) - 1]),
     *[st.sampled_from([0, -1, 1, 1 << 62])] * 3,
 )
+PARTS = st.lists(
+    st.builds(
+        lambda *numbers: struct.pack("<IQ", *numbers),
+        st.sampled_from([0, 1, 8, 1 << 24, (1 << 32) - 1]),
+        st.sampled_from([0, 1, 9, 1 << 20, 1 << 63]),
+    ),
+    max_size=3,
+).map(b"".join)
 TEXTS = st.sampled_from(
-    [b"t", b"{}", b"[" * 60, b'{"name":"sizes","arguments":3}', b"\xff\xfe", text_of({"name": 1})]
+    [
+        b"t",
+        b"{}",
+        b'{"tables":["t"]}',
+        b'{"tables":[1]}',
+        b'{"messages":[{}]}',
+        b"[" * 60,
+        b'{"name":"sizes","arguments":3}',
+        b"\xff\xfe",
+        text_of({"name": 1}),
+    ]
 )
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    garbage=st.binary(max_size=300) | st.tuples(FIELDS, TEXTS).map(b"".join), proved=st.booleans()
+    garbage=st.binary(max_size=300) | st.tuples(FIELDS, PARTS, TEXTS).map(b"".join),
+    proved=st.booleans(),
 )
 def test_garbage_ends_its_connection_only(garbage: bytes, proved: bool) -> None:
     served, good = _garbage_server()
@@ -351,7 +377,7 @@ def test_an_answer_that_is_none_is_refused(answer: bytes) -> None:
 
     out = torch.zeros(2, 8, dtype=torch.uint8)
     with fake_server(malformed) as address, pytest.raises(ServerLost, match="no embedding server"):
-        TcpTransport(address, TOKEN).fetch("t", ids_of([0, 1]), out, incarnation=1)
+        TcpTransport(address, TOKEN).fetch([TableRows("t", ids_of([0, 1]), out)], incarnation=1)
 
 
 def test_commands_of_another_form_are_refused(served: TcpServer) -> None:
