@@ -348,16 +348,23 @@ def _joined(parity: Parity | None, timeout_seconds: float) -> ServedHome:
             timeout_seconds=timeout_seconds,
         )
 
+    def again(number: int) -> TcpTransport:
+        # With parity, the home looks again itself, and between looks whether rank 0 has given up.
+        # Rank 0 then waits for this rank, and starts no server before.
+        if parity is None:
+            return _until_it_answers(transport(number), timeout_seconds)
+        return transport(number)
+
     return made_home(
         [transport(number) for number in range(len(told.ports))],
         parity=parity,
         timeout_seconds=timeout_seconds,
         owner=told.owner,
-        revive=lambda number: _until_it_answers(transport(number), timeout_seconds),
+        revive=again,
     )
 
 
-def _until_it_answers(transport: Transport, timeout_seconds: float) -> Transport:
+def _until_it_answers(transport: TcpTransport, timeout_seconds: float) -> TcpTransport:
     """Wait until rank 0 has started a server again.
 
     Raises:

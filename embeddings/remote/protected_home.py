@@ -200,8 +200,9 @@ class ProtectedHome(ServedHome):
                     raise self._named(error) from error
                 time.sleep(_PAUSE_SECONDS)
                 if not self._is_leader:
-                    self._follow(server)
                     self._has_given_up = any(map(self._says_give_up, range(len(self._servers))))
+                    if not self._has_given_up:
+                        self._follow(server)
 
     def _named(self, error: HomeError | OutOfStep) -> HomeError:
         if self._has_given_up:
@@ -233,10 +234,13 @@ class ProtectedHome(ServedHome):
             except ServerLost:
                 if self._revive is None:
                     return
+                fresh = None
                 try:
                     fresh = self._revive(server)
                     greeting = fresh.hello()
                 except ServerLost:
+                    if fresh is not None:
+                        fresh.close()
                     return
                 old, here.transport = here.transport, fresh
                 old.close()

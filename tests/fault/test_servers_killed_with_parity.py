@@ -50,3 +50,21 @@ def test_checkpoints_go_on_and_are_restored(tmp_path: Path) -> None:
         again = Case(run=place.run, staging=str(place.staging), servers=2, batches=0)
         (restored,) = on_ranks([again], 1, tmp_path / "second")
     assert same(restored, alone(case, 2))
+
+
+def test_all_ranks_go_back_when_more_are_lost_than_parity_makes_up_for(tmp_path: Path) -> None:
+    place = Place(str(tmp_path / "run"), tmp_path / "staging")
+    case = Case(
+        run=place.run,
+        staging=str(place.staging),
+        servers=4,
+        parity=(2, 1),
+        kills=(14,),
+        kills_at_once=2,
+        batches=24,
+        interval=3,
+    )
+    with place.agent():
+        (found,) = on_ranks([case], 2, tmp_path / "ranks")
+    assert same(found, alone(case, 2))
+    assert len(found.losses) > case.batches, "some batches were trained again"
