@@ -83,13 +83,19 @@ class Home(ABC):
 
     Attributes:
         trainers: number of processes that share the rows, each with a home object of its own.
-        lost_servers: servers of the home whose rows are being recovered, as far as it knows.
-        lost_rows: rows and parity rows of these servers that are left to recover.
     """
 
     trainers = 1
-    lost_servers = 0
-    lost_rows = 0
+
+    @property
+    def lost_servers(self) -> int:
+        """Servers of the home whose rows are being recovered, as far as it knows."""
+        return 0
+
+    @property
+    def lost_rows(self) -> int:
+        """Rows and parity rows of these servers that are left to recover."""
+        return 0
 
     @abstractmethod
     def add_table(self, table: str, *, rows: int, record_bytes: int) -> None:

@@ -31,6 +31,11 @@ _CALL_BYTES: Final = 4 << 20
 #: other messages serve readers of an earlier moment, which is as long ago as rows of a batch
 #: travel.
 _KEPT_BYTES: Final = 64 << 20
+#: What a message takes in memory besides its rows and slots, and each of its shares. Measured.
+_MESSAGE_BYTES: Final = 2_048
+_SHARE_BYTES: Final = 192
+#: Shares of writes in one answer. As text, each takes less than 64 bytes.
+_MOST_SHARES: Final = 512
 
 
 class Writes:
@@ -109,13 +114,24 @@ class Unsettled:
         incarnation: of that server.
         applied: number of the last message that has arrived.
         writes: the shares (see `Sent`) of writes that may be not acknowledged, and whose messages
-            have arrived here.
+            have arrived here. Writes that have one message only are left out: it has arrived.
     """
 
     receiver: int
     incarnation: int
     applied: int
     writes: Sequence[Mapping[int, tuple[int, int]]]
+
+    def part(self, start: int) -> Unsettled:
+        """Return it with as many of the writes as one answer carries, from a place on."""
+        writes: list[Mapping[int, tuple[int, int]]] = []
+        shares = 0
+        for write in self.writes[start:]:
+            shares += len(write)
+            if writes and shares > _MOST_SHARES:
+                break
+            writes.append(write)
+        return replace(self, writes=writes)
 
     def to_json(self) -> str:
         """Return it as text, for `from_json`."""
@@ -201,13 +217,13 @@ class Inbox:
         self.applied = sent.number
         self._settled = max(self._settled, sent.settled)
         self._kept[sent.number] = sent, contribution
-        self._kept_bytes += contribution.rows.nbytes
+        self._kept_bytes += _size_bytes(sent, contribution)
         while self._kept_bytes > _KEPT_BYTES:
-            number, (_, oldest) = next(iter(self._kept.items()))
+            number, oldest = next(iter(self._kept.items()))
             if number > self._settled:
                 break
             del self._kept[number]
-            self._kept_bytes -= oldest.rows.nbytes
+            self._kept_bytes -= _size_bytes(*oldest)
 
     def after(self, incarnation: int, number: int) -> Iterator[Differences]:
         """Return what came after a message, oldest first.
@@ -236,7 +252,9 @@ class Inbox:
             incarnation=incarnation,
             applied=self.applied,
             writes=[
-                sent.shares for number, (sent, _) in self._kept.items() if number > self._settled
+                sent.shares
+                for number, (sent, _) in self._kept.items()
+                if number > self._settled and len(sent.shares) > 1
             ],
         )
 
@@ -247,4 +265,12 @@ class Inbox:
 
     def take_back(self, number: int) -> None:
         """Forget a message, whose rows the caller has taken away."""
-        self._kept.pop(number, None)
+        taken = self._kept.pop(number, None)
+        if taken is not None:
+            self._kept_bytes -= _size_bytes(*taken)
+
+
+def _size_bytes(sent: Sent, given: Differences) -> int:
+    """Return about how much memory a message takes."""
+    size = given.rows.nbytes + given.slots.nbytes
+    return size + _MESSAGE_BYTES + len(sent.shares) * _SHARE_BYTES

@@ -30,7 +30,7 @@ from recpoint.embeddings.parity.stripes import Stripes
 from recpoint.errors import HomeError, ServerLost
 from recpoint.kernels import erasure, row_gather
 
-__all__ = ["Known", "StripeMember", "Together"]
+__all__ = ["Known", "StripeMember", "TableHere", "Together"]
 
 T = TypeVar("T")
 
@@ -54,6 +54,14 @@ class Known(NamedTuple):
     all: int
 
 
+class TableHere(NamedTuple):
+    """A table: its rows on all servers, bytes of a row, and how often it was cleared."""
+
+    rows: int
+    record_bytes: int
+    generation: int
+
+
 class StripeMember:
     """One server's part in the stripes of a training.
 
@@ -65,7 +73,6 @@ class StripeMember:
         incarnation: of this server.
         home: holds rows and parity rows.
         peers: number and incarnation of each other server, with what calls it.
-        is_lost: whether this server takes the place of a lost one: it then knows no row.
         together: makes calls to several peers.
 
     Attributes:
@@ -79,13 +86,11 @@ class StripeMember:
         home: Home,
         peers: Mapping[int, tuple[int, Peer]],
         *,
-        is_lost: bool,
         together: Together,
     ) -> None:
         self._number = number
         self._incarnation = incarnation
         self._home = home
-        self._is_lost = is_lost
         self._together = together
         self.difference_rows = 0
         self._tables: dict[str, _Table] = {}
@@ -93,6 +98,7 @@ class StripeMember:
         self._peers: dict[int, Peer] = {}
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
+        self._forgotten: set[tuple[int, int]] = set()  # number and incarnation of lost servers
         # Held while rows of this server are read or changed; never during a call to a peer.
         self._lock = threading.Lock()
         # Held while lost rows are recovered. The calls to peers that are made meanwhile never need
@@ -104,10 +110,14 @@ class StripeMember:
     # The other servers.
 
     def join(self, server: int, incarnation: int, peer: Peer) -> None:
-        """Begin to exchange messages with a server. A second call changes nothing."""
+        """Begin to exchange messages with a server.
+
+        A second call changes nothing, and neither does a late one, for a server that is lost.
+        """
         with self._lock:
             outbox = self._outboxes.get(server)
-            if outbox is not None and outbox.incarnation == incarnation:
+            is_known = outbox is not None and outbox.incarnation == incarnation
+            if is_known or (server, incarnation) in self._forgotten:
                 unused: Peer | None = peer
             else:
                 unused = self._peers.get(server)
@@ -117,39 +127,61 @@ class StripeMember:
         if unused is not None:
             unused.close()
 
-    def lose(self, server: int) -> Unsettled | None:
-        """Take no message from a server any more, and send none. A second call changes nothing.
+    def lose(self, server: int, incarnation: int) -> Unsettled | None:
+        """Take no message from a server any more, and send none.
+
+        A second call changes nothing, and neither does a late one, when a successor has joined.
+
+        Args:
+            server: number of the lost server.
+            incarnation: of the lost server.
 
         Returns:
             What it had sent; None: it has never joined, or its messages were taken back already.
         """
         with self._lock:
+            self._forgotten.add((server, incarnation))
+            inbox = self._inboxes.get(server)
+            if inbox is None or inbox.incarnation != incarnation:
+                return None
             peer = self._peers.pop(server, None)
             outbox = self._outboxes.pop(server, None)
             if outbox is not None:
                 for sent, _ in outbox.waiting:
                     self._writes.arrived(sent.write, server)
                 outbox.waiting.clear()
-            inbox = self._inboxes.get(server)
-            unsettled = None if inbox is None else inbox.unsettled(self._number, self._incarnation)
+            unsettled = inbox.unsettled(self._number, self._incarnation)
         if peer is not None:
             peer.close()
         return unsettled
 
-    def take_back(self, server: int, numbers: Sequence[int]) -> None:
-        """Take back messages of a lost server, forget all others. A second call does nothing."""
+    def take_back(
+        self, server: int, incarnation: int, numbers: Sequence[int], *, are_all: bool = True
+    ) -> None:
+        """Take back messages of a lost server, forget all others. A second call does nothing.
+
+        Args:
+            server: number of the lost server.
+            incarnation: of the lost server.
+            numbers: of the messages.
+            are_all: whether no call with more numbers follows.
+
+        Raises:
+            OutOfStep: `lose` was not called.
+        """
         with self._lock:
+            inbox = self._inboxes.get(server)
+            if inbox is None or inbox.incarnation != incarnation:
+                return
             if server in self._peers:
                 raise OutOfStep(f"server {server + 1} is not lost")
-            inbox = self._inboxes.get(server)
-            if inbox is None:
-                return
             for number in numbers:
                 contribution = inbox.kept(number)
                 if contribution is not None:
                     self._add(contribution)
                     inbox.take_back(number)
-            del self._inboxes[server]
+            if are_all:
+                del self._inboxes[server]
 
     def close(self) -> None:
         """Give all connections up."""
@@ -168,7 +200,7 @@ class StripeMember:
         record_bytes: int,
         *,
         generation: int = 0,
-        is_lost: bool | None = None,
+        is_lost: bool = False,
     ) -> None:
         """Make room for a table's parity rows; its rows have theirs. A second call does nothing.
 
@@ -177,15 +209,14 @@ class StripeMember:
             stripes: where its rows and parity rows are.
             record_bytes: of a row.
             generation: how often the other servers have cleared the table.
-            is_lost: whether this server has lost the table's rows; None: if it takes the place of a
-                lost server.
+            is_lost: whether this server has lost the table's rows.
         """
         with self._lock:
             if table in self._tables:
                 return
             made = _Table(table, stripes, record_bytes, self._number)
             made.generation = generation
-            if self._is_lost if is_lost is None else is_lost:
+            if is_lost:
                 made.lose_all()
             if made.parity_slots:
                 self._home.add_table(
@@ -209,6 +240,15 @@ class StripeMember:
             self._home.clear(table)
             if here.parity_slots:
                 self._home.clear(here.parity_name)
+
+    @property
+    def tables(self) -> dict[str, TableHere]:
+        """All tables, by name."""
+        with self._lock:
+            return {
+                name: TableHere(one.stripes.rows, one.record_bytes, one.generation)
+                for name, one in self._tables.items()
+            }
 
     @property
     def known(self) -> Known:

@@ -42,7 +42,6 @@ class Protection:
         parity: the form of a stripe.
         hosts: for each server the name of its host.
         peers: number, incarnation, host and port of each other server that lives.
-        is_lost: whether this server takes the place of a lost one.
         reach: makes what calls another server.
         name: what errors and logs call this server.
 
@@ -61,7 +60,6 @@ class Protection:
         parity: Parity,
         hosts: Sequence[str],
         peers: Sequence[tuple[int, int, str, int]],
-        is_lost: bool,
         reach: Reach,
         name: str,
     ) -> None:
@@ -80,7 +78,6 @@ class Protection:
             incarnation,
             home,
             {one: (its, self._peer(host, port, its)) for one, its, host, port in peers},
-            is_lost=is_lost,
             together=self._together,
         )
 

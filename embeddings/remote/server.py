@@ -40,6 +40,8 @@ __all__ = ["MOST_REQUEST_BYTES", "EmbeddingServer"]
 MOST_REQUEST_BYTES: Final = 16 << 20
 _MOST_TABLES: Final = 4_096
 _MOST_NAME_BYTES: Final = 1_024
+#: Tables that one answer names. A byte of a name takes up to seven characters in JSON in JSON.
+_TABLES_AN_ANSWER: Final = 8
 #: Readers of frozen rows of one table.
 _MOST_FROZEN: Final = 64
 _MOST_TRAINERS: Final = 4_096
@@ -61,6 +63,19 @@ class EmbeddingServer(Transport):
     | "release" | number | – |
     | "clear" | table, trainer, batch | – |
     | "sizes" | – | what `Home.size_bytes` returns |
+
+    Those of the training's leader, with parity (`Leader` says in which order):
+
+    | name | arguments | returns |
+    |---|---|---|
+    | "protect" | number, data, parity, hosts, peers | – |
+    | "join" | server, incarnation, host, port | – |
+    | "open" | – | – |
+    | "lose" | server, incarnation, start | unsettled: a part of `Unsettled`; are_all |
+    | "take_back" | server, incarnation, numbers, are_all | – |
+    | "give_up" | – | – |
+    | "tables" | start | tables: names, rows, record_bytes, generations in JSON; are_all |
+    | "known" | – | known, all: rows; has_given_up |
 
     "begin" forgets everything. If this owner has begun already, it does nothing. The call may name
     any incarnation then. "freeze" keeps slots start … stop - 1 as they are, for
@@ -88,6 +103,7 @@ class EmbeddingServer(Transport):
         self._name = name
         self._reach = reach
         self._protection: Protection | None = None
+        self._protecting = threading.Lock()  # held while `_protection` is changed, or is told of it
         self._is_protected = False
         self._gate = _Gate()
         self._home = self._new_home()
@@ -126,10 +142,12 @@ class EmbeddingServer(Transport):
         given = _Arguments(name, arguments)
         if name == "begin":
             return {"incarnation": self._begin(given, incarnation)}
-        if name in ("protect", "join", "open", "lose", "take_back", "give_up", "known"):
+        if name in ("protect", "join", "open", "lose", "take_back", "give_up", "known", "tables"):
             # Not through the gate: calls inside may be waiting for other servers, which wait here.
-            self._require(incarnation)
-            return self._lead(given)
+            # None that was meant for an earlier incarnation gets in beside "begin".
+            with self._protecting:
+                self._require(incarnation)
+                return self._lead(given)
         if name in ("release", "clear"):
             # No fetch may run beside them.
             with self._gate.alone():
@@ -223,10 +241,13 @@ class EmbeddingServer(Transport):
             ServerLost: it is another incarnation.
             OutOfStep: the server does not take part in parity yet.
         """
+        protection = (
+            self._protection
+        )  # before the incarnation is compared, so it is not a later one
         self._require(incarnation)
-        if self._protection is None:
+        if protection is None:
             raise OutOfStep(f"{self._name} does not take part in parity yet")
-        return self._protection.member
+        return protection.member
 
     def _opened(self) -> StripeMember:
         protection = self._protection
@@ -253,12 +274,28 @@ class EmbeddingServer(Transport):
                 given.number("port"),
             )
         elif name == "lose":
-            unsettled = member.lose(given.number("server"))
-            return {"unsettled": None if unsettled is None else unsettled.to_json()}
+            unsettled = member.lose(given.number("server"), given.number("incarnation"))
+            if unsettled is None:
+                return {"unsettled": None, "are_all": True}
+            start = given.number("start")
+            part = unsettled.part(start)
+            are_all = start + len(part.writes) >= len(unsettled.writes)
+            return {"unsettled": part.to_json(), "are_all": are_all}
         elif name == "take_back":
-            member.take_back(given.number("server"), given.listed("numbers"))
+            member.take_back(
+                given.number("server"),
+                given.number("incarnation"),
+                given.listed("numbers"),
+                are_all=given.number("are_all") == 1,
+            )
         elif name == "give_up":
             self._protection.has_given_up = True
+        elif name == "tables":
+            all_tables = sorted(member.tables.items())
+            start = given.number("start")
+            some = all_tables[start : start + _TABLES_AN_ANSWER]
+            are_all = start + len(some) >= len(all_tables)
+            return {"tables": json.dumps([[one, *form] for one, form in some]), "are_all": are_all}
         elif name == "known":
             known, of_all = member.known
             return {"known": known, "all": of_all, "has_given_up": self._protection.has_given_up}
@@ -275,7 +312,6 @@ class EmbeddingServer(Transport):
                 parity=Parity(data=given.number("data"), parity=given.number("parity")),
                 hosts=given.listed("hosts"),
                 peers=[(one[0], one[1], one[2], one[3]) for one in given.listed("peers")],
-                is_lost=given.number("is_lost") == 1,
                 reach=self._reach,
                 name=self._name,
             )
@@ -287,8 +323,9 @@ class EmbeddingServer(Transport):
         """Give all rows up. A second call does nothing; other calls raise ServerLost."""
         with self._gate.alone():
             if not self._has_ended:
-                self._has_ended = True
-                self._forget()
+                with self._protecting:
+                    self._has_ended = True
+                    self._forget()
 
     def _begin(self, given: _Arguments, incarnation: int) -> int:
         owner, began = given.number("owner", 1), given.number("round", optional=True)
@@ -298,9 +335,11 @@ class EmbeddingServer(Transport):
             if (owner, began) != (self._owner, self._round):
                 if owner != self._owner:
                     self._require(incarnation)
-                self._incarnation, self._owner, self._round = _drawn(), owner, began
-                self._is_protected = given.number("is_protected", optional=True) == 1
-                self._forget()
+                is_protected = given.number("is_protected", optional=True) == 1
+                with self._protecting:
+                    self._incarnation, self._owner, self._round = _drawn(), owner, began
+                    self._is_protected = is_protected
+                    self._forget()
                 self._home = self._new_home()
             return self._incarnation
 
@@ -406,6 +445,9 @@ class EmbeddingServer(Transport):
     def _table(self, table: str) -> _Table:
         with self._lock:
             here = self._tables.get(table)
+        if here is None and self._is_protected:
+            # The caller has added it. This is a successor, which the leader has not told of it yet.
+            raise OutOfStep(f"{self._name} has no table {table!r:.100} yet")
         if here is None:
             raise HomeError(
                 f"{self._name}: table {table!r}",

@@ -57,11 +57,11 @@ class Process:
         self.home = MemoryHome()
         self.member: StripeMember | None = None
 
-    def begin(self, member: StripeMember, stripes: Stripes) -> None:
+    def begin(self, member: StripeMember, stripes: Stripes, *, is_lost: bool) -> None:
         self.member = member
         slots = stripes.slots(self.number)
         self.home.add_table(TABLE, rows=slots, record_bytes=RECORD_BYTES)
-        member.add_table(TABLE, stripes, RECORD_BYTES)
+        member.add_table(TABLE, stripes, RECORD_BYTES, is_lost=is_lost)
 
     @property
     def protects(self) -> StripeMember:
@@ -105,11 +105,11 @@ class Control:
         self._network = network
         self._target = target
 
-    def lose(self, server: int) -> Unsettled | None:
-        return self._call(lambda: self._target.protects.lose(server))
+    def lose(self, server: int, incarnation: int) -> Unsettled | None:
+        return self._call(lambda: self._target.protects.lose(server, incarnation))
 
-    def take_back(self, server: int, numbers: Sequence[int]) -> None:
-        self._call(lambda: self._target.protects.take_back(server, numbers))
+    def take_back(self, server: int, incarnation: int, numbers: Sequence[int]) -> None:
+        self._call(lambda: self._target.protects.take_back(server, incarnation, numbers))
 
     def join(self, server: int, incarnation: int, peer: Peer) -> None:
         self._call(lambda: self._target.protects.join(server, incarnation, peer))
@@ -237,10 +237,9 @@ class ParityMachine(RuleBasedStateMachine):
             server.incarnation,
             server.home,
             peers,
-            is_lost=is_lost,
             together=one_by_one,
         )
-        server.begin(member, self.stripes)
+        server.begin(member, self.stripes, is_lost=is_lost)
 
     # What a trainer does.
 
@@ -377,7 +376,7 @@ class ParityMachine(RuleBasedStateMachine):
         living = {one.number: one for one in self.servers if one.is_alive}
         controls = {number: Control(self.network, one) for number, one in living.items()}
         for one in lost:
-            self.recovery.forget(one.number, controls)
+            self.recovery.forget(one.number, one.incarnation, controls)
         successors = [Process(one.number, next(self.incarnations)) for one in lost]
         everyone = [*living.values(), *successors]
         for one in successors:

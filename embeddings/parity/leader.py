@@ -1,0 +1,349 @@
+"""Leads the servers of a training: finds lost ones, and puts successors in their places.
+
+One process of a training, the leader, does this. For each server it knows a `State`:
+
+    WHOLE ──► LOST ──► FORGOTTEN ──► BEGUN ──► OPEN ──► WHOLE
+
+A server is lost in any state. If a step fails, because another server is lost meanwhile or no
+successor starts, the next look begins again at LOST, with another successor. Every call to a server
+may be repeated.
+
+If more servers are not whole than parity makes up for, the leader gives up. Then `clear` has all
+servers begin anew, without rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from enum import Enum
+from typing import Final, Protocol
+
+from recpoint.embeddings.parity.member import Known
+from recpoint.embeddings.parity.peers import OutOfStep
+from recpoint.embeddings.parity.recovery import Led, Recovery
+from recpoint.errors import HomeError
+
+__all__ = ["Leader", "LedServer", "State"]
+
+_LOG: Final = logging.getLogger("recpoint")
+#: How often the leader looks whether all servers live, and how far recoveries are.
+_LOOK_SECONDS: Final = 0.5
+#: How often the log says how far a recovery is, and repeats an error.
+_TELL_SECONDS: Final = 10.0
+
+
+class State(Enum):
+    """What the leader knows of a server. The value says it in words."""
+
+    WHOLE = "has all its rows and parity rows"
+    LOST = "does not answer, and other servers may still listen to it"
+    FORGOTTEN = "no other server listens to it, and what it left unfinished is taken back"
+    BEGUN = "its successor has begun, without rows, and does not answer trainers yet"
+    OPEN = "its successor answers trainers, and recovers rows"
+
+
+class LedServer(Led, Protocol):
+    """The calls that the leader makes to one of the servers, or to what is in its place now.
+
+    Raises:
+        ServerLost: it does not answer.
+        HomeError: it cannot do what it is asked for.
+        OutOfStep: it is not that far yet; the call may be repeated.
+    """
+
+    @property
+    def incarnation(self) -> int:
+        """The incarnation that the leader knows of."""
+
+    def lives(self) -> bool:
+        """Whether the incarnation that the leader knows of answers."""
+
+    def begin(self, number_of_beginning: int) -> None:
+        """Have a server that lives forget everything, and draw an incarnation.
+
+        Args:
+            number_of_beginning: a repeated call with the same number does nothing.
+        """
+
+    def succeed(self, number_of_beginning: int) -> None:
+        """End what may be left of the server, and begin with another process in its place."""
+
+    def protect(self) -> None:
+        """Have it take part in parity, and exchange messages with all others as they are now."""
+
+    def tables(self) -> Mapping[str, int]:
+        """Return its tables, and how often each was cleared."""
+
+    def add_table(self, table: str, generation: int, *, is_lost: bool) -> None:
+        """Have it make room for a table, whose rows it has lost if there ever were any."""
+
+    def join(self, other: int) -> None:
+        """Have it exchange messages with another server as that is now."""
+
+    def open(self) -> None:
+        """Have it answer trainers, and recover what it has lost."""
+
+    def known(self) -> Known:
+        """Return how many rows and parity rows it knows."""
+
+    def clear(self, table: str, generation: int) -> None:
+        """Have it forget all rows of a table."""
+
+    def give_up(self) -> None:
+        """Have it tell trainers that the leader has given up."""
+
+
+class Leader:
+    """Leads servers. All calls may come from several threads.
+
+    Args:
+        servers: in the order of their numbers; all have begun.
+        parity: how many of them may be lost at a time.
+
+    Attributes:
+        has_given_up: whether more servers are lost than parity makes up for, or all are beginning
+            anew.
+        lost_rows: rows and parity rows that are left to recover, as far as the last look saw.
+
+    Raises:
+        ServerLost: a server does not answer.
+    """
+
+    def __init__(self, servers: Sequence[LedServer], parity: int) -> None:
+        self._servers = tuple(servers)
+        self._parity = parity
+        self._states = [State.WHOLE] * len(self._servers)
+        self._lost_at: dict[int, float] = {}
+        self._tables: dict[str, int] = {}  # name -> generation, see `StripeMember.clear`
+        self._beginnings = 0
+        self._recovery = Recovery()
+        self.has_given_up = False
+        self.lost_rows = 0
+        self._leading = threading.Lock()
+        self._is_over = threading.Event()
+        self._told: dict[str, float] = {}  # what the log says again and again -> when it said so
+        self._watch: threading.Thread | None = None
+        self._protect_all()
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """The state of each server."""
+        return tuple(self._states)
+
+    @property
+    def not_whole(self) -> tuple[int, ...]:
+        """Numbers of servers that have not all their rows, ascending."""
+        return tuple(at for at, state in enumerate(self._states) if state is not State.WHOLE)
+
+    def add_table(self, table: str) -> int:
+        """Have successors get a table, too; returns how often the table was cleared.
+
+        The caller adds it at the servers as they are now.
+        """
+        with self._leading:
+            return self._tables.setdefault(table, 0)
+
+    # What happens again and again.
+
+    def watch(self) -> None:
+        """Look every half second in a thread of its own, as long as the leader is referred to."""
+        self._watch = threading.Thread(
+            target=_look_again,
+            args=(weakref.ref(self), self._is_over),
+            name="recpoint-watch",
+            daemon=True,
+        )
+        self._watch.start()
+
+    def end(self) -> None:
+        """Look no more. A look that is under way gets to its end."""
+        self._is_over.set()
+        if self._watch is not None and self._watch is not threading.current_thread():
+            self._watch.join()
+
+    def look(self) -> None:
+        """Replace servers that are lost, as far as parity makes up for them.
+
+        It raises no error of a server: the log has it, and the next look tries again.
+        """
+        with self._leading:
+            if not self.has_given_up and not self._is_over.is_set():
+                self._look()
+
+    def _look(self) -> None:
+        try:
+            self._find_lost()
+            self._note_progress()
+            lost = [at for at in self.not_whole if self._states[at] is not State.OPEN]
+            if len(self.not_whole) > self._parity and lost:
+                self._give_up()
+            elif lost:
+                self._replace(lost)
+        except (HomeError, OutOfStep) as error:
+            # Another server is lost meanwhile, or no successor starts.
+            self._tell(str(error), "embedding servers: a recovery begins again: %s", error)
+
+    def _find_lost(self) -> None:
+        """Have all servers in state WHOLE, OPEN or LOST, as they are now."""
+        for number, server in enumerate(self._servers):
+            if self._states[number] in (State.WHOLE, State.OPEN):
+                if server.lives():
+                    continue
+                _LOG.warning("embedding server %d is lost", number + 1)
+                self._lost_at[number] = time.monotonic()
+            # A replacement that was not finished begins again, with another successor.
+            self._states[number] = State.LOST
+
+    def _note_progress(self) -> None:
+        """Learn how far recoveries are, and say so in the log."""
+        left = 0
+        for number in self._in_state(State.OPEN):
+            try:
+                known = self._servers[number].known()
+            except (HomeError, OutOfStep):
+                continue  # the next look says what is the matter
+            if known.known < known.all:
+                left += known.all - known.known
+                continue
+            self._states[number] = State.WHOLE
+            _LOG.warning(
+                "embedding server %d is recovered after %.1f s: all rows are there, with their "
+                "parity",
+                number + 1,
+                time.monotonic() - self._lost_at.pop(number),
+            )
+        self.lost_rows = left
+        if left:
+            self._tell(
+                "progress",
+                "embedding servers (%s): %d rows and parity rows are left to recover",
+                _names(self.not_whole),
+                left,
+            )
+
+    def _replace(self, lost: Sequence[int]) -> None:
+        """Have living servers forget lost ones, and start successors that recover their rows."""
+        self._tell(
+            f"replace {lost}",
+            "embedding servers (%s): their rows are recovered while training goes on",
+            _names(lost),
+        )
+        living = {at: one for at, one in enumerate(self._servers) if at not in lost}
+        for server in living.values():
+            # Another trainer may have written to a table that this one has not added yet.
+            for table, generation in server.tables().items():
+                self._tables.setdefault(table, generation)
+        for number in lost:
+            self._recovery.forget(number, self._servers[number].incarnation, living)
+            self._states[number] = State.FORGOTTEN
+        for number in lost:
+            self._succeed(number)
+            self._states[number] = State.BEGUN
+        for number in lost:
+            self._servers[number].protect()
+            for table, generation in self._tables.items():
+                self._servers[number].add_table(table, generation, is_lost=True)
+        for at, server in enumerate(self._servers):
+            for number in lost:
+                if number != at:
+                    server.join(number)
+        for number in lost:
+            self._servers[number].open()
+            self._states[number] = State.OPEN
+
+    def _succeed(self, number: int) -> None:
+        # If it is the same process after all, it forgets its rows, because the others have
+        # forgotten what it sent.
+        self._beginnings += 1
+        self._servers[number].succeed(self._beginnings)
+
+    def _give_up(self) -> None:
+        """Have all trainers raise ServerLost; those that do not lead ask the living servers."""
+        self.has_given_up = True
+        for number in self._in_state(State.WHOLE, State.OPEN):
+            with suppress(HomeError, OutOfStep):
+                self._servers[number].give_up()
+        _LOG.error(
+            "embedding servers: %s lost or not recovered yet, of which parity makes up for %d; a "
+            "restore of the last checkpoint starts them again",
+            _names(self.not_whole),
+            self._parity,
+        )
+
+    def _in_state(self, *states: State) -> list[int]:
+        return [number for number, state in enumerate(self._states) if state in states]
+
+    def _tell(self, what: str, text: str, *values: object) -> None:
+        """Log something that would be said at each look, at most every few seconds."""
+        now = time.monotonic()
+        if now > self._told.get(what, -_TELL_SECONDS) + _TELL_SECONDS:
+            self._told = {one: at for one, at in self._told.items() if now < at + _TELL_SECONDS}
+            self._told[what] = now
+            _LOG.warning(text, *values)
+
+    # Restores.
+
+    def clear(self, table: str) -> None:
+        """Have all servers forget all rows of a table.
+
+        If servers are lost that cannot be replaced, all servers begin anew, without any rows. So a
+        caller that clears a table after a ServerLost clears all tables.
+
+        Raises:
+            ServerLost, HomeError, OutOfStep: a server is lost meanwhile, or does not start.
+        """
+        with self._leading:
+            if not self.has_given_up:
+                self._look()
+            if self.has_given_up or self._in_state(State.LOST, State.FORGOTTEN, State.BEGUN):
+                self._begin_anew()
+            generation = self._tables[table] = self._tables.get(table, 0) + 1
+            # One after another: who leads must not wait for threads that wait to lead.
+            for server in self._servers:
+                server.add_table(table, generation, is_lost=False)
+                server.clear(table, generation)
+
+    def _begin_anew(self) -> None:
+        """Have all servers begin without rows, with successors in place of those that are lost."""
+        self.has_given_up = True  # until all have begun
+        self._beginnings += 1
+        beginning = self._beginnings
+        for number, server in enumerate(self._servers):
+            if server.lives():
+                server.begin(beginning)
+            else:
+                self._succeed(number)
+        self._protect_all()
+        for server in self._servers:
+            for table, generation in self._tables.items():
+                server.add_table(table, generation, is_lost=False)
+        self._recovery.begin_anew()
+        self._states = [State.WHOLE] * len(self._servers)
+        self._lost_at.clear()
+        self.lost_rows = 0
+        self.has_given_up = False
+
+    def _protect_all(self) -> None:
+        for server in self._servers:
+            server.protect()
+        for server in self._servers:
+            server.open()
+
+
+def _look_again(leader: Callable[[], Leader | None], is_over: threading.Event) -> None:
+    """Look until the leader has ended. The thread refers to it only while it looks."""
+    while not is_over.wait(_LOOK_SECONDS):
+        here = leader()
+        if here is None:
+            return
+        here.look()
+        del here
+
+
+def _names(numbers: Iterable[int]) -> str:
+    return ", ".join(str(number + 1) for number in numbers)
