@@ -113,6 +113,7 @@ class TorchInterpreter:
         while self.poll() is None:
             if time.monotonic() > deadline:
                 self.kill()
+                self._folder.cleanup()
                 raise subprocess.TimeoutExpired("a program after torch", timeout)
             time.sleep(0.005)
         out, err = (path.read_text() for path in self._said)
@@ -125,6 +126,7 @@ def run_program(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
+    timeout: float = PATIENCE_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     """Runs the text of a program until it ends; returns its exit code and output.
 
@@ -132,7 +134,7 @@ def run_program(
         subprocess.TimeoutExpired: the program does not end.
     """
     process = TorchInterpreter(program, *arguments, environment=environment, directory=directory)
-    out, err = process.communicate()
+    out, err = process.communicate(timeout)
     assert process.returncode is not None
     return subprocess.CompletedProcess([program, *arguments], process.returncode, out, err)
 

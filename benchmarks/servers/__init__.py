@@ -107,7 +107,7 @@ def run(*, smoke: bool) -> Report:
     """
     torch.sparse.check_sparse_tensor_invariants.disable()  # otherwise torch warns of the default
     report = Report(name="servers", columns=links.COLUMNS)
-    _gate(report, ranks=(1, 2) if smoke else (1, 2, 4), batches=12 if smoke else 30)
+    _gate(report, ranks=(2,) if smoke else (1, 2, 4), batches=8 if smoke else 30)
     shapes = _SMOKE_SHAPES if smoke else _SHAPES
     of_links = _SMOKE_LINKS if smoke else LinkSizes()
     of_ranks = _SMOKE_RANKS if smoke else RankSizes()

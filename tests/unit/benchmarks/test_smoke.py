@@ -40,6 +40,8 @@ SLOW = {
     "soak",
     "tracking",
 }
+#: On a busy machine, those that start a dozen processes for each comparison take minutes.
+PATIENCE_SECONDS = 900.0
 #: They count, and compare no times.
 UNTIMED = {"policy", "bytes", "accuracy", "faults", "soak"}
 
@@ -48,7 +50,7 @@ def run(*arguments: str, before: str = "pass") -> subprocess.CompletedProcess[st
     """What `python -m benchmarks` does, where torch is there already."""
     program = f"import sys\n{before}\nfrom benchmarks.__main__ import main\n"
     program += "sys.exit(main(sys.argv[1:]))"
-    return run_program(program, *arguments, directory=ROOT)
+    return run_program(program, *arguments, directory=ROOT, timeout=PATIENCE_SECONDS)
 
 
 def not_run_here(name: str) -> set[str]:
