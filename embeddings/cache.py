@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from recpoint.embeddings.cache_view import CacheView, TableView
+from recpoint.embeddings.cache_view import CacheView, SavesRows, TableView
 from recpoint.embeddings.cached_rows import NO_IDS, CachedRows
 from recpoint.embeddings.call_thread import CallThread
 from recpoint.embeddings.home import FrozenRows, Home, TableRows
@@ -122,7 +122,7 @@ class Cache:
         self._end_within: float | None = None  # how long `close` waits for the home thread
         self._arrivals: dict[int, list[Future[None]]] = {}
         self._partly: set[str] = set()  # tables that are planned for the batch after `planned`
-        self._views: list[CacheView] = []  # whose rows in slots are not copied yet
+        self._views: list[SavesRows] = []  # whose rows in slots are not copied yet
         self._stepping: set[int] = set()  # ids of optimizers whose step holds `_dense`
         self._dense = threading.Lock()  # held while a step reads and writes all slots
         for rows in self.tables.values():

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import Lock
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from recpoint.embeddings.home import FrozenRows
 from recpoint.embeddings.slots import RecordLayout, TableSlots
 
-__all__ = ["CacheView", "TableView"]
+__all__ = ["CacheView", "SavesRows", "TableView"]
 
 #: Slots that are copied while a step may have to wait: about a millisecond's work.
 _SLOTS_AT_A_TIME: Final = 16_384
@@ -151,6 +151,13 @@ class TableView:
         one.outs[0][places[~there]] = self._initial(new).to(one.outs[0].dtype)
         for state, out in zip(self._new_states, one.outs[1:], strict=True):
             out[places[~there]] = state.expand(new.numel(), *state.shape)
+
+
+class SavesRows(Protocol):
+    """Wants rows as they were at one moment, and is told before they change."""
+
+    def save(self, name: str, slots: Tensor) -> None:
+        """Save rows that are about to change, int64 [n] slots; the lock is held."""
 
 
 class CacheView:

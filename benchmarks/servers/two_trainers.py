@@ -271,7 +271,7 @@ def _put_stalls(
     report.timed("stall, 2 trainers", [ms / 1e3 for ms in ours])
     report.notes.append(
         f"checkpoints of 2 trainers: in the median stall of {statistics.median(ours):,.1f} ms, "
-        f"{statistics.median(settles):,.1f} ms send changed rows to the servers, and "
+        f"{statistics.median(settles):,.1f} ms prepare to send changed rows to the servers, and "
         f"{statistics.median(cuts):,.1f} ms are the slowest rank's own cut; in memory, a stall for "
         f"as many batches takes {statistics.median(theirs):,.1f} ms"
     )

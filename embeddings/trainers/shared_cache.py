@@ -48,6 +48,7 @@ from recpoint.embeddings.trainers.row_exchange import (
     exchange_values,
     merged,
 )
+from recpoint.embeddings.trainers.settling import Settling
 from recpoint.errors import HomeError, RankLost, SettingsError
 from recpoint.interrupts import held
 from recpoint.lookahead.oracle import Step
@@ -56,6 +57,7 @@ from recpoint.lookahead.shared_oracle import Exchange, SharedOracle
 __all__ = ["SharedCache"]
 
 _END_SECONDS: Final = 10.0
+_Frozen = dict[str, FrozenRows | None]
 #: Bytes of changed rows that are copied before they are sent.
 _COPIED_BYTES: Final = 64 << 20
 
@@ -472,9 +474,10 @@ class SharedCache(Cache):
         return found
 
     def settle(self) -> None:
-        """Write all rows that have changed to the home, and freeze it. Collective.
+        """Have all rows that have changed written to the home, and the home frozen. Collective.
 
-        Afterwards each rank can read all rows, whoever owns them.
+        The home thread does that while training goes on. A view that follows reads all rows,
+        whoever owns them, as they are now. If the home fails meanwhile, the view says so.
 
         Raises:
             HomeError: the home has failed.
@@ -484,37 +487,50 @@ class SharedCache(Cache):
         with self._leaving():
             self._raise_error()
             self._wait_for_later_steps()
-            self._wait([self._thread.submit(self._guarded(self._settle))])
+            settling = Settling(self.tables, self._lock)
+            self._views.append(settling)
+            unused, self._frozen = self._frozen, {}  # of a cut that has failed on this rank
+            act = self._guarded(partial(self._settle, settling, self._frozen, unused))
+            self._thread.submit(partial(self._until_over, settling, act))
 
     def _view(self, parts: Mapping[str, range]) -> CacheView:
         frozen, self._frozen = self._frozen, {}
-        view = CacheView(self._thread.submit, self._lock, frozen.get, self._collected)
+
+        def take(name: str) -> FrozenRows | None:
+            self._raise_error()
+            return frozen.pop(name)
+
+        def collected(view: CacheView) -> None:
+            self._collected(view)
+            self._thread.submit(partial(_release, frozen))  # if the view has never begun
+
+        view = CacheView(self._thread.submit, self._lock, take, collected)
         for name, rows in self.tables.items():
-            table = TableView(rows.slots, rows.initial, parts[name])
-            table.freeze(frozen.get(name))  # released with the view, also if that never begins
-            view.add(name, table)
+            view.add(name, TableView(rows.slots, rows.initial, parts[name]))
         self._views.append(view)
         return view
 
-    def _settle(self) -> None:
-        for unused in self._frozen.values():  # of a cut that has failed on this rank
-            if unused is not None:
-                unused.release()
+    def _until_over(self, settling: Settling, act: Callable[[], None]) -> None:
+        """Have steps save rows until `act` is over, also if it fails or never begins its work."""
+        try:
+            act()
+        finally:
+            with self._lock:
+                self._views.remove(settling)
+
+    def _settle(self, settling: Settling, frozen: _Frozen, unused: _Frozen) -> None:
+        _release(unused)
         copied: list[TableRows] = []
-        for rows in self.tables.values():
-            slots = torch.nonzero(rows.slots.changed).view(-1)
-            slots = slots[rows.slots.ids[slots] >= 0]
-            if slots.numel():
-                ids, order = rows.slots.ids[slots].sort()
-                copied.append(TableRows(rows.slots.name, ids, rows.slots.records(slots[order])))
-                rows.slots.changed[slots] = False
+        for name in self.tables:
+            if (rows := settling.take(name)) is not None:
+                copied.append(rows)
             if sum(one.records.nbytes for one in copied) > _COPIED_BYTES:
                 self._write_back(copied)
                 copied = []
         self._write_back(copied)
         self._home_channel.meet()
         # Later write-backs of any rank must not be in it.
-        self._frozen = {name: self._freeze(name) for name in self.tables}
+        frozen.update({name: self._freeze(name) for name in self.tables})
         self._home_channel.meet()
 
     # What restores do.
@@ -549,6 +565,13 @@ class SharedCache(Cache):
         super().close()
         self._coming.end(within_seconds=self._end_within)
         self._later_thread.end(within_seconds=self._end_within)
+
+
+def _release(frozen: _Frozen) -> None:
+    for rows in frozen.values():
+        if rows is not None:
+            rows.release()
+    frozen.clear()
 
 
 def _count_lent(exchange: Exchange) -> int:
