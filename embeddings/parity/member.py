@@ -276,7 +276,13 @@ class StripeMember:
                 queue()  # needs no memory to speak of, so rows and messages stay together
 
     def _messages(self, table: _Table, slots: Tensor, change: Tensor) -> Callable[[], None]:
-        """Return what queues one message for each server that has parity of these rows."""
+        """Return what queues one message for each server that has parity of these rows.
+
+        Rows that did not change are left out: a call that is made again has no others.
+        """
+        is_changed = torch.from_numpy(change.numpy().max(axis=1) > 0)
+        if not bool(is_changed.all()):
+            slots, change = slots[is_changed], change[is_changed]
         stripes, _ = table.stripes.members_at(self._number, slots)
         messages: dict[int, Differences] = {}
         for receiver, place, chosen in table.stripes.receivers_of(stripes):

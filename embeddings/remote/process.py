@@ -42,7 +42,9 @@ def main() -> None:
     try:
         token = bytes.fromhex(settings["token"])
         server = EmbeddingServer(
-            directory=settings["directory"], name=settings["name"], reach=reach_with(token)
+            directory=settings["directory"],
+            name=settings["name"],
+            reach=reach_with(token, timeout_seconds=settings["timeout_seconds"]),
         )
         listening = _listening(server, token, settings["port"])
     except (HomeError, OSError) as error:

@@ -7,12 +7,14 @@ process group. Only rank 0 starts a server again, at the same port, so that the 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from recpoint.errors import HomeError, ServerLost, SettingsError
 
 __all__ = ["ServerProcesses", "servers"]
 
+_LOG: Final = logging.getLogger("recpoint")
 _MOST_SERVERS: Final = 64
 #: A process imports torch first.
 _START_SECONDS: Final = 120.0
@@ -110,7 +113,14 @@ class _Process:
         )
 
     def begin(
-        self, number: int, count: int, token: bytes, directory: Path | None, port: int = 0
+        self,
+        number: int,
+        count: int,
+        token: bytes,
+        directory: Path | None,
+        *,
+        timeout_seconds: float,
+        port: int = 0,
     ) -> None:
         """Say which server it is, and have it listen."""
         self._title = f"embedding server {number + 1} of {count}"
@@ -120,6 +130,7 @@ class _Process:
             "token": token.hex(),
             "directory": None if directory is None else str(directory / f"server-{number + 1}"),
             "port": port,
+            "timeout_seconds": timeout_seconds,
             "parent": os.getpid(),
         }
         self._write(json.dumps(settings).encode() + b"\n")
@@ -146,8 +157,10 @@ class _Process:
     def _line(self, deadline: float) -> bytes:
         out = _opened(self._process.stdout)
         said = b""
+        ready = select.poll()  # takes any file descriptor, unlike `select`
+        ready.register(out, select.POLLIN)
         while not said.endswith(b"\n"):
-            if not select.select([out], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not ready.poll(1_000 * max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(f"nothing in {_START_SECONDS:g} s")
             read = os.read(out.fileno(), 4_096)
             if not read:
@@ -176,6 +189,11 @@ class _Process:
         name = f"{self._title} (pid {self._process.pid}, 127.0.0.1:{self.port})"
         address = ("127.0.0.1", self.port)
         return TcpTransport(address, self._token, name=name, timeout_seconds=timeout_seconds)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
 
     def ask_to_end(self) -> None:
         """Ask it to end, and do not wait for that; `kill` waits."""
@@ -231,12 +249,18 @@ class ServerProcesses:
         self._timeout_seconds = timeout_seconds
         self._directory = directory
         self._owned_by = os.getpid()
+        self._count = count
+        self._has_spare = has_spare
         self._all: list[_Process] = []
         self._spare: _Process | None = None
+        self._has_ended = False
+        # Held while processes are started or ended. The home may be given up, which ends them, in
+        # the middle of a start, and even in the same thread.
+        self._lock = threading.RLock()
         try:
             for number in range(count):
                 self._all.append(_Process())
-                self._all[-1].begin(number, count, self.token, directory)
+                self._begin(self._all[-1], number)
             self._spare = _Process() if has_spare else None
             for process in self._all:
                 process.wait_until_started()
@@ -254,31 +278,97 @@ class ServerProcesses:
         """Return a new transport to each server."""
         return [process.transport(self._timeout_seconds) for process in self._all]
 
+    def _begin(self, process: _Process, number: int, port: int = 0) -> None:
+        process.begin(
+            number,
+            self._count,
+            self.token,
+            self._directory,
+            timeout_seconds=self._timeout_seconds,
+            port=port,
+        )
+
     def start_again(self, number: int) -> Transport:
-        """Start a server again, at its port if nobody has taken that; returns a transport to it."""
-        old = self._all[number]
-        old.kill()
+        """Start a server again, at its port if nobody has taken that; returns a transport to it.
+
+        Raises:
+            HomeError: no process starts, or all were ended.
+        """
+        with self._lock:
+            self._require_running(number)
+            old = self._all[number]
+            old.kill()
+            new = self._from_spare(number, old.port) or self._from_fresh(number, old.port)
+            try:
+                self._require_running(number)
+            except HomeError:
+                new.kill()
+                raise
+            self._all[number] = new
+            if self._has_spare:
+                self._start_spare()
+            return new.transport(self._timeout_seconds)
+
+    def _require_running(self, number: int) -> None:
+        if self._has_ended:
+            raise HomeError(
+                f"embedding server {number + 1} of {self._count}",
+                found="servers that were ended",
+                expected="a home that is open",
+                next_step="make a new home",
+            )
+
+    def _from_spare(self, number: int, port: int) -> _Process | None:
+        """Return the spare process as a server; None: there is none, or it has died."""
         spare, self._spare = self._spare, None
-        new = spare or _Process()
-        new.begin(number, len(self._all), self.token, self._directory, old.port)
+        if spare is None:
+            return None
+        if spare.has_ended:
+            _LOG.warning("the spare process of embedding servers has died; another one starts")
+            spare.kill()
+            return None
+        try:
+            self._begin(spare, number, port)
+            spare.wait_until_started()
+        except HomeError as error:
+            _LOG.warning("the spare process of embedding servers does not start: %s", error)
+            return None
+        return spare
+
+    def _from_fresh(self, number: int, port: int) -> _Process:
+        try:
+            new = _Process()
+        except OSError as error:
+            raise HomeError(
+                f"embedding server {number + 1} of {self._count}",
+                found=f"no new process, and the system says: {error}",
+                expected="a process that starts",
+                next_step="look at the memory and at the number of processes of this machine",
+            ) from error
+        self._begin(new, number, port)
         new.wait_until_started()
-        self._all[number] = new
-        if spare is not None:
+        return new
+
+    def _start_spare(self) -> None:
+        try:
             self._spare = _Process()
-        return new.transport(self._timeout_seconds)
+        except OSError as error:  # the next lost server then starts a process of its own
+            _LOG.warning("no spare process for embedding servers: %s", error)
 
     def end(self) -> None:
         """End all. A process that was forked from this one ends none of them."""
         if os.getpid() != self._owned_by:
             return
-        for process in self._all:
-            process.ask_to_end()
-        for process in self._all:
-            process.kill(_END_SECONDS)
-        self._all.clear()
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            spare.kill()
+        with self._lock:
+            self._has_ended = True
+            for process in self._all:
+                process.ask_to_end()
+            for process in self._all:
+                process.kill(_END_SECONDS)
+            self._all.clear()
+            spare, self._spare = self._spare, None
+            if spare is not None:
+                spare.kill()
 
 
 def _started(

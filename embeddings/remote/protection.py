@@ -27,6 +27,8 @@ _LOG: Final = logging.getLogger("recpoint")
 _MOST_THREADS: Final = 4_096
 #: Between tries, while the leader finds out which server is lost.
 _PAUSE_SECONDS: Final = 0.05
+#: Between tries after any other error.
+_ERROR_SECONDS: Final = 1.0
 
 #: Makes what calls a server: host, port, its incarnation, and the bytes of rows of each table.
 Reach = Callable[[str, int, int, Mapping[str, int]], Peer]
@@ -114,6 +116,7 @@ class Protection:
             self._recovery.start()
 
     def _recover_all(self) -> None:
+        has_told = False
         while not self._is_over.is_set():
             try:
                 if not self.member.recover_next():
@@ -121,10 +124,12 @@ class Protection:
             except (ServerLost, OutOfStep) as error:
                 _LOG.debug("%s waits with its recovery: %s", self._name, error)
                 self._is_over.wait(_PAUSE_SECONDS)
-            except HomeError as error:
-                if not self._is_over.is_set():
-                    _LOG.error("%s cannot recover its rows: %s", self._name, error)
-                return
+            except (HomeError, ValueError, RuntimeError, OSError, MemoryError) as error:
+                # One bad answer, or one moment without memory, must not end the recovery.
+                if not has_told and not self._is_over.is_set():
+                    _LOG.error("%s cannot recover its rows, and tries again: %s", self._name, error)
+                    has_told = True
+                self._is_over.wait(_ERROR_SECONDS)
 
     def end(self) -> None:
         """End the recovery, and close the connections. The home stays as it is."""

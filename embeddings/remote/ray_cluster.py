@@ -85,6 +85,7 @@ class RayCluster:
         memory_bytes: int | None,
         is_detached: bool,
         token: bytes | None,
+        call_seconds: float = 60.0,
         timeout_seconds: float,
     ) -> list[str]:
         """Start servers on all nodes, in place of those that this run has already.
@@ -95,6 +96,7 @@ class RayCluster:
             memory_bytes: of each server, as Ray's scheduler counts them; None: not counted.
             is_detached: whether the actors go on when this process ends.
             token: what callers over TCP know; None: the servers take actor calls only.
+            call_seconds: how long a call between two servers may take.
             timeout_seconds: the longest time to wait for all of them.
 
         Returns:
@@ -135,7 +137,8 @@ class RayCluster:
                 options["lifetime"] = "detached"
             if memory_bytes is not None:
                 options["memory"] = memory_bytes
-            self._started.append(ray.remote(ServerActor).options(**options).remote(title, token))
+            made = ray.remote(ServerActor).options(**options)
+            self._started.append(made.remote(title, token, call_seconds))
         for actor, title in zip(self._started, titles, strict=True):
             left = max(0.0, deadline - time.monotonic())
             RayTransport(actor, name=title, timeout_seconds=left).hello()

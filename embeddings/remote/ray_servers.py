@@ -154,6 +154,7 @@ def ray(
             memory_bytes=memory_bytes,
             is_detached=run is not None,
             token=token,
+            call_seconds=timeout_seconds,
             timeout_seconds=start_seconds,
         )
         home = joined(names, token, owner=None, hosts=None)

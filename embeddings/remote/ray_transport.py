@@ -48,13 +48,16 @@ class ServerActor:
     Args:
         name: what errors call the server.
         token: what callers over TCP know; None: the server answers actor calls only.
+        timeout_seconds: how long a call to another server may take.
     """
 
-    def __init__(self, name: str, token: bytes | None = None) -> None:
+    def __init__(
+        self, name: str, token: bytes | None = None, timeout_seconds: float = 60.0
+    ) -> None:
         # Arrays of the object store are read-only. The server copies what it is given, and writes
         # to none of it. This process has no other work than the server's.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        reach = None if token is None else reach_with(token)
+        reach = None if token is None else reach_with(token, timeout_seconds=timeout_seconds)
         self._server = EmbeddingServer(name=name, reach=reach)
         self._listening: TcpServer | None = None
         if token is not None:

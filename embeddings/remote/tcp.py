@@ -96,6 +96,7 @@ class TcpTransport(Transport):
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
         self._idle: list[Stream] = []
+        self._in_use: set[Stream] = set()
         self._is_closed = False
 
     def hello(self) -> Greeting:
@@ -178,11 +179,12 @@ class TcpTransport(Transport):
         self.call(ask)
 
     def close(self) -> None:
-        """Close the connections. Later calls raise HomeError."""
+        """Close the connections. Calls under way raise ServerLost, and later ones HomeError."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
-        for stream in idle:
+            in_use = list(self._in_use)
+        for stream in [*idle, *in_use]:
             stream.close()
 
     def call(self, ask: Callable[[Stream], T]) -> T:
@@ -204,26 +206,28 @@ class TcpTransport(Transport):
                     self._give_back(stream)
                 raise refused.error from None
             except TimeoutError as error:
-                _close(stream)
+                self._drop(stream)
                 self._raise_lost(f"no answer in {self._timeout_seconds:g} s", error)
             except ConnectionRefusedError as error:
                 self._raise_lost("no process that listens there: it has ended", error)
             except (Malformed, TokenRefused) as error:
-                _close(stream)
+                self._drop(stream)
                 what = "a process that does not know the token of this training"
                 if isinstance(error, Malformed):
                     what = f"something that is no embedding server of this version: {error}"
                 self._raise_lost(what, error)
             except (OSError, EOFError) as error:
                 # The server has closed the connection, or has ended. The call may have been done.
-                _close(stream)
+                self._drop(stream)
                 self._drop_idle()
                 if time.monotonic() + pause >= deadline:
                     self._raise_lost(f"a connection that breaks ({error})", error)
                 time.sleep(pause)
+                if self._is_closed:
+                    self._raise_lost("a call that close() has ended", error)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             except BaseException:
-                _close(stream)  # the rest of an answer may still come
+                self._drop(stream)  # the rest of an answer may still come
                 raise
             else:
                 self._give_back(stream)
@@ -240,23 +244,36 @@ class TcpTransport(Transport):
                     next_step="make a new transport",
                 )
             if self._idle:
-                return self._idle.pop()
+                stream = self._idle.pop()
+                self._in_use.add(stream)
+                return stream
         left = max(0.001, deadline - time.monotonic())
         stream = Stream(socket.create_connection(self.address, timeout=left))
+        with self._lock:
+            self._in_use.add(stream)
         try:
+            if self._is_closed:  # meanwhile
+                raise EOFError
             stream.deadline = deadline
             prove_client(stream, self._token)
         except BaseException:
-            stream.close()
+            self._drop(stream)
             raise
         return stream
 
     def _give_back(self, stream: Stream) -> None:
         with self._lock:
+            self._in_use.discard(stream)
             if not self._is_closed and len(self._idle) < _MOST_IDLE:
                 self._idle.append(stream)
                 return
         stream.close()
+
+    def _drop(self, stream: Stream | None) -> None:
+        if stream is not None:
+            with self._lock:
+                self._in_use.discard(stream)
+            stream.close()
 
     def _drop_idle(self) -> None:
         with self._lock:
@@ -311,11 +328,6 @@ def _receive_records(stream: Stream, out: Tensor, there: Tensor) -> None:
     stream.receive_into(records)
     all_of_them = torch.arange(len(there), dtype=torch.int64, device="cpu")
     row_gather.move(records, all_of_them, out, there)
-
-
-def _close(stream: Stream | None) -> None:
-    if stream is not None:
-        stream.close()
 
 
 class TcpServer:

@@ -17,18 +17,24 @@ from recpoint.embeddings.remote.peer_wire import (
 from recpoint.embeddings.remote.protection import Reach
 from recpoint.embeddings.remote.tcp import TcpTransport, received
 from recpoint.embeddings.remote.wire import Stream
-from recpoint.errors import HomeError, ServerLost
+from recpoint.errors import HomeError
 
 __all__ = ["TcpPeer", "reach_with"]
 
 T = TypeVar("T")
 
 
-def reach_with(token: bytes) -> Reach:
-    """Return what makes calls to another server that knows a token."""
+def reach_with(token: bytes, *, timeout_seconds: float = 60.0) -> Reach:
+    """Return what makes calls to another server that knows a token.
+
+    Args:
+        token: what both servers know.
+        timeout_seconds: how long a call may take.
+    """
 
     def reach(host: str, port: int, incarnation: int, row_bytes: Mapping[str, int]) -> Peer:
-        return TcpPeer(TcpTransport((host, port), token), incarnation, row_bytes)
+        transport = TcpTransport((host, port), token, timeout_seconds=timeout_seconds)
+        return TcpPeer(transport, incarnation, row_bytes)
 
     return reach
 
@@ -82,14 +88,12 @@ class TcpPeer(Peer):
     def _call(self, ask: Callable[[Stream], T]) -> T:
         try:
             return self._transport.call(ask)
-        except ServerLost:
-            raise
         except HomeError as error:
             if self._is_closed:
                 raise OutOfStep("the other server is lost") from error
             raise
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, also those of calls that are under way: they raise OutOfStep."""
         self._is_closed = True
         self._transport.close()

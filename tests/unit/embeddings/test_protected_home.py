@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -203,6 +204,33 @@ def test_a_server_that_hangs_is_replaced_too(tmp_path: Path) -> None:
         expected = records_of(rows, RECORD_BYTES)
         assert [found[row] for row in rows] == [bytes(one.tolist()) for one in expected]
         assert home.greetings[1].pid != hanging
+
+
+def test_a_dead_spare_process_is_replaced() -> None:
+    rows = list(range(100))
+    with protected(3, 2, 1) as home:
+        home.write_back("items", ids_of(rows), records_of(rows, RECORD_BYTES), batch=1)
+        servers_of_home = {one.pid for one in home.greetings}
+        (spare,) = [
+            one
+            for one in psutil.Process().children()
+            if one.pid not in servers_of_home
+            and "recpoint.embeddings.remote.process" in one.cmdline()
+        ]
+        spare.kill()
+        until(lambda: spare.status() == psutil.STATUS_ZOMBIE)
+        kill(home, 1)
+        found = fetched(partial(home.fetch, "items"), rows, RECORD_BYTES)
+        assert len(found) == len(rows)
+
+
+def test_servers_of_a_home_that_is_forgotten_end() -> None:
+    home = protected(3, 2, 1)
+    kill(home, 0)
+    home.fetch("items", ids_of([1]), torch.zeros(1, RECORD_BYTES, dtype=torch.uint8))
+    pids = [one.pid for one in home.greetings]
+    del home
+    until(lambda: gc.collect() >= 0 and not any(map(psutil.pid_exists, pids)))
 
 
 def test_too_few_servers_are_refused_before_any_starts() -> None:

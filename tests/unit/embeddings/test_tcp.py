@@ -15,10 +15,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+<<<<<<< HEAD
 from recpoint.embeddings.home import Home, TableRows
+=======
+from recpoint.embeddings.home import Home
+from recpoint.embeddings.parity.peers import OutOfStep
+>>>>>>> e0f9fec (embeddings: have parity outlast dead spares, bad answers and slow peers)
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.server import MOST_REQUEST_BYTES, EmbeddingServer
 from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
+from recpoint.embeddings.remote.tcp_peer import reach_with
 from recpoint.embeddings.remote.transport import Value
 from recpoint.embeddings.remote.wire import (
     COMMAND,
@@ -157,6 +163,44 @@ def test_a_server_that_is_silent_is_named_when_time_is_over(when: str) -> None:
 
     with fake_server(silent) as address, pytest.raises(ServerLost, match="the slow one.*0.2 s"):
         TcpTransport(address, TOKEN, name="the slow one", timeout_seconds=0.2).hello()
+
+
+@pytest.mark.parametrize("when", ["before the proof", "after it"])
+def test_closing_a_peer_ends_calls_to_a_server_that_is_silent(when: str) -> None:
+    """Else a write would wait a minute for a lost server, after the others have forgotten it."""
+    asked = threading.Event()
+
+    def silent(stream: Stream) -> None:
+        if when == "after it":
+            prove_server(stream, TOKEN)
+            stream.receive(1)
+        asked.set()
+        stream.receive(1 << 30)
+
+    ended: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            peer.rows("t", torch.tensor([0]), recover=False)
+        except OutOfStep as error:
+            ended.append(error)
+
+    with fake_server(silent) as (host, port):
+        peer = reach_with(TOKEN, timeout_seconds=50.0)(host, port, 1, {"t": 8})
+        caller = threading.Thread(target=ask, daemon=True)
+        caller.start()
+        assert asked.wait(30.0)
+        peer.close()
+        caller.join(10.0)
+        assert not caller.is_alive() and len(ended) == 1
+
+
+def test_calls_between_servers_take_as_long_as_they_are_told() -> None:
+    with fake_server(lambda stream: prove_server(stream, TOKEN)) as (host, port):
+        peer = reach_with(TOKEN, timeout_seconds=0.2)(host, port, 1, {"t": 8})
+        with pytest.raises(ServerLost, match=r"0\.2 s"):
+            peer.rows("t", torch.tensor([0]), recover=False)
+        peer.close()
 
 
 # In the proof of 92 bytes, in the answers to the writes, 20 bytes each, and in the fetched rows.

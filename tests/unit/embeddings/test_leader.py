@@ -1,0 +1,347 @@
+"""Servers with parity in this process: what the leader does when things go wrong."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recpoint.embeddings.parity.differences import Unsettled
+from recpoint.embeddings.parity.leader import State
+from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent
+from recpoint.embeddings.parity.stripes import Parity, stripes_of
+from recpoint.embeddings.remote.led_server import CommandedServer, Servers
+from recpoint.embeddings.remote.protected_home import ProtectedHome
+from recpoint.embeddings.remote.protection import Reach
+from recpoint.embeddings.remote.served_home import Link
+from recpoint.embeddings.remote.server import EmbeddingServer
+from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
+from recpoint.embeddings.remote.tcp_peer import TcpPeer, reach_with
+from recpoint.embeddings.remote.transport import Greeting, Transport
+from recpoint.errors import HomeError, ServerLost
+from recpoint.testing.homes import fetched, ids_of, records_of
+from tests.polling import until
+
+TOKEN = b"of this test"
+RECORD_BYTES = 20
+ROWS = 301
+WRITTEN = list(range(0, ROWS, 3))
+
+
+class Hosts:
+    """Servers in this process, which are ended and started again at other ports.
+
+    Attributes:
+        refusals: how often `revive` fails first.
+        reach: what successors call other servers with.
+    """
+
+    def __init__(self, count: int, transport: Callable[..., TcpTransport] = TcpTransport) -> None:
+        self.refusals = 0
+        self.reach: Reach = reach_with(TOKEN)
+        self._transport = transport
+        self._running = [self._start() for _ in range(count)]
+
+    def _start(self) -> tuple[EmbeddingServer, TcpServer]:
+        server = EmbeddingServer(reach=self.reach)
+        return server, TcpServer(server, TOKEN)
+
+    def transport(self, number: int) -> Transport:
+        return self._transport(self._running[number][1].address, TOKEN, timeout_seconds=20.0)
+
+    def transports(self) -> list[Transport]:
+        return [self.transport(number) for number in range(len(self._running))]
+
+    def lose(self, number: int) -> None:
+        server, listening = self._running[number]
+        listening.close()
+        server.end()
+
+    def revive(self, number: int) -> Transport:
+        if self.refusals:
+            self.refusals -= 1
+            raise HomeError("a process", found="no", expected="yes", next_step="wait")
+        self.lose(number)
+        self._running[number] = self._start()
+        return self.transport(number)
+
+    def end(self) -> None:
+        for number in range(len(self._running)):
+            self.lose(number)
+
+
+class Disturbed(Peer):
+    """Calls another server, after something has happened."""
+
+    def __init__(self, disturb: Callable[[], None], peer: Peer) -> None:
+        self._disturb = disturb
+        self._peer = peer
+
+    def differences(self, sent: Sent, given: Differences) -> None:
+        self._peer.differences(sent, given)
+
+    def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
+        self._disturb()
+        return self._peer.rows(table, slots, recover=recover)
+
+    def parity_rows(self, table: str, slots: Tensor, at: Mapping[int, tuple[int, int]]) -> Members:
+        return self._peer.parity_rows(table, slots, at)
+
+    def close(self) -> None:
+        self._peer.close()
+
+
+def disturbed(disturb: Callable[[], None]) -> Reach:
+    reach = reach_with(TOKEN)
+    return lambda *place: Disturbed(disturb, reach(*place))
+
+
+@contextmanager
+def running(
+    count: int = 3, transport: Callable[..., TcpTransport] = TcpTransport, **options: Any
+) -> Iterator[tuple[Hosts, ProtectedHome]]:
+    with ExitStack() as stack:
+        hosts = Hosts(count, transport)
+        stack.callback(hosts.end)
+        home = ProtectedHome(
+            hosts.transports(), parity=Parity(data=2), revive=hosts.revive, **options
+        )
+        stack.enter_context(home)
+        home.add_table("items", rows=ROWS, record_bytes=RECORD_BYTES)
+        home.write_back("items", ids_of(WRITTEN), records_of(WRITTEN, RECORD_BYTES), batch=1)
+        yield hosts, home
+
+
+def require_rows(home: ProtectedHome, table: str = "items") -> None:
+    found = fetched(partial(home.fetch, table), range(ROWS), RECORD_BYTES)
+    expected = records_of(WRITTEN, RECORD_BYTES)
+    assert sorted(found) == WRITTEN
+    assert [found[row] for row in WRITTEN] == [bytes(one.tolist()) for one in expected]
+
+
+def test_a_successor_that_does_not_start_is_started_again() -> None:
+    """Training waits for it. An error of one start is no error of a call for rows."""
+    with running() as (hosts, home):
+        hosts.refusals = 3
+        hosts.lose(1)
+        require_rows(home)
+        assert hosts.refusals == 0
+        until(lambda: not home.being_recovered)
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, MemoryError])
+def test_a_recovery_goes_on_after_an_error(
+    error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = [error("once"), error("twice")]
+
+    def disturb() -> None:
+        if errors:
+            raise errors.pop()
+
+    with running() as (hosts, home):
+        hosts.reach = disturbed(disturb)
+        hosts.lose(0)
+        until(lambda: not errors)
+        until(lambda: not home.being_recovered)
+        require_rows(home)
+    said = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert len(said) == 1 and "cannot recover its rows" in said[0].message
+
+
+def test_frozen_rows_of_a_server_that_is_not_ready_are_lost_in_the_end() -> None:
+    def disturb() -> None:
+        raise OutOfStep("not yet")
+
+    with running(patience_seconds=1.0) as (hosts, home):
+        hosts.reach = disturbed(disturb)
+        hosts.lose(0)
+        until(lambda: home.being_recovered)
+        until(lambda: home.lost_rows)  # it is open
+        with home.freeze("items", range(ROWS)) as frozen:
+            out = torch.zeros(ROWS, RECORD_BYTES, dtype=torch.uint8)
+            with pytest.raises(ServerLost, match="do not agree"):
+                frozen.fetch(ids_of(range(ROWS)), out)
+
+
+def test_a_table_that_only_another_trainer_has_outlives_a_server() -> None:
+    """Its rows are recovered, also if the leader adds the table only after that."""
+    with running() as (hosts, home), ExitStack() as stack:
+        other = ProtectedHome(
+            hosts.transports(),
+            parity=Parity(data=2),
+            owner=home.owner,
+            trainer=1,
+            trainers=2,
+            revive=hosts.transport,
+        )
+        stack.enter_context(other)
+        for number in range(12):  # more than one answer names
+            other.add_table(f"more {number}", rows=ROWS, record_bytes=RECORD_BYTES)
+        records = records_of(WRITTEN, RECORD_BYTES)
+        other.write_back("more 11", ids_of(WRITTEN), records, batch=1)
+        hosts.lose(2)
+        require_rows(other, "more 11")
+        home.add_table("more 11", rows=ROWS, record_bytes=RECORD_BYTES)
+        require_rows(home, "more 11")
+
+
+class Gated(TcpTransport):
+    """Greets its server only while the gate is open."""
+
+    gate = threading.Event()
+
+    def hello(self) -> Greeting:
+        assert self.gate.wait(60.0)
+        return super().hello()
+
+
+def test_a_clear_needs_no_thread_that_waits_for_it() -> None:
+    """All threads of the home wait to lead, because a server is lost. A clear leads meanwhile."""
+    Gated.gate.set()
+    with running(transport=Gated) as (hosts, home):
+        home.add_table("other", rows=ROWS, record_bytes=RECORD_BYTES)
+        Gated.gate.clear()
+        hosts.lose(0)
+        callers = [threading.Thread(target=home.clear, args=("other",), daemon=True)]
+        callers += [
+            threading.Thread(target=require_rows, args=(home,), daemon=True) for _ in range(16)
+        ]
+        for one in callers:
+            one.start()
+        # The pool starts its last thread when all others are busy, with calls that have failed.
+        until(
+            lambda: (
+                sum(one.name.startswith("recpoint-servers") for one in threading.enumerate()) == 12
+            )
+        )
+        Gated.gate.set()
+        for one in callers:
+            one.join(60.0)
+        assert not any(one.is_alive() for one in callers)
+        require_rows(home)
+
+
+def test_states_follow_each_other() -> None:
+    with running() as (hosts, home):
+        leader = home._leader
+        assert leader is not None and set(leader.states) == {State.WHOLE}
+        gate = threading.Event()
+        hosts.reach = disturbed(lambda: None if gate.wait(60.0) else None)
+        hosts.lose(1)
+        until(lambda: leader.states == (State.WHOLE, State.OPEN, State.WHOLE))
+        assert home.lost_servers == 1
+        gate.set()
+        until(lambda: set(leader.states) == {State.WHOLE})
+        assert home.lost_servers == home.lost_rows == 0
+
+
+def test_a_server_protects_once_however_many_commands_come() -> None:
+    made: list[int] = []
+
+    def reach(host: str, port: int, incarnation: int, row_bytes: Mapping[str, int]) -> Peer:
+        made.append(port)
+        time.sleep(0.05)
+        return TcpPeer(TcpTransport((host, port), TOKEN), incarnation, row_bytes)
+
+    server = EmbeddingServer(reach=reach)
+    incarnation = begun(server)
+    protect = partial(server.command, "protect", protecting(), incarnation=incarnation)
+    callers = [threading.Thread(target=protect) for _ in range(4)]
+    for one in callers:
+        one.start()
+    for one in callers:
+        one.join()
+    server.end()
+    assert sorted(made) == [1, 2, 3]
+
+
+def begun(server: EmbeddingServer) -> int:
+    said = server.command(
+        "begin",
+        {"owner": 5, "round": 0, "is_protected": 1},
+        incarnation=server.hello().incarnation,
+    )
+    return int(said["incarnation"] or 0)
+
+
+def protecting() -> dict[str, int | str | bool | None]:
+    peers = [[number, 100 + number, "127.0.0.1", number] for number in (1, 2, 3)]
+    return {
+        "number": 0,
+        "data": 2,
+        "parity": 2,
+        "hosts": '["a", "b", "c", "d"]',
+        "peers": str(peers).replace("'", '"'),
+    }
+
+
+def test_a_report_about_many_writes_comes_in_parts_that_fit() -> None:
+    server = EmbeddingServer(reach=reach_with(TOKEN))
+    incarnation = begun(server)
+    server.command("protect", protecting(), incarnation=incarnation)
+    stripes = stripes_of("items", rows=ROWS, parity=Parity(data=2, parity=2), hosts="abcd")
+    server.command(
+        "add_table",
+        {
+            "table": "items",
+            "rows": stripes.slots(0),
+            "record_bytes": RECORD_BYTES,
+            "all_rows": ROWS,
+            "generation": 0,
+            "is_lost": 0,
+        },
+        incarnation=incarnation,
+    )
+    count = 5_000
+    for number in range(1, count + 1):
+        shares = {0: (incarnation, number), 2: (102, 2**62 + number)}
+        sent = Sent(source=1, incarnation=101, number=number, write=number, shares=shares)
+        rows = torch.full((1, RECORD_BYTES + 1), number % 256, dtype=torch.uint8)
+        given = Differences(table="items", generation=0, slots=torch.tensor([0]), rows=rows)
+        server.member(incarnation).receive(sent, given)
+    alone = Sent(
+        source=1, incarnation=101, number=count + 1, write=0, shares={0: (incarnation, count + 1)}
+    )
+    server.member(incarnation).receive(alone, given)
+    sizes: list[int] = []
+
+    class Measured(Link):
+        def command(
+            self, name: str, arguments: Mapping[str, Any], *, incarnation: int
+        ) -> Mapping[str, Any]:
+            said = server.command(name, arguments, incarnation=incarnation)
+            sizes.extend([len(str(arguments)), len(str(said))])
+            return said
+
+    link = Measured(server)
+    link.transport, link.incarnation = link, incarnation  # type: ignore[assignment]  # measures
+    servers = Servers(
+        links=[link],
+        tables={},
+        table=lambda form: pytest.fail("no other table"),
+        parity=Parity(data=2),
+        hosts="a",
+        owner=5,
+        trainer=0,
+        revive=None,
+    )
+    led = CommandedServer(0, servers)
+    for _ in range(2):  # a repeated call has the same answer
+        report = led.lose(1, 101)
+        assert isinstance(report, Unsettled) and report.applied == count + 1
+        numbers = [write[0][1] for write in report.writes]
+        assert numbers == list(range(1, count + 1)), "not the write of one message"
+    led.take_back(1, 101, numbers)
+    assert max(sizes) < 1 << 16
+    found = server.member(incarnation).parity_rows("items", torch.tensor([0]), {})
+    assert found.rows[0].tolist() == [count % 256] * (RECORD_BYTES + 1)
+    assert led.lose(1, 101) is None
+    server.end()
