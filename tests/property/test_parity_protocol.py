@@ -1,16 +1,15 @@
 """The servers' protocol on a simulated network: whatever is lost, every acknowledged row is there.
 
-Each server is a `StripeMember` with its rows in memory. Calls between servers go through a network
-that loses requests and answers, delivers a request twice, the second time late, and runs other
-things at any message: a write elsewhere, a death, a batch of a recovery.
+Each server is a `StripeMember` with its rows in memory. A `Leader` replaces those that are killed,
+and clears tables. Calls between servers, and those of the leader, go through a network that loses
+requests and answers, delivers a request twice, the second time late, and runs other things at any
+message: a write elsewhere, a death, a batch of a recovery.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from random import Random
 from typing import TypeVar
 
@@ -21,7 +20,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -30,9 +28,9 @@ from torch import Tensor
 from recpoint.embeddings.home import TableRows
 from recpoint.embeddings.home_in_memory import MemoryHome
 from recpoint.embeddings.parity.differences import Unsettled
-from recpoint.embeddings.parity.member import StripeMember
+from recpoint.embeddings.parity.leader import Leader, LedServer, State
+from recpoint.embeddings.parity.member import Known, StripeMember
 from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent
-from recpoint.embeddings.parity.recovery import Recovery
 from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
 from recpoint.errors import ServerLost
 from recpoint.kernels import erasure
@@ -42,31 +40,40 @@ T = TypeVar("T")
 TABLE = "items"
 RECORD_BYTES = 5
 
+#: A table, and a row of it.
+Row = tuple[str, int]
+
 
 class Killed(Exception):
     """Ends what a server was doing when it was killed."""
 
 
 class Process:
-    """A server: one start of it."""
+    """A server: one start of it, or one beginning."""
 
-    def __init__(self, number: int, incarnation: int) -> None:
+    def __init__(self, number: int, incarnation: int, beginning: int) -> None:
         self.number = number
         self.incarnation = incarnation
+        self.beginning = beginning
         self.is_alive = True
+        self.is_silent = False  # it lives, and the leader does not reach it
+        self.is_open = False
         self.home = MemoryHome()
         self.member: StripeMember | None = None
-
-    def begin(self, member: StripeMember, stripes: Stripes, *, is_lost: bool) -> None:
-        self.member = member
-        slots = stripes.slots(self.number)
-        self.home.add_table(TABLE, rows=slots, record_bytes=RECORD_BYTES)
-        member.add_table(TABLE, stripes, RECORD_BYTES, is_lost=is_lost)
+        self.cleared: dict[str, int] = {}  # table -> number of the last clear
 
     @property
     def protects(self) -> StripeMember:
-        assert self.member is not None
+        if self.member is None:
+            raise OutOfStep("it does not take part in parity yet")
         return self.member
+
+    @property
+    def is_whole(self) -> bool:
+        if not self.is_alive or self.is_silent or not self.is_open:
+            return False
+        known = self.protects.known
+        return known.known == known.all
 
 
 class Line(Peer):
@@ -77,11 +84,14 @@ class Line(Peer):
         self._source = source
         self._target = target
 
-    def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
-        for sent, given in messages:  # a call may end between two of them
-            copied = replace(given, slots=given.slots.clone(), rows=given.rows.clone())
-            receive = partial(self._target.protects.receive, [(sent, copied)])
-            self._call(receive, may_come_again=True)
+    def differences(self, sent: Sent, given: Differences) -> None:
+        given = Differences(
+            table=given.table,
+            generation=given.generation,
+            slots=given.slots.clone(),
+            rows=given.rows.clone(),
+        )
+        self._call(lambda: self._target.protects.receive(sent, given), may_come_again=True)
 
     def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
         if self._network.is_busy(self._target.number):
@@ -98,24 +108,103 @@ class Line(Peer):
         return self._network.call(self._source, self._target, act, may_come_again)
 
 
-class Control:
-    """Calls from the trainer that leads a recovery to a server."""
+class Led(LedServer):
+    """Calls from the leader to a server, or to its successor, over the simulated network."""
 
-    def __init__(self, network: Network, target: Process) -> None:
-        self._network = network
-        self._target = target
+    def __init__(self, machine: ParityMachine, number: int) -> None:
+        self._machine = machine
+        self._number = number
+        self._its = machine.servers[number].incarnation
+
+    @property
+    def incarnation(self) -> int:
+        return self._its
+
+    @property
+    def _process(self) -> Process:
+        return self._machine.servers[self._number]
+
+    def lives(self) -> bool:
+        # Whoever is asked for its name answers, unless it has ended.
+        here = self._process
+        return here.is_alive and not here.is_silent and here.incarnation == self._its
+
+    def begin(self, number_of_beginning: int) -> None:
+        machine, number = self._machine, self._number
+
+        def begin() -> int:
+            if self._process.beginning != number_of_beginning:
+                machine.servers[number] = machine.new_process(number, number_of_beginning)
+            return machine.servers[number].incarnation
+
+        self._its = machine.network.call(None, self._process, begin, False)
+
+    def succeed(self, number_of_beginning: int) -> None:
+        if not self._process.is_silent:
+            self._process.is_alive = False
+        self._machine.servers[self._number] = self._machine.new_process(self._number, -1)
+        self.begin(number_of_beginning)
+
+    def protect(self) -> None:
+        peers = {one: self._machine.led[one].incarnation for one in range(self._machine.count)}
+        del peers[self._number]
+        self._call(lambda server: self._machine.protect(server, peers))
+
+    def tables(self) -> Mapping[str, int]:
+        return self._call(
+            lambda server: {name: one.generation for name, one in server.protects.tables.items()}
+        )
+
+    def add_table(self, table: str, generation: int, *, is_lost: bool) -> None:
+        self._call(lambda server: self._machine.add_table(server, table, generation, is_lost))
+
+    def join(self, other: int) -> None:
+        incarnation = self._machine.led[other].incarnation
+        self._call(
+            lambda server: server.protects.join(
+                other, incarnation, self._machine.line(server, incarnation)
+            ),
+            may_come_again=True,
+        )
+
+    def open(self) -> None:
+        def open_(server: Process) -> None:
+            server.is_open = True
+
+        self._call(open_)
+
+    def known(self) -> Known:
+        return self._call(lambda server: server.protects.known)
+
+    def clear(self, table: str, generation: int) -> None:
+        number = next(self._machine.clears)
+
+        def clear(server: Process) -> None:
+            if number > server.cleared.get(table, 0):  # as `EmbeddingServer` does it once
+                server.cleared[table] = number
+                server.protects.clear(table, generation)
+
+        self._call(clear, may_come_again=True)
+
+    def give_up(self) -> None:
+        self._call(lambda server: None)
 
     def lose(self, server: int, incarnation: int) -> Unsettled | None:
-        return self._call(lambda: self._target.protects.lose(server, incarnation))
+        return self._call(lambda here: here.protects.lose(server, incarnation), may_come_again=True)
 
     def take_back(self, server: int, incarnation: int, numbers: Sequence[int]) -> None:
-        self._call(lambda: self._target.protects.take_back(server, incarnation, numbers))
+        def take_back(here: Process) -> None:
+            for number in numbers:  # in parts
+                here.protects.take_back(server, incarnation, [number], are_all=False)
+            here.protects.take_back(server, incarnation, [])
 
-    def join(self, server: int, incarnation: int, peer: Peer) -> None:
-        self._call(lambda: self._target.protects.join(server, incarnation, peer))
+        self._call(take_back, may_come_again=True)
 
-    def _call(self, act: Callable[[], T]) -> T:
-        return self._network.call(None, self._target, act, False)
+    def _call(self, act: Callable[[Process], T], *, may_come_again: bool = False) -> T:
+        process = self._process
+        if process.incarnation != self._its:
+            raise _lost(process)
+        return self._machine.network.call(None, process, lambda: act(process), may_come_again)
 
 
 class Network:
@@ -198,7 +287,7 @@ BUSY = st.lists(
 
 
 class ParityMachine(RuleBasedStateMachine):
-    """Writes rows, kills servers, recovers them."""
+    """Writes rows, kills servers, and has a `Leader` replace them."""
 
     @initialize(
         data=st.integers(1, 3),
@@ -211,37 +300,63 @@ class ParityMachine(RuleBasedStateMachine):
         self.choose = choices
         self.form = Parity(data=data, parity=parity)
         self.count = data + parity + more
-        hosts = [f"host {one}" for one in range(self.count)]
-        self.stripes = stripes_of(TABLE, rows=rows, parity=self.form, hosts=hosts)
+        self.hosts = [f"host {one}" for one in range(self.count)]
         self.rows = rows
+        self.stripes: dict[str, Stripes] = {}
         self.incarnations = itertools.count(1)
         self.versions = itertools.count(1)
+        self.clears = itertools.count(1)
         self.network = Network(self.interrupt)
-        self.recovery = Recovery()
+        self.processes: dict[int, Process] = {}  # by incarnation
         #: What must be there, and for rows whose write was not acknowledged what may be there.
-        self.acknowledged: dict[int, bytes] = {}
-        self.pending: dict[int, bytes] = {}
-        self.lost: set[int] = set()
-        self.servers = [Process(one, next(self.incarnations)) for one in range(self.count)]
-        for server in self.servers:
-            self.start(server, self.servers, is_lost=False)
+        self.acknowledged: dict[Row, bytes] = {}
+        self.pending: dict[Row, bytes] = {}
+        self.servers = [self.new_process(one, 0) for one in range(self.count)]
+        self.led = [Led(self, one) for one in range(self.count)]
+        self.leader = Leader(self.led, parity)
+        self.add_new_table(TABLE, by_leader=True)
 
-    def start(self, server: Process, others: list[Process], *, is_lost: bool) -> None:
-        peers: dict[int, tuple[int, Peer]] = {
-            other.number: (other.incarnation, Line(self.network, server, other))
-            for other in others
-            if other is not server
-        }
-        member = StripeMember(
-            server.number,
-            server.incarnation,
-            server.home,
-            peers,
-            together=one_by_one,
+    # What servers are, and how they are reached.
+
+    def new_process(self, number: int, beginning: int) -> Process:
+        made = Process(number, next(self.incarnations), beginning)
+        self.processes[made.incarnation] = made
+        return made
+
+    def line(self, source: Process, incarnation: int) -> Line:
+        return Line(self.network, source, self.processes[incarnation])
+
+    def protect(self, server: Process, peers: Mapping[int, int]) -> None:
+        if server.member is None:
+            server.member = StripeMember(
+                server.number,
+                server.incarnation,
+                server.home,
+                {one: (its, self.line(server, its)) for one, its in peers.items()},
+                together=one_by_one,
+            )
+
+    def add_table(self, server: Process, table: str, generation: int, is_lost: bool) -> None:
+        stripes = self.stripes[table]
+        slots = stripes.slots(server.number)
+        server.home.add_table(table, rows=slots, record_bytes=RECORD_BYTES)
+        server.protects.add_table(
+            table, stripes, RECORD_BYTES, generation=generation, is_lost=is_lost
         )
-        server.begin(member, self.stripes, is_lost=is_lost)
 
-    # What a trainer does.
+    # What trainers do.
+
+    @rule(by_leader=st.booleans())
+    def add_another_table(self, by_leader: bool) -> None:
+        if len(self.stripes) < 3 and all(one.is_open and one.is_alive for one in self.servers):
+            self.add_new_table(f"{TABLE} {len(self.stripes)}", by_leader=by_leader)
+
+    def add_new_table(self, table: str, *, by_leader: bool) -> None:
+        """Add a table, as the leader's trainer or as another one, which the leader hears from."""
+        self.stripes[table] = stripes_of(table, rows=self.rows, parity=self.form, hosts=self.hosts)
+        generation = self.leader.add_table(table) if by_leader else 0
+        for server in self.servers:
+            self.add_table(server, table, generation, False)
 
     @rule(fates=FATES, count=st.integers(1, 6))
     def write(self, fates: list[str], count: int) -> None:
@@ -253,12 +368,14 @@ class ParityMachine(RuleBasedStateMachine):
         server = self.servers[self.choose.randrange(self.count)]
         if self.network.is_busy(server.number):
             return
-        slots = len(self.stripes.slots_of(server.number, range(self.rows)))
+        table = self.choose.choice(sorted(self.stripes))
+        stripes = self.stripes[table]
+        slots = len(stripes.slots_of(server.number, range(self.rows)))
         if not slots:
             return
         chosen = sorted({self.choose.randrange(slots) for _ in range(count)})
         here = torch.tensor(chosen, dtype=torch.int64)
-        ids = self.stripes.ids(server.number, here).tolist()
+        ids = [(table, one) for one in stripes.ids(server.number, here).tolist()]
         # A row whose write failed is written again as it was.
         records = {
             one: self.pending.get(one) or bytes([next(self.versions) % 251 + 1] * RECORD_BYTES)
@@ -267,7 +384,7 @@ class ParityMachine(RuleBasedStateMachine):
         self.pending.update(records)
         self.network.busy.add(server.number)
         try:
-            self.send(server, here, [records[one] for one in ids])
+            self.send(server, table, here, [records[one] for one in ids])
         except (ServerLost, OutOfStep, Killed):
             return
         finally:
@@ -275,53 +392,76 @@ class ParityMachine(RuleBasedStateMachine):
         for one in ids:
             self.acknowledged[one] = self.pending.pop(one)
 
-    def send(self, server: Process, slots: Tensor, records: list[bytes]) -> None:
-        if not server.is_alive:
-            raise _lost(server)
-        server.protects.recover(TABLE, slots)
+    def send(self, server: Process, table: str, slots: Tensor, records: list[bytes]) -> None:
+        self.require_open(server)
+        server.protects.recover(table, slots)
         rows = torch.tensor([list(one) for one in records], dtype=torch.uint8)
-        server.protects.write([TableRows(TABLE, slots, rows)])
+        server.protects.write([TableRows(table, slots, rows)])
         server.protects.flush()
-        if not server.is_alive:
+        self.require_open(server)
+
+    def require_open(self, server: Process) -> None:
+        if not server.is_alive or self.servers[server.number] is not server:
             raise _lost(server)
+        if not server.is_open:
+            raise OutOfStep("it is not open")
 
     @rule(row=st.integers(0, 23), fates=FATES)
     def read(self, row: int, fates: list[str]) -> None:
         row %= self.rows
+        table = self.choose.choice(sorted(self.stripes))
         self.network.fates = iter(fates)
         try:
-            found = self.found(row)
+            found = self.found(table, row)
         except (ServerLost, OutOfStep, Killed):
             return
         finally:
             self.network.fates = iter(())
-        self.check(row, found)
+        self.check(table, row, found)
 
-    def found(self, row: int) -> bytes | None:
-        for number, (positions, slots) in enumerate(self.stripes.split(torch.tensor([row]))):
+    def found(self, table: str, row: int) -> bytes | None:
+        split = self.stripes[table].split(torch.tensor([row]))
+        for number, (positions, slots) in enumerate(split):
             if not len(positions):
                 continue
             server = self.servers[number]
-            if not server.is_alive:
-                raise _lost(server)
+            self.require_open(server)
             # What happens meanwhile is in this thread: it must not wait for this recovery.
             self.network.busy.add(number)
             try:
-                server.protects.recover(TABLE, slots)
+                server.protects.recover(table, slots)
             finally:
                 self.network.busy.discard(number)
-            if not server.is_alive:
-                raise _lost(server)
+            self.require_open(server)
             record = torch.zeros(1, RECORD_BYTES, dtype=torch.uint8)
-            has = server.home.fetch(TABLE, slots, record)
+            has = server.home.fetch(table, slots, record)
             return bytes(record[0].tolist()) if bool(has[0]) else None
         raise AssertionError("a row is nowhere")
 
-    def check(self, row: int, found: bytes | None) -> None:
-        may_be = {self.acknowledged.get(row)}
-        if row in self.pending:
-            may_be.add(self.pending[row])
-        assert found in may_be, (row, found, may_be)
+    def check(self, table: str, row: int, found: bytes | None) -> None:
+        may_be = {self.acknowledged.get((table, row))}
+        if (table, row) in self.pending:
+            may_be.add(self.pending[table, row])
+        assert found in may_be, (table, row, found, may_be)
+
+    @rule(fates=FATES)
+    def clear(self, fates: list[str]) -> None:
+        """A restore. It goes on until all tables are cleared; nothing is written meanwhile."""
+        calm = [fate for fate in fates if fate not in ("write", "recover", "kill")]
+        self.clear_all(calm)
+
+    def clear_all(self, fates: list[str]) -> None:
+        self.network.fates = iter(fates)
+        for table in list(self.stripes):
+            while True:
+                try:
+                    self.leader.clear(table)
+                except (ServerLost, OutOfStep):
+                    continue
+                break
+        self.network.fates = iter(())
+        self.acknowledged.clear()
+        self.pending.clear()
 
     # What else happens.
 
@@ -341,14 +481,57 @@ class ParityMachine(RuleBasedStateMachine):
     def die(self, number: int) -> None:
         self.kill(number % self.count)
 
+    @rule(number=st.integers(0, 6), fates=FATES)
+    def fall_silent(self, number: int, fates: list[str]) -> None:
+        """The leader takes a server for lost that goes on, and what it does then counts no more."""
+        number %= self.count
+        server = self.servers[number]
+        if not server.is_alive or not self.may_lose(number):
+            return
+        server.is_silent = True
+        self.write_some(4)
+        self.network.fates = iter(fates)
+        self.leader.look()
+        self.network.fates = iter(())
+        self.network.busy.add(number)
+        try:
+            self.go_on(server)
+        finally:
+            self.network.busy.discard(number)
+
+    def go_on(self, server: Process) -> None:
+        """Write at a server, though a successor may have its place."""
+        slots = len(self.stripes[TABLE].slots_of(server.number, range(self.rows)))
+        if slots and server.member is not None and server is not self.servers[server.number]:
+            here = torch.arange(slots, dtype=torch.int64)
+            try:
+                server.protects.recover(TABLE, here)
+                records = torch.full((slots, RECORD_BYTES), 252, dtype=torch.uint8)
+                server.protects.write([TableRows(TABLE, here, records)])
+                server.protects.flush()
+            except (ServerLost, OutOfStep, Killed):
+                return
+            raise AssertionError("other servers take what a server sends that has a successor")
+
     def kill(self, number: int) -> None:
-        incomplete = {
-            one.number
-            for one in self.servers
-            if not one.is_alive or one.protects.known.known < one.protects.known.all
-        }
-        if len(incomplete | {number}) <= self.form.parity:
+        """Kill a server, if parity makes up for it."""
+        if self.may_lose(number):
             self.servers[number].is_alive = False
+
+    def may_lose(self, number: int) -> bool:
+        incomplete = {one.number for one in self.servers if not one.is_whole}
+        return len(incomplete | {number}) <= self.form.parity
+
+    @rule(fates=FATES)
+    def lose_too_many(self, fates: list[str]) -> None:
+        """More than parity makes up for. All rows are written anew after that."""
+        for server in self.servers[: self.form.parity + 1]:
+            server.is_alive = False
+        self.leader.look()
+        assert self.leader.has_given_up
+        self.clear(fates)
+        assert not self.leader.has_given_up
+        assert all(one.is_whole for one in self.servers)
 
     @rule()
     def deliver_late(self) -> None:
@@ -361,45 +544,12 @@ class ParityMachine(RuleBasedStateMachine):
             except OutOfStep:
                 pass
 
-    @precondition(lambda self: any(not one.is_alive for one in self.servers))
     @rule(fates=FATES)
     def heal(self, fates: list[str]) -> None:
         self.network.fates = iter(fates)
-        try:
-            self.replace_lost()
-        except (ServerLost, OutOfStep):
-            pass  # another one is lost meanwhile: the next time
+        self.leader.look()
         self.network.fates = iter(())
-
-    def replace_lost(self) -> None:
-        lost = [one for one in self.servers if not one.is_alive]
-        living = {one.number: one for one in self.servers if one.is_alive}
-        controls = {number: Control(self.network, one) for number, one in living.items()}
-        for one in lost:
-            self.recovery.forget(one.number, one.incarnation, controls)
-        successors = [Process(one.number, next(self.incarnations)) for one in lost]
-        everyone = [*living.values(), *successors]
-        for one in successors:
-            self.start(one, everyone, is_lost=True)
-        for one in successors:
-            self.servers[one.number] = one
-        self.joined = False
-        for number, control in controls.items():
-            for one in successors:
-                control.join(one.number, one.incarnation, Line(self.network, living[number], one))
-
-    def join_all(self) -> None:
-        """What the trainer repeats until every server has joined every other."""
-        for one in self.servers:
-            for other in self.servers:
-                if one is not other and one.is_alive and other.is_alive:
-                    line = Line(self.network, one, other)
-                    one.protects.join(other.number, other.incarnation, line)
-
-    @precondition(lambda self: all(one.is_alive for one in self.servers))
-    @rule()
-    def join_again(self) -> None:
-        self.join_all()
+        assert not self.leader.has_given_up, "no more were killed than parity makes up for"
 
     @rule(number=st.integers(0, 6), fates=FATES)
     def recover(self, number: int, fates: list[str]) -> None:
@@ -409,7 +559,7 @@ class ParityMachine(RuleBasedStateMachine):
 
     def recover_some(self, number: int) -> None:
         server = self.servers[number]
-        if not server.is_alive or self.network.is_busy(number):
+        if not server.is_alive or not server.is_open or self.network.is_busy(number):
             return
         self.network.busy.add(number)
         try:
@@ -425,19 +575,14 @@ class ParityMachine(RuleBasedStateMachine):
         self.network.fates = iter(["well"] * messages + ["the sender dies"])
         self.write_some(6)
         self.network.fates = iter(())
-        self.replace_lost()
-        self.join_all()
+        self.leader.look()
 
     @rule(number=st.integers(0, 6), fates=BUSY)
     def lose_and_recover(self, number: int, fates: list[str]) -> None:
         """The usual course of things, with whatever may come between its messages."""
         self.write_some(6)
         self.kill(number % self.count)
-        try:
-            self.replace_lost()
-        except OutOfStep:
-            return
-        self.join_all()
+        self.leader.look()
         self.network.fates = iter(fates)
         self.recover_some(number % self.count)
         self.network.fates = iter(())
@@ -446,10 +591,7 @@ class ParityMachine(RuleBasedStateMachine):
 
     @invariant()
     def parity_fits_at_quiet_points(self) -> None:
-        if any(
-            not one.is_alive or one.protects.known.known < one.protects.known.all
-            for one in self.servers
-        ):
+        if not all(one.is_whole for one in self.servers):
             return
         try:
             for one in self.servers:
@@ -459,42 +601,47 @@ class ParityMachine(RuleBasedStateMachine):
         self.check_stripes()
 
     def check_stripes(self) -> None:
-        for stripe in range(self.stripes.count):
-            at = torch.tensor([stripe])
-            coded = []
-            for position in range(self.form.data):
-                row = stripe * self.form.data + position
-                found = self.found(row) if row < self.rows else None
-                if row < self.rows:
-                    self.check(row, found)
-                whole = bytes(RECORD_BYTES + 1) if found is None else found + b"\1"
-                coded.append(torch.tensor([list(whole)], dtype=torch.uint8))
-            for number, expected in enumerate(erasure.encode(coded, self.form.parity)):
-                server, slot = self.stripes.parity_in(at, number)
-                held = self.servers[int(server)].protects.parity_rows(TABLE, slot, {})
-                assert torch.equal(held.rows, expected), (stripe, number)
+        for table, stripes in self.stripes.items():
+            for stripe in range(stripes.count):
+                self.check_stripe(table, stripes, stripe)
+
+    def check_stripe(self, table: str, stripes: Stripes, stripe: int) -> None:
+        at = torch.tensor([stripe])
+        coded = []
+        for position in range(self.form.data):
+            row = stripe * self.form.data + position
+            found = self.found(table, row) if row < self.rows else None
+            if row < self.rows:
+                self.check(table, row, found)
+            whole = bytes(RECORD_BYTES + 1) if found is None else found + b"\1"
+            coded.append(torch.tensor([list(whole)], dtype=torch.uint8))
+        for number, expected in enumerate(erasure.encode(coded, self.form.parity)):
+            server, slot = stripes.parity_in(at, number)
+            held = self.servers[int(server)].protects.parity_rows(table, slot, {})
+            assert torch.equal(held.rows, expected), (table, stripe, number)
 
     def teardown(self) -> None:
-        if not hasattr(self, "network"):
+        if not hasattr(self, "leader"):
             return
         self.network.fates = iter(())
-        for _ in range(4):
-            if any(not one.is_alive for one in self.servers):
-                self.replace_lost()
-        self.join_all()
+        self.leader.look()
+        assert all(one.is_alive and one.is_open and not one.is_silent for one in self.servers)
         for _ in range(100):
             if not any([one.protects.recover_next() for one in self.servers]):
                 break
         for one in self.servers:
             one.protects.flush()
-        assert all(one.protects.known.known == one.protects.known.all for one in self.servers)
+        assert all(one.is_whole for one in self.servers)
+        self.leader.look()
+        assert set(self.leader.states) == {State.WHOLE} and self.leader.lost_rows == 0
         self.check_stripes()
         # Writes that failed are made again, and are then there.
-        for row, record in list(self.pending.items()):
-            for number, (positions, slots) in enumerate(self.stripes.split(torch.tensor([row]))):
+        for (table, row), record in list(self.pending.items()):
+            split = self.stripes[table].split(torch.tensor([row]))
+            for number, (positions, slots) in enumerate(split):
                 if len(positions):
-                    self.send(self.servers[number], slots, [record])
-            self.acknowledged[row] = self.pending.pop(row)
+                    self.send(self.servers[number], table, slots, [record])
+            self.acknowledged[table, row] = self.pending.pop((table, row))
         self.check_stripes()
 
 
