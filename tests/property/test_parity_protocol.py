@@ -204,6 +204,8 @@ class Led(LedServer):
         process = self._process
         if process.incarnation != self._its:
             raise _lost(process)
+        if may_come_again and self._machine.choose.random() < 0.3:
+            self._machine.network.late.append((process, lambda: act(process)))
         return self._machine.network.call(None, process, lambda: act(process), may_come_again)
 
 
@@ -534,10 +536,15 @@ class ParityMachine(RuleBasedStateMachine):
         assert all(one.is_whole for one in self.servers)
 
     @rule()
+    def deliver_all_late(self) -> None:
+        for _ in range(len(self.network.late)):
+            self.deliver_late()
+
+    @rule()
     def deliver_late(self) -> None:
         if not self.network.late:
             return
-        target, act = self.network.late.pop(0)
+        target, act = self.network.late.pop(self.choose.randrange(len(self.network.late)))
         if target.is_alive:
             try:
                 act()
