@@ -2,5 +2,6 @@
 
 Read the modules in this order: `channel` (how ranks exchange bytes), `coming` (ids of coming
 batches), `row_exchange` (values and gradients of rows), `later_step` (steps of rows whose gradients
-come late), `data_parallel` (what must not be averaged), `shared_cache` (the cache of one rank).
+come late), `settling` (changed rows as they were at a cut), `data_parallel` (what must not be
+averaged), `shared_cache` (the cache of one rank).
 """
