@@ -15,12 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-<<<<<<< HEAD
 from recpoint.embeddings.home import Home, TableRows
-=======
-from recpoint.embeddings.home import Home
 from recpoint.embeddings.parity.peers import OutOfStep
->>>>>>> e0f9fec (embeddings: have parity outlast dead spares, bad answers and slow peers)
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.server import MOST_REQUEST_BYTES, EmbeddingServer
 from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
