@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import TypeVar
 
@@ -84,14 +86,11 @@ class Line(Peer):
         self._source = source
         self._target = target
 
-    def differences(self, sent: Sent, given: Differences) -> None:
-        given = Differences(
-            table=given.table,
-            generation=given.generation,
-            slots=given.slots.clone(),
-            rows=given.rows.clone(),
-        )
-        self._call(lambda: self._target.protects.receive(sent, given), may_come_again=True)
+    def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
+        for sent, given in messages:  # a call may end between two of them
+            copied = replace(given, slots=given.slots.clone(), rows=given.rows.clone())
+            receive = partial(self._target.protects.receive, [(sent, copied)])
+            self._call(receive, may_come_again=True)
 
     def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
         if self._network.is_busy(self._target.number):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -84,8 +84,8 @@ class Disturbed(Peer):
         self._disturb = disturb
         self._peer = peer
 
-    def differences(self, sent: Sent, given: Differences) -> None:
-        self._peer.differences(sent, given)
+    def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
+        self._peer.differences(messages)
 
     def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
         self._disturb()
@@ -306,11 +306,11 @@ def test_a_report_about_many_writes_comes_in_parts_that_fit() -> None:
         sent = Sent(source=1, incarnation=101, number=number, write=number, shares=shares)
         rows = torch.full((1, RECORD_BYTES + 1), number % 256, dtype=torch.uint8)
         given = Differences(table="items", generation=0, slots=torch.tensor([0]), rows=rows)
-        server.member(incarnation).receive(sent, given)
+        server.member(incarnation).receive([(sent, given)])
     alone = Sent(
         source=1, incarnation=101, number=count + 1, write=0, shares={0: (incarnation, count + 1)}
     )
-    server.member(incarnation).receive(alone, given)
+    server.member(incarnation).receive([(alone, given)])
     sizes: list[int] = []
 
     class Measured(Link):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from recpoint.embeddings.home import TableRows
 from recpoint.embeddings.home_in_memory import MemoryHome
 from recpoint.embeddings.parity.differences import Inbox
 from recpoint.embeddings.parity.member import StripeMember
@@ -33,8 +34,8 @@ class Kept(Peer):
         self.sent: list[Differences] = []
         self.is_closed = False
 
-    def differences(self, sent: Sent, given: Differences) -> None:
-        self.sent.append(given)
+    def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
+        self.sent += [given for _, given in messages]
 
     def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
         raise NotImplementedError
@@ -61,7 +62,7 @@ def member(peers: Mapping[int, tuple[int, Peer]]) -> StripeMember:
 
 def write(here: StripeMember, slots: list[int], value: int) -> None:
     records = torch.full((len(slots), RECORD_BYTES), value, dtype=torch.uint8)
-    here.write(TABLE, torch.tensor(slots, dtype=torch.int64), records)
+    here.write([TableRows(TABLE, torch.tensor(slots, dtype=torch.int64), records)])
 
 
 def test_rows_that_do_not_change_are_not_sent() -> None:
@@ -109,7 +110,7 @@ def test_small_messages_do_not_fill_memory() -> None:
 def test_a_late_call_about_a_lost_server_drops_no_successor() -> None:
     first, late, successor = Kept(), Kept(), Kept()
     here = member({1: (1, first), 2: (2, Kept())})
-    here.receive(message(1), difference())
+    here.receive([(message(1), difference())])
     with pytest.raises(OutOfStep, match="not lost"):
         here.take_back(1, 1, [1])
     report = here.lose(1, 1)
@@ -120,13 +121,13 @@ def test_a_late_call_about_a_lost_server_drops_no_successor() -> None:
     here.join(1, 1, late)
     assert late.is_closed
     with pytest.raises(OutOfStep, match="not joined"):
-        here.receive(message(2), difference())
+        here.receive([(message(2), difference())])
     here.join(1, 11, successor)
-    here.receive(message(1, incarnation=11), difference())
+    here.receive([(message(1, incarnation=11), difference())])
     assert here.lose(1, 1) is None
     here.take_back(1, 1, [1])
     here.join(1, 1, Kept())
-    here.receive(message(2, incarnation=11), difference())
+    here.receive([(message(2, incarnation=11), difference())])
     write(here, list(range(8)), 1)
     here.flush()
     assert successor.sent and not successor.is_closed and not first.sent
