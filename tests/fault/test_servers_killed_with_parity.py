@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
 from tests.cached_training import as_bits
 from tests.several_trainers import Case, Found, alone, on_ranks
 from tests.training_builder import Place
@@ -16,6 +18,10 @@ def same(found: Found, expected: Found) -> bool:
     return found.rows.differences(expected.rows) == [] and torch.equal(
         as_bits(found.dense), as_bits(expected.dense)
     )
+
+
+def generations(place: Place) -> list[int]:
+    return list(Run.open(open_store(place.run)).generation_numbers())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -47,6 +53,8 @@ def test_checkpoints_go_on_and_are_restored(tmp_path: Path) -> None:
         (found,) = on_ranks([case], 2, tmp_path / "first")
         assert same(found, alone(case, 2))
         assert len(found.losses) == case.batches
+        # `interval_seconds="auto"` counts restarts: the loss was none.
+        assert generations(place) == [1]
         again = Case(run=place.run, staging=str(place.staging), servers=2, batches=0)
         (restored,) = on_ranks([again], 1, tmp_path / "second")
     assert same(restored, alone(case, 2))
@@ -68,3 +76,4 @@ def test_all_ranks_go_back_when_more_are_lost_than_parity_makes_up_for(tmp_path:
         (found,) = on_ranks([case], 2, tmp_path / "ranks")
     assert same(found, alone(case, 2))
     assert len(found.losses) > case.batches, "some batches were trained again"
+    assert generations(place) == [1, 2], "a loss that parity does not cover is a restart"
