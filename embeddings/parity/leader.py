@@ -177,27 +177,35 @@ class Leader:
 
     def _look(self) -> None:
         try:
-            self._find_lost()
+            newly_lost = self._find_lost()
             self._note_progress()
-            lost = [at for at in self.not_whole if self._states[at] is not State.OPEN]
-            if len(self.not_whole) > self._parity and lost:
+            lost = self._in_state(State.LOST)
+            if lost and len(self.not_whole) > self._parity:
                 self._give_up()
             elif lost:
+                for number in newly_lost:
+                    _LOG.warning(
+                        "embedding server %d is lost; its rows are recovered while training goes "
+                        "on",
+                        number + 1,
+                    )
                 self._replace(lost)
         except (HomeError, OutOfStep) as error:
             # Another server is lost meanwhile, or no successor starts.
             self._tell(str(error), "embedding servers: a recovery begins again: %s", error)
 
-    def _find_lost(self) -> None:
-        """Have all servers in state WHOLE, OPEN or LOST, as they are now."""
+    def _find_lost(self) -> list[int]:
+        """Have all servers in state WHOLE, OPEN or LOST; returns those that answered before."""
+        newly_lost = []
         for number, server in enumerate(self._servers):
             if self._states[number] in (State.WHOLE, State.OPEN):
                 if server.lives():
                     continue
-                _LOG.warning("embedding server %d is lost", number + 1)
+                newly_lost.append(number)
                 self._lost_at[number] = time.monotonic()
             # A replacement that was not finished begins again, with another successor.
             self._states[number] = State.LOST
+        return newly_lost
 
     def _note_progress(self) -> None:
         """Learn how far recoveries are, and say so in the log."""
@@ -228,11 +236,6 @@ class Leader:
 
     def _replace(self, lost: Sequence[int]) -> None:
         """Have living servers forget lost ones, and start successors that recover their rows."""
-        self._tell(
-            f"replace {lost}",
-            "embedding servers (%s): their rows are recovered while training goes on",
-            _names(lost),
-        )
         living = {at: one for at, one in enumerate(self._servers) if at not in lost}
         for server in living.values():
             # Another trainer may have written to a table that this one has not added yet.
