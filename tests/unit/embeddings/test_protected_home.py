@@ -231,6 +231,7 @@ def test_servers_of_a_home_that_is_forgotten_end() -> None:
     pids = [one.pid for one in home.greetings]
     del home
     until(lambda: gc.collect() >= 0 and not any(map(psutil.pid_exists, pids)))
+    until(lambda: not any(one.name == "recpoint-watch" for one in threading.enumerate()))
 
 
 def test_too_few_servers_are_refused_before_any_starts() -> None:
