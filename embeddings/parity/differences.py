@@ -27,6 +27,8 @@ __all__ = ["Inbox", "Outbox", "Unsettled", "Writes", "taken_back"]
 #: Messages of one call between servers, and their bytes unless the first has more.
 _MOST_MESSAGES: Final = 128
 _CALL_BYTES: Final = 4 << 20
+#: Bytes of what a call says of its messages, at most.
+_NOTE_BYTES: Final = 1 << 19
 #: Bytes of rows that an `Inbox` keeps; what may have to be taken back is kept in any case. The
 #: other messages serve readers of an earlier moment, which is as long ago as rows of a batch
 #: travel.
@@ -96,10 +98,11 @@ class Outbox:
             self._open.popleft()
         settled = self._open[0][0] - 1 if self._open else self.last
         found: list[tuple[Sent, Differences]] = []
-        size = 0
+        size = notes = 0
         for sent, given in itertools.islice(self.waiting, _MOST_MESSAGES):
             size += given.slots.nbytes + given.rows.nbytes
-            if found and size > _CALL_BYTES:
+            notes += 512 + 6 * len(given.table) + 64 * len(sent.shares)
+            if found and (size > _CALL_BYTES or notes > _NOTE_BYTES):
                 break
             found.append((replace(sent, settled=settled), given))
         return found

@@ -169,7 +169,7 @@ class Leader:
     def look(self) -> None:
         """Replace servers that are lost, as far as parity makes up for them.
 
-        It raises no error of a server: the log has it, and the next look tries again.
+        It raises no error: the log has it, and the next look tries again.
         """
         with self._leading:
             if not self.has_given_up and not self._is_over.is_set():
@@ -193,6 +193,9 @@ class Leader:
         except (HomeError, OutOfStep) as error:
             # Another server is lost meanwhile, or no successor starts.
             self._tell(str(error), "embedding servers: a recovery begins again: %s", error)
+        except Exception as error:  # noqa: BLE001  # as of a cluster that is away for a moment
+            what = f"{type(error).__name__}: {error}"
+            self._tell(what, "embedding servers: a recovery begins again: %s", what)
 
     def _find_lost(self) -> list[int]:
         """Have all servers in state WHOLE, OPEN or LOST; returns those that answered before."""

@@ -176,7 +176,7 @@ class ProtectedHome(ServedHome):
             try:
                 return fetch(server, rows, frozen)
             except OutOfStep as error:
-                if not self._may_go_on(deadline):
+                if not self._may_go_on(deadline, server):
                     raise self._named(error) from error
                 time.sleep(_PAUSE_SECONDS)
 
@@ -203,25 +203,28 @@ class ProtectedHome(ServedHome):
                     raise  # else the transport to a lost server was closed meanwhile
                 # The call itself may have taken long, if a server hangs.
                 deadline = deadline or time.monotonic() + self._patience_seconds
-                if not self._may_go_on(deadline):
+                if not self._may_go_on(deadline, server):
                     raise self._named(error) from error
                 if self._leader is None:
                     self._follow(server)
             time.sleep(_PAUSE_SECONDS)
 
-    def _may_go_on(self, deadline: float) -> bool:
+    def _may_go_on(self, deadline: float, server: int) -> bool:
         """Whether a call may be made again, because lost servers are replaced.
 
         Args:
             deadline: `time.monotonic` after which it may not.
+            server: number of the server that did not answer. It is not asked, which may take long.
         """
+        is_in_time = time.monotonic() <= deadline
         if self._is_closed:
             return False
         if self._leader is not None:
             self._leader.look()
         elif not self._was_given_up:
-            self._was_given_up = any(map(self._says_give_up, range(len(self._servers))))
-        return not self._has_given_up and time.monotonic() <= deadline
+            others = (one for one in range(len(self._servers)) if one != server)
+            self._was_given_up = any(map(self._says_give_up, others))
+        return not self._has_given_up and is_in_time
 
     @property
     def _has_given_up(self) -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from recpoint.embeddings.home import FrozenRows, Home, TableRows
 from recpoint.embeddings.home_tables import BatchOrder, HomeTables, TableForm
+from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.parity.stripes import Stripes
 from recpoint.embeddings.remote.placement import Placement, placement_of
 from recpoint.embeddings.remote.transport import Greeting, Transport
@@ -350,7 +351,7 @@ class ServedHome(Home):
             part.open.discard(at.batch)
         # If the server is lost, so are its frozen rows. If only the call is lost, the next freeze
         # or `clear` of the table releases them.
-        with suppress(ServerLost):
+        with suppress(HomeError, OutOfStep):
             transport.command("release", {"number": at.number}, incarnation=at.incarnation)
 
     def _is_open(self) -> bool:
@@ -521,10 +522,12 @@ class _Frozen(FrozenRows):
         if self._is_released:
             return
         self._is_released = True
-        if self._home._is_open():
-            self._home._at_all(self._release)
-        with self._table.lock:
-            self._table.frozen.discard(self)
+        try:
+            if self._home._is_open():
+                self._home._at_all(self._release)
+        finally:
+            with self._table.lock:
+                self._table.frozen.discard(self)
 
     def _release(self, server: int) -> None:
         if server in self._at:

@@ -362,6 +362,8 @@ class EmbeddingServer(Transport):
                 f"{MOST_REQUEST_BYTES - 8} in a row",
                 next_step="divide the table over more servers, or make its rows shorter",
             )
+        if self._is_protected and self._protection is None:
+            raise OutOfStep(f"{self._name} does not take part in parity yet")
         with self._lock:
             if table not in self._tables and len(self._tables) >= _MOST_TABLES:
                 raise HomeError(

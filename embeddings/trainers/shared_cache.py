@@ -488,10 +488,11 @@ class SharedCache(Cache):
             self._raise_error()
             self._wait_for_later_steps()
             settling = Settling(self.tables, self._lock)
-            self._views.append(settling)
-            unused, self._frozen = self._frozen, {}  # of a cut that has failed on this rank
-            act = self._guarded(partial(self._settle, settling, self._frozen, unused))
-            self._thread.submit(partial(self._until_over, settling, act))
+            with held():
+                self._views.append(settling)
+                unused, self._frozen = self._frozen, {}  # of a cut that has failed on this rank
+                act = self._guarded(partial(self._settle, settling, self._frozen, unused))
+                self._thread.submit(partial(self._until_over, settling, act))
 
     def _view(self, parts: Mapping[str, range]) -> CacheView:
         frozen, self._frozen = self._frozen, {}
@@ -502,7 +503,8 @@ class SharedCache(Cache):
 
         def collected(view: CacheView) -> None:
             self._collected(view)
-            self._thread.submit(partial(_release, frozen))  # if the view has never begun
+            with suppress(RuntimeError):  # the cache was closed, and its home thread ends
+                self._thread.submit(partial(_release, frozen))  # if the view has never begun
 
         view = CacheView(self._thread.submit, self._lock, take, collected)
         for name, rows in self.tables.items():
@@ -530,7 +532,8 @@ class SharedCache(Cache):
         self._write_back(copied)
         self._home_channel.meet()
         # Later write-backs of any rank must not be in it.
-        frozen.update({name: self._freeze(name) for name in self.tables})
+        for name in self.tables:
+            frozen[name] = self._freeze(name)  # each is released, also if the next one fails
         self._home_channel.meet()
 
     # What restores do.
@@ -541,9 +544,9 @@ class SharedCache(Cache):
         self._wait([self._thread.submit(lambda: None)])
         with suppress(RankLost):
             self._wait_for_later_steps()
+        _release(self._frozen)  # of a cut that has failed on this rank
         if self._has_left:
             self._coming.end(within_seconds=0.0)
-            self._frozen.clear()
             self._coming = self._new_coming(self._open_channels())
         self._rows_channel.meet()  # no rank writes rows back any more
         super().restored()

@@ -39,12 +39,12 @@ class Hosts:
     """Servers in this process, which are ended and started again at other ports.
 
     Attributes:
-        refusals: how often `revive` fails first.
+        refusals: errors that `revive` raises first.
         reach: what successors call other servers with.
     """
 
     def __init__(self, count: int, transport: Callable[..., TcpTransport] = TcpTransport) -> None:
-        self.refusals = 0
+        self.refusals: list[Exception] = []
         self.reach: Reach = reach_with(TOKEN)
         self._transport = transport
         self._running = [self._start() for _ in range(count)]
@@ -66,8 +66,7 @@ class Hosts:
 
     def revive(self, number: int) -> Transport:
         if self.refusals:
-            self.refusals -= 1
-            raise HomeError("a process", found="no", expected="yes", next_step="wait")
+            raise self.refusals.pop()
         self.lose(number)
         self._running[number] = self._start()
         return self.transport(number)
@@ -129,10 +128,11 @@ def require_rows(home: ProtectedHome, table: str = "items") -> None:
 def test_a_successor_that_does_not_start_is_started_again() -> None:
     """Training waits for it. An error of one start is no error of a call for rows."""
     with running() as (hosts, home):
-        hosts.refusals = 3
+        refused = HomeError("a process", found="no", expected="yes", next_step="wait")
+        hosts.refusals = [refused, RuntimeError("of a cluster"), refused]
         hosts.lose(1)
         require_rows(home)
-        assert hosts.refusals == 0
+        assert not hosts.refusals
         until(lambda: not home.being_recovered)
 
 

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from recpoint.embeddings.home import TableRows
 from recpoint.embeddings.home_in_memory import MemoryHome
-from recpoint.embeddings.parity.differences import Inbox
+from recpoint.embeddings.parity.differences import Inbox, Outbox, Writes
 from recpoint.embeddings.parity.member import StripeMember
 from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent
 from recpoint.embeddings.parity.stripes import Parity, stripes_of
+from recpoint.embeddings.remote.peer_wire import differences_request
+from recpoint.testing.homes import ids_of
 
 T = TypeVar("T")
 
@@ -95,6 +97,21 @@ def message(number: int, incarnation: int = 1, settled: int = 0) -> Sent:
 def difference() -> Differences:
     rows = torch.ones(1, RECORD_BYTES + 1, dtype=torch.uint8)
     return Differences(table=TABLE, generation=0, slots=torch.tensor([0]), rows=rows)
+
+
+def test_what_a_call_says_of_its_messages_is_bounded() -> None:
+    outbox, writes = Outbox(7), Writes()
+    for number in range(1, 257):
+        shares = {receiver: (1 << 62, number) for receiver in range(250)}
+        sent = Sent(
+            source=0, incarnation=1, number=number, write=writes.begin(shares), shares=shares
+        )
+        rows = torch.zeros(1, 9, dtype=torch.uint8)
+        outbox.add(sent, Differences(table="t" * 9, generation=0, slots=ids_of([0]), rows=rows))
+    messages = outbox.oldest(writes)
+    assert [sent.number for sent, _ in messages] == list(range(1, len(messages) + 1))
+    text = differences_request(messages, 1)[1 + len(messages)]
+    assert len(messages) > 1 and 0 < len(text) < 1 << 20
 
 
 def test_small_messages_do_not_fill_memory() -> None:

@@ -14,7 +14,7 @@ from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.server import EmbeddingServer
 from recpoint.embeddings.remote.transport import Transport
-from recpoint.errors import ServerLost
+from recpoint.errors import HomeError, ServerLost
 from recpoint.testing.homes import HomeSuite, fetched, ids_of, records_of
 from tests.simulated_network import PassedOn
 
@@ -209,6 +209,25 @@ def test_a_freeze_that_failed_keeps_no_rows() -> None:
         home.freeze("t", range(10)).release()
         assert [len(server._tables["t"].frozen) for server in servers] == [0, 0]
         home.clear("t")
+
+
+def test_rows_that_cannot_be_released_do_not_stop_a_clear() -> None:
+    """As when the transport to a lost server was closed meanwhile."""
+
+    class Refuses(PassedOn):
+        def deliver(self, name: str, call: Callable[[], T]) -> T:
+            if name == "release":
+                raise HomeError("s", found="a call after close()", expected="no", next_step="none")
+            return super().deliver(name, call)
+
+    servers, passed_on = two_servers()
+    with ServedHome([Refuses(servers[0]), passed_on[1]]) as home:
+        home.add_table("t", rows=10, record_bytes=8)
+        home.write_back("t", ids_of(range(10)), records_of(range(10), 8), batch=0)
+        home.freeze("t", range(10)).release()
+        assert [len(server._tables["t"].frozen) for server in servers] == [1, 0]
+        home.clear("t")
+        assert [len(server._tables["t"].frozen) for server in servers] == [0, 0]
 
 
 def test_a_home_needs_servers() -> None:
