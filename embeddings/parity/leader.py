@@ -193,7 +193,7 @@ class Leader:
         except (HomeError, OutOfStep) as error:
             # Another server is lost meanwhile, or no successor starts.
             self._tell(str(error), "embedding servers: a recovery begins again: %s", error)
-        except Exception as error:  # noqa: BLE001  # as of a cluster that is away for a moment
+        except Exception as error:  # noqa: BLE001  # Ray has errors of its own; none may end training
             what = f"{type(error).__name__}: {error}"
             self._tell(what, "embedding servers: a recovery begins again: %s", what)
 

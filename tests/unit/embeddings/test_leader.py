@@ -28,6 +28,7 @@ from recpoint.embeddings.remote.transport import Greeting, Transport
 from recpoint.errors import HomeError, ServerLost
 from recpoint.testing.homes import fetched, ids_of, records_of
 from tests.polling import until
+from tests.simulated_network import PassedOn
 
 TOKEN = b"of this test"
 RECORD_BYTES = 20
@@ -313,16 +314,16 @@ def test_a_report_about_many_writes_comes_in_parts_that_fit() -> None:
     server.member(incarnation).receive([(alone, given)])
     sizes: list[int] = []
 
-    class Measured(Link):
+    class Measured(PassedOn):
         def command(
             self, name: str, arguments: Mapping[str, Any], *, incarnation: int
         ) -> Mapping[str, Any]:
-            said = server.command(name, arguments, incarnation=incarnation)
+            said = super().command(name, arguments, incarnation=incarnation)
             sizes.extend([len(str(arguments)), len(str(said))])
             return said
 
-    link = Measured(server)
-    link.transport, link.incarnation = link, incarnation  # type: ignore[assignment]  # measures
+    link = Link(Measured(server))
+    link.incarnation = incarnation
     servers = Servers(
         links=[link],
         tables={},
