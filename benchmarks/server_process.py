@@ -111,6 +111,9 @@ class _LatePeer(Peer):
     ) -> Members:
         return self._wait().parity_rows(table, slots, at, is_condensed=is_condensed)
 
+    def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
+        return self._wait().decoded(table, lost, slots)
+
     def close(self) -> None:
         self._to.close()
 

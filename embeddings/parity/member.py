@@ -25,7 +25,15 @@ from torch import Tensor
 from recpoint.embeddings.home import FrozenRows, Home, TableRows
 from recpoint.embeddings.parity.differences import Inbox, Outbox, Unsettled, Writes
 from recpoint.embeddings.parity.frozen_while_lost import FrozenWhileLost
-from recpoint.embeddings.parity.peers import Differences, Members, Moment, OutOfStep, Peer, Sent
+from recpoint.embeddings.parity.peers import (
+    Differences,
+    HasMembers,
+    Members,
+    Moment,
+    OutOfStep,
+    Peer,
+    Sent,
+)
 from recpoint.embeddings.parity.stripe_check import (
     CONDENSED_BYTES,
     Verdict,
@@ -565,36 +573,70 @@ class StripeMember:
             table.set_known(slots)
 
     def _decoded(self, table: _Table, slots: Tensor) -> Tensor:
-        """Return lost rows of this server, coded, from the others' rows and parity rows."""
-        if len(self._living()) < table.stripes.servers - 1:
+        """Return lost rows of this server, coded.
+
+        The server with the first parity row of a stripe decodes its lost row. So each server
+        receives a share of the rows that are needed, and this one only those that it has lost.
+        """
+        stripes, _ = table.stripes.members_at(self._number, slots)
+        decodes, _ = table.stripes.parity_in(stripes, 0)
+        chosen_of, calls = [], []
+        left = torch.ones_like(slots, dtype=torch.bool)
+        for one, peer in self._living():
+            chosen = (decodes == one).nonzero().view(-1)
+            if len(chosen):
+                chosen_of.append(chosen)
+                calls.append(partial(peer.decoded, table.name, self._number, slots[chosen]))
+                left[chosen] = False
+        if bool(left.any()):  # their first parity rows are lost
+            chosen_of.append(left.nonzero().view(-1))
+            calls.append(partial(self.decoded, table.name, self._number, slots[left]))
+        out = torch.empty(len(slots), table.coded_bytes, dtype=torch.uint8, device="cpu")
+        for chosen, found in zip(chosen_of, self._together(calls), strict=True):
+            row_gather.scatter(found.rows, chosen, out)
+        return out
+
+    def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
+        """Compute rows that a server has lost; see `Peer.decoded`."""
+        here = self._table(table)
+        form = here.stripes
+        if len(self._living()) < form.servers - 1:
             # Messages of a lost server may be taken back at some servers, and not yet at others.
             raise OutOfStep("a server that was lost has no successor yet")
-        stripes, own = table.stripes.members_at(self._number, slots)
-        gathered = self._gathered(table, stripes, recover=False)
+        if not 0 <= lost < form.servers:
+            raise ValueError(f"server {lost}, expected one of {form.servers}")
+        _require_slots(slots, len(form.slots_of(lost, range(form.rows))))
+        stripes, own = form.members_at(lost, slots)
+        gathered = self._gathered(here, stripes, recover=False, without=lost)
+        for number in range(form.parity):
+            if number == 0 or bool((torch.stack(gathered.is_known).sum(0) < form.data).any()):
+                self._gather_parity(here, stripes, number, gathered, without=lost)
+        if len(gathered.generations) > 1:
+            raise OutOfStep(f"table {table!r:.100} is being cleared")
+        with self._lock:
+            moment = self._moment()
+        return Members(
+            is_known=torch.ones(len(slots), dtype=torch.bool, device="cpu"),
+            rows=self._decode(here, gathered, own, lost),
+            moment=moment,
+            generation=here.generation,
+        )
+
+    def _decode(self, table: _Table, gathered: _Gathered, own: Tensor, lost: int) -> Tensor:
+        """Return the rows at positions `own` of stripes, int64 [n], from the others' members."""
         data = table.stripes.data
         rows, is_known = gathered.rows, gathered.is_known
-        for number in range(table.stripes.parity):
-            self._gather_parity(table, stripes, number, gathered)
-        out = torch.empty(len(slots), table.coded_bytes, dtype=torch.uint8, device="cpu")
+        out = torch.empty(len(own), table.coded_bytes, dtype=torch.uint8, device="cpu")
         # Stripes that have lost the same members are decoded together.
         for first, chosen in _groups([own, *is_known]):
             known = [member for member, flags in enumerate(is_known) if flags[first]]
             if len(known) < data:
-                self._refuse_too_few(table)
+                _refuse_too_few(table, lost)
             survivors = {member: _chosen_rows(rows[member], chosen) for member in known}
             position = int(own[first])
             decoded = erasure.decode(survivors, data, [position])[position]
             row_gather.scatter(decoded, chosen, out)
         return out
-
-    def _refuse_too_few(self, table: _Table) -> None:
-        raise ServerLost(
-            f"rows of table {table.name!r} on embedding server {self._number + 1}",
-            found=f"more lost members of a stripe than the {table.stripes.parity} that parity "
-            "makes up for",
-            expected="that the lost servers are recovered before more are lost",
-            next_step="restore the last checkpoint",
-        )
 
     def _recover_parity(self, table: _Table, slots: Tensor) -> None:
         """Compute parity rows that are lost. One thread at a time does this."""
@@ -618,9 +660,23 @@ class StripeMember:
             table.set_parity_known(slots)
 
     def _gathered(
-        self, table: _Table, stripes: Tensor, *, recover: bool, is_condensed: bool = False
+        self,
+        table: _Table,
+        stripes: Tensor,
+        *,
+        recover: bool,
+        is_condensed: bool = False,
+        without: int = -1,
     ) -> _Gathered:
-        """Return the rows of stripes that other servers have; parity rows are not known yet."""
+        """Return the rows of stripes; parity rows are not known yet.
+
+        Args:
+            table: the table.
+            stripes: int64 [n], ascending.
+            recover: as for `Peer.rows`.
+            is_condensed: as for `Peer.rows`.
+            without: number of a server that is not asked: it has lost its rows.
+        """
         form, n = table.stripes, len(stripes)
         row_bytes = CONDENSED_BYTES if is_condensed else table.coded_bytes
         rows = [
@@ -639,7 +695,7 @@ class StripeMember:
         moments: dict[int, Moment] = {}
         generations: set[int] = set()
         asked, calls = [], []
-        for number, peer in self._living():
+        for number, peer in self._sources(without):
             # A server has at most one row of a stripe, so its slots ascend with the stripes.
             stripe, position = ((servers == number) & (slots >= 0)).t().nonzero(as_tuple=True)
             if len(stripe):
@@ -657,14 +713,20 @@ class StripeMember:
         return _Gathered(rows, is_known, moments, generations)
 
     def _gather_parity(
-        self, table: _Table, stripes: Tensor, number: int, gathered: _Gathered
+        self,
+        table: _Table,
+        stripes: Tensor,
+        number: int,
+        gathered: _Gathered,
+        *,
+        without: int = -1,
     ) -> None:
-        """Add a parity row of each stripe that another server has, as of the rows' moments."""
+        """Add a parity row of each stripe, as of the rows' moments; see `_gathered`."""
         member = table.stripes.data + number
         rows = gathered.rows[member]
         server, place = table.stripes.parity_in(stripes, number)
         calls, chosen_of = [], []
-        for one, peer in self._living():
+        for one, peer in self._sources(without):
             chosen = (server == one).nonzero().view(-1)
             if not len(chosen):
                 continue
@@ -680,6 +742,12 @@ class StripeMember:
     def _living(self) -> list[tuple[int, Peer]]:
         with self._lock:
             return sorted(self._peers.items())
+
+    def _sources(self, without: int) -> list[tuple[int, HasMembers]]:
+        """All servers that live, this one included, by number."""
+        sources: dict[int, HasMembers] = {self._number: self, **dict(self._living())}
+        sources.pop(without, None)
+        return sorted(sources.items(), key=lambda one: one[0])
 
     # Checks.
 
@@ -711,12 +779,9 @@ class StripeMember:
             raise ValueError("slots: of a second parity row, expected those of a first one")
         data = table.stripes.data
         gathered = self._gathered(table, stripes, recover=False, is_condensed=True)
-        for number in range(1, table.stripes.parity):
+        for number in range(table.stripes.parity):
             self._gather_parity(table, stripes, number, gathered)
-        own = self.parity_rows(table.name, slots, gathered.seen_by(self._number), is_condensed=True)
-        gathered.rows[data].copy_(own.rows)
-        gathered.is_known[data].copy_(own.is_known)
-        if gathered.generations - {own.generation}:
+        if len(gathered.generations) > 1:
             raise OutOfStep(f"table {table.name!r:.100} is being cleared")
         are_all_known = torch.stack(gathered.is_known).all(0)
         out[are_all_known] = verdicts(gathered.rows, data)[are_all_known]
@@ -831,6 +896,16 @@ def _require_slots(slots: Tensor, count: int) -> None:
         0 <= int(slots[0]) and int(slots[-1]) < count and bool((slots[1:] > slots[:-1]).all())
     ):
         raise ValueError(f"slots: not ascending, or one outside 0 … {count - 1}")
+
+
+def _refuse_too_few(table: _Table, lost: int) -> None:
+    raise ServerLost(
+        f"rows of table {table.name!r} on embedding server {lost + 1}",
+        found=f"more lost members of a stripe than the {table.stripes.parity} that parity "
+        "makes up for",
+        expected="that the lost servers are recovered before more are lost",
+        next_step="restore the last checkpoint",
+    )
 
 
 def _first_false(flags: Tensor | None, start: int, most: int) -> tuple[Tensor, int]:

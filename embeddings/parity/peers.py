@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["Differences", "Members", "Moment", "OutOfStep", "Peer", "Sent"]
+__all__ = ["Differences", "HasMembers", "Members", "Moment", "OutOfStep", "Peer", "Sent"]
 
 #: A moment in the life of a server: its incarnation, and for each receiver the number of the last
 #: message that it had sent there.
@@ -76,21 +76,8 @@ class Members:
     generation: int
 
 
-class Peer(Protocol):
-    """Calls another server. Every call may fail, and be made again as it was.
-
-    Raises:
-        ServerLost: the server does not answer.
-        OutOfStep: the server does not know the caller's incarnation (yet), or no longer keeps the
-            messages since the moment that is asked for.
-    """
-
-    def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
-        """Have differences applied to parity rows, once, however often they are sent.
-
-        Args:
-            messages: in the order of their numbers. If the call fails, some may have arrived.
-        """
+class HasMembers(Protocol):
+    """Has rows and parity rows: a server of this process, or another one. See `Peer`."""
 
     def rows(
         self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
@@ -119,6 +106,32 @@ class Peer(Protocol):
             slots: parity slots, int64 [n], ascending.
             at: source -> its incarnation, and the number of its last message that counts.
             is_condensed: whether `stripe_check.condensed` of the rows is wanted.
+        """
+
+
+class Peer(HasMembers, Protocol):
+    """Calls another server. Every call may fail, and be made again as it was.
+
+    Raises:
+        ServerLost: the server does not answer.
+        OutOfStep: the server does not know the caller's incarnation (yet), or no longer keeps the
+            messages since the moment that is asked for.
+    """
+
+    def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
+        """Have differences applied to parity rows, once, however often they are sent.
+
+        Args:
+            messages: in the order of their numbers. If the call fails, some may have arrived.
+        """
+
+    def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
+        """Compute rows that another server has lost, from all servers' rows and parity rows.
+
+        Args:
+            table: name of the table.
+            lost: number of that server. Its rows do not change before it has the answer.
+            slots: of its rows, int64 [n], ascending.
         """
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from recpoint.embeddings.parity.peers import Differences, Members, Moment, Sent
 from recpoint.embeddings.remote.wire import (
+    DECODED,
     DIFFERENCES,
     ROWS,
     Answer,
@@ -85,7 +86,7 @@ def members_request(
     """Return what to send to a server of this incarnation.
 
     Args:
-        kind: ROWS or PARITY_ROWS.
+        kind: ROWS, PARITY_ROWS or DECODED.
         note: what the request says.
         slots: int64 [n].
         row_bytes: of the rows in the answer.
@@ -140,7 +141,9 @@ def answer_peer(
         raise Malformed("rows of several tables")
     ((slots, _),) = rows
     is_condensed = note.get("condensed") is True
-    if request.kind == ROWS:
+    if request.kind == DECODED:
+        found = member.decoded(table, _number(note.get("lost")), slots.clone())
+    elif request.kind == ROWS:
         recover = note.get("recover") is True
         found = member.rows(table, slots.clone(), recover=recover, is_condensed=is_condensed)
     else:

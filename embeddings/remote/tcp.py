@@ -27,6 +27,7 @@ from recpoint.embeddings.remote.transport import Greeting, Transport, Value
 from recpoint.embeddings.remote.wire import (
     CHECK,
     COMMAND,
+    DECODED,
     DIFFERENCES,
     FETCH,
     FETCH_FROZEN,
@@ -525,7 +526,7 @@ class _Answering:
                 raise Malformed("a command without name or arguments")
             answer = self._server.command(name, arguments, incarnation=request.incarnation)
             return Answer(text=text_of(answer)).pieces
-        if request.kind in (DIFFERENCES, ROWS, PARITY_ROWS):
+        if request.kind in (DIFFERENCES, ROWS, PARITY_ROWS, DECODED):
             return answer_peer(self._server, request, rows)
         of_tables = _of_tables(request, rows)
         if request.kind == CHECK:

@@ -18,7 +18,7 @@ from recpoint.embeddings.remote.peer_wire import (
 )
 from recpoint.embeddings.remote.protection import Reach
 from recpoint.embeddings.remote.tcp import TcpTransport, received
-from recpoint.embeddings.remote.wire import PARITY_ROWS, ROWS, Stream
+from recpoint.embeddings.remote.wire import DECODED, PARITY_ROWS, ROWS, Stream
 from recpoint.errors import HomeError
 
 __all__ = ["TcpPeer", "reach_with"]
@@ -88,6 +88,11 @@ class TcpPeer(Peer):
         row_bytes = CONDENSED_BYTES if is_condensed else self._row_bytes[table]
         note = parity_rows_note(table, at, is_condensed=is_condensed)
         return self._members(PARITY_ROWS, note, slots, row_bytes)
+
+    def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
+        """See `Peer`."""
+        note = {"table": table, "lost": lost}
+        return self._members(DECODED, note, slots, self._row_bytes[table])
 
     def _members(
         self, kind: int, note: Mapping[str, object], slots: Tensor, row_bytes: int

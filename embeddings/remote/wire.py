@@ -41,6 +41,7 @@ from recpoint.errors import HomeError, RecpointError, ServerLost
 __all__ = [
     "CHECK",
     "COMMAND",
+    "DECODED",
     "DIFFERENCES",
     "FETCH",
     "FETCH_FROZEN",
@@ -71,7 +72,8 @@ WRITE: Final = 5
 DIFFERENCES: Final = 6
 ROWS: Final = 7
 PARITY_ROWS: Final = 8
-CHECK: Final = 9
+DECODED: Final = 9
+CHECK: Final = 10
 
 #: Parts of one request.
 MOST_PARTS: Final = 128

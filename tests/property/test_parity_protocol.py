@@ -116,6 +116,11 @@ class Line(Peer):
             lambda: self._target.protects.parity_rows(table, slots, at, is_condensed=is_condensed)
         )
 
+    def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
+        if self._network.is_busy(self._target.number):
+            raise _lost(self._target)
+        return self._call(lambda: self._target.protects.decoded(table, lost, slots))
+
     def close(self) -> None:
         """Nothing is open."""
 

@@ -103,6 +103,10 @@ class Disturbed(Peer):
     ) -> Members:
         return self._peer.parity_rows(table, slots, at, is_condensed=is_condensed)
 
+    def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
+        self._disturb()
+        return self._peer.decoded(table, lost, slots)
+
     def close(self) -> None:
         self._peer.close()
 

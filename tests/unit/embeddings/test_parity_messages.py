@@ -54,6 +54,9 @@ class Kept(Peer):
     ) -> Members:
         pytest.fail("nobody asks for rows here")
 
+    def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
+        pytest.fail("nobody asks for rows here")
+
     def close(self) -> None:
         self.is_closed = True
 
