@@ -407,6 +407,14 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
             lag = Chart("Lag: what a crash would have cost")
             stall = Chart("Stall of each checkpoint")
             written = Chart("Bytes written")
+    with section("Embedding servers") as served:
+        redundancy = text("p")
+        servers = Table(
+            "As rank 0 of the training sees them; a page on another host does not know them",
+            texts.SERVER_HEADINGS,
+            long=(8,),
+            numbers=(0, 2, 3, 4, 7),
+        )
     with section("This run") as facts:
         fields = Fields(texts.FIELDS)
     with section("Newest checkpoints") as newest:
@@ -436,7 +444,7 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
             numbers=(2,),
         )
     title, version = [""], [-1]
-    for box in (charts, facts, newest, failed, planned, marked):
+    for box in (charts, served, facts, newest, failed, planned, marked):
         box.set_visibility(False)
     figures.fill({})
 
@@ -454,6 +462,7 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
         expectation.text = texts.expectation_text(shown)
         for box, content in (
             (charts, shown.checkpoints),
+            (served, shown.servers),
             (facts, True),
             (newest, shown.checkpoints),
             (failed, shown.failures),
@@ -465,6 +474,14 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
         lag.fill(*lag_chart(what))
         stall.fill(*stall_chart(what))
         written.fill(*bytes_chart(what))
+        if shown.servers is not None:
+            redundancy.text = texts.servers_text(shown.servers)
+            all_servers = shown.servers.servers
+            servers.fill(
+                []
+                if all_servers is None
+                else [texts.server_row(one, all_servers.parity) for one in all_servers.each]
+            )
         fields.fill(texts.field_texts(shown))
         checkpoints.fill(
             [texts.checkpoint_row(one) for one in shown.checkpoints[:CHECKPOINTS_SHOWN]]

@@ -48,6 +48,7 @@ NOTHING = RunOverview(
     ended=None,
     gone_ms=None,
     staged=None,
+    servers=None,
     lag=Lag(
         seconds=None,
         silent_seconds=0.0,
