@@ -400,6 +400,7 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
     state = text("p", classes="state", role="status")
     alerts = Alerts()
     expectation = text("p")
+    lost = text("p", classes="state")
     figures = Figures(texts.FIGURES)
     with section("Charts") as charts:
         _window_links(chosen)
@@ -410,10 +411,10 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
     with section("Embedding servers") as served:
         redundancy = text("p")
         servers = Table(
-            "As rank 0 of the training sees them; a page on another host does not know them",
+            "As the trainer of rank 0 sees them; pages on its host show them",
             texts.SERVER_HEADINGS,
-            long=(8,),
-            numbers=(0, 2, 3, 4, 7),
+            long=(7,),
+            numbers=(0, 2, 3, 6),
         )
     with section("This run") as facts:
         fields = Fields(texts.FIELDS)
@@ -460,6 +461,7 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
         shown = seen.overview
         figures.fill(texts.figures(shown))
         expectation.text = texts.expectation_text(shown)
+        lost.text = texts.lost_servers_text(shown)
         for box, content in (
             (charts, shown.checkpoints),
             (served, shown.servers),
@@ -475,7 +477,7 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
         stall.fill(*stall_chart(what))
         written.fill(*bytes_chart(what))
         if shown.servers is not None:
-            redundancy.text = texts.servers_text(shown.servers)
+            redundancy.text = texts.servers_text(shown)
             all_servers = shown.servers.servers
             servers.fill(
                 []

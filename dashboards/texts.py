@@ -13,7 +13,6 @@ from recpoint.catalog.overview.overview import (
     ExpiringManifest,
     Failure,
     RunOverview,
-    ServersSeen,
 )
 from recpoint.catalog.run.pins import pinned_text
 from recpoint.catalog.staging.area import BEAT_SECONDS
@@ -42,6 +41,7 @@ __all__ = [
     "failure_row",
     "field_texts",
     "figures",
+    "lost_servers_text",
     "plain",
     "plan_rows",
     "plan_text",
@@ -72,7 +72,7 @@ PLAN_HEADINGS = ("Manifest", "Becomes", "Why")
 EXPIRING_HEADINGS = ("Manifest", "Goes because", "Marked")
 FAILURE_HEADINGS = ("When (UTC)", "What", "Cause", "What to do")
 SERVER_HEADINGS = (
-    *("Server", "State", "Rows and parity rows", "Memory", "On disk", "Host", "Address", "Process"),
+    *("Server", "State", "Rows and parity rows", "Takes", "Host", "Address", "Process"),
     "Last loss (UTC)",
 )
 #: The first is the headline.
@@ -473,8 +473,11 @@ def failure_row(one: Failure) -> tuple[str, ...]:
 _SILENT_SECONDS = 3 * BEAT_SECONDS
 
 
-def servers_text(seen: ServersSeen) -> str:
-    """How the embedding servers are: whether what they have is whole, and since when."""
+def servers_text(overview: RunOverview) -> str:
+    """How embedding servers are: whether all is whole, and since when; empty: there are none."""
+    seen = overview.servers
+    if seen is None:
+        return ""
     if seen.servers is None:
         return f"What the trainer says of its servers cannot be read. {plain(seen.error)}"
     age = duration_text(seen.age_seconds)
@@ -482,22 +485,31 @@ def servers_text(seen: ServersSeen) -> str:
         return f"The trainer does not run any more. This is what it saw last, {age} ago."
     if seen.age_seconds > _SILENT_SECONDS:
         return f"The trainer has said nothing for {age}. This is what it saw last."
-    return _redundancy_text(seen.servers)
+    back = "goes back to the newest checkpoint"
+    if not overview.checkpoints:
+        back = "ends this training, which has no checkpoint yet"
+    return _redundancy_text(seen.servers, back)
 
 
-def _redundancy_text(servers: AllServers) -> str:
+def lost_servers_text(overview: RunOverview) -> str:
+    """What to know before all else: that a server is not whole; empty: all are, as far as known."""
+    seen = overview.servers
+    if seen is None or seen.servers is None or not seen.trainer_lives:
+        return ""
+    return f"Embedding servers: {servers_text(overview)}" if seen.servers.not_whole else ""
+
+
+def _redundancy_text(servers: AllServers, back: str) -> str:
+    """See `servers_text`; `back` says what a loss does that parity does not cover."""
     missing = servers.not_whole
-    names = _numbers_text(missing)
     if not servers.parity:
         if not missing:
-            return "There is no parity: the loss of a server goes back to the newest checkpoint."
+            return f"There is no parity: the loss of a server {back}."
         answer = "does not answer" if len(missing) == 1 else "do not answer"
-        return f"{names} {answer}. There is no parity: training goes back to the newest checkpoint."
+        return f"{_numbers_text(missing)} {answer}. There is no parity: that {back}."
     if servers.has_given_up:
-        return (
-            f"{names} not whole: more than parity makes up for. Training goes back to the newest "
-            "checkpoint."
-        )
+        names = _numbers_text(missing)
+        return f"{names}: more lost at a time than parity makes up for. That {back}."
     left = servers.parity - len(missing)
     if not missing:
         any_of = "Any one server" if left == 1 else f"Any {left} servers"
@@ -505,7 +517,7 @@ def _redundancy_text(servers: AllServers) -> str:
     states = " ".join(_missing_text(one) for one in missing)
     if left > 0:
         return f"{states} One more server may be lost meanwhile."
-    return f"{states} Losing another one now goes back to the newest checkpoint."
+    return f"{states} Losing another one now {back}."
 
 
 def _missing_text(server: ServerFacts) -> str:
@@ -544,6 +556,7 @@ def server_row(one: ServerFacts, parity: int) -> tuple[str, ...]:
     elif one.state == "recovering":
         state = f"being rebuilt: {_known_percent(one)} %"
         rows = f"{one.known_rows:,} of {one.rows:,}"
+    disk = f", {bytes_text(one.disk_bytes)} on disk" if one.disk_bytes else ""
     loss = NONE
     if one.lost_ms is not None:
         back = "" if one.whole_ms is None else f", whole again {time_text(one.whole_ms)[11:]}"
@@ -552,8 +565,7 @@ def server_row(one: ServerFacts, parity: int) -> tuple[str, ...]:
         str(one.number),
         state,
         rows,
-        NONE if one.memory_bytes is None else bytes_text(one.memory_bytes),
-        bytes_text(one.disk_bytes) if one.disk_bytes else NONE,
+        NONE if one.memory_bytes is None else bytes_text(one.memory_bytes) + disk,
         plain(one.host) or NONE,
         plain(one.address) or NONE,
         str(one.pid) if one.pid else NONE,

@@ -8,11 +8,9 @@ from pydantic import FailFast, Field, model_validator
 
 from recpoint.format.records import Generation, Milliseconds, Part, Record
 
-__all__ = ["MAX_SERVERS_BYTES", "ServerFacts", "ServerState", "AllServers", "ServersRecord"]
+__all__ = ["ServerFacts", "ServerState", "AllServers", "ServersRecord"]
 
 MAX_SERVERS = 4_096
-#: Bound of a record: each server takes at most 255 + 300 characters of 6 bytes, and its numbers.
-MAX_SERVERS_BYTES = MAX_SERVERS * 4_096
 
 #: up: it has all rows that belong there, as far as the trainer knows. lost: it does not answer, and
 #: no process in its place answers trainers yet. recovering: such a process answers, and computes

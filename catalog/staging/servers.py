@@ -13,8 +13,8 @@ from recpoint.catalog.staging import owned
 from recpoint.catalog.staging.area import run_directory
 from recpoint.catalog.store import durable
 from recpoint.errors import ForeignObject
-from recpoint.format.records import pack_record, unpack_record
-from recpoint.format.servers import MAX_SERVERS_BYTES, ServersRecord
+from recpoint.format.records import MAX_RECORD_BYTES, pack_record, unpack_record
+from recpoint.format.servers import ServersRecord
 
 __all__ = ["read_servers", "servers_path", "write_servers"]
 
@@ -49,8 +49,8 @@ def read_servers(run_dir: Path) -> ServersRecord | None:
     """
     path = servers_path(run_dir)
     try:
-        # With one byte more than the bound, a larger file is no JSON, whatever its size.
-        data = owned.read(run_dir.parent, path, MAX_SERVERS_BYTES + 1)
+        # With one byte more than the bound the parser refuses a larger file, whatever its size.
+        data = owned.read(run_dir.parent, path, MAX_RECORD_BYTES + 1)
     except FileNotFoundError:
         return None
     record = unpack_record(ServersRecord, data, name=str(path), next_step=_NEXT_STEP)

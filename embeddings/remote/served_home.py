@@ -443,7 +443,7 @@ class ServedTable:
         self.form = form
         self.placement = placement
         self.rows_at = tuple(
-            placement.slots(one)
+            len(placement.slots_of(one, range(form.rows)))
             + (placement.parity_slots(one) if isinstance(placement, Stripes) else 0)
             for one in range(servers)
         )
