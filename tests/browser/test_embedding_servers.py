@@ -124,7 +124,6 @@ def test_a_server_is_killed_and_rebuilt(
         successor = until(lambda: recovering(staging))
         os.kill(successor, signal.SIGSTOP)  # so that a fast machine shows it, too
         says(page, r"^Server 2 is being rebuilt: \d+ %\. Losing another one now ends this training")
-        page.screenshot(path="/tmp/pg/shots/rebuilt.png", full_page=True)
         rebuilt = rows(page)[1]
         assert re.fullmatch(r"being rebuilt: \d+ %", rebuilt[1]), rebuilt
         assert re.fullmatch(r"[\d,]+ of 1,200,000", rebuilt[2]), rebuilt
@@ -133,11 +132,9 @@ def test_a_server_is_killed_and_rebuilt(
         says(page, r"Server 2 was lost, and is whole again since [\d: -]+ UTC, after \d")
         assert [row[1] for row in rows(page)] == ["whole"] * 3
         assert rows(page)[1][6] == str(successor)
-        page.screenshot(path="/tmp/pg/shots/again.png", full_page=True)
 
         trainer.kill()
         says(page, r"^The trainer does not run any more\. This is what it saw last, .* ago\.$")
-        page.screenshot(path="/tmp/pg/shots/gone.png", full_page=True)
 
 
 def assert_readable(page: Page) -> None:

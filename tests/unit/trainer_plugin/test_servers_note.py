@@ -103,7 +103,7 @@ def test_what_it_says_is_what_a_page_sees(place: Place, running: list[EmbeddingS
     with ServedHome(running) as home:
         trained = Trained(home, place)
         with trained.begun():
-            trained.train(4)
+            trained.train(20)  # so many that both tables have rows in the home
             servers = until(lambda: with_sizes(place))
             assert [(one.state, one.known_rows) for one in servers.each] == [
                 ("up", one.rows) for one in servers.each
