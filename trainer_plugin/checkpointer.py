@@ -341,6 +341,7 @@ class Checkpointer:
         assert self._pipeline is not None  # training is running
         self._pipeline.close()
         self._pipeline = self._pace = None
+        self._end_servers_note()
         self._untrack()
         self._cutter.unmarked.forget()
         self._area.close()
@@ -417,6 +418,11 @@ class Checkpointer:
                 is_stalled=lambda: self._is_busy,
             )
             self._servers_note.start()
+
+    def _end_servers_note(self) -> None:
+        if self._servers_note is not None:
+            self._servers_note.end()
+            self._servers_note = None
 
     def _reader_ahead(self) -> Lookahead | None:
         """Return the reader if rows are copied before a cut: not those of a cache.
@@ -726,14 +732,12 @@ class Checkpointer:
             self._loop.end()
             if pipeline is not None:
                 pipeline.close()
+            self._end_servers_note()
             self._untrack()
             self._area.close()
             self._ranks.close()
 
     def _untrack(self) -> None:
-        if self._servers_note is not None:
-            self._servers_note.end()
-            self._servers_note = None
         self._watch.remove()
         for source in self._sources:
             source.untrack()
