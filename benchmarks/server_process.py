@@ -96,11 +96,20 @@ class _LatePeer(Peer):
     def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
         self._wait().differences(messages)
 
-    def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
-        return self._wait().rows(table, slots, recover=recover)
+    def rows(
+        self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
+    ) -> Members:
+        return self._wait().rows(table, slots, recover=recover, is_condensed=is_condensed)
 
-    def parity_rows(self, table: str, slots: Tensor, at: Mapping[int, tuple[int, int]]) -> Members:
-        return self._wait().parity_rows(table, slots, at)
+    def parity_rows(
+        self,
+        table: str,
+        slots: Tensor,
+        at: Mapping[int, tuple[int, int]],
+        *,
+        is_condensed: bool = False,
+    ) -> Members:
+        return self._wait().parity_rows(table, slots, at, is_condensed=is_condensed)
 
     def close(self) -> None:
         self._to.close()

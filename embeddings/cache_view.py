@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.home import FrozenRows
+from recpoint.embeddings.home import Checked, FrozenRows
 from recpoint.embeddings.slots import RecordLayout, TableSlots
 
 __all__ = ["CacheView", "SavesRows", "TableView"]
@@ -73,6 +73,7 @@ class TableView:
         self._pieces: list[tuple[Tensor, tuple[Tensor, ...]]] = []
         self._wanted: list[_Wanted] = []
         self.frozen: FrozenRows | None = None
+        self.checked = Checked()
 
     def freeze(self, frozen: FrozenRows | None) -> None:
         """Take the frozen home; None: the home does not know the table yet.
@@ -143,6 +144,8 @@ class TableView:
                 ids.numel(), self._layout.size_bytes, dtype=torch.uint8, device="cpu"
             )
             there = self.frozen.fetch(ids, records)
+            checked = self.frozen.check(ids)
+            self.checked = Checked(*map(sum, zip(self.checked, checked, strict=True)))
             for field, out in zip(self._layout.fields, one.outs, strict=False):
                 out[places[there]] = self._layout.array(records[there], field)
         if bool(there.all()):
@@ -221,11 +224,17 @@ class CacheView:
         for table in self._tables.values():
             table.copy_saved()
 
+    @property
+    def checked(self) -> Checked:
+        """The stripes of the rows that were read from the home."""
+        of_tables = [table.checked for table in self._tables.values()]
+        return Checked(*map(sum, zip(*of_tables, strict=True)))
+
     def finish(self) -> None:
         """Wait for these rows, read all others from the home, and release the view.
 
         Raises:
-            HomeError: the home has failed.
+            HomeError: the home has failed, or has rows that do not fit their parity.
         """
         try:
             if self._copied is not None:

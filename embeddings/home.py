@@ -17,7 +17,7 @@ from torch import Tensor
 from recpoint.errors import HomeError
 from recpoint.format.servers import AllServers
 
-__all__ = ["FrozenRows", "Home", "TableRows"]
+__all__ = ["Checked", "FrozenRows", "Home", "TableRows"]
 
 
 class TableRows(NamedTuple):
@@ -35,6 +35,18 @@ class TableRows(NamedTuple):
     records: Tensor
 
 
+class Checked(NamedTuple):
+    """How many stripes of rows and parity rows were compared.
+
+    Attributes:
+        stripes: those whose members fit each other.
+        unknown: those that could not be compared, because a server is being recovered.
+    """
+
+    stripes: int = 0
+    unknown: int = 0
+
+
 class FrozenRows(ABC):
     """Reads rows of a table as they were when `Home.freeze` was called.
 
@@ -49,6 +61,20 @@ class FrozenRows(ABC):
             HomeError: the rows were released, or as `Home.fetch`.
             ValueError: as `Home.fetch`; also for an id outside the frozen rows.
         """
+
+    def check(self, ids: Tensor) -> Checked:
+        """Compare rows with what else the home knows of them, which is nothing without parity.
+
+        It compares what the home has now. A row that did not fit when it was frozen does not fit
+        now, either, even if it was written since.
+
+        Args:
+            ids: as for `fetch`.
+
+        Raises:
+            HomeError: rows do not fit their parity. The error names the first stripe.
+        """
+        return Checked()
 
     @abstractmethod
     def release(self) -> None:

@@ -22,6 +22,7 @@ from recpoint.flows.parameters import NO_RESULTS, GenerationNumber, RunUrl, Step
 from recpoint.format.naming import ManifestName, ValidationLevel
 from recpoint.tasks.reports import CheckpointEvent, artifact_key, emit
 from recpoint.tasks.validate import evaluate, validate_checkpoint
+from recpoint.units import stripes_text
 
 __all__ = ["validate"]
 
@@ -139,6 +140,11 @@ async def _show(
         "bytes read": found.bytes_read,
         "rows compared": found.rows_compared,
         "largest error, of what is allowed": round(min(found.worst, 1e300), 4),
+        **(
+            {}
+            if found.stripes is None
+            else {"stripes": stripes_text(found.stripes.fits, found.stripes.unknown)}
+        ),
         **metrics,
     }
     rows += [{"": "figure", "what": what, "found": value} for what, value in figures.items()]

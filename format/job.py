@@ -13,6 +13,7 @@ from recpoint.format.manifest import (
     MAX_CHAIN_LENGTH,
     CacheUse,
     ChainLength,
+    CheckedStripes,
     ChosenMethod,
     CopiedAhead,
     Kind,
@@ -138,6 +139,7 @@ class Job(Record):
     stall_us: _Bytes
     copied_ahead: Annotated[CopiedAhead | None, Field(exclude_if=is_absent)] = None
     cache: Annotated[CacheUse | None, Field(exclude_if=is_absent)] = None
+    stripes: Annotated[CheckedStripes | None, Field(exclude_if=is_absent)] = None
     full_bytes: _Bytes
     quantized_by: Annotated[str, Field(max_length=255)]  # implementation; "": no codes are staged
     interval_batches: _Bytes  # batches since the previous checkpoint, to show the agent's lag

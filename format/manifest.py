@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import FailFast, Field, model_validator
@@ -27,6 +27,7 @@ __all__ = [
     "ChunkEntry",
     "Columns",
     "CacheUse",
+    "CheckedStripes",
     "CopiedAhead",
     "Dtype",
     "Kind",
@@ -320,6 +321,30 @@ class CacheUse(Part):
     window: _Count
 
 
+class CheckedStripes(Part):
+    """What a trainer found when it compared rows of embedding servers with their parity.
+
+    It compared the stripes of the rows that the checkpoint took from the servers, after its cut.
+    One stripe that did not fit would have ended the checkpoint.
+
+    Attributes:
+        fits: comparisons of a stripe, all of whose members fit each other.
+        unknown: stripes with members on a server that was being recovered.
+    """
+
+    fits: _Count
+    unknown: _Count
+
+    @classmethod
+    def joined(cls, found: Iterable[Self | None]) -> Self | None:
+        """Return the sums of what several ranks, or several checkpoints, found."""
+        there = [one for one in found if one is not None]
+        if not there:
+            return None
+        fits, unknown = sum(one.fits for one in there), sum(one.unknown for one in there)
+        return cls(fits=fits, unknown=unknown)
+
+
 def check_copied_ahead(copied: CopiedAhead | None, ranks: int) -> None:
     """Checks that no row was copied ahead if several ranks took part: their parts cannot say so.
 
@@ -387,6 +412,7 @@ class Manifest(StoredRecord):
     stall_us: _Count
     copied_ahead: Annotated[CopiedAhead | None, Field(exclude_if=is_absent)] = None
     cache: Annotated[CacheUse | None, Field(exclude_if=is_absent)] = None
+    stripes: Annotated[CheckedStripes | None, Field(exclude_if=is_absent)] = None
     dirty_rows: _Count
     full_bytes: _Count
     history: History

@@ -16,6 +16,7 @@ from recpoint.format.manifest import (
     MAX_CHUNKS,
     MAX_TABLE_ROWS,
     ChainLength,
+    CheckedStripes,
     ChunkEntry,
     Kind,
     Quantizer,
@@ -26,6 +27,7 @@ from recpoint.format.manifest import (
     check_links,
     check_quantizers,
     check_tables,
+    is_absent,
 )
 from recpoint.format.records import (
     CheckpointRef,
@@ -90,6 +92,7 @@ class RankPart(StoredRecord):
     staged_ms: Milliseconds
     written_ms: Milliseconds
     stall_us: _Count
+    stripes: Annotated[CheckedStripes | None, Field(exclude_if=is_absent)] = None
     dirty_rows: _Count
     full_bytes: _Count
     history: History

@@ -61,6 +61,12 @@ class PassedOn(Transport):
             ),
         )
 
+    def check(self, table: str, slots: Tensor, *, incarnation: int) -> Tensor:
+        late = slots.clone()
+        return self.deliver(
+            "check", lambda: self.server.check(table, late, incarnation=incarnation)
+        )
+
     def _copied(self, rows: Sequence[TableRows]) -> list[TableRows]:
         size = sum(one.ids.nbytes + one.records.nbytes for one in rows)
         self.most_bytes = max(self.most_bytes, size)

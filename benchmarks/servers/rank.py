@@ -351,6 +351,9 @@ class _Late(Transport):
     ) -> None:
         self._wait().write_back(changed, incarnation=incarnation, trainer=trainer, batch=batch)
 
+    def check(self, table: str, slots: Tensor, *, incarnation: int) -> Tensor:
+        return self._wait().check(table, slots, incarnation=incarnation)
+
     def close(self) -> None:
         self._to.close()
 

@@ -25,7 +25,7 @@ from recpoint.errors import (
     SettingsError,
     UnsupportedVersion,
 )
-from recpoint.format.manifest import ChunkEntry, Manifest
+from recpoint.format.manifest import CheckedStripes, ChunkEntry, Manifest
 from recpoint.format.naming import ManifestName, ValidationLevel, ValidationName, ValidationResult
 from recpoint.format.record_kinds import VALIDATION
 from recpoint.format.records import CheckpointRef
@@ -123,6 +123,11 @@ class ChainValidation:
     def links_read(self) -> int:
         """Number of manifests whose chunks were read."""
         return len(self._links) if self.chunks_read else 0
+
+    @property
+    def stripes(self) -> CheckedStripes | None:
+        """What its trainer found when it compared stripes, over the whole chain."""
+        return CheckedStripes.joined(link.stripes for link in self._chain.manifests)
 
     @property
     def passed(self) -> bool:
@@ -353,6 +358,8 @@ class Validation:
         rows_compared: number of sampled rows compared.
         worst: largest difference between an exact and a decoded value, divided by its bound.
         digests: digests of all rows of each restored table, if the whole chain was read and passed.
+        stripes: stripes of embedding servers that the trainer compared with their parity when it
+            took this checkpoint and those that it stands on; None: there was no parity.
         started_ms, finished_ms: times in milliseconds since the epoch.
     """
 
@@ -367,6 +374,7 @@ class Validation:
     rows_compared: int
     worst: float
     digests: tuple[TableDigests, ...]
+    stripes: CheckedStripes | None
     started_ms: int
     finished_ms: int
 
@@ -534,6 +542,7 @@ def _outcome(
         rows_compared=look.rows_compared if look else 0,
         worst=look.worst if look else 0.0,
         digests=look.digests if look and result == "passed" else (),
+        stripes=look.stripes if look else None,
         started_ms=started_ms,
         finished_ms=now_ms(),
     )

@@ -34,7 +34,7 @@ from recpoint.errors import (
     StoreUnavailable,
 )
 from recpoint.format.chunk import Chunk, build_chunk
-from recpoint.format.manifest import ChunkEntry, Manifest, Quantizer, StandsFor
+from recpoint.format.manifest import CheckedStripes, ChunkEntry, Manifest, Quantizer, StandsFor
 from recpoint.format.naming import (
     ManifestName,
     attempt_prefix,
@@ -524,6 +524,7 @@ def _manifest(
         "quantized_by": quantized_by[-1] if quantized_by else "",
         "state_bits": 16 if any(source.state_bits for source in sources) else None,
         "committed_ms": now_ms(),
+        "stripes": CheckedStripes.joined(source.stripes for source in sources),
         "dirty_rows": sum(entry.row_count or 0 for entry in entries),
         "writer": writer(),
     }

@@ -28,7 +28,7 @@ from recpoint.errors import (
     StoreError,
 )
 from recpoint.format.job import Job
-from recpoint.format.manifest import ChunkEntry, Manifest, TableSpec
+from recpoint.format.manifest import CheckedStripes, ChunkEntry, Manifest, TableSpec
 from recpoint.format.naming import PART_KEY, PartName, attempt_prefix
 from recpoint.format.part import RankPart, Shard
 from recpoint.format.record_kinds import PART
@@ -67,7 +67,7 @@ _ALIKE: Final = (
 )  # fmt: skip
 #: Fields of a job that describe its rank alone; its part, or a manifest of one rank, repeats them.
 _OF_ONE_RANK: Final = (
-    "snapshot_ms", "staged_ms", "stall_us", "dirty_rows", "full_bytes", "history",
+    "snapshot_ms", "staged_ms", "stall_us", "stripes", "dirty_rows", "full_bytes", "history",
 )  # fmt: skip
 
 
@@ -335,6 +335,7 @@ def join_parts(parts: Sequence[RankPart], *, committed_ms: int, writer: str) -> 
             staged_ms=max(part.staged_ms for part in parts),
             committed_ms=committed_ms,
             stall_us=max(part.stall_us for part in parts),
+            stripes=CheckedStripes.joined(part.stripes for part in parts),
             dirty_rows=sum(part.dirty_rows for part in parts),
             full_bytes=sum(part.full_bytes for part in parts),
             history=first.history,

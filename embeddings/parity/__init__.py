@@ -5,8 +5,9 @@ describes the protocol.
 
 Read the modules in this order: `stripes.py` (which rows share parity, and where that is),
 `differences.py` (what a server sends when rows change, and what the receiver remembers of it),
-`peers.py` (the calls between servers), `member.py` (a server's part in all this: it keeps parity up
-to date, and recovers what it has lost), `frozen_while_lost.py` (what a checkpoint reads meanwhile)
-and `recovery.py` (leads the living servers when one is lost). Nothing here knows a network or a
-process.
+`peers.py` (the calls between servers), `stripe_check.py` (whether members of a stripe fit each
+other), `member.py` (a server's part in all this: it keeps parity up to date, and recovers what it
+has lost), `frozen_while_lost.py` (what a checkpoint reads meanwhile), `recovery.py` (leads the
+living servers when one is lost) and `leader.py` (notices losses, and has successors started).
+Nothing here knows a network or a process.
 """

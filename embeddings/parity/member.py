@@ -26,6 +26,12 @@ from recpoint.embeddings.home import FrozenRows, Home, TableRows
 from recpoint.embeddings.parity.differences import Inbox, Outbox, Unsettled, Writes
 from recpoint.embeddings.parity.frozen_while_lost import FrozenWhileLost
 from recpoint.embeddings.parity.peers import Differences, Members, Moment, OutOfStep, Peer, Sent
+from recpoint.embeddings.parity.stripe_check import (
+    CONDENSED_BYTES,
+    Verdict,
+    condensed,
+    verdicts,
+)
 from recpoint.embeddings.parity.stripes import Stripes
 from recpoint.errors import HomeError, ServerLost
 from recpoint.kernels import erasure, row_gather
@@ -418,39 +424,47 @@ class StripeMember:
             erasure.difference(parity, rows, out=parity)
             self._home.write_back(here.parity_name, slots, parity, batch=0)
 
-    def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
+    def rows(
+        self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
+    ) -> Members:
         """Return rows of this server to another one; see `Peer.rows`."""
         if recover:
             self.recover(table, slots)
         here = self._table(table)
         _require_slots(slots, here.slots)
         with self._lock:
-            is_known = here.is_known
-            found = Members(
-                is_known=torch.ones(len(slots), dtype=torch.bool, device="cpu")
-                if is_known is None
-                else is_known[slots],
-                rows=self._coded(here, slots),
-                moment=self._moment(),
-            )
+            found = self._members(here, here.is_known, slots, self._coded(here, slots))
         self.flush()  # so all messages up to the moment have arrived before the caller learns of it
-        return found
+        return replace(found, rows=condensed(found.rows)) if is_condensed else found
 
-    def parity_rows(self, table: str, slots: Tensor, at: Mapping[int, tuple[int, int]]) -> Members:
+    def parity_rows(
+        self,
+        table: str,
+        slots: Tensor,
+        at: Mapping[int, tuple[int, int]],
+        *,
+        is_condensed: bool = False,
+    ) -> Members:
         """Return parity rows of this server to another one; see `Peer.parity_rows`."""
         here = self._table(table)
         _require_slots(slots, here.parity_slots)
         with self._lock:
-            is_known = here.is_parity_known
             rows = self._coded_parity(here, slots)
             self._fold(here, slots, rows, at)
-            return Members(
-                is_known=torch.ones(len(slots), dtype=torch.bool, device="cpu")
-                if is_known is None
-                else is_known[slots],
-                rows=rows,
-                moment=self._moment(),
-            )
+            found = self._members(here, here.is_parity_known, slots, rows)
+        return replace(found, rows=condensed(found.rows)) if is_condensed else found
+
+    def _members(
+        self, table: _Table, is_known: Tensor | None, slots: Tensor, rows: Tensor
+    ) -> Members:
+        return Members(
+            is_known=torch.ones(len(slots), dtype=torch.bool, device="cpu")
+            if is_known is None
+            else is_known[slots],
+            rows=rows,
+            moment=self._moment(),
+            generation=table.generation,
+        )
 
     def _moment(self) -> Moment:
         return self._incarnation, {to: outbox.last for to, outbox in self._outboxes.items()}
@@ -557,25 +571,10 @@ class StripeMember:
             raise OutOfStep("a server that was lost has no successor yet")
         stripes, own = table.stripes.members_at(self._number, slots)
         gathered = self._gathered(table, stripes, recover=False)
-        data, count = table.stripes.data, table.stripes.parity
+        data = table.stripes.data
         rows, is_known = gathered.rows, gathered.is_known
-        for number in range(count):
-            server, place = table.stripes.parity_in(stripes, number)
-            calls, chosen_of = [], []
-            for one, peer in self._living():
-                chosen = (server == one).nonzero().view(-1)
-                if not len(chosen):
-                    continue
-                asked = {
-                    source: (incarnation, last[one])
-                    for source, (incarnation, last) in gathered.moments.items()
-                    if one in last
-                }
-                chosen_of.append(chosen)
-                calls.append(partial(peer.parity_rows, table.name, place[chosen], asked))
-            for chosen, found in zip(chosen_of, self._together(calls), strict=True):
-                row_gather.scatter(found.rows, chosen, rows[data + number])
-                is_known[data + number][chosen] = found.is_known
+        for number in range(table.stripes.parity):
+            self._gather_parity(table, stripes, number, gathered)
         out = torch.empty(len(slots), table.coded_bytes, dtype=torch.uint8, device="cpu")
         # Stripes that have lost the same members are decoded together.
         for first, chosen in _groups([own, *is_known]):
@@ -608,11 +607,7 @@ class StripeMember:
         generation = table.generation
         coded = erasure.encode(gathered.rows[:data], table.stripes.parity)
         out = torch.stack(coded)[numbers, torch.arange(len(slots), device="cpu")]
-        at = {
-            source: (incarnation, last[self._number])
-            for source, (incarnation, last) in gathered.moments.items()
-            if self._number in last
-        }
+        at = gathered.seen_by(self._number)
         if len(at) < len(gathered.moments):
             raise OutOfStep("a server that does not send to this one yet")
         with self._lock:
@@ -622,11 +617,14 @@ class StripeMember:
             self._home.write_back(table.parity_name, slots, out, batch=0)
             table.set_parity_known(slots)
 
-    def _gathered(self, table: _Table, stripes: Tensor, *, recover: bool) -> _Gathered:
-        """Return the rows of stripes that other servers have."""
+    def _gathered(
+        self, table: _Table, stripes: Tensor, *, recover: bool, is_condensed: bool = False
+    ) -> _Gathered:
+        """Return the rows of stripes that other servers have; parity rows are not known yet."""
         form, n = table.stripes, len(stripes)
+        row_bytes = CONDENSED_BYTES if is_condensed else table.coded_bytes
         rows = [
-            torch.zeros(n, table.coded_bytes, dtype=torch.uint8, device="cpu")
+            torch.zeros(n, row_bytes, dtype=torch.uint8, device="cpu")
             for _ in range(form.data + form.parity)
         ]
         is_known = [torch.zeros(n, dtype=torch.bool, device="cpu") for _ in rows]
@@ -639,6 +637,7 @@ class StripeMember:
             slot_of.append(torch.where(is_known[member], -1, slot))
         servers, slots = torch.stack(server_of), torch.stack(slot_of)
         moments: dict[int, Moment] = {}
+        generations: set[int] = set()
         asked, calls = [], []
         for number, peer in self._living():
             # A server has at most one row of a stripe, so its slots ascend with the stripes.
@@ -646,18 +645,81 @@ class StripeMember:
             if len(stripe):
                 asked.append((number, position, stripe))
                 wanted = slots[position, stripe]
-                calls.append(partial(peer.rows, table.name, wanted, recover=recover))
+                ask = partial(peer.rows, recover=recover, is_condensed=is_condensed)
+                calls.append(partial(ask, table.name, wanted))
         for (number, position, stripe), found in zip(asked, self._together(calls), strict=True):
             moments[number] = found.moment
+            generations.add(found.generation)
             for one in range(form.data):
                 chosen = (position == one).nonzero().view(-1)
                 row_gather.move(found.rows, chosen, rows[one], stripe[chosen])
                 is_known[one][stripe[chosen]] = found.is_known[chosen]
-        return _Gathered(rows, is_known, moments)
+        return _Gathered(rows, is_known, moments, generations)
+
+    def _gather_parity(
+        self, table: _Table, stripes: Tensor, number: int, gathered: _Gathered
+    ) -> None:
+        """Add a parity row of each stripe that another server has, as of the rows' moments."""
+        member = table.stripes.data + number
+        rows = gathered.rows[member]
+        server, place = table.stripes.parity_in(stripes, number)
+        calls, chosen_of = [], []
+        for one, peer in self._living():
+            chosen = (server == one).nonzero().view(-1)
+            if not len(chosen):
+                continue
+            chosen_of.append(chosen)
+            is_condensed = rows.shape[1] != table.coded_bytes
+            ask = partial(peer.parity_rows, is_condensed=is_condensed)
+            calls.append(partial(ask, table.name, place[chosen], gathered.seen_by(one)))
+        for chosen, found in zip(chosen_of, self._together(calls), strict=True):
+            row_gather.scatter(found.rows, chosen, rows)
+            gathered.is_known[member][chosen] = found.is_known
+            gathered.generations.add(found.generation)
 
     def _living(self) -> list[tuple[int, Peer]]:
         with self._lock:
             return sorted(self._peers.items())
+
+    # Checks.
+
+    def check(self, table: str, slots: Tensor) -> Tensor:
+        """Compare stripes whose first parity row is here with this row, while training goes on.
+
+        Args:
+            table: name of the table.
+            slots: of these parity rows, int64 [n], ascending.
+
+        Returns:
+            `Verdict`s, uint8 [n].
+
+        Raises:
+            ServerLost, OutOfStep: a server does not answer, or has moved on too often.
+            ValueError: slots that have no first parity row.
+        """
+        here = self._table(table)
+        _require_slots(slots, here.parity_slots)
+        found = torch.full_like(slots, int(Verdict.UNKNOWN), dtype=torch.uint8)
+        for first in range(0, len(slots), here.batch_rows):
+            part = slice(first, first + here.batch_rows)
+            _repeated(partial(self._check, here, slots[part], found[part]))
+        return found
+
+    def _check(self, table: _Table, slots: Tensor, out: Tensor) -> None:
+        stripes, numbers = table.stripes.parity_at(self._number, slots)
+        if bool(numbers.any()):
+            raise ValueError("slots: of a second parity row, expected those of a first one")
+        data = table.stripes.data
+        gathered = self._gathered(table, stripes, recover=False, is_condensed=True)
+        for number in range(1, table.stripes.parity):
+            self._gather_parity(table, stripes, number, gathered)
+        own = self.parity_rows(table.name, slots, gathered.seen_by(self._number), is_condensed=True)
+        gathered.rows[data].copy_(own.rows)
+        gathered.is_known[data].copy_(own.is_known)
+        if gathered.generations - {own.generation}:
+            raise OutOfStep(f"table {table.name!r:.100} is being cleared")
+        are_all_known = torch.stack(gathered.is_known).all(0)
+        out[are_all_known] = verdicts(gathered.rows, data)[are_all_known]
 
     # What the home has.
 
@@ -689,6 +751,15 @@ class _Gathered(NamedTuple):
     rows: list[Tensor]
     is_known: list[Tensor]
     moments: dict[int, Moment]
+    generations: set[int]
+
+    def seen_by(self, server: int) -> dict[int, tuple[int, int]]:
+        """The moments as a server with parity rows counts them; see `Peer.parity_rows`."""
+        return {
+            source: (incarnation, last[server])
+            for source, (incarnation, last) in self.moments.items()
+            if server in last
+        }
 
 
 class _Table:

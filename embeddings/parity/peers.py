@@ -65,13 +65,15 @@ class Members:
     Attributes:
         is_known: bool [n]: False for those that the server has lost and not recovered yet.
         rows: uint8 [n, record_bytes + 1]; the last byte of a row is 1 if it was ever written.
-            Zeros where nothing was written, and where nothing is known.
+            Zeros where nothing was written, and where nothing is known. Or [n, 8], condensed.
         moment: of the server.
+        generation: how often the table had been cleared.
     """
 
     is_known: Tensor
     rows: Tensor
     moment: Moment
+    generation: int
 
 
 class Peer(Protocol):
@@ -90,22 +92,33 @@ class Peer(Protocol):
             messages: in the order of their numbers. If the call fails, some may have arrived.
         """
 
-    def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
+    def rows(
+        self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
+    ) -> Members:
         """Return rows, once all messages about them have arrived at their receivers.
 
         Args:
             table: name of the table.
             slots: int64 [n], ascending.
             recover: whether the server first recovers those that it has lost.
+            is_condensed: whether `stripe_check.condensed` of the rows is wanted.
         """
 
-    def parity_rows(self, table: str, slots: Tensor, at: Mapping[int, tuple[int, int]]) -> Members:
+    def parity_rows(
+        self,
+        table: str,
+        slots: Tensor,
+        at: Mapping[int, tuple[int, int]],
+        *,
+        is_condensed: bool = False,
+    ) -> Members:
         """Return parity rows as they were at given moments of their sources.
 
         Args:
             table: name of the table.
             slots: parity slots, int64 [n], ascending.
             at: source -> its incarnation, and the number of its last message that counts.
+            is_condensed: whether `stripe_check.condensed` of the rows is wanted.
         """
 
     def close(self) -> None:

@@ -185,6 +185,12 @@ class Stripes:
         servers, slots = self._cycle.parity.at(stripes + self._shift, numbers)
         return servers, slots - self._parity_before[servers]
 
+    def members_of(self, stripe: int) -> list[int]:
+        """Return the servers of a stripe's rows, in their order, then those of its parity rows."""
+        at = (stripe + self._shift) % self._cycle.stripes
+        of_all = torch.cat([self._cycle.data.servers[at], self._cycle.parity.servers[at]])
+        return [int(server) for server in of_all]
+
     def receivers_of(self, stripes: Tensor) -> list[tuple[int, Tensor, Tensor]]:
         """Return the servers that have parity rows of stripes.
 

@@ -2,7 +2,7 @@
 
 A trainer's cache sees one `Home`. Behind it, each table's rows are divided over servers.
 
-Read the modules in this order: `transport.py` (the five calls of a server), `server.py` (answers
+Read the modules in this order: `transport.py` (the six calls of a server), `server.py` (answers
 them, and does each write once), `placement.py` (which server has a row), `served_home.py` (one home
 of several servers), `wire.py` and `tcp.py` (the calls over TCP), `process.py` (one server in a
 process of its own) and `processes.py` (starts such processes, and starts them again).

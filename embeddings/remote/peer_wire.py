@@ -6,7 +6,6 @@ a number.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from recpoint.embeddings.parity.peers import Differences, Members, Moment, Sent
 from recpoint.embeddings.remote.wire import (
     DIFFERENCES,
-    PARITY_ROWS,
     ROWS,
     Answer,
     Malformed,
@@ -34,9 +32,10 @@ if TYPE_CHECKING:
 __all__ = [
     "answer_peer",
     "differences_request",
-    "parity_rows_request",
+    "members_request",
+    "parity_rows_note",
     "received_members",
-    "rows_request",
+    "rows_note",
 ]
 
 
@@ -67,29 +66,31 @@ def differences_request(
     return [*request.pieces, *slots, *(given.rows for _, given in messages)]
 
 
-def rows_request(
-    table: str, slots: Tensor, row_bytes: int, *, recover: bool, incarnation: int
-) -> list[bytes | Tensor]:
-    """Return what to send for `Peer.rows`, whose answer has rows of `row_bytes`."""
-    note = {"table": table, "recover": recover}
-    return _asking(ROWS, note, slots, row_bytes, incarnation)
+def rows_note(table: str, *, recover: bool, is_condensed: bool) -> dict[str, object]:
+    """Return what a request for `Peer.rows` says."""
+    return {"table": table, "recover": recover, "condensed": is_condensed}
 
 
-def parity_rows_request(
-    table: str,
-    slots: Tensor,
-    row_bytes: int,
-    at: Mapping[int, tuple[int, int]],
-    incarnation: int,
-) -> list[bytes | Tensor]:
-    """Return what to send for `Peer.parity_rows`, whose answer has rows of `row_bytes`."""
-    note = {"table": table, "at": [[source, *moment] for source, moment in at.items()]}
-    return _asking(PARITY_ROWS, note, slots, row_bytes, incarnation)
+def parity_rows_note(
+    table: str, at: Mapping[int, tuple[int, int]], *, is_condensed: bool
+) -> dict[str, object]:
+    """Return what a request for `Peer.parity_rows` says."""
+    moments = [[source, *moment] for source, moment in at.items()]
+    return {"table": table, "at": moments, "condensed": is_condensed}
 
 
-def _asking(
+def members_request(
     kind: int, note: Mapping[str, object], slots: Tensor, row_bytes: int, incarnation: int
 ) -> list[bytes | Tensor]:
+    """Return what to send to a server of this incarnation.
+
+    Args:
+        kind: ROWS or PARITY_ROWS.
+        note: what the request says.
+        slots: int64 [n].
+        row_bytes: of the rows in the answer.
+        incarnation: of the server.
+    """
     request = Request(
         kind=kind,
         text=text_of(note),
@@ -112,7 +113,12 @@ def received_members(answer: Answer, stream: Stream, count: int, row_bytes: int)
     is_known = torch.from_numpy(np.unpackbits(bits, count=count)).view(torch.bool)
     rows = torch.empty(count, row_bytes, dtype=torch.uint8, device="cpu")
     stream.receive_into(rows)
-    return Members(is_known=is_known, rows=rows, moment=_moment(said.get("moment")))
+    return Members(
+        is_known=is_known,
+        rows=rows,
+        moment=_moment(said.get("moment")),
+        generation=_number(said.get("generation")),
+    )
 
 
 def answer_peer(
@@ -133,17 +139,20 @@ def answer_peer(
     if len(rows) != 1:
         raise Malformed("rows of several tables")
     ((slots, _),) = rows
+    is_condensed = note.get("condensed") is True
     if request.kind == ROWS:
-        found = member.rows(table, slots.clone(), recover=note.get("recover") is True)
+        recover = note.get("recover") is True
+        found = member.rows(table, slots.clone(), recover=recover, is_condensed=is_condensed)
     else:
         at = {source: (its, last) for source, its, last in _numbers(note.get("at"), 3)}
-        found = member.parity_rows(table, slots.clone(), at)
+        found = member.parity_rows(table, slots.clone(), at, is_condensed=is_condensed)
     row_bytes = request.parts[0].record_bytes
     if found.rows.shape[1] != row_bytes:
         raise ValueError(f"rows of {row_bytes} bytes, expected {found.rows.shape[1]}")
     incarnation, last = found.moment
     moment = [incarnation, [[receiver, number] for receiver, number in last.items()]]
-    head = Answer(text=json.dumps({"moment": moment}).encode(), count=len(slots))
+    said = {"moment": moment, "generation": found.generation}
+    head = Answer(text=text_of(said), count=len(slots))
     return [*head.pieces, np.packbits(found.is_known.numpy()).tobytes(), found.rows]
 
 
@@ -181,15 +190,23 @@ def _sent(note: Mapping[str, object]) -> Sent:
 
 
 def _differences(note: Mapping[str, object], slots: Tensor, records: Tensor) -> Differences:
-    ((generation,),) = _numbers([[note.get("generation")]], 1)
-    return Differences(table=_table_of(note), generation=generation, slots=slots, rows=records)
+    return Differences(
+        table=_table_of(note),
+        generation=_number(note.get("generation")),
+        slots=slots,
+        rows=records,
+    )
 
 
 def _moment(said: object) -> Moment:
     if not isinstance(said, list) or len(said) != 2:
         raise Malformed("no moment")
-    ((incarnation,),) = _numbers([[said[0]]], 1)
-    return incarnation, {receiver: number for receiver, number in _numbers(said[1], 2)}
+    return _number(said[0]), {receiver: number for receiver, number in _numbers(said[1], 2)}
+
+
+def _number(said: object) -> int:
+    ((number,),) = _numbers([[said]], 1)
+    return number
 
 
 def _numbers(said: Any, each: int) -> list[list[int]]:

@@ -13,14 +13,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, NoReturn, TypeVar
 
+import torch
 from torch import Tensor
 
+from recpoint.embeddings.home import Checked
 from recpoint.embeddings.home_tables import TableForm
 from recpoint.embeddings.parity.leader import Leader, State
 from recpoint.embeddings.parity.peers import OutOfStep
-from recpoint.embeddings.parity.stripes import Parity, stripes_of
+from recpoint.embeddings.parity.stripe_check import Verdict
+from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
 from recpoint.embeddings.remote.led_server import CommandedServer, Servers, add_table, begin
 from recpoint.embeddings.remote.rank_agreement import rank_and_count
 from recpoint.embeddings.remote.served_home import (
@@ -190,6 +193,57 @@ class ProtectedHome(ServedHome):
     def _freeze_at(self, server: int, table: ServedTable, rows: range) -> FrozenAt:
         freeze = super()._freeze_at
         return self._repeated([table], server, lambda: freeze(server, table, rows))
+
+    def _check(self, table: ServedTable, ids: Tensor) -> Checked:
+        placement = table.placement
+        assert isinstance(placement, Stripes)
+        stripes = torch.div(ids, placement.data, rounding_mode="floor").unique_consecutive()
+        servers, slots = placement.parity_in(stripes, 0)
+        found = torch.full_like(stripes, int(Verdict.UNKNOWN), dtype=torch.uint8)
+
+        def check(server: int) -> None:
+            chosen = (servers == server).nonzero().view(-1)
+            link = self._servers[server]
+            if not len(chosen):
+                return
+            transport = link.transport
+            try:
+                found[chosen] = transport.check(
+                    table.form.table, slots[chosen], incarnation=link.incarnation
+                )
+            except (HomeError, OutOfStep) as error:
+                # Stripes with members on a lost server stay unknown.
+                if not isinstance(error, (ServerLost, OutOfStep)) and transport is link.transport:
+                    raise
+
+        self._at_all(check)
+        off = (found >= Verdict.DIFFERS).nonzero().view(-1)
+        if len(off):
+            self._refuse_damaged(
+                table, placement, int(stripes[off[0]]), int(found[off[0]]), len(off)
+            )
+        fits = int((found == Verdict.FITS).sum())
+        return Checked(stripes=fits, unknown=len(found) - fits)
+
+    def _refuse_damaged(
+        self, table: ServedTable, placement: Stripes, stripe: int, verdict: int, count: int
+    ) -> NoReturn:
+        rows = range(stripe * placement.data, min((stripe + 1) * placement.data, placement.rows))
+        places = placement.members_of(stripe)
+        there = [*places[: len(rows)], *places[placement.data :]]
+        where = ", ".join(str(server + 1) for server in there)
+        found = f"rows {rows.start} to {rows.stop - 1} that do not fit their parity"
+        if verdict >= Verdict.DAMAGED:
+            member = verdict - Verdict.DAMAGED
+            what = f"row {rows.start + member}" if member < placement.data else "a parity row"
+            found = f"{what} on embedding server {places[member] + 1} that does not fit the others"
+        more = f", and {count - 1} more stripes like it" if count > 1 else ""
+        raise HomeError(
+            f"stripe {stripe} of table {table.form.table!r}, on embedding servers {where}",
+            found=f"{found}{more}",
+            expected="parity that was computed of these rows",
+            next_step="restore the last checkpoint, and look at the memory of these machines",
+        )
 
     def _repeated(self, tables: Sequence[ServedTable], server: int, act: Callable[[], T]) -> T:
         """Make a call, again and again while a server is lost that parity makes up for."""

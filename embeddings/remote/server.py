@@ -1,4 +1,4 @@
-"""Holds the rows of one embedding server, and answers the five calls of `Transport`.
+"""Holds the rows of one embedding server, and answers the six calls of `Transport`.
 
 A call may come twice, late, or after its caller has given up. This is why nothing goes wrong then:
 
@@ -233,6 +233,17 @@ class EmbeddingServer(Transport):
                 member.write(new)
             for one in new:
                 tables[one.table].last[trainer] = batch
+
+    def check(self, table: str, slots: Tensor, *, incarnation: int) -> Tensor:
+        """See `Transport`.
+
+        Raises:
+            ServerLost, HomeError, OutOfStep: as `Transport`.
+            ValueError: slots do not fit the table.
+        """
+        with self._gate.shared():
+            self._require(incarnation)
+            return self._opened().check(table, slots)
 
     def member(self, incarnation: int) -> StripeMember:
         """Return what other servers call, if this is the server that is meant.

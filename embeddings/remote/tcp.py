@@ -25,6 +25,7 @@ from recpoint.embeddings.remote.peer_wire import answer_peer
 from recpoint.embeddings.remote.server import EmbeddingServer
 from recpoint.embeddings.remote.transport import Greeting, Transport, Value
 from recpoint.embeddings.remote.wire import (
+    CHECK,
     COMMAND,
     DIFFERENCES,
     FETCH,
@@ -177,6 +178,25 @@ class TcpTransport(Transport):
             received(stream)
 
         self.call(ask)
+
+    def check(self, table: str, slots: Tensor, *, incarnation: int) -> Tensor:
+        """See `Transport`."""
+        request = Request(
+            kind=CHECK,
+            text=text_of({"tables": [table]}),
+            parts=[Part(1, len(slots))],
+            incarnation=incarnation,
+        )
+
+        def ask(stream: Stream) -> Tensor:
+            stream.send([*request.pieces, slots])
+            if received(stream, most=len(slots)).count != len(slots):
+                raise Malformed("another number of verdicts than of stripes")
+            found = torch.empty(len(slots), dtype=torch.uint8, device="cpu")
+            stream.receive_into(found)
+            return found
+
+        return self.call(ask)
 
     def close(self) -> None:
         """Close the connections. Calls under way raise ServerLost, and later ones HomeError."""
@@ -508,6 +528,14 @@ class _Answering:
         if request.kind in (DIFFERENCES, ROWS, PARITY_ROWS):
             return answer_peer(self._server, request, rows)
         of_tables = _of_tables(request, rows)
+        if request.kind == CHECK:
+            if len(of_tables) != 1:
+                raise Malformed("a check of another number of tables than one")
+            (asked,) = of_tables
+            told = self._server.check(
+                asked.table, asked.ids.clone(), incarnation=request.incarnation
+            )
+            return [*Answer(count=len(told)).pieces, told]
         if request.kind == WRITE:
             self._server.write_back(
                 of_tables,

@@ -8,15 +8,17 @@ from typing import TypeVar
 from torch import Tensor
 
 from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent
+from recpoint.embeddings.parity.stripe_check import CONDENSED_BYTES
 from recpoint.embeddings.remote.peer_wire import (
     differences_request,
-    parity_rows_request,
+    members_request,
+    parity_rows_note,
     received_members,
-    rows_request,
+    rows_note,
 )
 from recpoint.embeddings.remote.protection import Reach
 from recpoint.embeddings.remote.tcp import TcpTransport, received
-from recpoint.embeddings.remote.wire import Stream
+from recpoint.embeddings.remote.wire import PARITY_ROWS, ROWS, Stream
 from recpoint.errors import HomeError
 
 __all__ = ["TcpPeer", "reach_with"]
@@ -66,19 +68,33 @@ class TcpPeer(Peer):
 
         self._call(ask)
 
-    def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
+    def rows(
+        self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
+    ) -> Members:
         """See `Peer`."""
-        pieces = rows_request(
-            table, slots, self._row_bytes[table], recover=recover, incarnation=self._incarnation
-        )
-        return self._members(pieces, len(slots), self._row_bytes[table])
+        row_bytes = CONDENSED_BYTES if is_condensed else self._row_bytes[table]
+        note = rows_note(table, recover=recover, is_condensed=is_condensed)
+        return self._members(ROWS, note, slots, row_bytes)
 
-    def parity_rows(self, table: str, slots: Tensor, at: Mapping[int, tuple[int, int]]) -> Members:
+    def parity_rows(
+        self,
+        table: str,
+        slots: Tensor,
+        at: Mapping[int, tuple[int, int]],
+        *,
+        is_condensed: bool = False,
+    ) -> Members:
         """See `Peer`."""
-        pieces = parity_rows_request(table, slots, self._row_bytes[table], at, self._incarnation)
-        return self._members(pieces, len(slots), self._row_bytes[table])
+        row_bytes = CONDENSED_BYTES if is_condensed else self._row_bytes[table]
+        note = parity_rows_note(table, at, is_condensed=is_condensed)
+        return self._members(PARITY_ROWS, note, slots, row_bytes)
 
-    def _members(self, pieces: list[bytes | Tensor], count: int, row_bytes: int) -> Members:
+    def _members(
+        self, kind: int, note: Mapping[str, object], slots: Tensor, row_bytes: int
+    ) -> Members:
+        count = len(slots)
+        pieces = members_request(kind, note, slots, row_bytes, self._incarnation)
+
         def ask(stream: Stream) -> Members:
             stream.send(pieces)
             return received_members(received(stream, most=count), stream, count, row_bytes)

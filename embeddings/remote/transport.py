@@ -1,7 +1,7 @@
-"""Defines how a trainer calls an embedding server: five calls.
+"""Defines how a trainer calls an embedding server: six calls.
 
 `EmbeddingServer` answers them in the server's process. A transport, such as `TcpTransport`, has the
-same five calls in the trainer's process, and passes each on to one server.
+same six calls in the trainer's process, and passes each on to one server.
 
 A server that starts has no rows. Each start draws a new number, its *incarnation*. A trainer reads
 it once, in `hello`, and names it in each call. A server refuses calls that name another
@@ -107,6 +107,19 @@ class Transport(ABC):
             trainer: number of the trainer that writes.
             batch: increases with each write of this trainer to a table. A write that comes again is
                 acknowledged and not done again, also if later writes were done since.
+        """
+
+    @abstractmethod
+    def check(self, table: str, slots: Tensor, *, incarnation: int) -> Tensor:
+        """Compare stripes with their parity, as `StripeMember.check` does.
+
+        Args:
+            table: name of the table.
+            slots: of first parity rows on this server, int64 [n], ascending.
+            incarnation: of the server that is meant.
+
+        Returns:
+            `Verdict`s, uint8 [n].
         """
 
     @abstractmethod

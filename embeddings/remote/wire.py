@@ -9,7 +9,8 @@ Then each request has one answer:
     answer:  header, text, and for a fetch a bit for each slot, and the records that are there
 
 A part says how many slots there are, and the bytes of a record. A server that asks another one for
-its rows gets a bit for each slot that is known, and all records.
+its rows gets a bit for each slot that is known, and all records. The answer to a check has a byte
+for each slot.
 
 All numbers are little-endian. Texts are JSON: of a request the tables' names, a command, or what a
 server asks of another one; of an answer what a call returns, or an error. Nothing is ever
@@ -38,6 +39,7 @@ from recpoint.embeddings.remote.server import MOST_REQUEST_BYTES
 from recpoint.errors import HomeError, RecpointError, ServerLost
 
 __all__ = [
+    "CHECK",
     "COMMAND",
     "DIFFERENCES",
     "FETCH",
@@ -69,11 +71,12 @@ WRITE: Final = 5
 DIFFERENCES: Final = 6
 ROWS: Final = 7
 PARITY_ROWS: Final = 8
+CHECK: Final = 9
 
 #: Parts of one request.
 MOST_PARTS: Final = 128
 
-_GREETING: Final = b"recpoint embedding server 2\n"
+_GREETING: Final = b"recpoint embedding server 3\n"
 _NONCE_BYTES: Final = 32
 _REFUSED: Final = bytes(hashlib.sha256().digest_size)
 #: Magic, kind, bytes of the text, number of parts, incarnation, and the number of the frozen
@@ -258,7 +261,7 @@ class Request:
         magic, kind, text_bytes, count, *numbers = _REQUEST.unpack(header)
         if (
             magic != _REQUEST_MAGIC
-            or not HELLO <= kind <= PARITY_ROWS
+            or not HELLO <= kind <= CHECK
             or text_bytes > _MOST_TEXT_BYTES
             or count > MOST_PARTS
             or (kind in (HELLO, COMMAND)) != (count == 0)

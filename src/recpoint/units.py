@@ -5,7 +5,15 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Protocol
 
-__all__ = ["bytes_text", "cache_text", "copied_text", "counted", "duration_text", "time_text"]
+__all__ = [
+    "bytes_text",
+    "cache_text",
+    "copied_text",
+    "counted",
+    "duration_text",
+    "stripes_text",
+    "time_text",
+]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
@@ -71,6 +79,12 @@ def cache_text(use: _CacheUse) -> str:
         f"{use.written_rows:,} written back ({bytes_text(use.written_bytes)}), waited "
         f"{duration_text(use.wait_us / 1e6)}, {counted(use.window, 'batch')} ahead"
     )
+
+
+def stripes_text(fits: int, unknown: int) -> str:
+    """How many stripes of embedding servers had the parity that they should have."""
+    text = f"{fits:,} on embedding servers fit their parity"
+    return f"{text}, {unknown:,} were being recovered" if unknown else text
 
 
 def copied_text(rows_before: int, rows_in_stall: int) -> str:

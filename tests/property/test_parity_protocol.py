@@ -33,6 +33,7 @@ from recpoint.embeddings.parity.differences import Unsettled
 from recpoint.embeddings.parity.leader import Leader, LedServer, State
 from recpoint.embeddings.parity.member import Known, StripeMember
 from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent
+from recpoint.embeddings.parity.stripe_check import Verdict
 from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
 from recpoint.errors import ServerLost
 from recpoint.kernels import erasure
@@ -92,13 +93,28 @@ class Line(Peer):
             receive = partial(self._target.protects.receive, [(sent, copied)])
             self._call(receive, may_come_again=True)
 
-    def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
+    def rows(
+        self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
+    ) -> Members:
         if self._network.is_busy(self._target.number):
             raise _lost(self._target)  # it takes too long
-        return self._call(lambda: self._target.protects.rows(table, slots, recover=recover))
+        return self._call(
+            lambda: self._target.protects.rows(
+                table, slots, recover=recover, is_condensed=is_condensed
+            )
+        )
 
-    def parity_rows(self, table: str, slots: Tensor, at: Mapping[int, tuple[int, int]]) -> Members:
-        return self._call(lambda: self._target.protects.parity_rows(table, slots, at))
+    def parity_rows(
+        self,
+        table: str,
+        slots: Tensor,
+        at: Mapping[int, tuple[int, int]],
+        *,
+        is_condensed: bool = False,
+    ) -> Members:
+        return self._call(
+            lambda: self._target.protects.parity_rows(table, slots, at, is_condensed=is_condensed)
+        )
 
     def close(self) -> None:
         """Nothing is open."""
@@ -250,7 +266,7 @@ class Network:
     def _happen(self, source: Process | None) -> None:
         """Let something else happen between a request and its answer."""
         fate = next(self.fates, "well")
-        if self._depth < 2 and fate in ("write", "kill", "recover", "late"):
+        if self._depth < 2 and fate in ("write", "kill", "recover", "late", "compare"):
             self._depth += 1
             try:
                 self._interrupt(fate)
@@ -274,7 +290,7 @@ FATES = st.lists(
     st.sampled_from(
         ["well"] * 5
         + ["write"] * 3
-        + ["request lost", "answer lost", "twice, later", "kill", "recover", "late"]
+        + ["request lost", "answer lost", "twice, later", "kill", "recover", "late", "compare"]
     ),
     min_size=12,
     max_size=40,
@@ -282,10 +298,16 @@ FATES = st.lists(
 
 #: What comes between messages of a recovery that gets to its end.
 BUSY = st.lists(
-    st.sampled_from(["well", "well", "write", "write", "late", "twice, later"]),
+    st.sampled_from(["well", "well", "write", "write", "late", "twice, later", "compare"]),
     min_size=12,
     max_size=40,
 )
+
+
+def first_parity(stripes: Stripes, server: int) -> torch.Tensor:
+    """The slots of a server that have first parity rows."""
+    slots = torch.arange(stripes.parity_slots(server), dtype=torch.int64)
+    return slots[stripes.parity_at(server, slots)[1] == 0]
 
 
 class ParityMachine(RuleBasedStateMachine):
@@ -449,8 +471,8 @@ class ParityMachine(RuleBasedStateMachine):
     @rule(fates=FATES)
     def clear(self, fates: list[str]) -> None:
         """A restore. It goes on until all tables are cleared; nothing is written meanwhile."""
-        calm = [fate for fate in fates if fate not in ("write", "recover", "kill")]
-        self.clear_all(calm)
+        instead = {"write": "compare", "recover": "compare", "kill": "well"}
+        self.clear_all([instead.get(fate, fate) for fate in fates])
 
     def clear_all(self, fates: list[str]) -> None:
         self.network.fates = iter(fates)
@@ -476,6 +498,8 @@ class ParityMachine(RuleBasedStateMachine):
             self.kill(int(what.rpartition(":")[2]))
         elif what == "recover":
             self.recover_some(self.choose.randrange(self.count))
+        elif what == "compare":
+            self.compare_some(self.choose.randrange(self.count))
         else:
             self.deliver_late()
 
@@ -576,6 +600,25 @@ class ParityMachine(RuleBasedStateMachine):
         finally:
             self.network.busy.discard(number)
 
+    @rule(number=st.integers(0, 6), fates=FATES)
+    def compare(self, number: int, fates: list[str]) -> None:
+        self.network.fates = iter(fates)
+        self.compare_some(number % self.count)
+        self.network.fates = iter(())
+
+    def compare_some(self, number: int) -> None:
+        """Whatever happens meanwhile, no stripe is taken for damaged."""
+        server = self.servers[number]
+        if self.network.is_busy(number):
+            return
+        try:
+            self.require_open(server)
+            for table, stripes in self.stripes.items():
+                found = server.protects.check(table, first_parity(stripes, number))
+                assert set(found.tolist()) <= {Verdict.FITS, Verdict.UNKNOWN}, (table, found)
+        except (ServerLost, OutOfStep, Killed):
+            pass
+
     @rule(messages=st.integers(0, 8))
     def die_while_writing(self, messages: int) -> None:
         """Some of a write's messages have arrived, and some have not."""
@@ -611,6 +654,9 @@ class ParityMachine(RuleBasedStateMachine):
         for table, stripes in self.stripes.items():
             for stripe in range(stripes.count):
                 self.check_stripe(table, stripes, stripe)
+            for number, server in enumerate(self.servers):
+                found = server.protects.check(table, first_parity(stripes, number))
+                assert bool((found == Verdict.FITS).all()), (table, number, found)
 
     def check_stripe(self, table: str, stripes: Stripes, stripe: int) -> None:
         at = torch.tensor([stripe])

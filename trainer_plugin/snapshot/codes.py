@@ -13,9 +13,10 @@ from torch import Tensor
 
 from recpoint.catalog.staging.job import kernel_method
 from recpoint.embeddings.cache_view import CacheView
+from recpoint.embeddings.home import Checked
 from recpoint.embeddings.tables import Table
 from recpoint.format.dtypes import Dtype, item_bytes
-from recpoint.format.manifest import CODE_BITS, ChosenMethod, Quantizer
+from recpoint.format.manifest import CODE_BITS, CheckedStripes, ChosenMethod, Quantizer
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import row_gather
 from recpoint.kernels.bit_packing.widths import packed_width
@@ -98,6 +99,14 @@ class DeviceDrain:
         assert self._view is not None
         self._view.fetch(table, ids, outs)
 
+    @property
+    def stripes(self) -> CheckedStripes | None:
+        """What was compared with parity at the rows' home, once drained; None: nothing was."""
+        checked = Checked() if self._view is None else self._view.checked
+        if checked == Checked():
+            return None
+        return CheckedStripes(fits=checked.stripes, unknown=checked.unknown)
+
     def release(self) -> None:
         """Give up what is held of a cache and its home, after a cut that failed."""
         if self._view is not None:
@@ -124,7 +133,8 @@ class DeviceDrain:
         """Copy everything to the host, on a separate stream, and release the device buffers.
 
         Raises:
-            HomeError: rows of a cached table cannot be read from their home.
+            HomeError: rows of a cached table cannot be read from their home, or do not fit their
+                parity.
         """
         if self._view is not None:
             self._view.finish()

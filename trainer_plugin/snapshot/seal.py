@@ -122,6 +122,7 @@ def seal(snapshot: Snapshot, *, run: str, run_url: str, rank: int, ranks: int) -
         stall_us=snapshot.stall_us,
         copied_ahead=snapshot.copied_ahead,
         cache=snapshot.cache,
+        stripes=snapshot.device.stripes,
         full_bytes=snapshot.full_bytes,
         quantized_by=implementation.on_devices(snapshot.quantized_on)[:255],
         interval_batches=snapshot.interval_batches,

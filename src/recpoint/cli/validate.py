@@ -17,7 +17,7 @@ from recpoint.cli.reporting import JsonOption, Result, command, showing_bytes
 from recpoint.dashboards import terminal
 from recpoint.errors import NothingToRestore
 from recpoint.format.naming import ManifestName
-from recpoint.units import bytes_text
+from recpoint.units import bytes_text, stripes_text
 
 if TYPE_CHECKING:
     from recpoint.catalog.check.validate import Validation
@@ -130,6 +130,7 @@ def _document(found: Validation, metrics: dict[str, float], number: int | None) 
         "bytes_read": found.bytes_read,
         "rows_compared": found.rows_compared,
         "worst_of_bound": min(found.worst, 1e300),
+        "stripes": None if found.stripes is None else found.stripes.model_dump(),
         "findings": [finding.model_dump(mode="json") for finding in found.findings],
         "notes": [finding.model_dump(mode="json") for finding in found.notes],
         "metrics": metrics,
@@ -149,6 +150,11 @@ def _views(
         ("read", f"{bytes_text(found.bytes_read)}, {found.chunks_read} chunks"),
         ("rows compared", f"{found.rows_compared:,}"),
         ("largest error", f"{min(found.worst, 1e300):.1%} of what is allowed"),
+        *(
+            []
+            if found.stripes is None
+            else [("stripes", stripes_text(found.stripes.fits, found.stripes.unknown))]
+        ),
         *((name, f"{value:.9g}") for name, value in sorted(metrics.items())),
         ("recorded", "no" if number is None else f"as validation {number}"),
         ("result", terminal.result_text(found.result)),

@@ -88,12 +88,21 @@ class Disturbed(Peer):
     def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
         self._peer.differences(messages)
 
-    def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
+    def rows(
+        self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
+    ) -> Members:
         self._disturb()
-        return self._peer.rows(table, slots, recover=recover)
+        return self._peer.rows(table, slots, recover=recover, is_condensed=is_condensed)
 
-    def parity_rows(self, table: str, slots: Tensor, at: Mapping[int, tuple[int, int]]) -> Members:
-        return self._peer.parity_rows(table, slots, at)
+    def parity_rows(
+        self,
+        table: str,
+        slots: Tensor,
+        at: Mapping[int, tuple[int, int]],
+        *,
+        is_condensed: bool = False,
+    ) -> Members:
+        return self._peer.parity_rows(table, slots, at, is_condensed=is_condensed)
 
     def close(self) -> None:
         self._peer.close()

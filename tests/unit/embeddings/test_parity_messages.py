@@ -39,10 +39,19 @@ class Kept(Peer):
     def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
         self.sent += [given for _, given in messages]
 
-    def rows(self, table: str, slots: Tensor, *, recover: bool) -> Members:
+    def rows(
+        self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
+    ) -> Members:
         pytest.fail("nobody asks for rows here")
 
-    def parity_rows(self, table: str, slots: Tensor, at: Mapping[int, tuple[int, int]]) -> Members:
+    def parity_rows(
+        self,
+        table: str,
+        slots: Tensor,
+        at: Mapping[int, tuple[int, int]],
+        *,
+        is_condensed: bool = False,
+    ) -> Members:
         pytest.fail("nobody asks for rows here")
 
     def close(self) -> None:

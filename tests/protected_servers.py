@@ -1,0 +1,47 @@
+"""Starts embedding servers with parity in this process, and damages their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.remote.protected_home import ProtectedHome
+from recpoint.embeddings.remote.server import EmbeddingServer
+from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
+from recpoint.embeddings.remote.tcp_peer import reach_with
+from recpoint.testing.homes import ids_of
+
+_TOKEN = b"of this test"
+
+
+@contextmanager
+def protected(count: int, form: Parity) -> Iterator[tuple[list[EmbeddingServer], ProtectedHome]]:
+    with ExitStack() as stack:
+        servers = [EmbeddingServer(reach=reach_with(_TOKEN)) for _ in range(count)]
+        for server in servers:
+            stack.callback(server.end)
+        listening = [stack.enter_context(TcpServer(one, _TOKEN)) for one in servers]
+        transports = [TcpTransport(one.address, _TOKEN) for one in listening]
+        yield servers, stack.enter_context(ProtectedHome(transports, parity=form))
+
+
+def flip_bit(
+    servers: list[EmbeddingServer], home: ProtectedHome, table: str, row: int, *, byte: int
+) -> int:
+    """Change a bit of a stored row, as damaged memory does: its server does not notice.
+
+    Returns:
+        The number of the server.
+    """
+    found = home._tables.get(table)
+    split = found.placement.split(ids_of([row]))
+    ((number, slots),) = [(one, slots) for one, (_, slots) in enumerate(split) if len(slots)]
+    record = torch.zeros(1, found.form.record_bytes, dtype=torch.uint8)
+    rows = servers[number]._home
+    assert rows.fetch(table, slots, record).all()
+    record[0, byte] ^= 64
+    rows.write_back(table, slots, record, batch=0)
+    return number
