@@ -140,7 +140,7 @@ def _started(
     thread = threading.Thread(
         target=_repeat,
         args=(weakref.ref(note), note._is_over, act, seconds),
-        name="recpoint-servers-note",
+        name="recpoint-note",
         daemon=True,
     )
     thread.start()
