@@ -400,6 +400,7 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
     state = text("p", classes="state", role="status")
     alerts = Alerts()
     expectation = text("p")
+    lost = text("p", classes="state")
     figures = Figures(texts.FIGURES)
     with section("Charts") as charts:
         _window_links(chosen)
@@ -407,6 +408,14 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
             lag = Chart("Lag: what a crash would have cost")
             stall = Chart("Stall of each checkpoint")
             written = Chart("Bytes written")
+    with section("Embedding servers") as served:
+        redundancy = text("p")
+        servers = Table(
+            "As the trainer of rank 0 sees them; pages on its host show them",
+            texts.SERVER_HEADINGS,
+            long=(7,),
+            numbers=(0, 2, 3, 6),
+        )
     with section("This run") as facts:
         fields = Fields(texts.FIELDS)
     with section("Newest checkpoints") as newest:
@@ -436,7 +445,7 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
             numbers=(2,),
         )
     title, version = [""], [-1]
-    for box in (charts, facts, newest, failed, planned, marked):
+    for box in (charts, served, facts, newest, failed, planned, marked):
         box.set_visibility(False)
     figures.fill({})
 
@@ -452,8 +461,10 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
         shown = seen.overview
         figures.fill(texts.figures(shown))
         expectation.text = texts.expectation_text(shown)
+        lost.text = texts.lost_servers_text(shown)
         for box, content in (
             (charts, shown.checkpoints),
+            (served, shown.servers),
             (facts, True),
             (newest, shown.checkpoints),
             (failed, shown.failures),
@@ -465,6 +476,14 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
         lag.fill(*lag_chart(what))
         stall.fill(*stall_chart(what))
         written.fill(*bytes_chart(what))
+        if shown.servers is not None:
+            redundancy.text = texts.servers_text(shown)
+            all_servers = shown.servers.servers
+            servers.fill(
+                []
+                if all_servers is None
+                else [texts.server_row(one, all_servers.parity) for one in all_servers.each]
+            )
         fields.fill(texts.field_texts(shown))
         checkpoints.fill(
             [texts.checkpoint_row(one) for one in shown.checkpoints[:CHECKPOINTS_SHOWN]]

@@ -14,6 +14,9 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
+from recpoint.errors import HomeError
+from recpoint.format.servers import AllServers
+
 __all__ = ["Checked", "FrozenRows", "Home", "TableRows"]
 
 
@@ -122,6 +125,26 @@ class Home(ABC):
     def lost_rows(self) -> int:
         """Rows and parity rows of these servers that are left to recover."""
         return 0
+
+    def servers_now(self) -> AllServers | None:
+        """Return how its servers are, without asking them; None: it has none, or is closed.
+
+        Any thread may call it.
+        """
+        return None
+
+    def server_bytes(self, number: int) -> tuple[int, int]:
+        """Ask a server, by its number from 0 on, how many bytes of memory and of disk it takes.
+
+        Raises:
+            HomeError, OutOfStep: it does not answer, or the home has no servers or is closed.
+        """
+        raise HomeError(
+            f"server {number + 1}",
+            found="a home without servers",
+            expected="one whose rows are in server processes",
+            next_step="call size_bytes()",
+        )
 
     @abstractmethod
     def add_table(self, table: str, *, rows: int, record_bytes: int) -> None:

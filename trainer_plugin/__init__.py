@@ -5,6 +5,7 @@ this order: `checkpointer`, `assembly` (which builds its parts), `settings` with
 `schedule` (when a checkpoint is due), `policy` (a full or an increment), `tables` (which weights
 are tables), `integrations` and `fused_optimizers` (tables of other libraries), `ranks` (which rank
 holds which rows), `state` (everything but tables), `snapshot` (the cut), `pipeline` (from a due
-checkpoint to its outcome), `restore` (how a trainer starts), `loop` (training up to a bound) and
-`lightning` (the same inside Lightning's loops). The marks of changed rows are in `embeddings`.
+checkpoint to its outcome), `restore` (how a trainer starts), `servers_note` (how its
+embedding servers are, for a page), `loop` (training up to a bound) and `lightning` (the same inside
+Lightning's loops). The marks of changed rows are in `embeddings`.
 """

@@ -19,7 +19,7 @@ from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import RestoreReport
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.run_url import naming_errors
-from recpoint.embeddings.cache import CacheStats
+from recpoint.embeddings.cache import Cache, CacheStats
 from recpoint.embeddings.cached_tables import CachedTable
 from recpoint.embeddings.marks import Tracker
 from recpoint.embeddings.tables import Table, held_ids, zero_rows
@@ -45,6 +45,7 @@ from recpoint.trainer_plugin.restore.start import (
 )
 from recpoint.trainer_plugin.restore.target import Seed
 from recpoint.trainer_plugin.schedule.ledger import Statistics, Stats
+from recpoint.trainer_plugin.servers_note import ServersNote
 from recpoint.trainer_plugin.settings import (
     Bits,
     ExpectedFailures,
@@ -186,6 +187,7 @@ class Checkpointer:
         self._end = AgreedEnd(self._ranks, wait_seconds=settings.timeouts.ranks_seconds)
         self._pipeline: Pipeline | None = None
         self._pace: Pace | None = None
+        self._servers_note: ServersNote | None = None
         self._uncounted: Uncounted | None = None  # until the first batch is counted
         self._closed = False
         self._is_busy = False  # True during a call that others must not interrupt
@@ -339,6 +341,7 @@ class Checkpointer:
         assert self._pipeline is not None  # training is running
         self._pipeline.close()
         self._pipeline = self._pace = None
+        self._end_servers_note()
         self._untrack()
         self._cutter.unmarked.forget()
         self._area.close()
@@ -396,6 +399,7 @@ class Checkpointer:
             reader=self._reader_ahead(),
         )
         pipeline.prepare()
+        self._say_how_servers_are(start.generation)
         self._state.warn_of_batches(start.batches_done)
         self._pace = Pace(self._reader, pipeline)
         self._pace.restart(start.batches_done)
@@ -403,6 +407,22 @@ class Checkpointer:
             self._uncounted = Uncounted(self._state.optimizers.parameters())
         if self._settings.options.announce and self._ranks.rank == 0:
             announce_start(run.url, start.report, resumed=start.resumed, left=start.left)
+
+    def _say_how_servers_are(self, generation: int) -> None:
+        cache = self._cache()
+        if cache is not None and self._ranks.rank == 0:
+            self._servers_note = ServersNote(
+                cache.home,
+                self._area,
+                generation=generation,
+                is_stalled=lambda: self._is_busy,
+            )
+            self._servers_note.start()
+
+    def _end_servers_note(self) -> None:
+        if self._servers_note is not None:
+            self._servers_note.end()
+            self._servers_note = None
 
     def _reader_ahead(self) -> Lookahead | None:
         """Return the reader if rows are copied before a cut: not those of a cache.
@@ -643,9 +663,13 @@ class Checkpointer:
                 self._pipeline.outcomes.fetch()
         return self._pipeline.statistics.read(self.batches_done, self._cache_stats())
 
-    def _cache_stats(self) -> CacheStats | None:
+    def _cache(self) -> Cache | None:
         cached = next((one for one in self._tables if isinstance(one, CachedTable)), None)
-        return None if cached is None else cached.cache.stats
+        return None if cached is None else cached.cache
+
+    def _cache_stats(self) -> CacheStats | None:
+        cache = self._cache()
+        return None if cache is None else cache.stats
 
     def close(self, *, final: bool = True) -> None:
         """End checkpointing: take a last checkpoint if batches are new, and wait for the agent.
@@ -708,6 +732,7 @@ class Checkpointer:
             self._loop.end()
             if pipeline is not None:
                 pipeline.close()
+            self._end_servers_note()
             self._untrack()
             self._area.close()
             self._ranks.close()

@@ -17,6 +17,7 @@ from recpoint.errors import RecpointError
 from recpoint.format.manifest import CacheUse, CopiedAhead, Manifest
 from recpoint.format.records import EndRecord
 from recpoint.format.retention_records import Plan
+from recpoint.format.servers import AllServers
 from recpoint.units import time_text
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "ManifestFigures",
     "RunOverview",
     "SECONDS",
+    "ServersSeen",
     "StagedRisk",
     "Totals",
     "Validated",
@@ -397,6 +399,23 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServersSeen:
+    """What the newest trainer has said last of its embedding servers.
+
+    Attributes:
+        servers: what it said; None: that cannot be read.
+        age_seconds: how long ago, by this host's clock.
+        trainer_lives: whether the trainer may say more. If not, its servers may be gone, too.
+        error: why it cannot be read; empty: it was read.
+    """
+
+    servers: AllServers | None
+    age_seconds: float
+    trainer_lives: bool
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Totals:
     """Sums over `RunOverview.checkpoints`, without unreadable ones."""
 
@@ -444,6 +463,8 @@ class RunOverview:
             knows that. None: it is not known to be gone.
         staged: see `StagedRisk`; None: nothing newer than `restore` is known to be staged. Only the
             trainer's host knows that.
+        servers: see `ServersSeen`; None: it has none, or has said nothing of them yet. Only the
+            host of rank 0 knows that.
         lag, totals: see their classes.
         restore: see `RestoreEstimate`; None: no checkpoint restores.
         plan: the plan of the newest retention; None: none has stored a plan.
@@ -463,6 +484,7 @@ class RunOverview:
     ended: Ended | None
     gone_ms: int | None
     staged: StagedRisk | None
+    servers: ServersSeen | None
     lag: Lag
     restore: RestoreEstimate | None
     totals: Totals

@@ -17,6 +17,7 @@ from recpoint.catalog.overview.overview import (
     Lag,
     ManifestFigures,
     RunOverview,
+    ServersSeen,
     StagedRisk,
     Validated,
     clock_note,
@@ -46,6 +47,7 @@ from recpoint.catalog.staging.area import (
     staged_jobs,
     trainer_state,
 )
+from recpoint.catalog.staging.servers import read_servers
 from recpoint.catalog.store.contract import ObjectInfo, now_ms
 from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import ChainError, FormatError, ObjectNotFound, StagingRefused
@@ -221,6 +223,7 @@ class RunWatch:
             ended=ended,
             gone_ms=gone_ms,
             staged=staged,
+            servers=None if note is None else self._servers(generation, note),
             lag=lag,
             restore=None if safe is None else restore_estimate(safe.chain, speed),
             totals=totals(facts),
@@ -448,6 +451,21 @@ class RunWatch:
         except (OSError, FormatError, StagingRefused):
             return None
         return None
+
+    def _servers(self, generation: Generation | None, note: TrainerNote) -> ServersSeen | None:
+        """Return what the newest trainer has said last of its embedding servers, if it has any."""
+        assert self._staging is not None  # it has the trainer's note
+        run_dir = run_directory(self._staging, self.run.url)
+        # First: what a trainer that has ended by then has written is not taken for what is now.
+        lives = trainer_state(run_dir, note) in ("training", "unknown")
+        try:
+            record = read_servers(run_dir)
+        except (OSError, FormatError, StagingRefused) as error:
+            return ServersSeen(servers=None, age_seconds=0.0, trainer_lives=lives, error=str(error))
+        if record is None or generation is None or record.generation != generation.number:
+            return None
+        age = max(0, now_ms() - record.at_ms) / 1000
+        return ServersSeen(servers=record.servers, age_seconds=age, trainer_lives=lives)
 
     def _end(self, generation: int) -> EndRecord | None:
         """Return the end record of the newest trainer; None if there is none or it is damaged."""

@@ -2,5 +2,6 @@
 
 A trainer puts slots and job files in, an agent takes them out. Walk: `owned` (opens only files of
 this user), `locks`, `area` (paths, the queue, cancel marks and notes), `job` (checks a slot against
-its job file), `agent` (the lock of the process that finishes jobs), `free` (gives slots back).
+its job file), `agent` (the lock of the process that finishes jobs), `servers` (what a trainer says
+of its embedding servers), `free` (gives slots back).
 """

@@ -21,14 +21,15 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
+from recpoint.catalog.store.contract import now_ms
 from recpoint.embeddings.parity.member import Known
 from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.parity.recovery import Led, Recovery
 from recpoint.errors import HomeError
 
-__all__ = ["Leader", "LedServer", "State"]
+__all__ = ["Leader", "LedServer", "Loss", "State"]
 
 _LOG: Final = logging.getLogger("recpoint")
 #: How often the leader looks whether all servers live, and how far recoveries are.
@@ -45,6 +46,13 @@ class State(Enum):
     FORGOTTEN = "no other server listens to it, and what it left unfinished is taken back"
     BEGUN = "its successor has begun, without rows, and does not answer trainers yet"
     OPEN = "its successor answers trainers, and recovers rows"
+
+
+class Loss(NamedTuple):
+    """When a server was lost, and had all its rows again (None: not yet); in ms since the epoch."""
+
+    lost_ms: int
+    whole_ms: int | None
 
 
 class LedServer(Led, Protocol):
@@ -108,7 +116,9 @@ class Leader:
     Attributes:
         has_given_up: whether more servers are lost than parity makes up for, or all are beginning
             anew.
-        lost_rows: rows and parity rows that are left to recover, as far as the last look saw.
+        left: rows and parity rows that are left to recover, by the number of a server that recovers
+            and has said so.
+        losses: the last loss of each server that was lost, by its number.
 
     Raises:
         ServerLost: a server does not answer.
@@ -123,7 +133,8 @@ class Leader:
         self._beginnings = 0
         self._recovery = Recovery()
         self.has_given_up = False
-        self.lost_rows = 0
+        self.left: Mapping[int, int] = {}  # replaced, never changed: other threads read it
+        self.losses: Mapping[int, Loss] = {}  # the same
         self._leading = threading.Lock()
         self._is_over = threading.Event()
         self._told: dict[str, float] = {}  # what the log says again and again -> when it said so
@@ -139,6 +150,11 @@ class Leader:
     def not_whole(self) -> tuple[int, ...]:
         """Numbers of servers that have not all their rows, ascending."""
         return tuple(at for at, state in enumerate(self._states) if state is not State.WHOLE)
+
+    @property
+    def lost_rows(self) -> int:
+        """Rows and parity rows that are left to recover, as far as the last look saw."""
+        return sum(self.left.values())
 
     def add_table(self, table: str) -> int:
         """Have successors get a table, too; returns how often the table was cleared.
@@ -206,35 +222,40 @@ class Leader:
                     continue
                 newly_lost.append(number)
                 self._lost_at[number] = time.monotonic()
+                known = self.losses.get(number)
+                if known is None or known.whole_ms is not None:
+                    self.losses = {**self.losses, number: Loss(now_ms(), None)}
             # A replacement that was not finished begins again, with another successor.
             self._states[number] = State.LOST
         return newly_lost
 
     def _note_progress(self) -> None:
         """Learn how far recoveries are, and say so in the log."""
-        left = 0
+        left: dict[int, int] = {}
         for number in self._in_state(State.OPEN):
             try:
                 known = self._servers[number].known()
             except (HomeError, OutOfStep):
                 continue  # the next look says what is the matter
             if known.known < known.all:
-                left += known.all - known.known
+                left[number] = known.all - known.known
                 continue
             self._states[number] = State.WHOLE
+            loss = self.losses[number]._replace(whole_ms=now_ms())
+            self.losses = {**self.losses, number: loss}
             _LOG.warning(
                 "embedding server %d is recovered after %.1f s: all rows are there, with their "
                 "parity",
                 number + 1,
                 time.monotonic() - self._lost_at.pop(number),
             )
-        self.lost_rows = left
+        self.left = left
         if left:
             self._tell(
                 "progress",
                 "embedding servers (%s): %d rows and parity rows are left to recover",
                 _names(self.not_whole),
-                left,
+                self.lost_rows,
             )
 
     def _replace(self, lost: Sequence[int]) -> None:
@@ -331,7 +352,7 @@ class Leader:
         self._recovery.begin_anew()
         self._states = [State.WHOLE] * len(self._servers)
         self._lost_at.clear()
-        self.lost_rows = 0
+        self.left, self.losses = {}, {}
         self.has_given_up = False
 
     def _protect_all(self) -> None:

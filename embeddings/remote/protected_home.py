@@ -20,7 +20,7 @@ from torch import Tensor
 
 from recpoint.embeddings.home import Checked
 from recpoint.embeddings.home_tables import TableForm
-from recpoint.embeddings.parity.leader import Leader
+from recpoint.embeddings.parity.leader import Leader, State
 from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.parity.stripe_check import Verdict
 from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
@@ -35,12 +35,15 @@ from recpoint.embeddings.remote.served_home import (
 )
 from recpoint.embeddings.remote.transport import Greeting, Transport
 from recpoint.errors import HomeError, ServerLost
+from recpoint.format.servers import AllServers, ServerFacts, ServerState
 
 __all__ = ["ProtectedHome", "made_home"]
 
 T = TypeVar("T")
 
 _PAUSE_SECONDS: Final = 0.05
+#: What people are told of a server; in all other states it is lost.
+_STATES: Final[dict[State, ServerState]] = {State.WHOLE: "up", State.OPEN: "recovering"}
 
 
 def made_home(
@@ -340,6 +343,34 @@ class ProtectedHome(ServedHome):
     def being_recovered(self) -> tuple[int, ...]:
         """Numbers of servers whose rows are not all recovered yet, as far as the leader knows."""
         return () if self._leader is None else self._leader.not_whole
+
+    def servers_now(self) -> AllServers | None:
+        """See `Home`. Only the home of trainer 0 knows which servers are not whole."""
+        found = super().servers_now()
+        if found is None or self._leader is None:
+            return found
+        each = tuple(map(self._as_led, found.each, self._leader.states))
+        return AllServers(
+            parity=self._parity.parity, has_given_up=self._leader.has_given_up, each=each
+        )
+
+    def _as_led(self, server: ServerFacts, state: State) -> ServerFacts:
+        assert self._leader is not None  # who calls has looked
+        number = server.number - 1
+        loss = self._leader.losses.get(number)
+        known_rows = server.rows
+        if state is State.OPEN:
+            known_rows -= min(known_rows, self._leader.left.get(number, known_rows))
+        elif state is not State.WHOLE:
+            known_rows = 0
+        return server.model_copy(
+            update={
+                "state": _STATES.get(state, "lost"),
+                "known_rows": known_rows,
+                "lost_ms": None if loss is None else loss.lost_ms,
+                "whole_ms": None if loss is None else loss.whole_ms,
+            }
+        )
 
     @property
     def lost_servers(self) -> int:

@@ -29,6 +29,7 @@ from recpoint.embeddings.parity.stripes import Stripes
 from recpoint.embeddings.remote.placement import Placement, placement_of
 from recpoint.embeddings.remote.transport import Greeting, Transport
 from recpoint.errors import HomeError, ServerLost
+from recpoint.format.servers import AllServers, ServerFacts
 from recpoint.kernels import row_gather
 
 __all__ = ["FrozenAt", "Link", "PlacedRows", "ServedHome", "ServedTable"]
@@ -264,6 +265,37 @@ class ServedHome(Home):
                 total[role] += sizes[role]
         return total
 
+    def server_bytes(self, number: int) -> tuple[int, int]:
+        """Ask one server; see `Home.server_bytes`."""
+        sizes = self._sizes(number)
+        disk = sizes.pop("disk")
+        return sum(sizes.values()), disk
+
+    def servers_now(self) -> AllServers | None:
+        """See `Home`. All are up: without parity, only a call finds that one is lost."""
+        if not self._is_open():
+            return None
+        each = tuple(self._facts(number) for number in range(len(self._servers)))
+        return AllServers(parity=0, has_given_up=False, each=each)
+
+    def _facts(self, number: int) -> ServerFacts:
+        server = self._servers[number]
+        greeting, address = server.greeting, server.transport.listens_at
+        rows = sum(table.rows_at[number] for table in self._tables.all())
+        return ServerFacts(
+            number=number + 1,
+            host="" if greeting is None else greeting.host[:255],
+            pid=0 if greeting is None else greeting.pid,
+            address="" if address is None else f"{address[0]}:{address[1]}",
+            state="up",
+            rows=rows,
+            known_rows=rows,
+            memory_bytes=None,
+            disk_bytes=None,
+            lost_ms=None,
+            whole_ms=None,
+        )
+
     def _sizes(self, number: int) -> dict[str, int]:
         server = self._servers[number]
         sizes = server.transport.command("sizes", {}, incarnation=server.incarnation)
@@ -405,11 +437,20 @@ class _Part:
 
 
 class ServedTable:
-    """A table on all servers."""
+    """A table on all servers.
+
+    Attributes:
+        rows_at: for each server how many rows, and parity rows, belong there.
+    """
 
     def __init__(self, form: TableForm, placement: Placement | Stripes, servers: int) -> None:
         self.form = form
         self.placement = placement
+        self.rows_at = tuple(
+            len(placement.slots_of(one, range(form.rows)))
+            + (placement.parity_slots(one) if isinstance(placement, Stripes) else 0)
+            for one in range(servers)
+        )
         self.parts = [_Part() for _ in range(servers)]
         self.frozen: set[_Frozen] = set()
         self._batches = BatchOrder(form.table)

@@ -52,6 +52,7 @@ with atheris.instrument_imports(include=["recpoint"]):
         Plan,
         Publication,
     )
+    from recpoint.format.servers import ServersRecord
     from recpoint.format.state_tree import flatten, unflatten
     from recpoint.format.validation import ValidationRecord
     from recpoint.kernels import row_set as kernel
@@ -69,6 +70,7 @@ SEEDS: dict[type[Record], str] = {
     Job: "staging/job.json",
     Outcome: "staging/outcome.json",
     Cancel: "staging/cancel.json",
+    ServersRecord: "staging/servers.json",
     Pin: "pins/*.json",
     Metric: "metrics/*.json",
     Mark: "expired/*.json",

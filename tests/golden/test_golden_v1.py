@@ -28,6 +28,7 @@ from recpoint.format.records import (
 )
 from recpoint.format.rejections import Rejections
 from recpoint.format.retention_records import Deletion, Lease, Mark, Metric, Pin, Plan, Publication
+from recpoint.format.servers import ServersRecord
 from recpoint.format.state_tree import flatten, unflatten
 from recpoint.format.validation import ValidationRecord
 from recpoint.kernels import quantize, row_set
@@ -254,6 +255,19 @@ def test_the_job_and_its_outcome() -> None:
     assert (cancel.step, cancel.generation, cancel.attempt) == (120, 2, "1b" * 16)
 
 
+def test_what_a_trainer_says_of_its_servers() -> None:
+    record = read(ServersRecord, "staging/servers.json")
+    assert (record.run_url, record.generation) == ("s3://bucket/runs/golden", 2)
+    assert (record.servers.parity, record.servers.has_given_up) == (1, False)
+    up, recovering, again = record.servers.each
+    assert (up.host, up.pid, up.address, up.state) == ("node-1", 4711, "10.0.0.7:45123", "up")
+    assert (up.rows, up.known_rows, up.memory_bytes, up.disk_bytes) == (3_000, 3_000, 98_304, 0)
+    assert record.servers.not_whole == (recovering,)
+    assert (recovering.state, recovering.known_rows) == ("recovering", 1_230)
+    assert recovering.memory_bytes is recovering.disk_bytes is recovering.whole_ms is None
+    assert again.lost_ms == recovering.lost_ms and again.whole_ms == record.at_ms - 1
+
+
 PART_KEY = naming.PART_KEY.of(160, 3, naming.shared_attempt(f"{3:032x}", 160, cut=1), rank=1)
 
 
@@ -364,9 +378,17 @@ RETENTION = {
 }
 
 
+STAGED: dict[type[Record], str] = {
+    Job: "staging/job.json",
+    Outcome: "staging/outcome.json",
+    Cancel: "staging/cancel.json",
+    ServersRecord: "staging/servers.json",
+}
+
+
 @pytest.mark.parametrize(
     "kind",
-    [RunRecord, GenerationRecord, EndRecord, Manifest, RankPart, Job, Outcome, Cancel, *RETENTION],
+    [RunRecord, GenerationRecord, EndRecord, Manifest, RankPart, *STAGED, *RETENTION],
 )
 def test_records_are_still_written_as_they_were(kind: type[Record]) -> None:
     path: str = {
@@ -375,9 +397,7 @@ def test_records_are_still_written_as_they_were(kind: type[Record]) -> None:
         EndRecord: naming.END_KEY.of(2),
         Manifest: naming.MANIFEST_KEY.of(120, 2),
         RankPart: PART_KEY,
-        Job: "staging/job.json",
-        Outcome: "staging/outcome.json",
-        Cancel: "staging/cancel.json",
+        **STAGED,
         **RETENTION,
     }[kind]
     assert pack_record(read(kind, path)) == (V1 / path).read_bytes()

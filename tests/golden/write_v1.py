@@ -53,6 +53,7 @@ from recpoint.format.retention_records import (
     RuleBest,
     Stamp,
 )
+from recpoint.format.servers import AllServers, ServerFacts, ServersRecord
 from recpoint.format.state_tree import flatten
 from recpoint.format.validation import TableDigests, ValidationFinding, ValidationRecord
 from recpoint.kernels import quantize, row_set
@@ -223,9 +224,47 @@ def write(directory: Path) -> None:
     _record(directory / "staging" / "outcome.json", outcome)
     cancel = Cancel(step=INCREMENT.step, generation=INCREMENT.generation, attempt=INCREMENT.attempt)
     _record(directory / "staging" / "cancel.json", cancel)
+    _record(directory / "staging" / "servers.json", servers_record())
     write_part(directory)
     write_retention(directory)
     write_validation(directory)
+
+
+def servers_record() -> ServersRecord:
+    """Three servers: one was never lost, one is rebuilt, one is whole again."""
+    first = ServerFacts(
+        number=1,
+        host="node-1",
+        pid=4711,
+        address="10.0.0.7:45123",
+        state="up",
+        rows=3_000,
+        known_rows=3_000,
+        memory_bytes=98_304,
+        disk_bytes=0,
+        lost_ms=None,
+        whole_ms=None,
+    )
+    second: dict[str, object] = {
+        "number": 2,
+        "address": "",
+        "state": "recovering",
+        "known_rows": 1_230,
+        "memory_bytes": None,
+        "disk_bytes": None,
+        "lost_ms": TIME_MS,
+    }
+    third: dict[str, object] = {"number": 3, "lost_ms": TIME_MS, "whole_ms": TIME_MS + 9}
+    return ServersRecord(
+        run_url="s3://bucket/runs/golden",
+        generation=2,
+        at_ms=TIME_MS + 10,
+        servers=AllServers(
+            parity=1,
+            has_given_up=False,
+            each=(first, first.model_copy(update=second), first.model_copy(update=third)),
+        ),
+    )
 
 
 def write_part(directory: Path) -> None:

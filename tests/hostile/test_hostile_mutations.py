@@ -20,6 +20,7 @@ from recpoint.format.records import (
     pack_record,
     unpack_record,
 )
+from recpoint.format.servers import ServersRecord
 from tests.hostile.forged import MANIFEST, V1, body_text, envelope, golden_chunk, mutations, parse
 
 
@@ -32,6 +33,7 @@ from tests.hostile.forged import MANIFEST, V1, body_text, envelope, golden_chunk
         (Manifest, MANIFEST),
         (Job, "staging/job.json"),
         (Cancel, "staging/cancel.json"),
+        (ServersRecord, "staging/servers.json"),
     ],
 )
 @settings(max_examples=150, deadline=None)

@@ -25,10 +25,12 @@ from recpoint.catalog.staging import area, locks, owned
 from recpoint.catalog.staging.agent import agent_lock_path, at_work
 from recpoint.catalog.staging.area import NoteState, beat, cancels_directory, write_note
 from recpoint.catalog.staging.free import read_rank_jobs, remove_unnamed, slots_by_rank
+from recpoint.catalog.staging.servers import write_servers
 from recpoint.catalog.store import durable
-from recpoint.catalog.store.contract import Clocks
+from recpoint.catalog.store.contract import Clocks, now_ms
 from recpoint.errors import FormatError, SettingsError, StagingError, StagingFull, StagingRefused
 from recpoint.format.naming import parse_job_stem
+from recpoint.format.servers import AllServers, ServersRecord
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.snapshot.host_memory import HostMemory, host_memory, is_in_memory
 
@@ -822,6 +824,19 @@ class StagingArea:
         if self._lock is not None:
             with contextlib.suppress(OSError, StagingRefused):
                 beat(self.run_directory)
+
+    def tell_servers(self, servers: AllServers, *, generation: int) -> None:
+        """Say how the embedding servers are, if the lock is still held.
+
+        Raises:
+            StagingRefused: the directory is not this user's own.
+            OSError: it cannot be written.
+        """
+        if self._lock is not None:
+            record = ServersRecord(
+                run_url=self.run_url, generation=generation, at_ms=now_ms(), servers=servers
+            )
+            write_servers(self.run_directory, record)
 
     def _note(self, state: NoteState) -> None:
         try:

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from recpoint.catalog.overview.overview import (
     Generation,
     Lag,
     RunOverview,
+    ServersSeen,
     StagedRisk,
     Totals,
 )
@@ -30,6 +32,7 @@ from recpoint.dashboards.watched_runs import Seen, WatchedRun, WatchedRuns
 from recpoint.format.manifest import CopiedAhead
 from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY
 from recpoint.format.retention_records import Plan, PlannedManifest, PlannedRules, RuleBest
+from recpoint.format.servers import AllServers, ServerFacts
 from recpoint.units import duration_text
 from tests.catalog_builder import build, new_run, publish, tables
 from tests.interposed_store import InterposedStore
@@ -48,6 +51,7 @@ NOTHING = RunOverview(
     ended=None,
     gone_ms=None,
     staged=None,
+    servers=None,
     lag=Lag(
         seconds=None,
         silent_seconds=0.0,
@@ -167,6 +171,112 @@ def test_what_is_staged_is_told_beside_what_the_host_would_take_with_it() -> Non
     ended = replace(alive, ended=Ended(step=1_200, reason="finished", ended_ms=0))
     stored = replace(ended, staged=replace(staged, at_risk_seconds=0.0, at_risk_batches=0))
     assert texts.staged_text(stored).endswith("has stored it, nothing is lost")
+
+
+def server(number: int, **changed: object) -> ServerFacts:
+    fields: dict[str, object] = {
+        "number": number,
+        "host": "node",
+        "pid": 40 + number,
+        "address": "127.0.0.1:4000",
+        "state": "up",
+        "rows": 1_000,
+        "known_rows": 1_000,
+        "memory_bytes": 64_000,
+        "disk_bytes": 0,
+        "lost_ms": None,
+        "whole_ms": None,
+    }
+    return ServerFacts.model_validate(fields | changed)
+
+
+LOST = {"state": "lost", "known_rows": 0, "memory_bytes": None, "lost_ms": 1_700_000_000_000}
+REBUILT = {**LOST, "state": "recovering", "known_rows": 419}
+AGAIN = {"lost_ms": 1_700_000_000_000, "whole_ms": 1_700_000_005_900}
+
+
+def served(*each: ServerFacts, parity: int = 1, gave_up: bool = False, **seen: Any) -> RunOverview:
+    servers = AllServers(parity=parity, has_given_up=gave_up, each=each)
+    given: dict[str, Any] = {"servers": servers, "age_seconds": 0.4, "trainer_lives": True} | seen
+    return replace(NOTHING, checkpoints=(facts(10),), servers=ServersSeen(**given))
+
+
+@pytest.mark.parametrize(
+    ("overview", "words"),
+    [
+        (NOTHING, ""),
+        (
+            served(server(1), server(2)),
+            "All is whole, with its parity. Any one server may be lost.",
+        ),
+        (
+            served(server(1), server(2, **AGAIN), parity=2),
+            "All is whole, with its parity. Any 2 servers may be lost. Server 2 was lost, and is "
+            "whole again since 2023-11-14 22:13:25 UTC, after 5.9 s.",
+        ),
+        (
+            served(server(1), server(2, **REBUILT)),
+            "Server 2 is being rebuilt: 41 %. Losing another one now goes back to the newest "
+            "checkpoint.",
+        ),
+        (
+            replace(served(server(1, **LOST)), checkpoints=()),
+            "Server 1 is lost, and another process is to take its place. Losing another one now "
+            "ends this training, which has no checkpoint yet.",
+        ),
+        (
+            served(server(1), server(2, **REBUILT), parity=2),
+            "Server 2 is being rebuilt: 41 %. One more server may be lost meanwhile.",
+        ),
+        (
+            served(server(1, **LOST), server(2, **REBUILT), gave_up=True),
+            "Servers 1, 2: more lost at a time than parity makes up for. That goes back to the "
+            "newest checkpoint.",
+        ),
+        (
+            served(server(1), parity=0),
+            "There is no parity: the loss of a server goes back to the newest checkpoint.",
+        ),
+        (
+            served(server(1), server(2, **LOST), parity=0),
+            "Server 2 does not answer. There is no parity: that goes back to the newest "
+            "checkpoint.",
+        ),
+        (
+            served(server(1), server(2, **REBUILT), trainer_lives=False, age_seconds=185.0),
+            "The trainer does not run any more. This is what it saw last, 3 min 5 s ago.",
+        ),
+        (
+            served(server(1), age_seconds=16.0),
+            "The trainer has said nothing for 16.0 s. This is what it saw last.",
+        ),
+        (
+            served(server(1), servers=None, error="servers.json: found \u202eno JSON"),
+            "What the trainer says of its servers cannot be read. servers.json: found "
+            "\\u202eno JSON",
+        ),
+    ],
+)
+def test_how_servers_are_in_one_sentence(overview: RunOverview, words: str) -> None:
+    assert texts.servers_text(overview) == words
+    seen = overview.servers
+    told_first = bool(seen and seen.servers and seen.trainer_lives and seen.servers.not_whole)
+    assert texts.lost_servers_text(overview) == (f"Embedding servers: {words}" * told_first)
+
+
+def test_a_server_that_is_rebuilt_says_how_far_it_is() -> None:
+    assert texts.server_row(server(2, **REBUILT), 1) == (
+        *("2", "being rebuilt: 41 %", "419 of 1,000", "–", "node", "127.0.0.1:4000", "42"),
+        "2023-11-14 22:13:20",
+    )
+    almost = server(2, **{**REBUILT, "rows": 10**9, "known_rows": 10**9 - 1})
+    assert texts.server_row(almost, 1)[1] == "being rebuilt: 99 %"
+    assert texts.server_row(server(1, **AGAIN, disk_bytes=5_000_000), 1) == (
+        *("1", "whole", "1,000", "64 kB, 5 MB on disk", "node", "127.0.0.1:4000", "41"),
+        "2023-11-14 22:13:20, whole again 22:13:25",
+    )
+    assert texts.server_row(server(1, **LOST), 0)[1:4] == ("lost", "1,000", "–")
+    assert texts.server_row(server(1), 0)[1] == "up"
 
 
 def drawn_of(*checkpoints: CheckpointFacts) -> page.Drawn:

@@ -26,6 +26,7 @@ from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
 from recpoint.embeddings.remote.tcp_peer import TcpPeer, reach_with
 from recpoint.embeddings.remote.transport import Greeting, Transport
 from recpoint.errors import HomeError, ServerLost
+from recpoint.format.servers import ServerFacts
 from recpoint.testing.homes import fetched, ids_of, records_of
 from tests.polling import until
 from tests.simulated_network import PassedOn
@@ -168,6 +169,38 @@ def test_a_recovery_goes_on_after_an_error(
         require_rows(home)
     said = [one for one in caplog.records if one.levelname == "ERROR"]
     assert len(said) == 1 and "cannot recover its rows" in said[0].message
+
+
+def test_the_home_says_which_server_recovers_and_since_when_all_are_whole() -> None:
+    may_recover = threading.Event()
+
+    def disturb() -> None:
+        if not may_recover.is_set():
+            raise OutOfStep("not yet")
+
+    def each() -> tuple[ServerFacts, ...]:
+        told = home.servers_now()
+        assert told is not None and told.parity == 1 and not told.has_given_up
+        return told.each
+
+    with running() as (hosts, home):
+        assert {(one.state, one.lost_ms) for one in each()} == {("up", None)}
+        assert sum(one.rows for one in each()) == ROWS + -(-ROWS // 2), "rows and parity rows"
+        hosts.reach = disturbed(disturb)
+        hosts.lose(0)
+        until(lambda: home.lost_rows > 0)
+        lost, *others = each()
+        assert (lost.state, lost.known_rows, lost.whole_ms) == ("recovering", 0, None)
+        assert {(one.state, one.lost_ms, one.known_rows - one.rows) for one in others} == {
+            ("up", None, 0)
+        }
+        may_recover.set()
+        until(lambda: not home.being_recovered)
+        again = each()[0]
+        assert (again.state, again.known_rows) == ("up", again.rows)
+        assert again.lost_ms == lost.lost_ms and again.lost_ms is not None
+        assert again.whole_ms is not None and again.whole_ms >= again.lost_ms
+    assert home.servers_now() is None, "it is closed"
 
 
 def test_frozen_rows_of_a_server_that_is_not_ready_are_lost_in_the_end() -> None:

@@ -22,12 +22,18 @@ from recpoint.format.record_kinds import (
     kind_of,
 )
 from recpoint.format.records import Record, pack_record, unpack_record
+from recpoint.format.servers import ServersRecord
 from recpoint.kernels.implementation import on_cpu
 from recpoint.kernels.native import INSTRUCTION_SETS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "format.md").read_text()
-STAGED: dict[str, type[Record]] = {"jobs": Job, "outcomes": Outcome, "cancels": Cancel}
+STAGED: dict[str, type[Record]] = {
+    "jobs": Job,
+    "outcomes": Outcome,
+    "cancels": Cancel,
+    "servers.json": ServersRecord,
+}
 
 _TREES = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SAMPLES = re.compile(r"^\*\*([^*]+)\*\*, `([^`]+)`[^\n]*\n\n```json\n(.*?)^```$", re.M | re.DOTALL)
@@ -116,7 +122,8 @@ def test_the_tree_is_that_of_a_run() -> None:
     assert {path for path in shown if path.partition("/")[0] in STAGED} <= STAGED_FILES
     for path in STAGED_FILES:
         folder, _, name = path.partition("/")
-        assert folder not in STAGED or parse_job_stem(name.removesuffix(".json")), path
+        is_job = name and folder in STAGED
+        assert not is_job or parse_job_stem(name.removesuffix(".json")), path
 
 
 def test_the_tree_has_what_the_manifests_name() -> None:
