@@ -210,8 +210,8 @@ def test_frozen_rows_of_a_server_that_is_not_ready_are_lost_in_the_end() -> None
     with running(patience_seconds=1.0) as (hosts, home):
         hosts.reach = disturbed(disturb)
         hosts.lose(0)
-        until(lambda: home.being_recovered)
-        until(lambda: home.lost_rows)  # it is open
+        until(lambda: home.being_recovered != ())
+        until(lambda: home.lost_rows > 0)  # it is open
         with home.freeze("items", range(ROWS)) as frozen:
             out = torch.zeros(ROWS, RECORD_BYTES, dtype=torch.uint8)
             with pytest.raises(ServerLost, match="do not agree"):
@@ -264,11 +264,7 @@ def test_a_clear_needs_no_thread_that_waits_for_it() -> None:
         for one in callers:
             one.start()
         # The pool starts its last thread when all others are busy, with calls that have failed.
-        until(
-            lambda: (
-                sum(one.name.startswith("recpoint-servers") for one in threading.enumerate()) == 12
-            )
-        )
+        until(lambda: len(home._threads._threads) == 12)
         Gated.gate.set()
         for one in callers:
             one.join(60.0)
