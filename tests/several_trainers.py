@@ -1,6 +1,6 @@
 """Trains one model on several ranks that share its rows, and the same in one process without.
 
-As a program, it is one rank: it reads cases from its standard input and writes what it has found.
+As a program, it is one rank: it reads the cases that it is given and writes what it has found.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from tests.cached_training import (
     rows_of_plain,
 )
 from tests.flat_settings import arguments
+from tests.forked_program import ForkedProgram, be_module
 from tests.polling import until
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "Part",
     "alone",
     "checkpoints_of",
+    "given_to",
     "join",
     "on_ranks",
     "optimizers_of",
@@ -206,35 +207,40 @@ def run_ranks(program: str, ranks: int, directory: Path, given: str) -> tuple[li
 
     Args:
         program: name of a module.
-        given: its standard input on each rank.
+        given: what each rank reads with `given_to`.
 
     Returns:
         Exit status and standard error of each rank.
     """
     directory.mkdir(parents=True)
-    running = []
-    for rank in range(ranks):
-        with (directory / f"rank-{rank}.log").open("w") as log:
-            running.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", program, str(directory), str(rank), str(ranks)],
-                    stdin=subprocess.PIPE,
-                    stderr=log,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                    text=True,
-                )
-            )
-    for one in running:
-        assert one.stdin is not None
-        with one.stdin as stdin:
-            stdin.write(given)
-    codes = [one.wait() for one in running]
-    logs = [(directory / f"rank-{rank}.log").read_text() for rank in range(ranks)]
-    return codes, logs
+    (directory / "given").write_text(given)
+    logs = [directory / f"rank-{rank}.log" for rank in range(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Their imports, of the first optimizer's too, would take longer than most of these trainings.
+    running = [
+        ForkedProgram(
+            be_module,
+            (program, str(directory), str(rank), str(ranks)),
+            environment=environment,
+            output=(log, log),
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = [one.wait() for one in running]
+    finally:
+        for one in running:
+            one.kill()
+    return codes, [log.read_text() for log in logs]
+
+
+def given_to(directory: Path) -> str:
+    """Return what `run_ranks` gives each rank in this directory."""
+    return (directory / "given").read_text()
 
 
 def _rank(directory: Path, rank: int, ranks: int) -> None:
-    cases = [Case(**one) for one in json.load(sys.stdin)]
+    cases = [Case(**one) for one in json.loads(given_to(directory))]
     join(directory, rank, ranks)
     found = [train_here(case, rank, ranks) for case in cases]
     if rank == 0:

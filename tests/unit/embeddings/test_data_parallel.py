@@ -17,7 +17,16 @@ from recpoint.embeddings.cached_tables import cached
 from recpoint.embeddings.remote.processes import servers
 from recpoint.errors import SettingsError
 from tests.cached_training import Batches, as_bits, cached_model, plain_model, rows_of_plain
-from tests.several_trainers import Case, Found, alone, join, on_ranks, optimizers_of, run_ranks
+from tests.several_trainers import (
+    Case,
+    Found,
+    alone,
+    given_to,
+    join,
+    on_ranks,
+    optimizers_of,
+    run_ranks,
+)
 from tests.training_builder import Place
 
 CASES = (
@@ -102,7 +111,7 @@ def _refused() -> dict[str, str]:
 
 def _rank(directory: Path, rank: int, ranks: int) -> None:
     join(directory, rank, ranks)
-    if sys.stdin.read() == "refused":
+    if given_to(directory) == "refused":
         (directory / f"said-{rank}").write_text(json.dumps(_refused()))
     else:
         found = [_whole(case, rank) for case in CASES]
