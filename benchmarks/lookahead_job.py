@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any, Literal
@@ -18,7 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.criteo_dlrm import CriteoDLRM
-from benchmarks.workload import ROOT, StagedRun, Tables, examples_on_path, wait_for
+from benchmarks.forked import forked
+from benchmarks.workload import StagedRun, Tables, examples_on_path, wait_for
 from recpoint import Checkpointer, Consecutive, Lookahead, Options
 from recpoint.catalog.staging import area
 from recpoint.format.job import Job
@@ -95,19 +94,22 @@ class Result:
 
 def play(task: Task) -> Result | None:
     """Runs a job in a process of its own; None: it killed itself, as it was told."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.lookahead_job", json.dumps(asdict(task))],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if task.kill_at and done.returncode == -signal.SIGKILL:
+    process, told = forked(_tell, task)
+    with told:
+        try:
+            found: Result | None = told.recv()
+        except EOFError:
+            found = None
+    process.join()
+    if task.kill_at and process.exitcode == -signal.SIGKILL:
         return None
-    if done.returncode:
-        raise RuntimeError(f"{task}: exit code {done.returncode}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return Result(**{**found, "taken": [Taken(**one) for one in found["taken"]]})
+    if process.exitcode or found is None:
+        raise RuntimeError(f"{task}: exit code {process.exitcode}")
+    return found
+
+
+def _tell(task: Task, told: Connection) -> None:
+    told.send(_main(task))
 
 
 class _Rows:
@@ -251,7 +253,3 @@ def _state(job: _Table | _Criteo) -> str:
     for tensor in tensors:
         found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
-
-
-if __name__ == "__main__":
-    print(json.dumps(asdict(_main(Task(**json.loads(sys.argv[1]))))))

@@ -23,7 +23,7 @@ from recpoint.embeddings.remote.server import EmbeddingServer
 from recpoint.embeddings.remote.tcp import TcpServer
 from recpoint.embeddings.remote.tcp_peer import reach_with
 
-__all__ = ["ServerSettings", "serve"]
+__all__ = ["ServerSettings", "enter_network", "serve"]
 
 #: Of setns(2).
 _NETWORK_NAMESPACE = 0x40000000
@@ -55,7 +55,7 @@ def serve(settings: ServerSettings, told: Connection) -> None:
     """
     torch.set_num_threads(1)
     if settings.network is not None:
-        _enter(settings.network)
+        enter_network(settings.network)
     reach = _late(reach_with(settings.token), settings.delay_seconds)
     servers: list[EmbeddingServer] = []
     with ExitStack() as stack, suppress(EOFError):
@@ -73,7 +73,7 @@ def serve(settings: ServerSettings, told: Connection) -> None:
             told.send(sum(one.difference_rows for one in members))
 
 
-def _enter(network: str) -> None:
+def enter_network(network: str) -> None:
     """Moves this thread, and threads that it starts, to a network namespace."""
     namespace = os.open(network, os.O_RDONLY)
     try:

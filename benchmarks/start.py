@@ -4,7 +4,7 @@ Each round starts a new Python process that builds a small model and a Checkpoin
 training step. `import_seconds` measures a process that only imports recpoint and its Checkpointer.
 `torch_seconds` measures a process that only imports torch, which takes most of the time. For a cold
 start, the files of all installed packages and of recpoint are dropped from the kernel's page cache
-before the start.
+before the start; with `--smoke`, which runs beside other tests, those of recpoint only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from time import perf_counter
 
@@ -24,6 +25,9 @@ __all__ = ["KEYS", "run"]
 KEYS = ("start_cold_seconds", "start_warm_seconds", "import_seconds", "torch_seconds")
 
 _ROOT = Path(__file__).resolve().parents[1]
+
+#: Folders of all packages and of the standard library.
+_OF_PACKAGES = ("purelib", "platlib", "stdlib")
 
 _FIRST_STEP = """
 import sys
@@ -51,6 +55,8 @@ sys.stdin.read()
 def run(*, smoke: bool) -> Report:
     """Measures each program once a round."""
     rounds = 1 if smoke else 7
+    packages = [] if smoke else [sysconfig.get_path(name) for name in _OF_PACKAGES]
+    folders = {*map(Path, packages), _ROOT / "src"}
     report = Report(name="start", columns=("program", "file cache", "seconds"))
     programs = {
         "start_warm_seconds": (_FIRST_STEP, False),
@@ -62,11 +68,12 @@ def run(*, smoke: bool) -> Report:
         report.leave_out(["start_cold_seconds"], "this system has no posix_fadvise")
         del programs["start_cold_seconds"]
     taken: dict[str, list[float]] = {name: [] for name in programs}
-    _seconds(_FIRST_STEP)  # writes bytecode
+    if not smoke:
+        _seconds(_FIRST_STEP)  # writes bytecode
     for _ in range(rounds):
         for name, (program, is_cold) in programs.items():
             if is_cold:
-                _drop_files()
+                _drop_files(folders)
             taken[name].append(_seconds(program))
     for name, seconds in taken.items():
         program = name.removesuffix("_seconds")
@@ -98,10 +105,9 @@ def _seconds(program: str) -> float:
     return seconds
 
 
-def _drop_files() -> None:
-    """Drops the files of packages, the standard library and recpoint from the page cache."""
-    folders = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
-    for folder in (*map(Path, folders), _ROOT / "src"):
+def _drop_files(folders: Iterable[Path]) -> None:
+    """Drops all files in these folders from the page cache."""
+    for folder in folders:
         for parent, _, names in os.walk(folder, followlinks=True):
             for name in names:
                 path = os.path.join(parent, name)

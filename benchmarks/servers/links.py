@@ -154,7 +154,7 @@ def compare_peers(
         trainers = stack.enter_context(Trainers(job, nodes[:1]))
         scene.add(job.peers, trainers, servers.pids)
         by_rpc = stack.enter_context(rpc_trainer(replace(job, peers={}, batches=played + 2), nodes))
-        scene.add([_RPC], by_rpc, [one.pid for one in by_rpc.processes[1:]])
+        scene.add([_RPC], by_rpc, by_rpc.pids[1:])
         for peer in (*job.peers, _RPC):
             scene.play(peer, shape.warm if peer in (_OURS, _LRU) else 2, 0)
         network.shape(GBIT)

@@ -6,18 +6,15 @@ cluster need Ray. These listen on the address of their node, and otherwise do th
 
 from __future__ import annotations
 
-import multiprocessing
 import secrets
-import sys
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import psutil
 
+from benchmarks.forked import Forked, forked
 from benchmarks.server_process import ServerSettings, serve
 
 __all__ = [
@@ -26,7 +23,6 @@ __all__ = [
     "ThisMachine",
     "cpu_seconds",
     "cpu_seconds_by_pid",
-    "program",
 ]
 
 _END_SECONDS = 10.0
@@ -44,24 +40,12 @@ class Place(Protocol):
     def network(self) -> str | None:
         """Path of the network namespace; None: that of the machine."""
 
-    def inside(self, *command: str) -> list[str]:
-        """Returns a command that runs another one there, as the same process."""
-
 
 class ThisMachine:
     """The machine itself, without a network."""
 
     address = "127.0.0.1"
     network = None
-
-    def inside(self, *command: str) -> list[str]:
-        """Returns the command."""
-        return list(command)
-
-
-def program(module: str) -> list[str]:
-    """Returns the command of a process that runs `process` of a module of this package."""
-    return [sys.executable, "-m", "benchmarks.servers.process", module]
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
@@ -77,13 +61,6 @@ def cpu_seconds_by_pid(pids: Iterable[int]) -> dict[int, float]:
             times = psutil.Process(pid).cpu_times()
             found[pid] = float(times.user + times.system)
     return found
-
-
-class _Started(NamedTuple):
-    """A process with servers, and what it is asked through."""
-
-    process: ForkServerProcess
-    told: Connection
 
 
 class Servers:
@@ -116,7 +93,7 @@ class Servers:
         self._places = places
         self._delay_seconds = delay_seconds
         self._ports = [(0,) * homes for _ in places]
-        self._all: list[_Started] = []
+        self._all: list[Forked] = []
         self._is_over = threading.Event()
         self._watch: threading.Thread | None = None
         try:
@@ -136,7 +113,7 @@ class Servers:
             self._watch = threading.Thread(target=self._revive_all, daemon=True)
             self._watch.start()
 
-    def _started(self, number: int) -> _Started:
+    def _started(self, number: int) -> Forked:
         place = self._places[number]
         settings = ServerSettings(
             network=place.network,
@@ -145,13 +122,7 @@ class Servers:
             token=self._token,
             delay_seconds=self._delay_seconds,
         )
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([serve.__module__])
-        own, its = context.Pipe()
-        process = context.Process(target=serve, args=(settings, its))
-        process.start()
-        its.close()
-        return _Started(process, own)
+        return forked(serve, settings)
 
     def _learn_ports(self, number: int) -> None:
         self._ports[number] = tuple(self._answer(number))
@@ -190,18 +161,10 @@ class Servers:
             self._watch.join()
         with ExitStack() as stack:
             while self._all:
-                stack.callback(_end, *self._all.pop())
+                stack.callback(self._all.pop().end, _END_SECONDS)
 
     def __enter__(self) -> Servers:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _end(process: ForkServerProcess, told: Connection) -> None:
-    told.close()
-    process.join(_END_SECONDS)
-    if process.is_alive():
-        process.kill()
-        process.join()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -358,15 +356,13 @@ class _Late(Transport):
         self._to.close()
 
 
-def given_job() -> dict[str, Any]:
-    """Prepares the process of a rank; returns the settings, with the job as an object."""
+def given_job(told: Connection) -> dict[str, Any]:
+    """Prepares the process of a rank; returns the settings, with the job."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # otherwise torch warns of the default
     torch.set_num_threads(1)
     logging.getLogger("recpoint").setLevel(logging.ERROR)  # small caches are meant
-    settings: dict[str, Any] = json.loads(sys.stdin.readline())
-    given = settings["job"]
-    peers = {name: PeerForm(**form) for name, form in given["peers"].items()}
-    return {**settings, "job": Job(**{**given, "peers": peers})}
+    settings: dict[str, Any] = told.recv()
+    return settings
 
 
 def join_ranks(settings: Mapping[str, Any]) -> None:
@@ -380,26 +376,20 @@ def join_ranks(settings: Mapping[str, Any]) -> None:
     )
 
 
-def serve_orders(answers: Mapping[str, Callable[..., Any]]) -> None:
-    """Does what is asked, until the other side wants no more, or has ended.
-
-    Args:
-        answers: by order; a result is a dataclass, or what JSON carries.
-    """
-    _tell(None)
-    for line in sys.stdin:
-        order = json.loads(line)
-        found = answers[order.pop("order")](**order)
-        _tell(asdict(found) if isinstance(found, Played | Recovered) else found)
+def serve_orders(answers: Mapping[str, Callable[..., Any]], told: Connection) -> None:
+    """Does what is asked, until the other side wants no more, or has ended."""
+    told.send(None)
+    while True:
+        try:
+            order, arguments = told.recv()
+        except EOFError:
+            return
+        told.send(answers[order](**arguments))
 
 
-def _tell(what: Any) -> None:
-    print(json.dumps(what), flush=True)
-
-
-def process() -> None:
+def process(told: Connection) -> None:
     """Runs one rank."""
-    settings = given_job()
+    settings = given_job(told)
     if settings["ranks"] > 1:
         join_ranks(settings)
     part = _Part(settings["job"], settings["rank"], settings["ranks"])
@@ -411,5 +401,6 @@ def process() -> None:
             "begin_checkpoints": part.begin_checkpoints,
             "checkpoint": part.checkpoint,
             "persist": part.persist,
-        }
+        },
+        told,
     )

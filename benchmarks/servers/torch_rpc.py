@@ -10,6 +10,7 @@ import os
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -200,12 +201,12 @@ class _Trainer:
             one.wait()
 
 
-def process() -> None:
+def process(told: Connection) -> None:
     """Runs the trainer, which is rank 0, or a server."""
     global _here
     # torch itself calls what it warns of.
     warnings.filterwarnings("ignore", message="You are using a Backend")
-    settings: dict[str, Any] = given_job()
+    settings: dict[str, Any] = given_job(told)
     job: Job = settings["job"]
     rank, ranks = settings["rank"], settings["ranks"]
     if rank:
@@ -223,6 +224,6 @@ def process() -> None:
         ),
     )
     orders = {} if rank else {"play": _Trainer(job, ranks - 1).play}
-    serve_orders(orders)
+    serve_orders(orders, told)
     # The other side wants no more. Nothing that is under way matters.
     os._exit(0)

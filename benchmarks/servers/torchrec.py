@@ -10,6 +10,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -190,11 +191,11 @@ def _sharded(model: _Model, dim: int) -> Any:
     return sharded
 
 
-def process() -> None:
+def process(told: Connection) -> None:
     """Runs one rank."""
     warnings.simplefilter("ignore")  # of TorchRec and FBGEMM themselves
     logging.disable(logging.WARNING)
-    settings = given_job()
+    settings = given_job(told)
     join_ranks(settings)
     trainer = _Trainer(settings["job"], settings["rank"])
-    serve_orders({"play": trainer.play})
+    serve_orders({"play": trainer.play}, told)

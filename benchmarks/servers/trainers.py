@@ -1,25 +1,24 @@
 """Starts trainers, one process a rank, and plays peers on them.
 
-Each rank is at a place of its own. Settings and orders go to it as lines of JSON, and answers come
-back as lines of JSON.
+Each rank is at a place of its own. Settings and orders go to it through a connection, and answers
+come back.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import socket
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.cache_peers import Batch
 from benchmarks.criteo_plan import criteo_reader, drawn
+from benchmarks.forked import Forked, forked
 from benchmarks.servers.network import LINK
-from benchmarks.servers.nodes import Place, program
+from benchmarks.servers.nodes import Place
+from benchmarks.servers.process import run_module
 
 __all__ = [
     "Job",
@@ -169,7 +168,7 @@ class Trainers:
         asked: only so many ranks get orders; None: all.
 
     Attributes:
-        processes: of all ranks.
+        pids: process ids of all ranks.
 
     Raises:
         RuntimeError: a rank ends.
@@ -183,29 +182,25 @@ class Trainers:
         module: str = "rank",
         asked: int | None = None,
     ) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self._all: list[Forked] = []
         meeting = f"tcp://{places[0].address}:{_free_port()}"
         try:
             for rank, place in enumerate(places):
-                started = subprocess.Popen(
-                    place.inside(*program(module)),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    start_new_session=True,
-                    env=os.environ | _environment(place),
-                )
-                self.processes.append(started)
-                settings = {"rank": rank, "ranks": len(places), "meeting": meeting}
-                self._send(started, {**settings, "job": asdict(job)})
-            self._answers(self.processes)
-            self._asked = self.processes[:asked]
+                started = forked(run_module, module, place.network, _environment(place))
+                self._all.append(started)
+                given = {"rank": rank, "ranks": len(places), "meeting": meeting, "job": job}
+                started.told.send(given)
+            self.pids = [one.process.pid for one in self._all if one.process.pid is not None]
+            self._answers(self._all)
+            self._asked = self._all[:asked]
         except BaseException:
             self.close()
             raise
 
     def play(self, peer: str, batches: int, *, wait: float) -> list[Played]:
         """Plays a peer on all ranks; returns what each did."""
-        return [Played(**one) for one in self._ask("play", peer=peer, batches=batches, wait=wait)]
+        found: list[Played] = self._ask("play", peer=peer, batches=batches, wait=wait)
+        return found
 
     def recover(
         self, peer: str, lost: Sequence[int], batches: int, *, wait: float, is_until_whole: bool
@@ -221,8 +216,8 @@ class Trainers:
                 rank.
         """
         asked = {"peer": peer, "lost": [*lost], "batches": batches, "wait": wait}
-        found = self._ask("recover", **asked, is_until_whole=is_until_whole)
-        return [Recovered(**one) for one in found]
+        found: list[Recovered] = self._ask("recover", **asked, is_until_whole=is_until_whole)
+        return found
 
     def save(self, peer: str, path: Path) -> None:
         """Saves the rows and row states of a cached peer to a file."""
@@ -244,7 +239,8 @@ class Trainers:
 
     def checkpoint(self) -> list[Stall]:
         """Takes a checkpoint, waits until all ranks have staged it; returns each rank's stall."""
-        return [Stall(*one) for one in self._ask("checkpoint")]
+        stalls: list[Stall] = self._ask("checkpoint")
+        return stalls
 
     def persist(self) -> float:
         """Persists the staged checkpoint of the only rank; returns the seconds that it takes."""
@@ -252,31 +248,27 @@ class Trainers:
         return float(seconds)
 
     def _ask(self, order: str, **arguments: Any) -> list[Any]:
-        for process in self._asked:
-            self._send(process, {"order": order, **arguments})
+        for one in self._asked:
+            one.told.send((order, arguments))
         return self._answers(self._asked)
 
-    def _send(self, process: subprocess.Popen[bytes], what: Mapping[str, Any]) -> None:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(what).encode() + b"\n")
-        process.stdin.flush()
-
-    def _answers(self, processes: Sequence[subprocess.Popen[bytes]]) -> list[Any]:
+    def _answers(self, asked: Sequence[Forked]) -> list[Any]:
         found = []
-        for process in processes:
-            assert process.stdout is not None
-            said = process.stdout.readline()
-            if not said:
-                raise RuntimeError(f"a trainer ended with {process.wait()}")
-            found.append(json.loads(said))
+        for process, told in asked:
+            try:
+                found.append(told.recv())
+            except EOFError as error:
+                process.join()
+                raise RuntimeError(f"a trainer ended with {process.exitcode}") from error
         return found
 
     def close(self) -> None:
         """Ends them. A second call does nothing."""
         with ExitStack() as stack:
-            for process in self.processes:
-                stack.callback(_end, process)
-            self.processes = []
+            for one in self._all:
+                one.process.kill()  # its rows are not wanted any more, and it may wait for others
+                stack.callback(one.end, _END_SECONDS)
+            self._all = []
 
     def __enter__(self) -> Trainers:
         return self
@@ -291,21 +283,6 @@ def _free_port() -> int:
 
 
 def _environment(place: Place) -> dict[str, str]:
-    """Returns what tells gloo and torch RPC their device, and has them be silent at the end."""
+    """Returns what tells gloo and torch RPC their device."""
     device = "lo" if place.address.startswith("127.") else LINK
-    return {
-        "GLOO_SOCKET_IFNAME": device,
-        "TP_SOCKET_IFNAME": device,
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()  # its rows are not wanted any more, and a peer may wait for a rank that is gone
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        try:
-            pipe.close()
-        except BrokenPipeError:
-            pass
-    process.wait(_END_SECONDS)
+    return {"GLOO_SOCKET_IFNAME": device, "TP_SOCKET_IFNAME": device}
