@@ -6,8 +6,10 @@ INSTALLED := $(VENV)/.installed
 # More workers than two cores: a test that waits for a server or for a poll leaves its core to others.
 # They go in the order of tests/conftest.py: xdist would put all groups first.
 TEST_WORKERS ?= 4
-# Of how many bytes and places `make faults` takes one.
+# Of how many bytes, places and steps `make faults` takes one.
 FAULTS_EVERY ?= 1
+# What takes a sample of them in `make test`.
+FAULT_TESTS = $(shell grep -rlE 'FAULTS_EVERY|\bat_steps\b' tests --include='test_*.py' | sort)
 # Which tutorials `make tutorials` plays; none named: all.
 TUTORIALS ?=
 # `make check` looks at what changed since this commit.
@@ -103,9 +105,9 @@ fuzz: $(NATIVE) ## fuzz each parser a million times, outside CI (tests/fuzz)
 sanitize: $(NATIVE) ## run the kernels' tests under sanitizers, where there is g++ (tests/sanitized)
 	$(BIN)/python tests/sanitized/run.py
 
-faults: $(NATIVE) ## flip every byte, interrupt each call, kill windows and caches, outside CI (tests/fault)
+faults: $(NATIVE) ## flip every byte, interrupt each call, kill at each step, outside CI (tests/fault)
 	$(BIN)/python -m tests.fault.byte_flips --every $(FAULTS_EVERY)
-	RECPOINT_FAULTS_EVERY=$(FAULTS_EVERY) $(BIN)/python -m pytest -n $(TEST_WORKERS) -o faulthandler_timeout=0 tests/fault/test_cached_kills.py tests/fault/test_interrupted_calls.py tests/fault/test_servers_killed.py tests/fault/test_windows_killed.py $(PYTEST_ARGS)
+	RECPOINT_FAULTS_EVERY=$(FAULTS_EVERY) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -o faulthandler_timeout=0 $(FAULT_TESTS) $(PYTEST_ARGS)
 
 tutorials: ## play the tutorials in new environments, outside CI (tests/tutorials.py)
 	$(PYTHON) -u tests/tutorials.py $(TUTORIALS)

@@ -135,6 +135,7 @@ def trainer_life(
     staging: str,
     evidence: str,
     die: int | None = None,
+    count_into: str | None = None,
     besides: Container[str] = (),
 ) -> None:
     """Train to the end from wherever the run is; write what came out to the file `evidence`."""
@@ -143,7 +144,7 @@ def trainer_life(
 
     # A killed agent has a successor, however long this machine takes to start it.
     outcomes._AGENT_GRACE_SECONDS = _PATIENCE_SECONDS
-    die_at.install(die_at=die, besides=besides)
+    die_at.install(die_at=die, count_into=count_into, besides=besides)
     model, optimizers, reader = _training()
     checkpointer = Checkpointer(
         model,
@@ -212,6 +213,7 @@ def agent_life(
     staging: str,
     prefect: str = "off",
     die: int | None = None,
+    count_into: str | None = None,
     besides: Container[str] = (),
     log: str | None = None,
     once: bool = False,
@@ -222,7 +224,7 @@ def agent_life(
     if log is not None:
         with open(log, "ab") as file:
             os.dup2(file.fileno(), sys.stderr.fileno())
-    die_at.install(die_at=die, besides=besides)
+    die_at.install(die_at=die, count_into=count_into, besides=besides)
     run_agent(staging, prefect="auto" if prefect == "auto" else "off", once=once)
 
 
@@ -242,7 +244,9 @@ def serving(
         process.join(_PATIENCE_SECONDS)
 
 
-def flow_life(*, url: str, job_file: str, die: int | None = None) -> None:
+def flow_life(
+    *, url: str, job_file: str, die: int | None = None, count_into: str | None = None
+) -> None:
     """Persist one job of the run as a Prefect flow, through the API that the environment names."""
     from prefect.context import refresh_global_settings_context
 
@@ -251,24 +255,26 @@ def flow_life(*, url: str, job_file: str, die: int | None = None) -> None:
 
     # Prefect read its settings when the server of these processes imported it.
     refresh_global_settings_context()
-    die_at.install(die_at=die, besides=besides_of(url))
+    die_at.install(die_at=die, count_into=count_into, besides=besides_of(url))
     state = run_persist(PersistJob.open(job_file)).state
     if not state.is_completed():
         raise AssertionError(f"{state}")
 
 
-def consolidation_life(url: str, step: int, links: int | None, die: int | None) -> None:
+def consolidation_life(
+    url: str, step: int, links: int | None, die: int | None, count_into: str | None = None
+) -> None:
     """Consolidate the checkpoint at `step` of generation 1."""
-    die_at.install(die_at=die, besides=besides_of(url))
+    die_at.install(die_at=die, count_into=count_into, besides=besides_of(url))
     run = Run.open(open_store(url))
     consolidate(run, plan_consolidation(run, ManifestName(step, 1), links=links))
 
 
-def sweep_life(*, url: str, die: int | None = None) -> None:
+def sweep_life(*, url: str, die: int | None = None, count_into: str | None = None) -> None:
     """Remove what no manifest names, however young."""
     from recpoint.catalog.retention.sweep import execute, plan_sweep
 
-    die_at.install(die_at=die, besides=besides_of(url))
+    die_at.install(die_at=die, count_into=count_into, besides=besides_of(url))
     run = Run.open(open_store(url))
     execute(run, plan_sweep(run, grace_seconds=0, keep=()))
 

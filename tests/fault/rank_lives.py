@@ -141,7 +141,7 @@ def rank_life(
         kill_from: count from this batch on, when all that was cut before has been committed.
         by: the signal, with a name: SIGSTOP has it hang, with all connections open.
         besides: kinds of steps that are not counted.
-        count_into: a file for a line at each step.
+        count_into: a file for a line at each step from there on.
         killed_after: die by SIGKILL after this batch, when all that was cut has been committed.
         shard_dense: dense layers under `fully_shard` in place of DDP.
         stop_at: end after this batch as if killed, without a word.
@@ -168,7 +168,8 @@ def rank_life(
     if outlive_signals:
         signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     at_step = partial(stop_at_step, kill, by, besides=besides, count_into=count_into)
-    if kill is not None:
+    looks_at_steps = kill is not None or count_into is not None
+    if looks_at_steps:
         announce_protocol()
         if kill_from == 0:
             at_step()
@@ -228,7 +229,7 @@ def rank_life(
             before = len(exchanges)
             c.step()
             exchanged.append(exchanges[before:])
-            if kill is not None and kill_from == c.batches_done > 0:
+            if looks_at_steps and kill_from == c.batches_done > 0:
                 until(lambda: c.stats.committed == c.stats.staged > 0)
                 at_step()
             if stop_at == c.batches_done:

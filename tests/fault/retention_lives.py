@@ -44,9 +44,11 @@ def retain_once(run: Run, last: int) -> None:
     execute(run, made, take_over_seconds=0.0)
 
 
-def retain_life(*, url: str, last: int = 1, die: int | None = None) -> None:
+def retain_life(
+    *, url: str, last: int = 1, die: int | None = None, count_into: str | None = None
+) -> None:
     """Retain twice: what the first marks, the second deletes."""
-    die_at.install(die_at=die, besides=besides_of(url))
+    die_at.install(die_at=die, count_into=count_into, besides=besides_of(url))
     run = Run.open(open_store(url))
     for _ in range(2):
         retain_once(run, last)
@@ -71,9 +73,9 @@ def add(run: Run, step: int, parent: Manifest | None) -> Manifest:
     return publish(run, made)
 
 
-def pin_life(*, url: str, die: int | None = None) -> None:
+def pin_life(*, url: str, die: int | None = None, count_into: str | None = None) -> None:
     """Pin the checkpoint at step 20."""
-    die_at.install(die_at=die, besides=besides_of(url))
+    die_at.install(die_at=die, count_into=count_into, besides=besides_of(url))
     pins.pin(Run.open(open_store(url)), ManifestName(20, 1))
 
 

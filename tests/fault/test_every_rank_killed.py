@@ -1,8 +1,9 @@
-"""Ranks that die by SIGKILL at any point of a checkpoint cost no batch, and leave nothing behind.
+"""Ranks that die by SIGKILL at points of a checkpoint cost no batch, and leave nothing behind.
 
 The points are the steps that a rank takes on disk and its exchanges with the others: those of a
 start on a run that has a checkpoint, and those from the batch before a checkpoint to the end of
-training. A rank that hangs is one more way to be gone.
+training. A rank that hangs is one more way to be gone. `make test` kills at a fixed sample of the
+points; `make faults` at all of them (`RUNS.md`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.store.store import open_store
 from recpoint.testing.seaweed import SeaweedServer
-from tests.fault.kill_points import at_every_step
+from tests.fault.kill_points import Death, act_of, at_steps
 from tests.fault.lives import serving
 from tests.fault.rank_jobs import WAITING, Life, RankJob, require_same_end
 from tests.fault.rank_lives import BATCH, SAMPLES
@@ -80,12 +81,26 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Reference]:
 
 
 def killed_at(
-    job: RankJob, kill: int | str, *, rank: int, expected: list[Life], kill_from: int = _KILLED_FROM
+    job: RankJob,
+    kill: int | str | None,
+    *,
+    rank: int,
+    expected: list[Life],
+    kill_from: int = _KILLED_FROM,
+    count_into: str | None = None,
 ) -> bool:
     """Whether `rank` was killed; what it left is right in any case."""
     ranks = len(expected)
     with InlineAgent(job.staging):
-        first = job.train(ranks, _CUT, only=rank, kill=kill, kill_from=kill_from, settings=WAITING)
+        first = job.train(
+            ranks,
+            _CUT,
+            only=rank,
+            kill=kill,
+            kill_from=kill_from,
+            count_into=count_into,
+            settings=WAITING,
+        )
         killed = first[rank].exit_code == -signal.SIGKILL
         assert killed or [life.exit_code for life in first] == [0] * ranks
         require_told(first, rank)
@@ -119,15 +134,25 @@ def require_whole(url: str) -> None:
     assert report.ok and not report.findings
 
 
+def point_of(step: str) -> str:
+    """The kind of a point: an agent dies at each kind of disk step in `test_kill_everywhere`."""
+    return step if step.startswith("exchange") else act_of(step)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_of_two_is_killed_at_every_point(
+def test_a_rank_of_two_is_killed_at_any_point(
     tmp_path: Path, reference: dict[int, Reference], rank: int
 ) -> None:
-    def killed(kill: int) -> bool:
-        place = tmp_path / str(kill)
-        return killed_at(RankJob(place), kill, rank=rank, expected=reference[2].ended)
+    def killed(death: Death) -> bool:
+        return killed_at(
+            RankJob(tmp_path / str(death.die)),
+            death.die,
+            rank=rank,
+            expected=reference[2].ended,
+            count_into=death.count_into,
+        )
 
-    assert at_every_step(killed) > 10
+    assert at_steps(killed, tmp_path / "steps", kind=point_of) > 10
 
 
 #: Steps between which nothing changes that anybody else could see. What is on disk between them is
@@ -139,7 +164,7 @@ _STARTS_AT_ONCE = 8
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_of_two_is_killed_at_every_point_of_a_start(
+def test_a_rank_of_two_is_killed_at_any_point_of_a_start(
     tmp_path: Path, reference: dict[int, Reference], rank: int
 ) -> None:
     """Each start that is killed comes after another one that was, on one run."""
@@ -148,10 +173,18 @@ def test_a_rank_of_two_is_killed_at_every_point_of_a_start(
     for job in jobs:
         runs.put(job)
 
-    def killed(kill: int) -> bool:
+    def killed(death: Death) -> bool:
         job = runs.get()
         # It has nothing to store, and ends.
-        lives = job.train(2, _COMMITTED, only=rank, kill=kill, besides=_UNSEEN, settings=_SOON)
+        lives = job.train(
+            2,
+            _COMMITTED,
+            only=rank,
+            kill=death.die,
+            count_into=death.count_into,
+            besides=_UNSEEN,
+            settings=_SOON,
+        )
         found = lives[rank].exit_code == -signal.SIGKILL
         assert found or [life.exit_code for life in lives] == [0, 0]
         require_told(lives, rank)
@@ -164,7 +197,7 @@ def test_a_rank_of_two_is_killed_at_every_point_of_a_start(
         runs.put(job)
         return found
 
-    assert at_every_step(killed, at_once=_STARTS_AT_ONCE) > 20
+    assert at_steps(killed, tmp_path / "steps", at_once=_STARTS_AT_ONCE) > 20
     with ThreadPoolExecutor(len(jobs)) as pool:
         list(pool.map(lambda job: goes_on(job, reference[2].ended), jobs))
 

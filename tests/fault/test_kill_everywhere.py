@@ -1,10 +1,12 @@
-"""SIGKILL at every write, fsync, rename, link, upload, commit and deletion, one after another.
+"""SIGKILL at writes, fsyncs, renames, links, uploads, commits and deletions, one after another.
 
 Whatever was killed, wherever: the run goes on to the very bits of a run that was never interrupted,
 everything committed restores, and a sweep leaves nothing that no manifest names.
 
 With a run on a local disk they die at each of their steps. With one on S3 they die after each
 request that changes what is stored: steps in the staging area are the same ones again.
+
+`make test` kills at a fixed sample of the steps; `make faults` at all of them (`RUNS.md`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ from recpoint.catalog.staging.area import run_directory
 from recpoint.catalog.store.store import open_store
 from recpoint.format import naming
 from recpoint.testing.seaweed import SeaweedServer
-from tests.fault.kill_points import LONGEST_LIFE_SECONDS, at_every_step, ended
+from tests.fault.kill_points import (
+    LONGEST_LIFE_SECONDS,
+    NEVER,
+    Death,
+    at_every_step,
+    at_steps,
+    ended,
+)
 from tests.fault.lives import (
     BESIDES_ON_S3,
     STEPS,
@@ -74,29 +83,28 @@ class _Place:
             return str(self.folder / f"run-{name}")
         return f"s3://{self._bucket}/{self.folder.name}/run-{name}"
 
-    def train(self, url: str, *, die: int | None = None) -> ForkedProcess:
+    def train(self, url: str, death: Death = NEVER) -> ForkedProcess:
         return begin(
             trainer_life,
             self.environment,
             url=url,
             staging=self.staging,
             evidence=str(self.evidence(url)),
-            die=die,
             besides=self._besides,
+            **death._asdict(),
         )
 
     def evidence(self, url: str) -> Path:
         return self.folder / f"{url.rsplit('/', 1)[1]}.json"
 
     @contextmanager
-    def agent(self, *, prefect: str = "off", die: int | None = None) -> Iterator[ForkedProcess]:
+    def agent(self, death: Death = NEVER) -> Iterator[ForkedProcess]:
         process = begin(
             agent_life,
             self.environment,
             staging=self.staging,
-            prefect=prefect,
-            die=die,
             besides=self._besides,
+            **death._asdict(),
         )
         try:
             yield process
@@ -168,9 +176,9 @@ def _require_sound(run: Run, truth: dict[str, Any]) -> None:
 def test_a_trainer_killed_at_any_step(place: _Place) -> None:
     truth = _uninterrupted(place)
 
-    def attempt(die: int) -> bool:
-        url = place.run_url(str(die))
-        code = ended(place.train(url, die=die))
+    def attempt(death: Death) -> bool:
+        url = place.run_url(str(death.die))
+        code = ended(place.train(url, death))
         if code == 0:
             return False
         assert code == -signal.SIGKILL
@@ -179,7 +187,7 @@ def test_a_trainer_killed_at_any_step(place: _Place) -> None:
         return True
 
     with place.agent() as agent:
-        steps = at_every_step(attempt)
+        steps = at_steps(attempt, place.folder / "steps")
         assert agent.is_alive()
     assert steps >= (40 if place.is_local else 6)
 
@@ -218,9 +226,9 @@ def test_a_trainer_killed_at_any_step_of_a_cancel(tmp_path: Path) -> None:
 def test_an_agent_killed_at_any_step(place: _Place) -> None:
     truth = _uninterrupted(place)
 
-    def attempt(die: int) -> bool:
-        own, url = place.apart(str(die)), place.run_url(str(die))
-        with own.agent(die=die) as mortal:
+    def attempt(death: Death) -> bool:
+        own, url = place.apart(str(death.die)), place.run_url(str(death.die))
+        with own.agent(death) as mortal:
             trainer = own.train(url)
             connection.wait([trainer.sentinel, mortal.sentinel], LONGEST_LIFE_SECONDS)
             if not mortal.is_alive():
@@ -236,7 +244,7 @@ def test_an_agent_killed_at_any_step(place: _Place) -> None:
         _require_whole(own, url, truth)
         return killed
 
-    assert at_every_step(attempt) >= (40 if place.is_local else 11)
+    assert at_steps(attempt, place.folder / "steps") >= (40 if place.is_local else 11)
 
 
 @pytest.mark.slow
@@ -248,15 +256,15 @@ def test_a_sweep_killed_at_any_step(place: _Place) -> None:
         for number in range(3)
     ]
 
-    def attempt(die: int) -> bool:
-        run = trained.copy_to(place.run_url(str(die)))
+    def attempt(death: Death) -> bool:
+        run = trained.copy_to(place.run_url(str(death.die)))
         for key in orphans:
             run.store.put(key, b"left by a killed agent")
-        code = ended(begin(sweep_life, place.environment, url=run.url, die=die))
+        code = ended(begin(sweep_life, place.environment, url=run.url, **death._asdict()))
         assert code in (0, -signal.SIGKILL)
         if code == 0:
             assert not {info.key for info in run.store.list()} & set(orphans)
         _require_sound(run, truth)
         return code != 0
 
-    assert at_every_step(attempt) >= 3
+    assert at_steps(attempt, place.folder / "steps") >= 3

@@ -1,6 +1,7 @@
-"""Retention killed at every step, and beside a trainer that commits and readers that restore.
+"""Retention killed at its steps, and beside a trainer that commits and readers that restore.
 
-Real processes, real SIGKILL, on a local disk and, after each request, on the real S3 server.
+Real processes, real SIGKILL, on a local disk and, after requests, on the real S3 server.
+`make test` kills at a fixed sample of the steps; `make faults` at all of them (`RUNS.md`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.format import naming
 from recpoint.testing.seaweed import SeaweedServer
-from tests.fault.kill_points import LONGEST_LIFE_SECONDS, at_every_step, ended
+from tests.fault.kill_points import LONGEST_LIFE_SECONDS, Death, at_steps, ended
 from tests.fault.lives import begin
 from tests.fault.retention_lives import (
     filled,
@@ -69,9 +70,9 @@ def test_a_retention_killed_at_any_step(place: _Place) -> None:
     # On S3 a link less: each kind of request is there, and some of them again and again.
     start = StoredRun(filled(place.run_url("start"), links=3 if place.is_local else 2))
 
-    def attempt(die: int) -> bool:
-        run = start.copy_to(place.run_url(str(die)))
-        code = ended(begin(retain_life, place.environment, url=run.url, die=die))
+    def attempt(death: Death) -> bool:
+        run = start.copy_to(place.run_url(str(death.die)))
+        code = ended(begin(retain_life, place.environment, url=run.url, **death._asdict()))
         assert code in (0, -signal.SIGKILL)
         # Whatever it had come to: what is left restores, and the newest is untouched.
         assert all(health.restorable for health in check(run).checkpoints)
@@ -90,7 +91,7 @@ def test_a_retention_killed_at_any_step(place: _Place) -> None:
         assert not list(run.store.list_unfinished())
         return code != 0
 
-    assert at_every_step(attempt) >= (40 if place.is_local else 29)
+    assert at_steps(attempt, place.folder / "steps") >= (40 if place.is_local else 29)
 
 
 @pytest.mark.slow
@@ -99,9 +100,9 @@ def test_a_pin_killed_at_any_step_is_there_or_not_and_harms_nothing(place: _Plac
     retain_once(run, 1)  # marks 10, 20 and 30
     start = StoredRun(run)
 
-    def attempt(die: int) -> bool:
-        run = start.copy_to(place.run_url(str(die)))
-        code = ended(begin(pin_life, place.environment, url=run.url, die=die))
+    def attempt(death: Death) -> bool:
+        run = start.copy_to(place.run_url(str(death.die)))
+        code = ended(begin(pin_life, place.environment, url=run.url, **death._asdict()))
         assert code in (0, -signal.SIGKILL)
         pinned = bool(pins.pinned(run))
         assert pinned or code != 0
@@ -112,7 +113,7 @@ def test_a_pin_killed_at_any_step_is_there_or_not_and_harms_nothing(place: _Plac
         assert check(run, level="full").ok
         return code != 0
 
-    assert at_every_step(attempt) >= (4 if place.is_local else 3)
+    assert at_steps(attempt, place.folder / "steps") >= (4 if place.is_local else 3)
 
 
 @pytest.mark.slow

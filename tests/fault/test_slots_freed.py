@@ -1,6 +1,7 @@
 """Slots are removed while sweeps are killed and trainers start: none that anybody still needs.
 
-Real processes, real SIGKILL.
+Real processes, real SIGKILL. `make test` kills at a fixed sample of the steps; `make faults` at all
+of them (`RUNS.md`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from recpoint.flows.agent.agent import run_agent
 from recpoint.testing import die_at
 from recpoint.trainer_plugin.snapshot.staging import StagingArea
 from tests.catalog_builder import new_run, tables
-from tests.fault.kill_points import at_every_step, ended
+from tests.fault.kill_points import Death, at_steps, ended
 from tests.fault.lives import begin
 from tests.job_builder import stage
 from tests.polling import until
@@ -32,16 +33,16 @@ from tests.polling import until
 _STARTS = 150
 
 
-def sweep_here_life(*, run_dir: str, die: int | None = None) -> None:
+def sweep_here_life(*, run_dir: str, die: int | None = None, count_into: str | None = None) -> None:
     """Finish what is staged and free the slots, as `recpoint sweep` does."""
-    die_at.install(die_at=die)
+    die_at.install(die_at=die, count_into=count_into)
     finish_staged(Path(run_dir))
     free_slots(Path(run_dir), ended=True, grace_seconds=0.0)
 
 
-def agent_once_life(*, run_dir: str, die: int | None = None) -> None:
+def agent_once_life(*, run_dir: str, die: int | None = None, count_into: str | None = None) -> None:
     """An agent that ends when nothing is left to do."""
-    die_at.install(die_at=die)
+    die_at.install(die_at=die, count_into=count_into)
     run_agent(Path(run_dir).parent, once=True, prefect="off")
 
 
@@ -58,15 +59,15 @@ def freeing_life(*, run_dir: str) -> None:
 def test_killed_at_any_step_no_job_loses_its_slot(
     tmp_path: Path, life: Callable[..., None]
 ) -> None:
-    def attempt(die: int) -> bool:
-        here = tmp_path / str(die)
+    def attempt(death: Death) -> bool:
+        here = tmp_path / str(death.die)
         run = new_run(here / "run")
         run.claim(None)
         job = stage(run, here / "staging", tables(), step=1, generation=1, slot=1)
         run_dir = job.parent.parent
         staged.slot_path(run_dir, 0, 0).write_bytes(bytes(1000))
         write_note(run_dir, run.url, "ended")
-        code = ended(begin(life, {}, run_dir=str(run_dir), die=die))
+        code = ended(begin(life, {}, run_dir=str(run_dir), **death._asdict()))
         assert code in (0, -signal.SIGKILL)
         assert job.exists() <= staged.slot_path(run_dir, 0, 1).exists()
         finish_staged(run_dir)
@@ -76,7 +77,7 @@ def test_killed_at_any_step_no_job_loses_its_slot(
         assert check(run, level="full").ok
         return code != 0
 
-    assert at_every_step(attempt) > 10
+    assert at_steps(attempt, tmp_path / "steps") > 10
 
 
 def test_a_trainer_that_starts_is_neither_refused_nor_robbed(tmp_path: Path) -> None:

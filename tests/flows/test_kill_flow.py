@@ -1,4 +1,8 @@
-"""SIGKILL of the flow `persist` at every step, one after another, beside a real Prefect server."""
+"""SIGKILL of the flow `persist` at its steps, one after another, beside a real Prefect server.
+
+`make test` kills at a fixed sample of the steps; `make faults` at all of them
+(`tests/fault/RUNS.md`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from recpoint.catalog.store.store import open_store
 from recpoint.format import naming
 from recpoint.testing.seaweed import SeaweedServer
 from tests.catalog_builder import tables
-from tests.fault.kill_points import at_every_step, ended
+from tests.fault.kill_points import Death, act_of, at_steps, ended
 from tests.fault.lives import begin, flow_life
 from tests.job_builder import stage
 
@@ -38,12 +42,13 @@ def test_a_flow_killed_at_any_step(
         environment |= server.environment()
         base = server.run_url()
 
-    def attempt(die: int) -> bool:
-        run = Run.create(open_store(f"{base}/run-{die}"))
+    def attempt(death: Death) -> bool:
+        run = Run.create(open_store(f"{base}/run-{death.die}"))
         run.claim(None)
-        staging = tmp_path / f"staging-{die}"
+        staging = tmp_path / f"staging-{death.die}"
         job_file = stage(run, staging, contents, step=7, generation=1, state={"n": 7})
-        code = ended(begin(flow_life, environment, url=run.url, job_file=str(job_file), die=die))
+        arguments = {"url": run.url, "job_file": str(job_file), **death._asdict()}
+        code = ended(begin(flow_life, environment, **arguments))
         assert code in (0, -signal.SIGKILL)
         if job_file.exists():
             # Without Prefect this time: whoever finds the job goes on with it.
@@ -59,4 +64,5 @@ def test_a_flow_killed_at_any_step(
         assert {info.key for info in run.store.list(naming.CHUNKS_PREFIX)} == named
         return code != 0
 
-    assert at_every_step(attempt) >= steps
+    # An agent without Prefect dies at each kind of these steps in `test_kill_everywhere`.
+    assert at_steps(attempt, tmp_path / "steps", kind=act_of) >= steps
