@@ -18,7 +18,15 @@ import torch
 from tests.forked import ForkedProcess
 from tests.polling import PATIENCE_SECONDS
 
-__all__ = ["PARENT", "ForkedProgram", "be_code", "be_module", "run_module"]
+__all__ = [
+    "PARENT",
+    "ForkedProgram",
+    "be_code",
+    "be_module",
+    "be_script",
+    "run_module",
+    "run_script",
+]
 
 #: An argument that is replaced by the id of the process from which a program is forked.
 PARENT = "the parent's pid"
@@ -95,10 +103,35 @@ def run_module(
     Raises:
         TimeoutError: the process does not end.
     """
+    return _run(be_module, arguments, environment, directory)
+
+
+def run_script(
+    *arguments: str, environment: Mapping[str, str] | None = None, directory: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script with its arguments in a forked process; returns exit code and output.
+
+    Args:
+        arguments: the path of the script, and its arguments.
+        environment: the whole environment; None: the environment of this process.
+        directory: the working directory; None: that of this process.
+
+    Raises:
+        TimeoutError: the process does not end.
+    """
+    return _run(be_script, arguments, os.environ if environment is None else environment, directory)
+
+
+def _run(
+    program: Callable[..., None],
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    directory: Path | None,
+) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder) / "out", Path(folder) / "err"
         process = ForkedProgram(
-            be_module, arguments, environment=environment, output=said, directory=directory
+            program, arguments, environment=environment, output=said, directory=directory
         )
         try:
             code = process.wait()
@@ -111,6 +144,13 @@ def be_module(module: str, *arguments: str) -> None:
     """Acts as `python -m` with these arguments."""
     sys.argv = [module, *(str(os.getppid()) if one == PARENT else one for one in arguments)]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def be_script(path: str, *arguments: str) -> None:
+    """Acts as `python` with the path of a script and these arguments."""
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
 
 
 def be_code(text: str, *arguments: str) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ import torch.nn.functional as F
 
 from retail import RetailReader
 from tests.agent_process import AgentProcess
+from tests.forked_program import ForkedProgram, be_script, run_script
 from tests.polling import until
 from train_dlrm import DLRM
 
@@ -30,27 +29,27 @@ ROWS, BATCH = 2000, 64
 
 
 @contextmanager
-def server(run: str, *options: str) -> Iterator[str]:
-    command = [sys.executable, str(EXAMPLES / "serve.py"), "--run", run, "--port", "0"]
-    process = subprocess.Popen(
+def server(run: str, said: Path, *options: str) -> Iterator[str]:
+    command = [str(EXAMPLES / "serve.py"), "--run", run, "--port", "0"]
+    process = ForkedProgram(
+        be_script,
         [*command, "--rows", str(ROWS), "--poll", "0.05", *options],
-        stdout=subprocess.PIPE,
-        text=True,
+        environment=os.environ,
+        output=(said, said.with_suffix(".err")),
     )
-    assert process.stdout is not None
     try:
-        yield f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}"
+        until(lambda: said.read_text().endswith("\n"))
+        yield f"http://127.0.0.1:{json.loads(said.read_text().splitlines()[0])['port']}"
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
-        process.stdout.close()
 
 
 def trained(run: str, staging: Path, steps: int) -> None:
-    command = [sys.executable, str(EXAMPLES / "train_dlrm.py"), "--run", run]
-    command += ["--staging", str(staging), "--rows", str(ROWS), "--batch", str(BATCH)]
-    command += ["--interval", "10", "--steps", str(steps), "--max-staged", "4"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
+    arguments = ["--run", run, "--staging", str(staging), "--rows", str(ROWS)]
+    arguments += ["--batch", str(BATCH)]
+    arguments += ["--interval", "10", "--steps", str(steps), "--max-staged", "4"]
+    run_script(str(EXAMPLES / "train_dlrm.py"), *arguments).check_returncode()
 
 
 def asked(url: str, sparse: torch.Tensor) -> dict[str, Any] | None:
@@ -118,14 +117,14 @@ def test_predictions_are_the_trainers_at_the_step_they_name(tmp_path: Path) -> N
             seen[answer["step"]] = answer["logits"]
         return answer is not None and answer["step"] == step
 
-    with AgentProcess(staging, tmp_path / "agent.log"), server(run) as url:
+    with AgentProcess(staging, tmp_path / "agent.log"), server(run, tmp_path / "one") as url:
         assert asked(url, sparse) is None
         for steps in (20, 60):
             trained(run, staging, steps)
             until(partial(serves, url, steps))
         # The version is there before the figures about it, at the end of the same look.
         status = until(lambda: caught_up(url))
-        with server(run, "--quantized") as other:
+        with server(run, tmp_path / "other", "--quantized") as other:
             until(lambda: serves(other, 60))
     assert seen.keys() >= {20, 60} and all(logits == right[s] for s, logits in seen.items())
     assert seen[20] != seen[60]

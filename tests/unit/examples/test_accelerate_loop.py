@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.forked_program import run_script
 from tests.training_builder import InlineAgent
 
 pytest.importorskip("accelerate", reason="the example needs accelerate")
@@ -21,15 +20,10 @@ def test_it_ends_with_the_same_weights(tmp_path: Path) -> None:
     script = Path(__file__).parents[3] / "examples" / "accelerate_loop.py"
 
     def train(run: str, epochs: int) -> dict[str, Any]:
-        done = subprocess.run(
-            [sys.executable, str(script), "--run", str(tmp_path / run), "--epochs", str(epochs)]
-            + ["--staging", str(tmp_path / "staging")],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
+        arguments = ["--run", str(tmp_path / run), "--epochs", str(epochs)]
+        arguments += ["--staging", str(tmp_path / "staging")]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = run_script(str(script), *arguments, environment=environment)
         assert done.returncode == 0, done.stderr
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return result

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from batches import Reader
 from criteo import CriteoShapeReader
 from evidence import ProgressFile, digest, digests
 from retail import RetailReader
+from tests.forked_program import run_script
 from train_dlrm import DLRM
 
 
@@ -123,14 +122,8 @@ def test_the_script_runs_on_every_kind_of_data(tmp_path: Path) -> None:
     log.write_text("\n".join([line, other] * 40))
     expected = {"retail": 6, "criteo-shape": 6, str(log): 5}
     for data, steps in expected.items():
-        ended = subprocess.run(
-            [sys.executable, train_dlrm.__file__, f"--data={data}"]
-            + ["--rows=1000", "--batch=16", "--steps=6"],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        arguments = [f"--data={data}", "--rows=1000", "--batch=16", "--steps=6"]
+        ended = run_script(train_dlrm.__file__, *arguments)
         assert ended.returncode == 0, ended.stderr
         document = json.loads(ended.stdout.splitlines()[-1])
         assert document["steps"] == steps

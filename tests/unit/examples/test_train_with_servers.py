@@ -10,6 +10,7 @@ from typing import Any
 
 import train_larger_than_memory
 import train_with_servers
+from tests.forked_program import run_script
 
 STEPS = 12
 #: On this host's loopback, at a free port.
@@ -25,20 +26,12 @@ TORCHRUN = (
 
 
 def result(module: Any, *arguments: str, launcher: tuple[str, ...] = ()) -> dict[str, Any]:
-    ended = subprocess.run(
-        [
-            sys.executable,
-            *launcher,
-            module.__file__,
-            f"--steps={STEPS}",
-            "--rows=20000",
-            *arguments,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    script = [module.__file__, f"--steps={STEPS}", "--rows=20000", *arguments]
+    if launcher:
+        command = [sys.executable, *launcher, *script]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    else:
+        ended = run_script(*script)
     assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     assert found["steps"] == STEPS

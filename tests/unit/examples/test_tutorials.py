@@ -8,15 +8,27 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from tests.forked_program import ForkedProgram, be_script
 from tests.polling import until
 from tests.torchrec_model import MISSING
 from tests.training_builder import InlineAgent
 from tests.tutorials import PAGES, ROOT, blocks, missing_line, pip_installs
 
 SCRIPTS = ROOT / "examples" / "tutorials"
+
+
+class Started(NamedTuple):
+    """A script at work, and the file with what it prints.
+
+    Its imports are done already: `make tutorials` runs all scripts in interpreters of their own.
+    """
+
+    process: ForkedProgram
+    said: Path
 
 
 class Tutorial:
@@ -29,27 +41,30 @@ class Tutorial:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.staging = directory / "staging"
+        self._started = 0
 
-    def start(self, script: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    def start(self, script: str, *arguments: str, **variables: str) -> Started:
         """Start a script, with these variables set."""
-        return subprocess.Popen(
-            [sys.executable, str(SCRIPTS / script), *arguments],
-            cwd=self.directory,
-            env={**os.environ, "RECPOINT_STAGING": str(self.staging), **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        self._started += 1
+        said = self.directory / f"said-{self._started}"
+        process = ForkedProgram(
+            be_script,
+            [str(SCRIPTS / script), *arguments],
+            environment={**os.environ, "RECPOINT_STAGING": str(self.staging), **variables},
+            output=(said, said),
+            directory=self.directory,
         )
+        return Started(process, said)
 
     def committed(self, run: str) -> int:
         """How many checkpoints of a run are in the store."""
         return len(list((self.directory / run / "manifests").glob("*.json")))
 
 
-def ended(process: subprocess.Popen[str]) -> str:
+def ended(started: Started) -> str:
     """What a script printed, once it has ended well."""
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+    code, said = started.process.wait(300), started.said.read_text()
+    assert code == 0, said
     return said
 
 
@@ -76,11 +91,10 @@ def test_a_killed_training_ends_as_one_that_was_not(
 ) -> None:
     with InlineAgent(tutorial.staging):
         whole = tutorial.start(script, RUN="runs/whole")
-        killed = tutorial.start(script)
+        killed = tutorial.start(script).process
         until(lambda: tutorial.committed(run) >= 2)
         killed.send_signal(signal.SIGKILL)
         assert killed.wait() == -signal.SIGKILL
-        killed.communicate()
         resumed = ended(tutorial.start(script))
         assert missing_line([f"{run} is restored: step …"], resumed) is None, resumed
         last = resumed.splitlines()[-1]
