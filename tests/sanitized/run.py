@@ -23,7 +23,12 @@ FUZZ_RUNS = 100_000
 TESTS = ("tests/unit/kernels", "tests/property")
 #: These tests need more memory than the shadow memory of a checked process leaves, or limit the
 #: memory, or run Triton.
-NOT_CHECKED = ("test_huge.py", "test_short_memory.py", "test_triton_compiles.py")
+NOT_CHECKED = (
+    "test_huge.py",
+    "test_short_memory.py",
+    "test_triton_compiles.py",
+    "test_triton_interpreter.py",
+)
 
 
 def main() -> int:
