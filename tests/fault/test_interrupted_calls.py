@@ -27,7 +27,7 @@ from tests.training_builder import Place
 #: For `make faults`: of how many places one is taken.
 _FAULTS_EVERY = int(os.environ.get("RECPOINT_FAULTS_EVERY", "0"))
 #: The same for `make test`.
-_EVERY = {"step": 37, "batch": 13, "restore": 149, "close": 61}
+_EVERY = {"step": 73, "batch": 29, "restore": 307, "close": 127}
 #: Of `make faults`: so many tests share the places of a call, since each waits for its agent most
 #: of the time.
 _PARTS = 4 if _FAULTS_EVERY else 1

@@ -241,40 +241,41 @@ def due_again(run_dir: Path) -> None:
 def test_a_run_that_has_ended_is_swept_until_nothing_is_left(tmp_path: Path) -> None:
     staging = tmp_path / "staging"
     ended, ended_dir, _ = a_run(tmp_path, staging, "a-ended")
-    other, other_dir, _ = a_run(tmp_path, staging, "z-other")  # is swept after it, each time
+    other, other_dir, _ = a_run(tmp_path, staging, "z-other")  # is looked at after it
+    note_sweep(other_dir)
 
-    def sweep_all() -> LastSweep | None:
-        """Have another agent sweep what is due; the note of the run that has ended."""
-        swept_before(other_dir, 2 * DAY)
-        at_ms = swept_ms(other_dir)
+    def sweep(awaited: Path) -> LastSweep | None:
+        """Have another agent sweep until it has swept this run; the note of the one that ended."""
+        at_ms = swept_ms(awaited)
         with AgentProcess(staging, tmp_path / "log"):
-            until(lambda: swept_ms(other_dir) != at_ms)
+            until(lambda: swept_ms(awaited) != at_ms)
         return last_sweep(ended_dir)
 
     swept_before(ended_dir, 2 * DAY)
     write_note(ended_dir, ended.url, "ended")
-    note = sweep_all()
+    note = sweep(ended_dir)
     assert note is not None and note.ended_ms is None  # it has removed something
     assert not has_orphans(ended)
     # What is too young to go is there for a later one.
     young = build(ended, tables(), step=3, generation=1)
     upload(ended.store, young)
     due_again(ended_dir)
-    note = sweep_all()
+    note = sweep(ended_dir)
     assert note is not None and note.ended_ms is None and has_orphans(ended)
     for key in young.chunks:
         ended.store.delete(key)
     due_again(ended_dir)
-    note, trainer = sweep_all(), read_note(ended_dir)
+    note, trainer = sweep(ended_dir), read_note(ended_dir)
     assert note is not None and trainer is not None and note.ended_ms == trainer.at_ms
     # Other agents do not begin again.
     due_again(ended_dir)
+    due_again(other_dir)
     asleep = last_sweep(ended_dir)
-    assert sweep_all() == asleep
+    assert sweep(other_dir) == asleep
     # A training that has begun and ended since is another one.
     write_note(ended_dir, ended.url, "training")
     write_note(ended_dir, ended.url, "ended")
-    note = sweep_all()
+    note = sweep(ended_dir)
     assert note is not None and asleep is not None and note.at_ms > asleep.at_ms
 
 

@@ -1,4 +1,7 @@
-"""The demo, end to end: real training, a real Prefect server, a real SIGKILL."""
+"""The demo, end to end: real training, a real Prefect server, a real SIGKILL.
+
+`make test` plays it once with each option; `make faults` plays two ranks without servers, too.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from recpoint.catalog.check.check import check
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.store.store import open_store
+from tests.fault.kill_points import FAULTS_EVERY
 
 
 @pytest.mark.slow
@@ -23,7 +27,7 @@ from recpoint.catalog.store.store import open_store
     ("ranks", "more"),
     [
         (1, []),
-        (2, []),
+        pytest.param(2, [], marks=pytest.mark.skipif(not FAULTS_EVERY, reason="make faults")),
         (1, ["--lookahead"]),
         (1, ["--servers=3", "--parity=2+1"]),
         (2, ["--servers=2"]),
