@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +15,9 @@ from typing import Any
 import pytest
 
 from tests.fault.cached_lives import HALF, TOTAL, cached_life
-from tests.fault.kill_points import ended
+from tests.fault.kill_points import FAULTS_EVERY, ended
 from tests.forked import ForkedProcess
 
-#: For `make faults`: of how many boundaries one is taken.
-_FAULTS_EVERY = int(os.environ.get("RECPOINT_FAULTS_EVERY", "0"))
 _AT_ONCE = 2
 
 
@@ -40,8 +37,8 @@ def live(place: Path, **arguments: Any) -> dict[str, Any] | None:
 
 def chosen(names: list[str], moment: str) -> list[int]:
     """Numbers of boundaries: of each kind two, before or after the calls; or all."""
-    if _FAULTS_EVERY:
-        return list(range(1, len(names) + 1, _FAULTS_EVERY))
+    if FAULTS_EVERY:
+        return list(range(1, len(names) + 1, FAULTS_EVERY))
     found = []
     for kind in sorted({name for name in names if name.startswith(moment)}):
         its = [number for number, name in enumerate(names, 1) if name == kind]

@@ -7,7 +7,6 @@ of each once more in a process that is killed with SIGKILL afterwards (`RUNS.md`
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,19 +17,17 @@ import torch
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from tests.fault.interrupted_lives import CALLS, Life, compare, killed_life
-from tests.fault.kill_points import ended
+from tests.fault.kill_points import FAULTS_EVERY, ended
 from tests.forked import ForkedProcess
 from tests.interrupted import Arrival, arrivals
 from tests.stored_run import StoredRun
 from tests.training_builder import Place
 
-#: For `make faults`: of how many places one is taken.
-_FAULTS_EVERY = int(os.environ.get("RECPOINT_FAULTS_EVERY", "0"))
-#: The same for `make test`.
+#: Of how many places `make test` takes one.
 _EVERY = {"step": 73, "batch": 29, "restore": 307, "close": 127}
 #: Of `make faults`: so many tests share the places of a call, since each waits for its agent most
 #: of the time.
-_PARTS = 4 if _FAULTS_EVERY else 1
+_PARTS = 4 if FAULTS_EVERY else 1
 #: Chains grow with each checkpoint, and are read for each.
 _STEPS_A_LIFE = 20
 
@@ -56,7 +53,7 @@ def _arrivals(call: str, place: Place, stored: StoredRun) -> list[Arrival]:
         life.ckpt.close()
     # A `no_grad` of ours that is interrupted where it begins must not leave gradients off.
     always = "grad_mode.py" if call == "restore" else ""
-    found = arrivals(visits, every=_FAULTS_EVERY or _EVERY[call], always=always)
+    found = arrivals(visits, every=FAULTS_EVERY or _EVERY[call], always=always)
     assert len(visits.counts) > 300
     return found
 
@@ -133,7 +130,7 @@ def test_starts_and_ends_that_are_interrupted(
     assert arrived > len(wanted) // 2
 
 
-@pytest.mark.skipif(not _FAULTS_EVERY, reason="make faults")
+@pytest.mark.skipif(not FAULTS_EVERY, reason="make faults")
 @pytest.mark.parametrize("call", CALLS)
 def test_each_place_with_a_kill_afterwards(
     tmp_path: Path, places: Iterator[Place], stored: StoredRun, call: str

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import traceback
@@ -25,6 +24,7 @@ from recpoint.embeddings.remote.server import EmbeddingServer
 from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
 from recpoint.embeddings.remote.transport import Transport
 from recpoint.errors import ServerLost
+from tests.fault.kill_points import FAULTS_EVERY
 from tests.polling import until
 from tests.served_training import INTERVAL, Trained
 from tests.simulated_network import PassedOn
@@ -33,8 +33,6 @@ from tests.training_builder import Place
 T = TypeVar("T")
 
 TOTAL = 4 * INTERVAL
-#: For `make faults`: of how many boundaries one is taken.
-_FAULTS_EVERY = int(os.environ.get("RECPOINT_FAULTS_EVERY", "0"))
 
 
 @pytest.fixture
@@ -215,8 +213,8 @@ def test_a_training_whose_servers_are_killed_ends_as_one_whose_are_not(tmp_path:
 
 def chosen(names: list[str]) -> list[int]:
     """Numbers of boundaries: the middle one of some kinds; or all."""
-    if _FAULTS_EVERY:
-        return list(range(1, len(names) + 1, _FAULTS_EVERY))
+    if FAULTS_EVERY:
+        return list(range(1, len(names) + 1, FAULTS_EVERY))
     kinds = ["before add_table", "before fetch", "after write_back", "before freeze"]
     found = []
     for kind in kinds:

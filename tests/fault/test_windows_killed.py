@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 from pathlib import Path
@@ -21,13 +20,12 @@ from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.format.naming import ManifestName
+from tests.fault.kill_points import FAULTS_EVERY
 from tests.fault.window_lives import TOTAL, Kill, looking_ahead_rank, window_life
 from tests.forked import ForkedProcess
 from tests.polling import PATIENCE_SECONDS
 
-#: For `make faults`: of how many seeds one is taken.
-_FAULTS_EVERY = int(os.environ.get("RECPOINT_FAULTS_EVERY", "0"))
-_SEEDS = range(0, 16, _FAULTS_EVERY) if _FAULTS_EVERY else range(1)
+_SEEDS = range(0, 16, FAULTS_EVERY) if FAULTS_EVERY else range(1)
 _POLICIES = ("consecutive", "one_shot", "intermittent", "continuous")
 _MOMENTS: tuple[Literal["batch", "step"], ...] = ("batch", "step")
 _EXACT = [(policy, "lossless") for policy in _POLICIES]
@@ -103,7 +101,7 @@ def test_a_training_that_is_killed_ends_as_one_that_is_not(
     for seed in _SEEDS:
         draw = random.Random(f"{policy} {seed}")
         place = tmp_path / f"killed-{seed}"
-        for _ in range(2 if _FAULTS_EVERY else 1):
+        for _ in range(2 if FAULTS_EVERY else 1):
             live(place, window=draw.choice([1, 3, 12]), kill=kill(draw), **chosen)
         ended = live(place, window=draw.choice([1, 12]), **chosen)
         assert ended is not None and ended["end"] == told["end"], seed
@@ -111,7 +109,7 @@ def test_a_training_that_is_killed_ends_as_one_that_is_not(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "bits"), _ROUNDED if _FAULTS_EVERY else _SAMPLE)
+@pytest.mark.parametrize(("policy", "bits"), _ROUNDED if FAULTS_EVERY else _SAMPLE)
 def test_checkpoints_of_rounded_rows_are_those_of_a_training_that_is_not_killed(
     policy: str, bits: int, tmp_path: Path
 ) -> None:
