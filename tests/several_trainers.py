@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
+import recpoint.embeddings
 from recpoint import Checkpointer, Lookahead
+from recpoint.embeddings.home import Home
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.remote.processes import servers
 from recpoint.embeddings.remote.protected_home import ProtectedHome
@@ -71,6 +73,8 @@ class Case:
         parity: rows and parity rows of a stripe; (0, 0): no parity.
         dies: the batch after which the last rank kills itself; 0: it does not.
         fails: the batch in which the script of rank 0 raises an error; 0: it does not.
+        servers: embedding servers; on a Ray cluster, on each of its nodes.
+        ray: address of the Ray cluster that has the servers; "": they are processes of rank 0.
         wrapped: DistributedDataParallel wraps the model.
     """
 
@@ -93,6 +97,7 @@ class Case:
     batches_a_step: int = 1
     lr_factor: float = 1.0
     servers: int = 1
+    ray: str = ""
     kills_at_once: int = 1
     parity: tuple[int, int] = (0, 0)
     wrapped: bool = False
@@ -257,9 +262,7 @@ def join(directory: Path, rank: int, ranks: int) -> None:
 
 def train_here(case: Case, rank: int, ranks: int) -> Found:
     """Train a case as one of several ranks."""
-    data, parity = case.parity
-    form = Parity(data=data, parity=parity) if data else None
-    with servers(count=case.servers, parity=form) as home:
+    with _home_of(case) as home:
         assert isinstance(home, ServedHome)
         model, cache = cached_model(
             case.slots,
@@ -305,6 +308,16 @@ def train_here(case: Case, rank: int, ranks: int) -> Found:
         found = Found(rows, model.top.weight.detach(), losses, vars(cache.stats))
         cache.close()
         return found
+
+
+def _home_of(case: Case) -> Home:
+    data, parity = case.parity
+    form = Parity(data=data, parity=parity) if data else None
+    if not case.ray:
+        return servers(count=case.servers, parity=form)
+    return recpoint.embeddings.ray(
+        case.ray, per_node=case.servers, run=case.run or None, parity=form
+    )
 
 
 def _batches(case: Case, reader: Any, checkpoints: Checkpointer | None) -> Iterator[Any]:
