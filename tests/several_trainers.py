@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -75,6 +76,7 @@ class Case:
         fails: the batch in which the script of rank 0 raises an error; 0: it does not.
         servers: embedding servers; on a Ray cluster, on each of its nodes.
         ray: address of the Ray cluster that has the servers; "": they are processes of rank 0.
+        pause_seconds: after each batch.
         wrapped: DistributedDataParallel wraps the model.
     """
 
@@ -101,6 +103,7 @@ class Case:
     kills_at_once: int = 1
     parity: tuple[int, int] = (0, 0)
     wrapped: bool = False
+    pause_seconds: float = 0.0
 
 
 @dataclass
@@ -302,6 +305,7 @@ def train_here(case: Case, rank: int, ranks: int) -> Found:
                             until(lambda: not home.being_recovered)
                         for _ in range(case.kills_at_once):
                             os.kill(pids.pop(), signal.SIGKILL)
+                time.sleep(case.pause_seconds)
                 if number == case.dies and rank == ranks - 1:
                     os.kill(os.getpid(), signal.SIGKILL)
         rows = rows_of_cache(cache)

@@ -23,7 +23,14 @@ from recpoint.embeddings.cache import Cache, CacheStats
 from recpoint.embeddings.cached_tables import CachedTable
 from recpoint.embeddings.marks import Tracker
 from recpoint.embeddings.tables import Table, held_ids, zero_rows
-from recpoint.errors import IncompatibleModel, NothingToRestore, RankLost, ServerLost, SettingsError
+from recpoint.errors import (
+    ClusterLost,
+    IncompatibleModel,
+    NothingToRestore,
+    RankLost,
+    ServerLost,
+    SettingsError,
+)
 from recpoint.format.manifest import Kind
 from recpoint.interrupts import Hold, held
 from recpoint.trainer_plugin.assembly import assemble, look_at
@@ -327,10 +334,11 @@ class Checkpointer:
         """Go back to the newest checkpoint, because an embedding server has lost its rows.
 
         Raises:
-            ServerLost, RankLost: as given: there is no checkpoint, or this is one time too many.
+            ServerLost, RankLost: as given: there is no checkpoint, or nowhere to restore it to, or
+                this is one time too many.
             RecpointError: as `restore`.
         """
-        if self._rewinds >= self._settings.options.rewinds:
+        if isinstance(error, ClusterLost) or self._rewinds >= self._settings.options.rewinds:
             raise error
         self._rewinds += 1
         self._running("batches()")

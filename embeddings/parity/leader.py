@@ -69,7 +69,11 @@ class LedServer(Led, Protocol):
         """The incarnation that the leader knows of."""
 
     def lives(self) -> bool:
-        """Whether the incarnation that the leader knows of answers."""
+        """Whether the incarnation that the leader knows of answers.
+
+        Raises:
+            ClusterLost: no server can be started again.
+        """
 
     def begin(self, number_of_beginning: int) -> None:
         """Have a server that lives forget everything, and draw an incarnation.

@@ -14,7 +14,7 @@ from recpoint.embeddings.parity.member import Known
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.remote.served_home import Link, ServedTable
 from recpoint.embeddings.remote.transport import Greeting, Transport
-from recpoint.errors import ServerLost
+from recpoint.errors import ClusterLost, ServerLost
 
 __all__ = ["CommandedServer", "Servers", "add_table", "begin"]
 
@@ -69,6 +69,8 @@ class CommandedServer(LedServer):
         """See `LedServer`."""
         try:
             return self._link.transport.hello().incarnation == self._link.incarnation
+        except ClusterLost:
+            raise  # the server may live, and there can be no successor
         except ServerLost:
             return False
 

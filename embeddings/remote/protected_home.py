@@ -34,7 +34,7 @@ from recpoint.embeddings.remote.served_home import (
     ServedTable,
 )
 from recpoint.embeddings.remote.transport import Greeting, Transport
-from recpoint.errors import HomeError, ServerLost
+from recpoint.errors import ClusterLost, HomeError, ServerLost
 from recpoint.format.servers import AllServers, ServerFacts, ServerState
 
 __all__ = ["ProtectedHome", "made_home"]
@@ -255,6 +255,8 @@ class ProtectedHome(ServedHome):
                 table.parts[server].incarnation = link.incarnation
             try:
                 return act()
+            except ClusterLost:
+                raise  # nothing starts a server again
             except (HomeError, OutOfStep) as error:
                 if not isinstance(error, (ServerLost, OutOfStep)) and transport is link.transport:
                     raise  # else the transport to a lost server was closed meanwhile

@@ -21,6 +21,7 @@ from typing import Any, Final
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from recpoint.embeddings.remote.ray_head import BEFORE_RAY_SECONDS, Head, patience_of_ray
 from recpoint.embeddings.remote.ray_transport import RayTransport, ServerActor, actor_options
 from recpoint.embeddings.remote.tcp import TcpTransport
 from recpoint.embeddings.remote.transport import Transport
@@ -49,6 +50,9 @@ class RayCluster:
     Args:
         address: as for `recpoint.embeddings.ray`.
 
+    Attributes:
+        head: of the cluster. If it is away too long, the process leaves the cluster as well.
+
     Raises:
         SettingsError: there is no such cluster, or the process is connected to another one.
     """
@@ -68,12 +72,30 @@ class RayCluster:
                     _require_address(address)
                 self._is_ours = RayCluster._homes > 0
             RayCluster._homes += self._is_ours
+        self.head = Head(
+            ray.get_runtime_context().gcs_address,
+            seconds=max(0.0, patience_of_ray() - BEFORE_RAY_SECONDS),
+            give_up=self._forsake,
+        )
 
     def leave(self) -> None:
         """Leave the cluster, unless others in this process use it. A second call does nothing."""
+        self.head.stop()
         with RayCluster._lock:
             RayCluster._homes -= self._is_ours
             if self._is_ours and not RayCluster._homes:
+                ray.shutdown()
+            self._is_ours = False
+
+    def _forsake(self) -> None:
+        """Leave a cluster whose head has gone, also if other homes use it: they have no head, too.
+
+        Otherwise Ray would end this process. A connection of the script's own is not ended.
+        """
+        self._started.clear()
+        with RayCluster._lock:
+            RayCluster._homes -= self._is_ours
+            if self._is_ours and ray.is_initialized():
                 ray.shutdown()
             self._is_ours = False
 
@@ -156,8 +178,9 @@ class RayCluster:
             timeout_seconds: the longest time that a call may take.
 
         Raises:
-            ServerLost: there is no such actor, or it does not answer.
+            ServerLost: there is no such actor, or it or the cluster's head does not answer.
         """
+        self.head.require()
         title = _title(number, names)
         try:
             actor = ray.get_actor(names[number], namespace=NAMESPACE)

@@ -11,6 +11,7 @@ from recpoint.embeddings.home import Home
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.remote.protected_home import made_home
 from recpoint.embeddings.remote.rank_agreement import found_by_first_rank, rank_and_count
+from recpoint.embeddings.remote.ray_head import WatchedTransport
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.transport import Transport
 from recpoint.errors import SettingsError
@@ -41,8 +42,10 @@ def ray(
     rows. Without parity, calls then raise `ServerLost` until the last checkpoint is restored. With
     parity, the rows are recovered from the other servers while training goes on.
 
-    Ray ends a process about 60 s after its cluster's head has gone; its environment variable
-    RAY_gcs_rpc_server_reconnect_timeout_s sets another time.
+    If the cluster's head has gone, training goes on for 45 s, and in that time the head may come
+    back. Then calls raise `ClusterLost`, because Ray ends its processes 60 s after the loss of the
+    head. Its environment variable RAY_gcs_rpc_server_reconnect_timeout_s sets another time than
+    60 s, for all processes of the cluster.
 
     Args:
         address: "auto": the cluster that runs on this machine, or that of RAY_ADDRESS. HOST:PORT:
@@ -131,7 +134,8 @@ def ray(
         hosts: list[str] | None,
     ) -> ServedHome:
         def connected(number: int) -> Transport:
-            return cluster.transport(number, names, token=token, timeout_seconds=timeout_seconds)
+            made = cluster.transport(number, names, token=token, timeout_seconds=timeout_seconds)
+            return WatchedTransport(made, cluster.head)
 
         if parity is not None:
             parity.require_servers(len(names))

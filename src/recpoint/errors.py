@@ -280,6 +280,10 @@ class ServerLost(HomeError):
     """An embedding server does not answer, or was started again and has no rows any more."""
 
 
+class ClusterLost(ServerLost):
+    """The Ray cluster of the embedding servers has no head any more: no restore brings it back."""
+
+
 # --- staging -------------------------------------------------------------------------------------
 
 
