@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,9 +47,14 @@ class Trained:
         self.optimizer = Adagrad(self.model.parameters(), lr=0.1, initial_accumulator_value=0.2)
 
     @contextmanager
-    def checkpointing(self, place: Place, **settings: Any) -> Iterator[Checkpointer]:
-        """Restore the newest checkpoint, and take one after every few batches and at the end."""
-        with place.agent():
+    def checkpointing(
+        self, place: Place, *, has_agent: bool = True, **settings: Any
+    ) -> Iterator[Checkpointer]:
+        """Restore the newest checkpoint, and take one after every few batches and at the end.
+
+        Without an agent of its own, the caller runs one.
+        """
+        with place.agent() if has_agent else nullcontext():
             checkpoints = Checkpointer(
                 self.model,
                 self.optimizer,

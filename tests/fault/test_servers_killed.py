@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -18,12 +21,14 @@ import pytest
 
 from recpoint import Checkpointer
 from recpoint.embeddings.homes import local
+from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.remote.processes import ServerProcesses, servers
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.server import EmbeddingServer
 from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
 from recpoint.embeddings.remote.transport import Transport
 from recpoint.errors import ServerLost
+from tests.agent_process import AgentProcess
 from tests.fault.kill_points import FAULTS_EVERY
 from tests.polling import until
 from tests.served_training import INTERVAL, Trained
@@ -124,6 +129,44 @@ def test_checkpoints_restore_into_other_homes_and_back(place: Place) -> None:
                 trained.train(7, checkpoints)
                 done += 7
             assert trained.is_same_as(plain(done))
+
+
+@pytest.mark.parametrize("when_busy", ["skip", "wait"])
+def test_an_agent_that_is_killed_and_comes_back(
+    when_busy: str, place: Place, tmp_path: Path
+) -> None:
+    """Training waits at most for an agent that lives. Later checkpoints have all rows."""
+    log = tmp_path / "agent.log"
+    settings = {"when_busy": when_busy, "busy_wait_seconds": 3_600.0}
+    with servers(3, parity=Parity(data=2)) as home, ThreadPoolExecutor(1) as thread:
+        served = Trained(home)
+        with served.checkpointing(place, has_agent=False, **settings) as checkpoints:
+            with AgentProcess(place.staging, log) as agent:
+                served.train(12, checkpoints, after=settling(checkpoints))
+                assert checkpoints.stats.committed == 2
+                os.kill(agent.process.pid, signal.SIGSTOP)  # it does nothing, and then dies
+                training = thread.submit(served.train, 23, checkpoints)
+                if when_busy == "wait":
+                    until(lambda: checkpoints.stats.waited == 1)
+                    assert not training.done() and checkpoints.batches_done == 20
+                else:
+                    training.result()
+            training.result()
+            stats = checkpoints.stats
+            assert (stats.committed, stats.staged) == (2, 3) and stats.skipped > 0
+            with AgentProcess(place.staging, log):
+                until(checkpoints._area.agent_is_running)
+                checkpoints.close()
+            assert checkpoints.stats.committed == 4
+            assert checkpoints.stats.failed == 0
+        assert served.is_same_as(plain(35))
+        served.close()
+    with servers(2) as home:
+        restored = Trained(home)
+        with restored.checkpointing(place) as checkpoints:
+            assert checkpoints.batches_done == 35
+        assert restored.is_same_as(plain(35))
+        restored.close()
 
 
 class Deadly(PassedOn):
