@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
+from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.remote.protected_home import ProtectedHome
+from recpoint.embeddings.remote.ray_head import WatchedTransport
+from recpoint.embeddings.remote.transport import Greeting, Transport
 from recpoint.errors import NothingToRestore
 from tests.cached_training import as_bits
+from tests.fault.test_servers_killed import killed, plain, settling
 from tests.polling import until
 from tests.ray_cluster import MISSING, ray_cluster
+from tests.served_training import INTERVAL, Trained
 from tests.several_trainers import Case, Found, alone, on_ranks, train_on_ranks
+from tests.simulated_network import PassedOn
 from tests.training_builder import Place
+
+T = TypeVar("T")
 
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
@@ -57,8 +69,10 @@ def generations(place: Place) -> list[int]:
 def test_ranks_share_servers_and_parity_makes_up_for_a_killed_one(
     address: str, tmp_path: Path
 ) -> None:
-    case = Case(ray=address, servers=3, lr_factor=0.95, batches=24)
-    cases = [case, replace(case, parity=(2, 1), kills=(8,))]
+    case = Case(ray=address, servers=3, lr_factor=0.95, batches=24, parity=(2, 1), kills=(8,))
+    cases = [case]
+    if _FAULTS_EVERY:
+        cases.append(replace(case, parity=(0, 0), kills=()))
     for found, one in zip(on_ranks(cases, 2, tmp_path / "ranks"), cases, strict=True):
         assert same(found, alone(one, 2)), one
         assert len(found.losses) == one.batches, "no batch is trained again"
@@ -81,7 +95,7 @@ def test_ranks_go_back_without_parity(address: str, place: Place, tmp_path: Path
     assert generations(place) == [1, 2]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 1] if _FAULTS_EVERY else [2])
 def test_the_successor_of_a_killed_trainer_goes_on(
     address: str, ranks: int, place: Place, tmp_path: Path
 ) -> None:
@@ -158,3 +172,164 @@ def test_a_cluster_whose_head_is_killed_ends_training_with_what_to_do(
         (found,) = on_ranks([case], 1, tmp_path / "second")
     assert len(found.losses) == 5
     assert same(found, alone(case, 1))
+
+
+class Deadly(PassedOn):
+    """Tells a life of each call, right before it and right after it."""
+
+    def __init__(self, server: Transport, number: int, life: Life) -> None:
+        super().__init__(server)
+        self.listens_at = server.listens_at
+        self._number = number
+        self._life = life
+
+    def deliver(self, name: str, call: Callable[[], T]) -> T:
+        self._life.cross(f"before {name}", self._number)
+        answer = super().deliver(name, call)
+        self._life.cross(f"after {name}", self._number)
+        return answer
+
+
+class Life:
+    """A training whose rows are on three servers with parity, which are killed one after another.
+
+    Args:
+        servers: on the cluster.
+        place: of its run.
+        kinds: of boundaries. At the next boundary of any of them, the server that is called is
+            killed, and the next one counts once that server is recovered.
+        die: number of the boundary at which a server is killed instead; 0: at none.
+
+    Attributes:
+        names: of all boundaries.
+        killed: how many servers were killed.
+    """
+
+    def __init__(
+        self, servers: ServersOnRay, place: Place, *, kinds: Sequence[str] = (), die: int = 0
+    ) -> None:
+        self._servers = servers
+        self._place = place
+        self.left = list(kinds)
+        self._die = die
+        self._lock = threading.Lock()
+        self._home: ProtectedHome | None = None
+        self._dead: Greeting | None = None  # whose successor is not whole yet
+        self.names: list[str] = []
+        self.killed = 0
+
+    def cross(self, name: str, number: int) -> None:
+        with self._lock:
+            if self._home is None:  # it begins, and has nothing to lose
+                return
+            self.names.append(name)
+            if name in self.left and self._dead is None:
+                self.left.remove(name)
+            elif len(self.names) != self._die:
+                return
+            self._dead = self._home.greetings[number]
+            self.killed += 1
+            killed(self._dead.pid)
+
+    def _is_whole(self) -> bool:
+        assert self._home is not None
+        with self._lock:
+            if self._dead in self._home.greetings or self._home.being_recovered:
+                return False
+            self._dead = None
+            return True
+
+    def live(self) -> bool:
+        """Train until all kinds are done; whether all is right, and nothing was trained again."""
+
+        def connected(number: int) -> Transport:
+            return Deadly(self._servers.transport(number), number, self)
+
+        with ProtectedHome(
+            [connected(number) for number in range(3)], parity=Parity(data=2), revive=connected
+        ) as home:
+            self._home = home
+            trained = Trained(home)
+            with trained.checkpointing(self._place) as checkpoints:
+                settle = settling(checkpoints)
+
+                def after(batch: int) -> None:
+                    until(self._is_whole)
+                    settle(batch)
+
+                done = 0
+                while done < _FEWEST or (self.left and done < _MOST):
+                    trained.train(INTERVAL, checkpoints, after=after)
+                    done += INTERVAL
+                assert checkpoints.batches_done == done
+            is_right = trained.is_same_as(plain(done))
+            trained.close()
+        return is_right and generations(self._place) == [1]
+
+
+class ServersOnRay:
+    """Three embedding servers that lives take over from each other."""
+
+    def __init__(self, cluster: Any, names: Sequence[str], token: bytes) -> None:
+        self._cluster = cluster
+        self._names = names
+        self._token = token
+
+    def transport(self, number: int) -> Transport:
+        made = self._cluster.transport(number, self._names, token=self._token, timeout_seconds=60.0)
+        return WatchedTransport(made, self._cluster.head)
+
+
+@pytest.fixture
+def servers_on_ray(address: str) -> Iterator[ServersOnRay]:
+    from recpoint.embeddings.remote.ray_cluster import RayCluster, run_digest
+
+    cluster, token = RayCluster(address), secrets.token_bytes(32)
+    try:
+        names = cluster.start(
+            run_digest("/runs/killed-at-boundaries"),
+            per_node=3,
+            memory_bytes=None,
+            is_detached=True,
+            token=token,
+            timeout_seconds=300,
+        )
+        yield ServersOnRay(cluster, names, token)
+    finally:
+        cluster.end()
+        cluster.leave()
+
+
+#: Each call of a training that is not disturbed.
+_CALLS = ("add_table", "fetch", "write_back", "freeze", "check", "release", "hello")
+_FEWEST, _MOST = 4 * INTERVAL, 400 * INTERVAL  # batches of a life
+
+
+def test_a_server_killed_at_any_boundary_is_recovered(
+    servers_on_ray: ServersOnRay, tmp_path: Path
+) -> None:
+    """In `make test` before and after a call of each kind; in `make faults` also at all of them."""
+
+    def life(name: str, **deaths: Any) -> Life:
+        place = Place(str(tmp_path / name / "run"), tmp_path / name / "staging")
+        return Life(servers_on_ray, place, **deaths)
+
+    # Tables are added before the first batch, and there only one server can be killed in a life.
+    added = "after add_table"
+    kinds = [f"{when} {call}" for call in _CALLS for when in ("before", "after")]
+    kinds.remove(added)
+    for name, chosen in (("most", kinds), ("added", [added])):
+        sample = life(name, kinds=chosen)
+        assert sample.live()
+        assert sample.left == [] and sample.killed == len(chosen)
+    if not _FAULTS_EVERY:
+        return
+    whole = life("whole")
+    assert whole.live()
+    reached = 0
+    wanted = range(1, len(whole.names) + 1, _FAULTS_EVERY)
+    for die in wanted:
+        one = life(f"killed-{die}", die=die)
+        assert one.live(), (die, whole.names[die - 1])
+        reached += one.killed
+    assert reached >= len(wanted) // 2  # the others came to fewer boundaries
