@@ -24,6 +24,7 @@ from recpoint.embeddings.remote.ray_head import WatchedTransport
 from recpoint.embeddings.remote.transport import Greeting, Transport
 from recpoint.errors import NothingToRestore
 from tests.cached_training import as_bits
+from tests.fault.kill_points import FAULTS_EVERY
 from tests.fault.test_servers_killed import killed, plain, settling
 from tests.polling import until
 from tests.ray_cluster import MISSING, ray_cluster
@@ -41,7 +42,6 @@ pytestmark = [
 ]
 
 #: For `make faults`: of how many boundaries one is taken.
-_FAULTS_EVERY = int(os.environ.get("RECPOINT_FAULTS_EVERY", "0"))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_ranks_share_servers_and_parity_makes_up_for_a_killed_one(
 ) -> None:
     case = Case(ray=address, servers=3, lr_factor=0.95, batches=24, parity=(2, 1), kills=(8,))
     cases = [case]
-    if _FAULTS_EVERY:
+    if FAULTS_EVERY:
         cases.append(replace(case, parity=(0, 0), kills=()))
     for found, one in zip(on_ranks(cases, 2, tmp_path / "ranks"), cases, strict=True):
         assert same(found, alone(one, 2)), one
@@ -95,7 +95,7 @@ def test_ranks_go_back_without_parity(address: str, place: Place, tmp_path: Path
     assert generations(place) == [1, 2]
 
 
-@pytest.mark.parametrize("ranks", [2, 1] if _FAULTS_EVERY else [2])
+@pytest.mark.parametrize("ranks", [2, 1] if FAULTS_EVERY else [2])
 def test_the_successor_of_a_killed_trainer_goes_on(
     address: str, ranks: int, place: Place, tmp_path: Path
 ) -> None:
@@ -127,7 +127,7 @@ def steps(place: Place) -> list[int]:
     return [name.step for name in run.manifest_names()]
 
 
-@pytest.mark.parametrize("parity", [(2, 1), (0, 0)] if _FAULTS_EVERY else [(2, 1)])
+@pytest.mark.parametrize("parity", [(2, 1), (0, 0)] if FAULTS_EVERY else [(2, 1)])
 def test_a_cluster_whose_head_is_killed_ends_training_with_what_to_do(
     address: str,
     parity: tuple[int, int],
@@ -322,12 +322,12 @@ def test_a_server_killed_at_any_boundary_is_recovered(
         sample = life(name, kinds=chosen)
         assert sample.live()
         assert sample.left == [] and sample.killed == len(chosen)
-    if not _FAULTS_EVERY:
+    if not FAULTS_EVERY:
         return
     whole = life("whole")
     assert whole.live()
     reached = 0
-    wanted = range(1, len(whole.names) + 1, _FAULTS_EVERY)
+    wanted = range(1, len(whole.names) + 1, FAULTS_EVERY)
     for die in wanted:
         one = life(f"killed-{die}", die=die)
         assert one.live(), (die, whole.names[die - 1])
