@@ -40,7 +40,7 @@ class Checked(NamedTuple):
 
     Attributes:
         stripes: those whose members fit each other.
-        unknown: those that could not be compared, because a server is being recovered.
+        unknown: those that could not be compared, such as those of a server that is recovered.
     """
 
     stripes: int = 0
@@ -66,7 +66,7 @@ class FrozenRows(ABC):
         """Compare rows with what else the home knows of them, which is nothing without parity.
 
         It compares what the home has now. A row that did not fit when it was frozen does not fit
-        now, either, even if it was written since.
+        now, either, even if it was written since, unless a member of its stripe was recovered.
 
         Args:
             ids: as for `fetch`.

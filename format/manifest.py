@@ -329,7 +329,7 @@ class CheckedStripes(Part):
 
     Attributes:
         fits: comparisons of a stripe, all of whose members fit each other.
-        unknown: stripes with members on a server that was being recovered.
+        unknown: stripes that could not be compared, such as those of a server that was recovered.
     """
 
     fits: _Count

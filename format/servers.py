@@ -82,7 +82,7 @@ class AllServers(Part):
 
     @property
     def not_whole(self) -> tuple[ServerFacts, ...]:
-        """AllServers that have not all their rows."""
+        """The servers that have not all their rows."""
         return tuple(one for one in self.each if one.state != "up")
 
 

@@ -91,6 +91,8 @@ class ServersNote:
             now = time.monotonic()
             if servers == self._written and now < self._written_at + BEAT_SECONDS:
                 return
+            if self._is_over.is_set():
+                return
             self._area.tell_servers(servers, generation=self._generation)
             self._written, self._written_at = servers, now
         except Exception as error:  # only what people are told depends on it

@@ -359,7 +359,7 @@ class Validation:
         worst: largest difference between an exact and a decoded value, divided by its bound.
         digests: digests of all rows of each restored table, if the whole chain was read and passed.
         stripes: stripes of embedding servers that the trainer compared with their parity when it
-            took this checkpoint and those that it stands on; None: there was no parity.
+            took this checkpoint and those that it stands on; None: there was nothing to compare.
         started_ms, finished_ms: times in milliseconds since the epoch.
     """
 

@@ -27,7 +27,7 @@ from recpoint.catalog.store.contract import now_ms
 from recpoint.embeddings.parity.member import Known
 from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.parity.recovery import Led, Recovery
-from recpoint.errors import HomeError
+from recpoint.errors import ClusterLost, HomeError
 
 __all__ = ["Leader", "LedServer", "Loss", "State"]
 
@@ -210,6 +210,8 @@ class Leader:
                         number + 1,
                     )
                 self._replace(lost)
+        except ClusterLost:
+            pass  # nothing begins again, and all calls say so
         except (HomeError, OutOfStep) as error:
             # Another server is lost meanwhile, or no successor starts.
             self._tell(str(error), "embedding servers: a recovery begins again: %s", error)

@@ -475,7 +475,9 @@ class StripeMember:
         )
 
     def _moment(self) -> Moment:
-        return self._incarnation, {to: outbox.last for to, outbox in self._outboxes.items()}
+        return self._incarnation, {
+            to: (outbox.incarnation, outbox.last) for to, outbox in self._outboxes.items()
+        }
 
     def _fold(
         self, table: _Table, slots: Tensor, rows: Tensor, at: Mapping[int, tuple[int, int]]
@@ -578,19 +580,16 @@ class StripeMember:
         The server with the first parity row of a stripe decodes its lost row. So each server
         receives a share of the rows that are needed, and this one only those that it has lost.
         """
+        living = self._living()
+        _require_all(len(living) + 1, table)
         stripes, _ = table.stripes.members_at(self._number, slots)
         decodes, _ = table.stripes.parity_in(stripes, 0)
         chosen_of, calls = [], []
-        left = torch.ones_like(slots, dtype=torch.bool)
-        for one, peer in self._living():
+        for one, peer in living:
             chosen = (decodes == one).nonzero().view(-1)
             if len(chosen):
                 chosen_of.append(chosen)
                 calls.append(partial(peer.decoded, table.name, self._number, slots[chosen]))
-                left[chosen] = False
-        if bool(left.any()):  # their first parity rows are lost
-            chosen_of.append(left.nonzero().view(-1))
-            calls.append(partial(self.decoded, table.name, self._number, slots[left]))
         out = torch.empty(len(slots), table.coded_bytes, dtype=torch.uint8, device="cpu")
         for chosen, found in zip(chosen_of, self._together(calls), strict=True):
             row_gather.scatter(found.rows, chosen, out)
@@ -600,17 +599,19 @@ class StripeMember:
         """Compute rows that a server has lost; see `Peer.decoded`."""
         here = self._table(table)
         form = here.stripes
-        if len(self._living()) < form.servers - 1:
-            # Messages of a lost server may be taken back at some servers, and not yet at others.
-            raise OutOfStep("a server that was lost has no successor yet")
+        # Once for all: if a server is lost meanwhile, its call fails, or tells a moment. If it were
+        # left out, one parity row could have a message of it, and another one could not.
+        sources = self._sources()
+        _require_all(len(sources), here)
         if not 0 <= lost < form.servers:
             raise ValueError(f"server {lost}, expected one of {form.servers}")
         _require_slots(slots, len(form.slots_of(lost, range(form.rows))))
         stripes, own = form.members_at(lost, slots)
-        gathered = self._gathered(here, stripes, recover=False, without=lost)
+        del sources[lost]  # it has not these rows
+        gathered = self._gathered(here, stripes, sources, recover=False)
         for number in range(form.parity):
             if number == 0 or bool((torch.stack(gathered.is_known).sum(0) < form.data).any()):
-                self._gather_parity(here, stripes, number, gathered, without=lost)
+                self._gather_parity(here, stripes, number, gathered)
         if len(gathered.generations) > 1:
             raise OutOfStep(f"table {table!r:.100} is being cleared")
         with self._lock:
@@ -642,7 +643,7 @@ class StripeMember:
         """Compute parity rows that are lost. One thread at a time does this."""
         stripes, numbers = table.stripes.parity_at(self._number, slots)
         # Lost rows of these stripes are recovered at their servers first.
-        gathered = self._gathered(table, stripes, recover=True)
+        gathered = self._gathered(table, stripes, self._sources(), recover=True)
         data = table.stripes.data
         if not all(bool(known.all()) for known in gathered.is_known[:data]):
             raise OutOfStep("rows of a server that has not been started again yet")
@@ -650,8 +651,6 @@ class StripeMember:
         coded = erasure.encode(gathered.rows[:data], table.stripes.parity)
         out = torch.stack(coded)[numbers, torch.arange(len(slots), device="cpu")]
         at = gathered.seen_by(self._number)
-        if len(at) < len(gathered.moments):
-            raise OutOfStep("a server that does not send to this one yet")
         with self._lock:
             if table.is_parity_known is None or table.generation != generation:
                 return  # the table was cleared
@@ -663,19 +662,19 @@ class StripeMember:
         self,
         table: _Table,
         stripes: Tensor,
+        sources: Mapping[int, tuple[int, HasMembers]],
         *,
         recover: bool,
         is_condensed: bool = False,
-        without: int = -1,
     ) -> _Gathered:
         """Return the rows of stripes; parity rows are not known yet.
 
         Args:
             table: the table.
             stripes: int64 [n], ascending.
+            sources: the servers that are asked; see `_sources`.
             recover: as for `Peer.rows`.
             is_condensed: as for `Peer.rows`.
-            without: number of a server that is not asked: it has lost its rows.
         """
         form, n = table.stripes, len(stripes)
         row_bytes = CONDENSED_BYTES if is_condensed else table.coded_bytes
@@ -695,7 +694,7 @@ class StripeMember:
         moments: dict[int, Moment] = {}
         generations: set[int] = set()
         asked, calls = [], []
-        for number, peer in self._sources(without):
+        for number, (_, peer) in sources.items():
             # A server has at most one row of a stripe, so its slots ascend with the stripes.
             stripe, position = ((servers == number) & (slots >= 0)).t().nonzero(as_tuple=True)
             if len(stripe):
@@ -710,29 +709,22 @@ class StripeMember:
                 chosen = (position == one).nonzero().view(-1)
                 row_gather.move(found.rows, chosen, rows[one], stripe[chosen])
                 is_known[one][stripe[chosen]] = found.is_known[chosen]
-        return _Gathered(rows, is_known, moments, generations)
+        return _Gathered(sources, is_condensed, rows, is_known, moments, generations)
 
     def _gather_parity(
-        self,
-        table: _Table,
-        stripes: Tensor,
-        number: int,
-        gathered: _Gathered,
-        *,
-        without: int = -1,
+        self, table: _Table, stripes: Tensor, number: int, gathered: _Gathered
     ) -> None:
         """Add a parity row of each stripe, as of the rows' moments; see `_gathered`."""
         member = table.stripes.data + number
         rows = gathered.rows[member]
         server, place = table.stripes.parity_in(stripes, number)
         calls, chosen_of = [], []
-        for one, peer in self._sources(without):
+        for one, (_, peer) in gathered.sources.items():
             chosen = (server == one).nonzero().view(-1)
             if not len(chosen):
                 continue
             chosen_of.append(chosen)
-            is_condensed = rows.shape[1] != table.coded_bytes
-            ask = partial(peer.parity_rows, is_condensed=is_condensed)
+            ask = partial(peer.parity_rows, is_condensed=gathered.is_condensed)
             calls.append(partial(ask, table.name, place[chosen], gathered.seen_by(one)))
         for chosen, found in zip(chosen_of, self._together(calls), strict=True):
             row_gather.scatter(found.rows, chosen, rows)
@@ -743,11 +735,15 @@ class StripeMember:
         with self._lock:
             return sorted(self._peers.items())
 
-    def _sources(self, without: int) -> list[tuple[int, HasMembers]]:
-        """All servers that live, this one included, by number."""
-        sources: dict[int, HasMembers] = {self._number: self, **dict(self._living())}
-        sources.pop(without, None)
-        return sorted(sources.items(), key=lambda one: one[0])
+    def _sources(self) -> dict[int, tuple[int, HasMembers]]:
+        """All servers that live, this one included: incarnation and rows, by number."""
+        with self._lock:
+            found: dict[int, tuple[int, HasMembers]] = {
+                number: (self._outboxes[number].incarnation, peer)
+                for number, peer in self._peers.items()
+            }
+        found[self._number] = self._incarnation, self
+        return dict(sorted(found.items()))
 
     # Checks.
 
@@ -778,7 +774,7 @@ class StripeMember:
         if bool(numbers.any()):
             raise ValueError("slots: of a second parity row, expected those of a first one")
         data = table.stripes.data
-        gathered = self._gathered(table, stripes, recover=False, is_condensed=True)
+        gathered = self._gathered(table, stripes, self._sources(), recover=False, is_condensed=True)
         for number in range(table.stripes.parity):
             self._gather_parity(table, stripes, number, gathered)
         if len(gathered.generations) > 1:
@@ -811,20 +807,36 @@ class StripeMember:
 
 
 class _Gathered(NamedTuple):
-    """Members of stripes: for each position its rows, and whether they are known."""
+    """Members of stripes: for each position its rows, and whether they are known.
 
+    Attributes:
+        sources: the servers that were asked; see `StripeMember._sources`.
+        is_condensed: whether the rows are.
+    """
+
+    sources: Mapping[int, tuple[int, HasMembers]]
+    is_condensed: bool
     rows: list[Tensor]
     is_known: list[Tensor]
     moments: dict[int, Moment]
     generations: set[int]
 
     def seen_by(self, server: int) -> dict[int, tuple[int, int]]:
-        """The moments as a server with parity rows counts them; see `Peer.parity_rows`."""
-        return {
-            source: (incarnation, last[server])
-            for source, (incarnation, last) in self.moments.items()
-            if server in last
-        }
+        """The moments as a server with parity rows counts them; see `Peer.parity_rows`.
+
+        Raises:
+            OutOfStep: a source sends to another incarnation of the server, or to none.
+        """
+        its_incarnation, _ = self.sources[server]
+        seen: dict[int, tuple[int, int]] = {}
+        for source, (incarnation, last) in self.moments.items():
+            if source == server:
+                continue  # none of its rows is in a stripe whose parity it has
+            to, number = last.get(server, (0, 0))
+            if to != its_incarnation:
+                raise OutOfStep(f"server {source + 1} does not send to server {server + 1}")
+            seen[source] = incarnation, number
+        return seen
 
 
 class _Table:
@@ -896,6 +908,16 @@ def _require_slots(slots: Tensor, count: int) -> None:
         0 <= int(slots[0]) and int(slots[-1]) < count and bool((slots[1:] > slots[:-1]).all())
     ):
         raise ValueError(f"slots: not ascending, or one outside 0 … {count - 1}")
+
+
+def _require_all(count: int, table: _Table) -> None:
+    """Refuse to decode before all servers have joined.
+
+    Raises:
+        OutOfStep: messages of a lost server may be taken back at some servers only.
+    """
+    if count < table.stripes.servers:
+        raise OutOfStep("a server that was lost has no successor yet")
 
 
 def _refuse_too_few(table: _Table, lost: int) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 __all__ = ["Differences", "HasMembers", "Members", "Moment", "OutOfStep", "Peer", "Sent"]
 
-#: A moment in the life of a server: its incarnation, and for each receiver the number of the last
-#: message that it had sent there.
-Moment = tuple[int, Mapping[int, int]]
+#: A moment in the life of a server: its incarnation, and for each receiver that one's incarnation
+#: and the number of the last message that it had sent there.
+Moment = tuple[int, Mapping[int, tuple[int, int]]]
 
 
 class OutOfStep(Exception):
@@ -127,6 +127,8 @@ class Peer(HasMembers, Protocol):
 
     def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
         """Compute rows that another server has lost, from all servers' rows and parity rows.
+
+        All rows of the answer are known. Its moment is that of the server that decodes.
 
         Args:
             table: name of the table.

@@ -1,7 +1,7 @@
 """Turns calls between servers into requests and answers of `wire.py`, and back.
 
-What is not a tensor travels as JSON. A moment is a list: an incarnation, and pairs of a server and
-a number.
+What is not a tensor travels as JSON. A moment is a list: an incarnation, and for each receiver its
+number, its incarnation, and the number of a message.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def answer_peer(
     if found.rows.shape[1] != row_bytes:
         raise ValueError(f"rows of {row_bytes} bytes, expected {found.rows.shape[1]}")
     incarnation, last = found.moment
-    moment = [incarnation, [[receiver, number] for receiver, number in last.items()]]
+    moment = [incarnation, [[receiver, *sent] for receiver, sent in last.items()]]
     said = {"moment": moment, "generation": found.generation}
     head = Answer(text=text_of(said), count=len(slots))
     return [*head.pieces, np.packbits(found.is_known.numpy()).tobytes(), found.rows]
@@ -204,7 +204,8 @@ def _differences(note: Mapping[str, object], slots: Tensor, records: Tensor) -> 
 def _moment(said: object) -> Moment:
     if not isinstance(said, list) or len(said) != 2:
         raise Malformed("no moment")
-    return _number(said[0]), {receiver: number for receiver, number in _numbers(said[1], 2)}
+    sent = {receiver: (its, number) for receiver, its, number in _numbers(said[1], 3)}
+    return _number(said[0]), sent
 
 
 def _number(said: object) -> int:

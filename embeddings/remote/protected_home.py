@@ -10,6 +10,7 @@ parity. `clear` then has all servers begin anew.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,6 +42,7 @@ __all__ = ["ProtectedHome", "made_home"]
 
 T = TypeVar("T")
 
+_LOG: Final = logging.getLogger("recpoint")
 _PAUSE_SECONDS: Final = 0.05
 #: What people are told of a server; in all other states it is lost.
 _STATES: Final[dict[State, ServerState]] = {State.WHOLE: "up", State.OPEN: "recovering"}
@@ -200,6 +202,7 @@ class ProtectedHome(ServedHome):
         stripes = torch.div(ids, placement.data, rounding_mode="floor").unique_consecutive()
         servers, slots = placement.parity_in(stripes, 0)
         found = torch.full_like(stripes, int(Verdict.UNKNOWN), dtype=torch.uint8)
+        why: list[HomeError | OutOfStep] = []
 
         def check(server: int) -> None:
             chosen = (servers == server).nonzero().view(-1)
@@ -215,8 +218,15 @@ class ProtectedHome(ServedHome):
                 # Stripes with members on a lost server stay unknown.
                 if not isinstance(error, (ServerLost, OutOfStep)) and transport is link.transport:
                     raise
+                why.append(error)
 
         self._at_all(check)
+        if why and not self.being_recovered:
+            _LOG.warning(
+                "table %r: stripes could not be compared with their parity: %s",
+                table.form.table,
+                why[0],
+            )
         off = (found >= Verdict.DIFFERS).nonzero().view(-1)
         if len(off):
             self._refuse_damaged(
@@ -235,9 +245,11 @@ class ProtectedHome(ServedHome):
         found = f"rows {rows.start} to {rows.stop - 1} that do not fit their parity"
         if verdict >= Verdict.DAMAGED:
             member = verdict - Verdict.DAMAGED
-            what = f"row {rows.start + member}" if member < placement.data else "a parity row"
-            found = f"{what} on embedding server {places[member] + 1} that does not fit the others"
-        more = f", and {count - 1} more stripes like it" if count > 1 else ""
+            what = f"row {rows.start + member}" if member < len(rows) else "a parity row"
+            if member < len(rows) or placement.data <= member < len(places):
+                at = places[member] + 1
+                found = f"{what} on embedding server {at} that does not fit the others"
+        more = f"; {count} such stripes" if count > 1 else ""
         raise HomeError(
             f"stripe {stripe} of table {table.form.table!r}, on embedding servers {where}",
             found=f"{found}{more}",

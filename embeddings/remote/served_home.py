@@ -320,8 +320,9 @@ class ServedHome(Home):
             except ServerLost:
                 if self._revive is None:
                     raise
-                server.transport.close()
-                server.transport = self._revive(number)
+                fresh = self._revive(number)  # if it raises, this is tried again
+                old, server.transport = server.transport, fresh
+                old.close()
                 greeting = server.transport.hello()
             server.incarnation, server.greeting = greeting.incarnation, greeting
             if greeting.owner != self.owner:

@@ -84,7 +84,7 @@ def cache_text(use: _CacheUse) -> str:
 def stripes_text(fits: int, unknown: int) -> str:
     """How many stripes of embedding servers had the parity that they should have."""
     text = f"{fits:,} on embedding servers fit their parity"
-    return f"{text}, {unknown:,} were being recovered" if unknown else text
+    return f"{text}, {unknown:,} could not be compared" if unknown else text
 
 
 def copied_text(rows_before: int, rows_in_stall: int) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
+from typing import TypeVar
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recpoint.embeddings.home import Checked
+from recpoint.embeddings.home import Checked, TableRows
+from recpoint.embeddings.home_in_memory import MemoryHome
+from recpoint.embeddings.parity.member import StripeMember
+from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent
 from recpoint.embeddings.parity.stripe_check import Verdict, condensed, verdicts
-from recpoint.embeddings.parity.stripes import Parity, Stripes
+from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
 from recpoint.embeddings.remote.protected_home import ProtectedHome
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.server import EmbeddingServer
@@ -22,6 +26,8 @@ from recpoint.errors import HomeError
 from recpoint.kernels import erasure
 from recpoint.testing.homes import ids_of, records_of
 from tests.protected_servers import flip_bit, protected
+
+T = TypeVar("T")
 
 RECORD_BYTES = 20
 ROWS = 301
@@ -107,3 +113,68 @@ def test_without_parity_nothing_is_compared() -> None:
         home.add_table("items", rows=ROWS, record_bytes=RECORD_BYTES)
         with home.freeze("items", range(ROWS)) as frozen:
             assert frozen.check(all_rows()) == Checked()
+
+
+class Near(Peer):
+    """Calls a member of the same process."""
+
+    def __init__(self, members: dict[int, StripeMember], number: int) -> None:
+        self._members = members
+        self._number = number
+
+    def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
+        self._members[self._number].receive(messages)
+
+    def rows(
+        self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
+    ) -> Members:
+        member = self._members[self._number]
+        return member.rows(table, slots, recover=recover, is_condensed=is_condensed)
+
+    def parity_rows(
+        self,
+        table: str,
+        slots: Tensor,
+        at: Mapping[int, tuple[int, int]],
+        *,
+        is_condensed: bool = False,
+    ) -> Members:
+        member = self._members[self._number]
+        return member.parity_rows(table, slots, at, is_condensed=is_condensed)
+
+    def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
+        return self._members[self._number].decoded(table, lost, slots)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def one_by_one(calls: Sequence[Callable[[], T]]) -> list[T]:
+    return [call() for call in calls]
+
+
+def test_a_server_that_others_take_for_lost_compares_and_decodes_nothing() -> None:
+    """It answers, and others write without its parity: its parity rows are no proof any more."""
+    stripes = stripes_of("items", rows=30, parity=Parity(data=2), hosts="abc")
+    members: dict[int, StripeMember] = {}
+    for number in range(3):
+        home = MemoryHome()
+        home.add_table("items", rows=stripes.slots(number), record_bytes=RECORD_BYTES)
+        others = {one: (one + 1, Near(members, one)) for one in range(3) if one != number}
+        members[number] = StripeMember(number, number + 1, home, others, together=one_by_one)
+        members[number].add_table("items", stripes, RECORD_BYTES)
+    holder = 2
+    slots = torch.arange(stripes.parity_slots(holder))
+    assert set(members[holder].check("items", slots).tolist()) == {Verdict.FITS}
+    for number in (0, 1):
+        members[number].lose(holder, holder + 1)
+        rows = torch.arange(len(stripes.slots_of(number, range(30))))
+        records = torch.full((len(rows), RECORD_BYTES), number + 7, dtype=torch.uint8)
+        members[number].write([TableRows("items", rows, records)])
+        members[number].flush()
+    with pytest.raises(OutOfStep, match="does not send to server 3"):
+        members[holder].check("items", slots)
+    lost = torch.arange(len(stripes.slots_of(0, range(30))))
+    servers, _ = stripes.parity_in(stripes.members_at(0, lost)[0], 0)
+    with pytest.raises(OutOfStep, match="does not send to server 3"):
+        members[holder].decoded("items", 0, lost[servers == holder])
