@@ -178,9 +178,10 @@ class RayCluster:
             timeout_seconds: the longest time that a call may take.
 
         Raises:
-            ServerLost: there is no such actor, or it or the cluster's head does not answer.
+            ServerLost: there is no such actor, or it does not answer.
+            ClusterLost: the cluster's head was away too long.
         """
-        self.head.require()
+        self.head.wait()
         title = _title(number, names)
         try:
             actor = ray.get_actor(names[number], namespace=NAMESPACE)

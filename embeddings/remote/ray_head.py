@@ -66,19 +66,23 @@ class Head:
         self._is_over.set()
         self._thread.join()
 
-    def require(self) -> None:
-        """Ask for the head now: a call to Ray would wait for one that is away.
+    def wait(self) -> None:
+        """Wait until the head answers: a call to Ray would wait for one that is away, for ever.
 
         Raises:
-            ServerLost: the head does not answer.
+            ClusterLost: the head was away too long.
+            ServerLost: `stop` was called meanwhile.
         """
-        if not self._answers():
-            raise ServerLost(
-                self._name,
-                found="no answer",
-                expected="the head, which knows where servers are",
-                next_step=_NEXT_STEP,
-            )
+        while not self._answers():
+            self.require_kept()
+            if self._is_over.wait(_LOOK_SECONDS):
+                self.require_kept()
+                raise ServerLost(
+                    self._name,
+                    found="no answer, and a home that is closed",
+                    expected="the head, which knows where servers are",
+                    next_step=_NEXT_STEP,
+                )
 
     def require_kept(self) -> None:
         """Refuse calls once the head was away too long.

@@ -59,17 +59,20 @@ def test_a_head_that_comes_back_is_kept(
     given_up = threading.Event()
     address = _address(listener)
     head = Head(address, seconds=60.0, give_up=given_up.set)
-    head.require()
+    head.wait()
     port = listener.getsockname()[1]
     listener.close()
     until(lambda: "does not answer; training goes on for 60 s" in caplog.text)
-    with pytest.raises(ServerLost, match=f"head of the Ray cluster at {address}: found no answer"):
-        head.require()
+    waits = threading.Thread(target=head.wait)
+    waits.start()
     head.require_kept()
+    assert waits.is_alive()
     with closing(_listening(port)):
         until(lambda: "answers again" in caplog.text)
-        head.require()
+        waits.join()
     head.stop()
+    with pytest.raises(ServerLost, match=f"head of the Ray cluster at {address}: found no answer"):
+        head.wait()
     assert len(caplog.records) == 2 and not given_up.is_set()
 
 
@@ -86,7 +89,7 @@ def test_calls_end_once_a_head_was_away_too_long(listener: socket.socket) -> Non
         listener.close()
         assert not given_up.is_set() and len(fetch()) == 1
         assert given_up.wait(60)
-        for call in (fetch, partial(home.clear, "t"), home.size_bytes):
+        for call in (fetch, partial(home.clear, "t"), home.size_bytes, head.wait):
             with pytest.raises(ClusterLost, match=r"for 0\.3 s; .* Next: start a Ray cluster"):
                 call()
 
