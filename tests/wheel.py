@@ -65,7 +65,7 @@ def _build(sources: Path, folder: Path) -> Path:
         [sys.executable, *build, "--disable-pip-version-check", f"--wheel-dir={folder}", sources],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,  # it compiles; a busy machine takes minutes
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
