@@ -241,7 +241,7 @@ def test_the_values_are_the_catalogs(page: Page, tmp_path: Path) -> None:
         assert note(page, NEWEST) == "step 300; expected every 10 min 0 s"
         assert field(page, "Stall of a checkpoint") == "4 ms"
         assert note(page, "Stall of a checkpoint").startswith("median; most 9 ms; ")
-        table = page.locator("table").first
+        table = page.locator("table:visible").first
         found = [
             line.locator("th, td").all_inner_texts()
             for line in table.locator("tbody tr:visible").all()
@@ -355,7 +355,7 @@ def test_fifty_runs_of_which_some_are_in_trouble(page: Page, tmp_path: Path) -> 
         page.get_by_role("alert").locator("p:visible").first.wait_for()
         assert note(page, NEWEST).startswith("step 200;")
         assert (
-            page.locator("table")
+            page.locator("table:visible")
             .first.locator("tr:visible")
             .nth(1)
             .locator("td")
