@@ -19,10 +19,12 @@ from recpoint.format.manifest import (
     Kind,
     Quantizer,
     RankCount,
+    ServerCount,
     TableSpec,
     Word,
     check_copied_ahead,
     check_links,
+    check_parts,
     check_tables,
     is_absent,
 )
@@ -66,8 +68,9 @@ class Segment(Part):
 class StagedTable(Part):
     """One table's rows in the slot, and how the agent shall store them.
 
-    The rank's shard of the table is the rows `first_row` … `first_row + shard_rows - 1`. Ids in
-    the slot are positions in the shard.
+    The shard of its rank is the rows `first_row` … `first_row + shard_rows - 1` of the table, and
+    ids in the slot are positions in the shard. A `scattered` shard is any `shard_rows` rows, as
+    embedding servers hold them: `first_row` is 0, and ids in the slot are positions in the table.
     """
 
     spec: TableSpec
@@ -80,6 +83,7 @@ class StagedTable(Part):
     state_bits: Literal[16] | None  # 16: row states are rounded to bfloat16 where §3.5 allows it
     method: ChosenMethod | None  # quantizes the rows; None: the agent chooses if bits asks for it
     codes: bool  # true: the slot holds the rows as quantized by `method`, not their values
+    scattered: Annotated[Literal[True] | None, Field(exclude_if=is_absent)] = None
 
     @model_validator(mode="after")
     def _rows(self) -> Self:
@@ -88,6 +92,8 @@ class StagedTable(Part):
             raise ValueError(f"{self.row_count} rows are staged of a shard of {rows}")
         if self.first_row + rows > self.spec.rows or (self.first_row and not rows):
             raise ValueError(f"a shard of {rows} rows from {self.first_row} of {self.spec.rows}")
+        if self.scattered and (self.first_row or self.all_rows):
+            raise ValueError("scattered rows need their ids, which are positions in the table")
         if self.bits not in (*CODE_BITS, 8 * item_bytes(self.spec.dtype)):
             raise ValueError(f"{self.bits} bits for a table of {self.spec.dtype}")
         if self.codes and (self.method is None or not self.is_quantized):
@@ -100,6 +106,11 @@ class StagedTable(Part):
     def is_quantized(self) -> bool:
         """Whether its rows are stored with fewer bits than their dtype has."""
         return self.bits < 8 * item_bytes(self.spec.dtype)
+
+    @property
+    def id_bound(self) -> int:
+        """The number above all ids in the slot."""
+        return self.spec.rows if self.scattered else self.shard_rows
 
     @property
     def rounds_states(self) -> bool:
@@ -130,6 +141,7 @@ class Job(Record):
     policy: Word
     rank: Annotated[int, Field(ge=0, le=MAX_RANK)]
     ranks: RankCount
+    servers: Annotated[ServerCount | None, Field(exclude_if=is_absent)] = None
     tables: Annotated[tuple[StagedTable, ...], Field(max_length=100_000, strict=False), FailFast()]
     slot: Annotated[str, Field(pattern=r"\Ar[0-9]{5}-[0-9]{1,4}\.bin\z")]
     slot_bytes: _Bytes
@@ -151,6 +163,16 @@ class Job(Record):
         return CheckpointRef(step=self.step, generation=self.generation, attempt=self.attempt)
 
     @property
+    def parts(self) -> int:
+        """How many parts the checkpoint has: one of each rank, then one of each server."""
+        return self.ranks + (self.servers or 0)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a rank has staged it; a job of an embedding server has rows and samples only."""
+        return self.rank < self.ranks
+
+    @property
     def stem(self) -> str:
         """File name of the job without its ending."""
         return job_stem(self.generation, self.step, self.rank)
@@ -170,11 +192,14 @@ class Job(Record):
     @model_validator(mode="after")
     def _links(self) -> Self:
         check_links(self.kind, self.step, self.base, self.parent, self.chain_length)
-        check_copied_ahead(self.copied_ahead, self.ranks)
-        if self.rank >= self.ranks:
-            raise ValueError(f"rank {self.rank} of {self.ranks}")
+        check_parts(self.ranks, self.servers)
+        check_copied_ahead(self.copied_ahead, self.parts)
+        if self.rank >= self.parts:
+            raise ValueError(f"rank {self.rank} of {self.parts}")
         check_tables([table.spec for table in self.tables])
-        if self.ranks == 1 and any(table.shard_rows != table.spec.rows for table in self.tables):
+        if self.parts == 1 and any(
+            table.shard_rows != table.spec.rows or table.scattered for table in self.tables
+        ):
             raise ValueError("the only rank holds all rows of each table")
         return self
 

@@ -42,6 +42,7 @@ __all__ = [
     "RowCount",
     "RowStateSpec",
     "Scheme",
+    "ServerCount",
     "Size",
     "StandsFor",
     "TableSpec",
@@ -49,6 +50,7 @@ __all__ = [
     "check_chunks",
     "check_copied_ahead",
     "check_links",
+    "check_parts",
     "check_quantizers",
     "check_tables",
     "is_absent",
@@ -71,6 +73,7 @@ Size = Annotated[int, Field(ge=1, le=MAX_DIM)]
 ChainLength = Annotated[int, Field(ge=1, le=MAX_CHAIN_LENGTH)]
 RowCount = Annotated[int, Field(ge=1, lt=2**31)]
 RankCount = Annotated[int, Field(ge=1, le=naming.MAX_RANK + 1)]
+ServerCount = Annotated[int, Field(ge=1, le=naming.MAX_RANK + 1)]
 _Name = Annotated[str, Field(min_length=1, max_length=1024)]
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Positive = Annotated[int, Field(ge=1, lt=2**63)]
@@ -207,10 +210,27 @@ class ChunkEntry(Part):
         return self
 
 
+def check_parts(ranks: int, servers: int | None) -> None:
+    """Checks that the parts of ranks and embedding servers can be numbered.
+
+    Raises:
+        ValueError: they are too many.
+    """
+    if ranks + (servers or 0) > naming.MAX_RANK + 1:
+        found = f"{ranks} ranks and {servers} embedding servers"
+        raise ValueError(f"{found}, of at most {naming.MAX_RANK + 1} together")
+
+
 def check_chunks(
-    chunks: Sequence[ChunkEntry], tables: Sequence[TableSpec], ranks: int
+    chunks: Sequence[ChunkEntry], tables: Sequence[TableSpec], *, ranks: int, parts: int
 ) -> list[int]:
-    """Checks that each chunk is named once, and that its table, rank and rows exist.
+    """Checks that each chunk is named once, and that its table, part and rows exist.
+
+    Args:
+        chunks: the chunks of a checkpoint, or of a part of it.
+        tables: all tables of the checkpoint.
+        ranks: its ranks, which alone have state.
+        parts: its ranks and embedding servers.
 
     Returns:
         How many rows of each table the chunks hold.
@@ -223,8 +243,9 @@ def check_chunks(
         raise ValueError("one chunk is named twice")
     rows = [0] * len(tables)
     for chunk in chunks:
-        if chunk.rank >= ranks:
-            raise ValueError(f"{chunk.key} is of rank {chunk.rank} of {ranks}")
+        if chunk.rank >= (ranks if chunk.content == "state" else parts):
+            found = f"{chunk.key} is {chunk.content} of part {chunk.rank}"
+            raise ValueError(f"{found} of {parts}, of which {ranks} are of ranks")
         if chunk.table is None or chunk.row_count is None or chunk.last_row is None:
             continue
         if chunk.table >= len(rows):
@@ -272,14 +293,14 @@ class Quantizer(ChosenMethod):
         return ChosenMethod(**self.model_dump(exclude={"table", "rank"}))
 
 
-def check_quantizers(quantizers: Sequence[Quantizer], tables: int, ranks: int) -> None:
+def check_quantizers(quantizers: Sequence[Quantizer], tables: int, parts: int) -> None:
     """Checks that quantizers ascend by table, then rank, with at most one for each pair.
 
     Raises:
-        ValueError: they do not, or name a table or a rank that does not exist.
+        ValueError: they do not, or name a table or a part that does not exist.
     """
     found = [(quantizer.table, quantizer.rank) for quantizer in quantizers]
-    if found != sorted(set(found)) or any(at[0] >= tables or at[1] >= ranks for at in found):
+    if found != sorted(set(found)) or any(at[0] >= tables or at[1] >= parts for at in found):
         raise ValueError("quantizers must ascend by table, then rank, one at most for each pair")
 
 
@@ -320,6 +341,15 @@ class CacheUse(Part):
     wait_us: _Count
     window: _Count
 
+    @classmethod
+    def joined(cls, found: Iterable[Self | None]) -> Self | None:
+        """Return the sums of what several ranks' caches did, and the largest of their windows."""
+        there = [one for one in found if one is not None]
+        if not there:
+            return None
+        sums = {name: sum(getattr(one, name) for one in there) for name in cls.model_fields}
+        return cls(**sums | {"window": max(one.window for one in there)})
+
 
 class CheckedStripes(Part):
     """What a trainer found when it compared rows of embedding servers with their parity.
@@ -345,14 +375,14 @@ class CheckedStripes(Part):
         return cls(fits=fits, unknown=unknown)
 
 
-def check_copied_ahead(copied: CopiedAhead | None, ranks: int) -> None:
-    """Checks that no row was copied ahead if several ranks took part: their parts cannot say so.
+def check_copied_ahead(copied: CopiedAhead | None, parts: int) -> None:
+    """Checks that no row was copied ahead if there are several parts, which cannot say so.
 
     Raises:
         ValueError: rows were.
     """
-    if copied is not None and ranks > 1:
-        raise ValueError(f"rows copied ahead, of a checkpoint of {ranks} ranks")
+    if copied is not None and parts > 1:
+        raise ValueError(f"rows copied ahead, of a checkpoint of {parts} parts")
 
 
 def is_absent(value: object) -> bool:
@@ -395,6 +425,7 @@ class Manifest(StoredRecord):
     stands_for: StandsFor | None
     policy: Word
     ranks: RankCount
+    servers: Annotated[ServerCount | None, Field(exclude_if=is_absent)] = None
     tables: Annotated[tuple[TableSpec, ...], Field(max_length=100_000, strict=False), FailFast()]
     chunks: Annotated[
         tuple[ChunkEntry, ...],
@@ -424,6 +455,11 @@ class Manifest(StoredRecord):
         return CheckpointRef(step=self.step, generation=self.generation, attempt=self.attempt)
 
     @property
+    def parts(self) -> int:
+        """How many parts it has: one of each rank, then one of each embedding server."""
+        return self.ranks + (self.servers or 0)
+
+    @property
     def links(self) -> Links:
         """The links of the checkpoint when it was taken; its children go by these."""
         of = self.stands_for or self
@@ -437,7 +473,8 @@ class Manifest(StoredRecord):
     @model_validator(mode="after")
     def _links(self) -> Self:
         check_links(self.kind, self.step, self.base, self.parent, self.chain_length)
-        check_copied_ahead(self.copied_ahead, self.ranks)
+        check_parts(self.ranks, self.servers)
+        check_copied_ahead(self.copied_ahead, self.parts)
         if self.stands_for is not None:
             taken = self.links
             check_links(taken.kind, self.step, taken.base, taken.parent, taken.chain_length)
@@ -455,8 +492,8 @@ class Manifest(StoredRecord):
     @model_validator(mode="after")
     def _contents(self) -> Self:
         check_tables(self.tables)
-        check_quantizers(self.quantizers, len(self.tables), self.ranks)
-        rows = check_chunks(self.chunks, self.tables, self.ranks)
+        check_quantizers(self.quantizers, len(self.tables), self.parts)
+        rows = check_chunks(self.chunks, self.tables, ranks=self.ranks, parts=self.parts)
         for table, stored in zip(self.tables, rows, strict=True):
             if stored > table.rows or (self.kind == "full" and stored != table.rows):
                 raise ValueError(f"table {table.name!r} has {table.rows} rows, {stored} are stored")

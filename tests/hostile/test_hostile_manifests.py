@@ -294,11 +294,44 @@ def test_a_field_missing(path: str) -> None:
         unpack(envelope(fields))
 
 
-def test_rows_copied_ahead_are_of_one_rank_only() -> None:
+def test_rows_copied_ahead_are_of_one_part_only() -> None:
     fields = changed("copied_ahead", COPIED)
     found = unpack(envelope(fields)).copied_ahead
     assert found is not None and found.model_dump() == COPIED
     assert b"copied_ahead" not in pack_record(unpack(envelope(body())))
     assert unpack(envelope(body() | {"ranks": 2})).ranks == 2
-    with pytest.raises(MalformedObject, match="2 ranks"):
-        unpack(envelope(fields | {"ranks": 2}))
+    for several in ({"ranks": 2}, {"servers": 1}):
+        with pytest.raises(MalformedObject, match="2 parts"):
+            unpack(envelope(fields | several))
+
+
+def test_how_many_parts_there_are() -> None:
+    assert unpack(envelope(body())).parts == 1
+    assert b"servers" not in pack_record(unpack(envelope(body())))
+    manifest = unpack(envelope(body() | {"servers": 3}))
+    assert (manifest.ranks, manifest.servers, manifest.parts) == (1, 3, 4)
+    assert unpack(envelope(body() | {"servers": 99_999})).parts == 100_000
+    with pytest.raises(MalformedObject, match="at most 100000"):
+        unpack(envelope(body() | {"servers": 100_000}))
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, 100_001, True, "3", 1.0, []])
+def test_a_number_of_servers_that_cannot_be(value: object) -> None:
+    with pytest.raises(MalformedObject):
+        unpack(envelope(body() | {"servers": value}))
+
+
+@pytest.mark.parametrize(
+    ("content", "rank", "good"),
+    [("state", 0, True), ("state", 1, False), ("rows", 2, True), ("rows", 3, False)],
+)
+def test_which_chunks_a_server_may_have(content: str, rank: int, good: bool) -> None:
+    """Of one rank and two servers: parts 1 and 2 are the servers'."""
+    fields = body() | {"servers": 2}
+    chunk = next(one for one in fields["chunks"] if one["content"] == content)
+    chunk.update(rank=rank, key=chunk["key"].replace("/r00000-", f"/r{rank:05d}-"))
+    if good:
+        unpack(envelope(fields))
+    else:
+        with pytest.raises(MalformedObject, match="of 3, of which 1 are of ranks"):
+            unpack(envelope(fields))
