@@ -42,7 +42,7 @@ from recpoint.catalog.persist.persist import (
     reject_job,
 )
 from recpoint.catalog.persist.plan import Group
-from recpoint.catalog.persist.ranks import ranks_missing, ranks_text
+from recpoint.catalog.persist.ranks import parts_text, ranks_missing
 from recpoint.catalog.staging.agent import AgentLock, sweep_of
 from recpoint.errors import CheckpointCancelled, RanksMissing, RecpointError, SettingsError
 from recpoint.flows.parameters import NO_RESULTS, JobPath
@@ -193,7 +193,7 @@ def _run_name() -> str:
     validate_parameters=False,
 )
 async def persist(job_path: JobPath) -> State[Any]:
-    """Store one staged checkpoint (one rank's part), and commit it if all parts are stored.
+    """Store one staged checkpoint (one part of it), and commit it if all parts are stored.
 
     Args:
         job_path: path of the job file, in `jobs` of its run's directory in this host's staging
@@ -261,7 +261,7 @@ async def _persist(begun: _Begun, log: LoggerAdapter[Logger]) -> State[Any]:
     try:
         outcome, committed = await asyncio.to_thread(drive, begun.job, tasks)
     except RanksMissing as error:
-        text = f"stored, waits for {ranks_text(error.ranks)}"
+        text = f"stored, waits for {parts_text(error.ranks, job.ranks)}"
         log.info("%s", text)
         return Completed(name="Waiting", message=text)
     except RecpointError as error:

@@ -19,7 +19,7 @@ from recpoint.catalog.store.contract import now_ms
 from recpoint.format.dtypes import dtype_name, item_bytes
 from recpoint.format.history import History
 from recpoint.format.job import Job, Segment, StagedTable
-from recpoint.format.manifest import ChosenMethod
+from recpoint.format.manifest import CacheUse, ChosenMethod
 from recpoint.format.records import CheckpointRef, pack_record
 from recpoint.format.state_tree import flatten
 from recpoint.kernels import quantize
@@ -66,6 +66,9 @@ def stage(
     rank: int = 0,
     ranks: int = 1,
     shards: Sequence[tuple[int, int]] | None = None,
+    servers: int | None = None,
+    held: Sequence[Tensor] | None = None,
+    cache: CacheUse | None = None,
 ) -> Path:
     """Stages a snapshot; returns the job file.
 
@@ -86,9 +89,13 @@ def stage(
         codes: whether these tables are staged as codes.
         attempt: of the job; None: a new one.
         policy: of the trainer.
-        rank, ranks: of the trainer's process that stages the job.
+        rank, ranks: of the trainer's process that stages the job; of an embedding server `rank` is
+            `ranks` or more, and the job has no state.
         shards: first row and number of rows of each table that this rank holds; None: all rows.
             All ids are of rows of the whole table.
+        servers: embedding servers that have a part; None: none.
+        held: ascending ids of the rows of each table that this embedding server holds.
+        cache: what the trainer's cache did.
     """
     url = run_url or run.url
     directory = area.run_directory(staging, url)
@@ -102,7 +109,11 @@ def stage(
     for number, table in enumerate(tables):
         first, rows = (0, table.rows) if shards is None else shards[number]
         ids = dirty[number] if dirty is not None else None
-        if ids is not None:
+        among = torch.arange(first, first + rows)
+        if held is not None:
+            among, rows = held[number], len(held[number])
+            ids = among if ids is None else ids[torch.isin(ids, among)]
+        elif ids is not None:
             ids = ids[(ids >= first) & (ids < first + rows)]
         elif not rows:
             ids = torch.empty(0, dtype=torch.int64)
@@ -131,15 +142,19 @@ def stage(
                 state_bits=table.state_bits,
                 method=method if quantized else None,
                 codes=codes and quantized,
+                scattered=None if held is None else True,
             )
         )
-        if samples and rows:
-            stored = torch.arange(first, first + rows) if ids is None else ids
-            drawn = (torch.randperm(rows, generator=torch.Generator().manual_seed(step))) + first
-            arrays.extend(_sample(number, table, stored, drawn[:samples].sort().values))
-    tree, tensors = flatten(state)
-    arrays.append(("tree", torch.frombuffer(bytearray(tree), dtype=torch.uint8)))
-    arrays.extend((f"tensor.{index}", tensor) for index, tensor in enumerate(tensors))
+        if samples and servers and rank < ranks and not rows:
+            among = torch.arange(table.rows)  # it has read them from the servers
+        if samples and len(among):
+            stored = among if ids is None else ids
+            order = torch.randperm(len(among), generator=torch.Generator().manual_seed(step))
+            arrays.extend(_sample(number, table, stored, among[order[:samples]].sort().values))
+    if rank < ranks:
+        tree, tensors = flatten(state)
+        arrays.append(("tree", torch.frombuffer(bytearray(tree), dtype=torch.uint8)))
+        arrays.extend((f"tensor.{index}", tensor) for index, tensor in enumerate(tensors))
     # Without O_TRUNC: a slot is reused, and bytes of an earlier job stay after the end.
     with os.fdopen(os.open(slot_file, os.O_RDWR | os.O_CREAT, 0o600), "wb") as file:
         for name, tensor in arrays:
@@ -174,6 +189,7 @@ def stage(
         policy=policy,
         rank=rank,
         ranks=ranks,
+        servers=servers,
         tables=tuple(staged_tables),
         slot=slot_file.name,
         slot_bytes=end,
@@ -181,6 +197,7 @@ def stage(
         snapshot_ms=here_ms,
         staged_ms=here_ms,
         stall_us=1000,
+        cache=cache,
         full_bytes=sum(table.values.nbytes for table in tables),
         quantized_by="the builder" if codes else "",
         interval_batches=10,

@@ -1,19 +1,21 @@
-"""Stages the jobs of all ranks of a trainer for tests, cut from whole tables."""
+"""Stages the jobs of all ranks, and of embedding servers, for tests, cut from whole tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from recpoint.catalog.run.run import Run
+from recpoint.format.manifest import CacheUse
 from recpoint.format.naming import shared_attempt
 from recpoint.format.records import CheckpointRef
 from tests.catalog_builder import Table
 from tests.job_builder import Links, stage
 
-__all__ = ["RankJobs"]
+__all__ = ["RankJobs", "ServerJobs"]
 
 
 class RankJobs:
@@ -95,3 +97,73 @@ class RankJobs:
             )
             for rank in (range(self.ranks) if only is None else only)
         ]
+
+
+class ServerJobs:
+    """A trainer of one rank whose first table is on embedding servers, which stage its rows.
+
+    Row r is on server r modulo their number. All other tables are the rank's.
+
+    Args:
+        run: to which the checkpoints will belong; its newest generation is the trainer's.
+        stagings: the staging area of the rank, then of each server.
+        tables: the whole tables.
+    """
+
+    def __init__(self, run: Run, stagings: Sequence[Path], tables: Sequence[Table]) -> None:
+        self.run, self.stagings, self.tables = run, list(stagings), list(tables)
+        self.servers = len(self.stagings) - 1
+        self.generation = run.generation_numbers()[-1]
+        self.links = [Links() for _ in self.stagings]
+
+    def rows_of(self, server: int) -> Tensor:
+        """Returns the ids of the rows that a server holds, counted from 0."""
+        return torch.arange(server, self.tables[0].rows, self.servers)
+
+    def stage(
+        self,
+        step: int,
+        *,
+        dirty: Sequence[Tensor] | None = None,
+        samples: int = 0,
+        slot: int = 0,
+        held: dict[int, Tensor] | None = None,
+        cache: CacheUse | None = None,
+    ) -> list[Path]:
+        """Stages a checkpoint: of the rank, then of each server.
+
+        Args:
+            step: batches trained.
+            dirty: ids in the whole tables; None: all rows.
+            samples: see `job_builder.stage`; the rank samples the servers' table too.
+            slot: index of the slot of each part.
+            held: for some servers, other rows than `rows_of` gives.
+            cache: what the rank's cache did.
+        """
+        shards = [(0, 0), *((0, table.rows) for table in self.tables[1:])]
+        none = [torch.empty(0, dtype=torch.int64) for _ in self.tables[1:]]
+        paths = []
+        for number, staging in enumerate(self.stagings):
+            of_server = number - 1
+            rows = (held or {}).get(of_server, self.rows_of(of_server) if number else None)
+            paths.append(
+                stage(
+                    self.run,
+                    staging,
+                    self.tables,
+                    step=step,
+                    generation=self.generation,
+                    links=self.links[number],
+                    dirty=dirty,
+                    state={"step": step},
+                    slot=slot,
+                    samples=samples,
+                    attempt=f"{step:032x}",
+                    rank=number,
+                    servers=self.servers,
+                    shards=shards,
+                    held=None if rows is None else [rows, *none],
+                    cache=None if number else cache,
+                )
+            )
+        return paths

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from recpoint.catalog.check.rows import decode_samples
-from recpoint.catalog.persist.ranks import ranks_text
+from recpoint.catalog.persist.ranks import first_part, parts_text
 from recpoint.catalog.restore.chunks import (
     StoreChunks,
     check_entry,
@@ -439,8 +439,10 @@ class _Checking:
 
     def _look_at_parts(self, orphans: dict[AttemptName, int], lost: LostManifests) -> None:
         """Report stored parts, and the chunks of parts without a checkpoint."""
-        for attempt, ranks in self._parts.items():
-            there = f"the part of {ranks_text(ranks)}"
+        for attempt, numbers in self._parts.items():
+            part = first_part(self._run, attempt, numbers)
+            ranks = max(numbers) + 1 if part is None else part.ranks
+            there = f"the part of {parts_text(numbers, ranks)}"
             prefix = PART_KEY.under(*attempt)
             chunks = orphans.pop(attempt, 0)
             needed = _why_needed(lost, attempt)
@@ -450,7 +452,7 @@ class _Checking:
                 text = f"{there} of a committed step; recpoint sweep removes it"
             else:
                 text = (
-                    f"{there} and {chunks} chunks of a step that is not committed: other ranks are "
+                    f"{there} and {chunks} chunks of a step that is not committed: other parts are "
                     "missing; recpoint sweep removes old ones"
                 )
             self._add("warning" if needed else "info", prefix, text)

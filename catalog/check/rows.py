@@ -238,7 +238,8 @@ class Sampled:
     """Rows of one table, exactly as they were when a checkpoint was cut.
 
     Attributes:
-        ids: int64 [n], ascending, without duplicates, inside the table.
+        ids: int64 [n], ascending, inside the table; a row is there more than once if several parts
+            have sampled it, which only rows of embedding servers may be.
         values: [n, dim], of the table's dtype.
         row_states: one [n, …] for each row state of the table.
         digests: digests of the rows that the checkpoint itself stores: of their ids, their values,
@@ -294,7 +295,7 @@ def decode_samples(
 
 
 def _of_all_ranks(manifest: Manifest, table: int, of_ranks: dict[int, Sampled]) -> Sampled:
-    """Join the ranks' samples of a table, and sum their digests (format §3.6)."""
+    """Join the samples of a table that its parts have, and sum their digests (format §3.6)."""
     storing = {entry.rank for entry in manifest.chunks if entry.table == table}
     known = [of_ranks[rank].digests for rank in storing if rank in of_ranks]
     recorded = [digests for digests in known if digests is not None]
@@ -308,7 +309,9 @@ def _of_all_ranks(manifest: Manifest, table: int, of_ranks: dict[int, Sampled]) 
     ids = torch.cat([sampled.ids for sampled in samples])
     order = ids.argsort()
     ids = ids[order]
-    if bool((ids[1:] == ids[:-1]).any()):
+    # Ranks may sample rows that they have read from servers, so that a row is there again: all of
+    # its samples are compared.
+    if manifest.servers is None and bool((ids[1:] == ids[:-1]).any()):
         spec = manifest.tables[table]
         key = Representation.of(manifest).key
         raise _malformed(key, f"a row of {spec.name!r:.80} in the samples of two ranks", "one rank")

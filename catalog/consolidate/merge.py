@@ -516,6 +516,8 @@ def _manifest(
         "base": oldest.base,
         "parent": oldest.parent,
         "chain_length": oldest.chain_length,
+        # Chunks and quantizers keep the number of the part that they came with.
+        "servers": max(source.servers or 0 for source in sources) or None,
         "stands_for": StandsFor(
             base=links.base, parent=links.parent, chain_length=links.chain_length
         ),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from recpoint.catalog.overview.overview import Age, CheckpointFacts, ExpiringManifest, Failure
-from recpoint.catalog.persist.ranks import ranks_text
+from recpoint.catalog.persist.ranks import first_part, missing_text, parts_text
 from recpoint.catalog.retention.prune import PlanWatch
 from recpoint.catalog.run.deletions import TAKE_OVER_SECONDS
 from recpoint.catalog.run.lineage import next_step_of_lost
@@ -259,38 +259,34 @@ class Troubles:
         return sorted(found, key=lambda one: -(one.when_ms or 0))[:_TOLD]
 
     def _ranks(self, live: Sequence[ManifestName]) -> list[Failure]:
-        """Return the newest trainer's checkpoints that wait for the parts of some ranks."""
+        """Return the newest trainer's checkpoints that wait for some of their parts."""
         newest = max(self._run.generation_numbers(), default=0)
         last = max((name.step for name in live if name.generation == newest), default=-1)
         there: dict[AttemptName, dict[int, int]] = {}
-        for part, info in self._run.records(PART).listed():
-            if part.generation == newest and part.step > last:
-                there.setdefault(part.checkpoint, {})[part.rank] = info.modified_ms
+        for name, info in self._run.records(PART).listed():
+            if name.generation == newest and name.step > last:
+                there.setdefault(name.checkpoint, {})[name.rank] = info.modified_ms
         found = []
         for attempt, modified in sorted(there.items())[-_TOLD:]:
             since = min(modified.values())
             if time.time() - since / 1000 < _RANKS_SECONDS:
                 continue
-            ranks = self._ranks_of(attempt, min(modified))
-            missing = [rank for rank in range(ranks) if rank not in modified]
+            part = first_part(self._run, attempt, modified)
+            if part is None:
+                continue  # an agent reports the damage, and rejects the job
+            missing = [number for number in range(part.parts) if number not in modified]
             if missing:
                 found.append(
                     Failure(
                         kind="ranks",
-                        subject=f"step {attempt.step} waits for {ranks_text(missing)} of {ranks}",
-                        cause=f"{ranks_text(modified)} stored their parts; the others did not",
+                        subject=f"step {attempt.step} waits for {missing_text(missing, part)}",
+                        cause=f"{parts_text(modified, part.ranks)} stored their parts; the others "
+                        "did not",
                         when_ms=since,
-                        next_step="read the logs of trainers and agents of the missing ranks",
+                        next_step="read the logs of trainers and agents where parts are missing",
                     )
                 )
         return found
-
-    def _ranks_of(self, attempt: AttemptName, rank: int) -> int:
-        """Return the checkpoint's number of ranks from one of its parts; 0: that is unreadable."""
-        try:
-            return self._run.records(PART).read(*attempt, rank).ranks
-        except (FormatError, ObjectNotFound):
-            return 0  # an agent reports the damage, and rejects the job
 
     def _restarts(self) -> list[Failure]:
         numbers = self._run.generation_numbers()[-_TOLD - 1 :]

@@ -434,19 +434,19 @@ class RunWatch:
     def _staged_job(self, generation: int, after: int) -> Job | None:
         """Return the newest whole checkpoint that is staged here, if its step is above `after`.
 
-        It is the job of one rank. None too if the staging area does not say.
+        It is the job of one part. None too if the staging area does not say.
         """
         assert self._staging is not None  # it has the trainer's note
         run_dir = run_directory(self._staging, self.run.url)
-        ranks: dict[int, list[Path]] = {}  # by step
+        parts: dict[int, list[Path]] = {}  # by step
         try:
             for path in staged_jobs(run_dir):
                 name = parse_job_stem(path.stem)
                 if name is not None and name[0] == generation and name[1] > after:
-                    ranks.setdefault(name[1], []).append(path)
-            for step in sorted(ranks, reverse=True):
-                job = read_job(ranks[step][0])
-                if job.ranks == len(ranks[step]) and job.run == self.run.id:
+                    parts.setdefault(name[1], []).append(path)
+            for step in sorted(parts, reverse=True):
+                job = read_job(parts[step][0])
+                if job.parts == len(parts[step]) and job.run == self.run.id:
                     return job
         except (OSError, FormatError, StagingRefused):
             return None

@@ -322,11 +322,11 @@ def _read_ids(staged: StagedJob, block: RowBlock) -> _Ids | None:
     )
     ids = _read_array(extent, np.int64)
     ascending = bool(np.all(ids[1:] > ids[:-1]))
-    if not ascending or ids[0] < 0 or ids[-1] >= table.shard_rows:
+    if not ascending or ids[0] < 0 or ids[-1] >= table.id_bound:
         raise MalformedObject(
             f"{staged.slot} ({ids_name(block.table)})",
             found=f"ids from {ids[0]} to {ids[-1]}, {'' if ascending else 'not '}ascending",
-            expected=f"ascending ids below {table.shard_rows}",
+            expected=f"ascending ids below {table.id_bound}",
             next_step="nothing: the job is rejected, and the trainer stages its rows again",
         )
     return ids[before:] + table.first_row

@@ -91,8 +91,8 @@ class Found(NamedTuple):
     """What the store already holds of a job.
 
     Attributes:
-        stored: the part of this rank is written, so that no chunk may be written again; always
-            false if the job has one rank.
+        stored: the part of this job is written, so that no chunk may be written again; always
+            false if the checkpoint has no parts.
         committed: the checkpoint, if an earlier agent committed it before it was killed; else None.
     """
 
@@ -224,11 +224,11 @@ class PersistJob:
         run = self.open_run()
         # The part is looked for before the manifest: if a commit has just removed the part, the
         # manifest is found next.
-        stored = self.job.ranks > 1 and own_part(run, self.job) is not None
+        stored = self.job.parts > 1 and own_part(run, self.job) is not None
         return Found(stored, self._committed(run))
 
     def ranks_awaited(self) -> tuple[int, ...]:
-        """Ranks whose part a job still waits for after its own is stored; if none, it can proceed.
+        """Numbers of the parts that a job still waits for after its own; if none, it can proceed.
 
         Raises:
             StoreError: the store cannot be read.
@@ -253,7 +253,7 @@ class PersistJob:
             return None
         if manifest.attempt != job.attempt:
             return None
-        if job.ranks > 1:
+        if job.parts > 1:
             # A part is left if an agent was killed between commit and removal, or if this agent
             # retried the write of its part after another agent had committed and removed it.
             with suppress(StoreError):  # a sweep removes it later
@@ -294,10 +294,10 @@ class PersistJob:
     def commit(self) -> Committed:
         """Create the manifest of the job after all its groups are uploaded.
 
-        With several ranks, write this rank's part, and the manifest if all other parts are there.
+        If there are several parts, write this one, and the manifest if all others are there.
 
         Raises:
-            RanksMissing: parts of other ranks are not there yet.
+            RanksMissing: other parts are not there yet.
             CommitError, ChainError: the job can never be committed.
             CheckpointCancelled: the trainer has cancelled the job.
             ObjectNotFound: chunks that were uploaded are gone. The spool has been emptied, so that
@@ -305,8 +305,8 @@ class PersistJob:
             StoreError: the store cannot be read or written; try again later.
         """
         run = self.open_run()
-        if self.job.ranks > 1:
-            return self._commit_rank(run)
+        if self.job.parts > 1:
+            return self._commit_part(run)
         entries = self._entries()
         try:
             manifest = self._manifest(entries)
@@ -322,7 +322,7 @@ class PersistJob:
         commit(run, manifest)
         return committed(run, manifest, self.job.rank)
 
-    def _commit_rank(self, run: Run) -> Committed:
+    def _commit_part(self, run: Run) -> Committed:
         job = self.job
         self.raise_if_cancelled()
         if own_part(run, job) is None:
@@ -362,7 +362,6 @@ class PersistJob:
             **stored_fields(self.job, entries, quantization),
             stands_for=None,
             copied_ahead=self.job.copied_ahead,
-            cache=self.job.cache,
             tables=tuple(table.spec for table in self.job.tables),
             committed_ms=now_ms(),
         )
@@ -573,8 +572,8 @@ def _outcome(
 
 
 def _tell_others(run: Run, job: Job, outcome: Outcome, error: RecpointError) -> None:
-    if job.ranks > 1:
-        # Otherwise the other ranks could still commit the checkpoint: it would be sound, but nobody
+    if job.parts > 1:
+        # Otherwise the other jobs could still commit the checkpoint: it would be sound, but nobody
         # expects it. If the removal fails, a sweep removes the part later.
         with suppress(RecpointError):
             remove_parts(run, job.ref, rank=job.rank)

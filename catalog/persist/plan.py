@@ -235,6 +235,8 @@ def _sample_pieces(staged: StagedJob) -> list[list[StatePiece]]:
 
 
 def _state_pieces(staged: StagedJob) -> list[StatePiece]:
+    if not staged.job.has_state:
+        return []
     pieces = [_whole("tree", staged.segments["tree"])]
     number = 0
     while (name := f"tensor.{number}") in staged.segments:

@@ -1,12 +1,13 @@
-"""Writes, awaits, joins and removes the parts of a checkpoint of several ranks (format §6.1).
+"""Writes, awaits, joins and removes the parts of a checkpoint that has several (format §6.1).
 
-Each agent persists the jobs of its own ranks, and learns of the other ranks only through the store.
-An agent that finds all parts commits. Several may try, because only one creates the manifest.
+Parts are of ranks and of embedding servers. Each agent persists the jobs of its own host, and
+learns of the others only through the store. An agent that finds all parts commits. Several may try,
+because only one creates the manifest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -22,14 +23,15 @@ from recpoint.catalog.store.contract import now_ms
 from recpoint.errors import (
     CommitConflict,
     ForeignObject,
+    FormatError,
     MalformedObject,
     ObjectNotFound,
     RanksMissing,
     StoreError,
 )
 from recpoint.format.job import Job
-from recpoint.format.manifest import CheckedStripes, ChunkEntry, Manifest, TableSpec
-from recpoint.format.naming import PART_KEY, PartName, attempt_prefix
+from recpoint.format.manifest import CacheUse, CheckedStripes, ChunkEntry, Manifest, TableSpec
+from recpoint.format.naming import PART_KEY, AttemptName, PartName, attempt_prefix
 from recpoint.format.part import RankPart, Shard
 from recpoint.format.record_kinds import PART
 from recpoint.format.records import (
@@ -37,6 +39,7 @@ from recpoint.format.records import (
     CheckpointRef,
     pack_record,
 )
+from recpoint.units import counted
 
 if TYPE_CHECKING:  # a reader of the catalog needs neither
     from recpoint.catalog.persist.quantize import Quantization
@@ -45,12 +48,14 @@ if TYPE_CHECKING:  # a reader of the catalog needs neither
 __all__ = [
     "MAX_PARTS_BYTES",
     "commit_parts",
+    "first_part",
     "join_parts",
     "missing_ranks",
+    "missing_text",
     "own_part",
+    "parts_text",
     "parts_there",
     "ranks_missing",
-    "ranks_text",
     "remove_parts",
     "stored_fields",
     "write_part",
@@ -60,22 +65,24 @@ __all__ = [
 MAX_PARTS_BYTES: Final = 4 * MAX_RECORD_BYTES
 
 
-#: Fields that are equal in a job, in the parts of all its ranks, and in their manifest.
+#: Fields that are equal in a job, in all parts of its checkpoint, and in their manifest.
 _ALIKE: Final = (
-    "run", "step", "generation", "attempt", "ranks", "kind", "base", "parent", "chain_length",
-    "policy",
+    "run", "step", "generation", "attempt", "ranks", "servers", "kind", "base", "parent",
+    "chain_length", "policy",
 )  # fmt: skip
-#: Fields of a job that describe its rank alone; its part, or a manifest of one rank, repeats them.
-_OF_ONE_RANK: Final = (
-    "snapshot_ms", "staged_ms", "stall_us", "stripes", "dirty_rows", "full_bytes", "history",
+#: Fields of a job that describe its part alone; the part, or a manifest without parts, repeats
+#: them.
+_OF_ONE_PART: Final = (
+    "snapshot_ms", "staged_ms", "stall_us", "cache", "stripes", "dirty_rows", "full_bytes",
+    "history",
 )  # fmt: skip
 
 
 def stored_fields(
     job: Job, entries: list[ChunkEntry], quantization: Quantization
 ) -> dict[str, Any]:
-    """Return the fields that a manifest of one rank and a part of several ranks share."""
-    return {field: getattr(job, field) for field in (*_ALIKE, *_OF_ONE_RANK)} | {
+    """Return the fields that a part and a manifest without parts share."""
+    return {field: getattr(job, field) for field in (*_ALIKE, *_OF_ONE_PART)} | {
         "chunks": tuple(sorted(entries, key=lambda entry: entry.key)),
         "quantizers": quantization.quantizers,
         "quantized_by": quantization.implementation,
@@ -85,13 +92,25 @@ def stored_fields(
 
 
 def parts_there(run: Run, ref: CheckpointRef) -> dict[int, int]:
-    """Return the bytes of the stored parts of a checkpoint, by rank.
+    """Return the bytes of the stored parts of a checkpoint, by number.
 
     Raises:
         StoreError: the store cannot be read.
     """
     parts = run.records(PART).listed(*_identity(ref))
     return {name.rank: info.size_bytes for name, info in parts}
+
+
+def first_part(run: Run, attempt: AttemptName, numbers: Iterable[int]) -> RankPart | None:
+    """Return the part of the lowest of these numbers; None: it is damaged, or removed meanwhile.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    try:
+        return run.records(PART).read(*attempt, min(numbers))
+    except (FormatError, ObjectNotFound):
+        return None
 
 
 def own_part(run: Run, job: Job) -> RankPart | None:
@@ -143,13 +162,13 @@ def write_part(
 
 
 def missing_ranks(run: Run, job: Job) -> tuple[int, ...]:
-    """Return the ranks whose part is not stored; after a commit these may be all ranks.
+    """Return the numbers of the parts that are not stored; after a commit these may be all.
 
     Raises:
         StoreError: the store cannot be read.
     """
     there = parts_there(run, job.ref)
-    return tuple(rank for rank in range(job.ranks) if rank not in there)
+    return tuple(number for number in range(job.parts) if number not in there)
 
 
 def commit_parts(run: Run, job: Job, job_file: Path | str) -> Manifest:
@@ -190,16 +209,17 @@ def remove_parts(run: Run, ref: CheckpointRef, *, rank: int | None = None) -> No
 
 def _read_all(run: Run, job: Job) -> list[RankPart]:
     there = parts_there(run, job.ref)
-    missing = [rank for rank in range(job.ranks) if rank not in there]
+    missing = [number for number in range(job.parts) if number not in there]
     if missing:
         raise ranks_missing(job, missing)
     prefix = PART_KEY.under(*_identity(job.ref))
-    foreign = sorted(there.keys() - set(range(job.ranks)))
+    foreign = sorted(there.keys() - set(range(job.parts)))
     if foreign:
         raise ForeignObject(
             prefix,
-            found=f"parts of {ranks_text(foreign)}",
-            expected=f"parts of the {job.ranks} ranks that rank {job.rank} knows of",
+            found=f"parts of {parts_text(foreign, job.ranks)}",
+            expected=f"parts of the {_owners_text(job)} that "
+            f"{parts_text([job.rank], job.ranks)} knows of",
             next_step=PART.next_step,
         )
     total = sum(there.values())
@@ -211,13 +231,13 @@ def _read_all(run: Run, job: Job) -> list[RankPart]:
             next_step="write larger chunks, or fewer tables",
         )
     parts = []
-    for rank in range(job.ranks):
-        name = PartName(*_identity(job.ref), rank)
+    for number in range(job.parts):
+        name = PartName(*_identity(job.ref), number)
         try:
             parts.append(run.records(PART).read(*name))
         except ObjectNotFound:
             # Meanwhile another agent has committed the checkpoint, or the trainer has cancelled it.
-            raise ranks_missing(job, [rank]) from None
+            raise ranks_missing(job, [number]) from None
     return parts
 
 
@@ -235,14 +255,15 @@ def _withdraw_without_chunks(run: Run, job: Job, parts: list[RankPart]) -> None:
     raise ranks_missing(job, ranks)
 
 
-def ranks_missing(job: Job, ranks: Collection[int]) -> RanksMissing:
-    """Return the error that says that the parts of `ranks` are missing."""
+def ranks_missing(job: Job, numbers: Collection[int]) -> RanksMissing:
+    """Return the error that says that the parts of these numbers are missing."""
+    here = "ranks" if job.servers is None else "ranks and embedding servers"
     return RanksMissing(
         PART_KEY.under(*_identity(job.ref)),
-        found=f"no part of {ranks_text(ranks)} of {job.ranks}",
-        expected=f"one of each rank of step {job.step}",
-        next_step="read the logs of the agents and trainers on the hosts of these ranks",
-        ranks=tuple(sorted(ranks)),
+        found=f"no part of {missing_text(numbers, job)}",
+        expected=f"one of each of the {_owners_text(job)}, of step {job.step}",
+        next_step=f"read the logs of the agents and trainers on the hosts of these {here}",
+        ranks=tuple(sorted(numbers)),
     )
 
 
@@ -251,7 +272,12 @@ def _part(job: Job, entries: list[ChunkEntry], quantization: Quantization) -> Ra
         **stored_fields(job, entries, quantization),
         rank=job.rank,
         tables=tuple(
-            Shard(spec=table.spec, first_row=table.first_row, rows=table.shard_rows)
+            Shard(
+                spec=table.spec,
+                first_row=table.first_row,
+                rows=table.shard_rows,
+                scattered=table.scattered,
+            )
             for table in job.tables
         ),
         written_ms=now_ms(),
@@ -263,10 +289,11 @@ def _check_same_cut(job: Job, part: RankPart) -> None:
 
     After a step was dropped it may be staged again, and its chunks may then differ.
     """
-    if (part.snapshot_ms, part.staged_ms, part.ranks) != (
+    if (part.snapshot_ms, part.staged_ms, part.ranks, part.servers) != (
         job.snapshot_ms,
         job.staged_ms,
         job.ranks,
+        job.servers,
     ):
         raise CommitConflict(
             PART_KEY.of(part.step, part.generation, part.attempt, rank=part.rank),
@@ -284,22 +311,22 @@ def _identity(ref: CheckpointRef) -> tuple[int, int, str]:
     return ref.step, ref.generation, ref.attempt
 
 
-# --- join the parts of all ranks to one manifest (joining order, rule 3), without I/O -------------
+# --- join all parts to one manifest (joining order, rule 3), without I/O --------------------------
 
 
 _MOST_TEXT: Final = 255
 
 
 def join_parts(parts: Sequence[RankPart], *, committed_ms: int, writer: str) -> Manifest:
-    """Return the manifest of a checkpoint of several ranks.
+    """Return the manifest of a checkpoint that has several parts.
 
     Args:
-        parts: one part of each rank, in any order.
+        parts: one part of each rank and of each embedding server, in any order.
         committed_ms: time of the commit, in milliseconds since the epoch.
         writer: the program that commits, with its version.
 
     Raises:
-        MalformedObject: the parts are not of one checkpoint; the error names the rank, the field,
+        MalformedObject: the parts are not of one checkpoint; the error names the part, the field,
             what was found, and what was expected.
     """
     parts = sorted(parts, key=lambda part: part.rank)
@@ -308,10 +335,10 @@ def join_parts(parts: Sequence[RankPart], *, committed_ms: int, writer: str) -> 
         for field in _ALIKE:
             found, expected = getattr(part, field), getattr(first, field)
             if found != expected:
-                _refuse(part, f"{field} {found}", f"{field} {expected}, as rank {first.rank} has")
-    if [part.rank for part in parts] != list(range(first.ranks)):
+                _refuse(part, f"{field} {found}", f"{field} {expected}, as {_owner(first)} has")
+    if [part.rank for part in parts] != list(range(first.parts)):
         there = ", ".join(str(part.rank) for part in parts)
-        _refuse(first, f"parts of ranks {there:.200}", f"one of each of {first.ranks} ranks")
+        _refuse(first, f"parts {there:.200}", f"one of each of {_owners_text(first)}")
     tables = _tables(parts)
     implementations = sorted({part.quantized_by for part in parts if part.quantized_by})
     fields: dict[str, Any] = {field: getattr(first, field) for field in _ALIKE}
@@ -335,6 +362,7 @@ def join_parts(parts: Sequence[RankPart], *, committed_ms: int, writer: str) -> 
             staged_ms=max(part.staged_ms for part in parts),
             committed_ms=committed_ms,
             stall_us=max(part.stall_us for part in parts),
+            cache=CacheUse.joined(part.cache for part in parts),
             stripes=CheckedStripes.joined(part.stripes for part in parts),
             dirty_rows=sum(part.dirty_rows for part in parts),
             full_bytes=sum(part.full_bytes for part in parts),
@@ -343,7 +371,7 @@ def join_parts(parts: Sequence[RankPart], *, committed_ms: int, writer: str) -> 
         )
     except ValidationError as error:
         found = str(error.errors(include_url=False, include_input=False)[0]["msg"])[:200]
-        _refuse(first, f"with the parts of the other ranks: {found}", "parts of one checkpoint")
+        _refuse(first, f"with the other parts: {found}", "parts of one checkpoint")
 
 
 def _tables(parts: Sequence[RankPart]) -> tuple[TableSpec, ...]:
@@ -351,16 +379,20 @@ def _tables(parts: Sequence[RankPart]) -> tuple[TableSpec, ...]:
     for part in parts[1:]:
         if len(part.tables) != len(first.tables):
             found, expected = f"{len(part.tables)} tables", f"{len(first.tables)}"
-            _refuse(part, found, f"{expected}, as rank {first.rank} has")
+            _refuse(part, found, f"{expected}, as {_owner(first)} has")
     return tuple(
         _table(parts, [part.tables[index] for part in parts]) for index in range(len(first.tables))
     )
 
 
 def _table(parts: Sequence[RankPart], shards: Sequence[Shard]) -> TableSpec:
-    """Check that the ranks agree on one table and that their shards cover its rows once."""
+    """Check that the parts agree on one table and that their shards have each of its rows once.
+
+    Of scattered rows this checks how many there are. That no two parts have the same row is checked
+    where rows are read (format §4, invariants 2 and 3).
+    """
     name = f"{shards[0].spec.name!r:.80}"
-    # A rank without rows of the table may not know its row states.
+    # A part without rows of the table may not know its row states.
     known = next((at for at, shard in enumerate(shards) if shard.rows), None)
     if known is None:
         _refuse(parts[0], f"no row of table {name} in any part", f"{shards[0].spec.rows} rows")
@@ -370,24 +402,30 @@ def _table(parts: Sequence[RankPart], shards: Sequence[Shard]) -> TableSpec:
             found, expected = getattr(shard.spec, field), getattr(spec, field)
             if found != expected and (field != "row_states" or shard.rows):
                 what = f"table {name}: {field}"
-                wanted = f"{what} {expected!s:.200}, as rank {parts[known].rank} has"
+                wanted = f"{what} {expected!s:.200}, as {_owner(parts[known])} has"
                 _refuse(part, f"{what} {found!s:.200}", wanted)
-    end = 0
     held = [(shard, part) for shard, part in zip(shards, parts, strict=True) if shard.rows]
-    for shard, part in sorted(held, key=lambda pair: pair[0].first_row):
+    scattered = [part for shard, part in held if shard.scattered]
+    ranges = [(shard, part) for shard, part in held if not shard.scattered]
+    if scattered and ranges:
+        found = f"a range of rows of table {name}"
+        _refuse(ranges[0][1], found, f"scattered rows, as {_owner(scattered[0])} has")
+    end = 0
+    for shard, part in sorted(ranges, key=lambda pair: pair[0].first_row):
         if shard.first_row != end:
             rows = f"rows from {shard.first_row} of table {name}"
             _refuse(part, rows, f"from {end}: no row twice, and none left out")
         end += shard.rows
-    if end != spec.rows:
-        _refuse(held[-1][1], f"{end} rows of table {name} in all parts", f"{spec.rows}")
+    total = sum(shard.rows for shard, _ in held)
+    if total != spec.rows:
+        _refuse(held[-1][1], f"{total} rows of table {name} in all parts", f"{spec.rows}")
     return spec
 
 
 def _refuse(part: RankPart, found: str, expected: str) -> NoReturn:
     raise MalformedObject(
         PART_KEY.of(part.step, part.generation, part.attempt, rank=part.rank),
-        found=f"rank {part.rank}: {found}",
+        found=f"{_owner(part)}: {found}",
         expected=expected,
         next_step=PART.next_step,
     )
@@ -399,8 +437,36 @@ def _refuse(part: RankPart, found: str, expected: str) -> NoReturn:
 _MOST_NAMED: Final = 20
 
 
-def ranks_text(ranks: Collection[int]) -> str:
-    """Return ranks as text, at most 20 of them named: `rank 1`, `ranks 1, 2, 3`."""
-    named = ", ".join(str(rank) for rank in sorted(ranks)[:_MOST_NAMED])
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}{more}"
+def parts_text(numbers: Collection[int], ranks: int) -> str:
+    """Return whose parts these are, at most 20 of a kind named: `ranks 1, 2`, `embedding server 3`.
+
+    Args:
+        numbers: of the parts, at least one.
+        ranks: ranks of the checkpoint; the parts after theirs are of embedding servers, which
+            people count from 1.
+    """
+    of_ranks = [number for number in numbers if number < ranks]
+    of_servers = [number - ranks + 1 for number in numbers if number >= ranks]
+    named = [("rank", of_ranks), ("embedding server", of_servers)]
+    return " and ".join(_named(what, found) for what, found in named if found)
+
+
+def missing_text(numbers: Collection[int], of: Job | RankPart) -> str:
+    """Return whose parts are missing of all parts of a checkpoint: `rank 1 of 2`."""
+    text = parts_text(numbers, of.ranks)
+    return f"{text} of {of.ranks if of.servers is None else _owners_text(of)}"
+
+
+def _owners_text(of: Job | RankPart) -> str:
+    ranks = counted(of.ranks, "rank")
+    return ranks if of.servers is None else f"{ranks} and {counted(of.servers, 'embedding server')}"
+
+
+def _owner(part: RankPart) -> str:
+    return parts_text([part.rank], part.ranks)
+
+
+def _named(what: str, numbers: Collection[int]) -> str:
+    named = ", ".join(str(number) for number in sorted(numbers)[:_MOST_NAMED])
+    more = f" and {len(numbers) - _MOST_NAMED} more" if len(numbers) > _MOST_NAMED else ""
+    return f"{what} {named}" if len(numbers) == 1 else f"{what}s {named}{more}"

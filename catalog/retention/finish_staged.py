@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from recpoint.catalog.persist.persist import PersistJob, classify, persist_job
-from recpoint.catalog.persist.ranks import missing_ranks, ranks_text
+from recpoint.catalog.persist.ranks import missing_ranks, parts_text
 from recpoint.catalog.retention.staged import Fate, JobFate, StagedWork
 from recpoint.catalog.run.facts import OnStep, unwatched
 from recpoint.catalog.run.run import Run
@@ -88,7 +88,8 @@ def foresee_staged(run: Run, run_dir: Path) -> StagedWork:
                 waits = f"{path.stem} is before it"
             continue
         if missing:
-            why = f"its part would be stored; {ranks_text(missing)} would still be missing"
+            others = parts_text(missing, job.job.ranks)
+            why = f"its part would be stored; {others} would still be missing"
             fates.append(JobFate(path.stem, "stays", why))
         else:
             fates.append(JobFate(path.stem, "would finish"))
@@ -132,7 +133,7 @@ def _finish(run_dir: Path, on_step: OnStep) -> StagedWork:
 
 
 def _foresee(run: Run, opened: PersistJob, coming: Collection[CheckpointRef]) -> tuple[int, ...]:
-    """Return the ranks that a job would wait for; raise the error that would reject or delay it."""
+    """Return the parts that a job would wait for; raise the error that would reject or delay it."""
     job, (stored, committed) = opened.job, opened.find_done()
     if committed is not None:
         return ()
@@ -140,9 +141,9 @@ def _foresee(run: Run, opened: PersistJob, coming: Collection[CheckpointRef]) ->
         open_slot(opened.path, job)
         if job.parent is not None and job.parent not in coming:
             _require_parent(run, job.ref, job.parent)
-    if job.ranks == 1:
+    if job.parts == 1:
         return ()
-    return tuple(rank for rank in missing_ranks(run, job) if rank != job.rank)
+    return tuple(number for number in missing_ranks(run, job) if number != job.rank)
 
 
 def _require_parent(run: Run, ref: CheckpointRef, parent: CheckpointRef) -> None:

@@ -194,7 +194,7 @@ def _check_layout(path: Path, job: Job, left: dict[str, Segment]) -> None:
 
     for index, table in enumerate(job.tables):
         _check_table(path, table)
-        _take_sample(index, table, left, take)
+        _take_sample(index, job, left, take)
         rows, spec = table.row_count, table.spec
         first = code_name(index, "codes") if table.codes else values_name(index)
         if rows == 0 and first not in left:
@@ -207,6 +207,10 @@ def _check_layout(path: Path, job: Job, left: dict[str, Segment]) -> None:
             take(values_name(index), spec.dtype, (rows, spec.dim))
         for number, state in enumerate(spec.row_states):
             take(state_name(index, number), state.dtype, (rows, *state.shape))
+    if not job.has_state:
+        if left:
+            raise _malformed(path, f"segment {min(left)}", "rows and samples of tables alone")
+        return
     take("tree", "U8", None)
     number = 0
     while left:
@@ -216,13 +220,16 @@ def _check_layout(path: Path, job: Job, left: dict[str, Segment]) -> None:
 
 def _take_sample(
     index: int,
-    table: StagedTable,
+    job: Job,
     left: dict[str, Segment],
     take: Callable[[str, Dtype, tuple[int, ...]], None],
 ) -> None:
-    """Take the segments of a table's sample, which is optional (format §3.6)."""
-    ids = left.get(sample_name(index, "ids"))
-    if ids is None or table.shard_rows == 0:
+    """Take the segments of a table's sample, which is optional (format §3.6).
+
+    A rank may sample rows that it has read from embedding servers, and holds none itself.
+    """
+    ids, table = left.get(sample_name(index, "ids")), job.tables[index]
+    if ids is None or (table.shard_rows == 0 and job.servers is None):
         return
     rows = ids.shape[0] if len(ids.shape) == 1 else 0
     # Limited to possible numbers of rows, so that `take` refuses a sample of any other number.

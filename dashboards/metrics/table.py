@@ -194,8 +194,8 @@ AGENT_METRICS: Final = (
         ),
         (
             *("missing_ranks", "gauge", "run"),
-            "Other ranks whose part a checkpoint staged here has waited for longer than a minute "
-            "(recpoint agent --name-ranks-after).",
+            "Other ranks and embedding servers whose part a checkpoint staged here has waited for "
+            "longer than a minute (recpoint agent --name-ranks-after).",
         ),
         ("trainer_running", "gauge", "run", "1 if a trainer of the run is alive on this host."),
         (

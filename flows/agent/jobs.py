@@ -376,7 +376,7 @@ class AgentJobs:
 
 def _wait(state: RunState, job: PersistJob, ranks: tuple[int, ...], log: _Log) -> None:
     state.opened[job.path] = job
-    late = state.waiting.waits(job.path, ranks)
+    late = state.waiting.waits(job.path, ranks, of=job.job.ranks)
     if late is not None:
         log.warning("%s", late)
 

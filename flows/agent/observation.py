@@ -37,7 +37,7 @@ class RunObservation:
         trainer: the state of the newest trainer on this host.
         facts: counters since the agent started.
         consolidations: number of background consolidations since the agent started.
-        missing_ranks: number of other ranks for which checkpoints have waited too long.
+        missing_ranks: number of other parts for which checkpoints have waited too long.
     """
 
     run: str
@@ -121,7 +121,7 @@ def _observe_run(
         trainer=trainer,
         facts=state.facts,
         consolidations=consolidations(run_dir),
-        missing_ranks=len({rank for late in state.waiting.late() for rank in late.ranks}),
+        missing_ranks=len({part for late in state.waiting.late() for part in late.missing}),
     )
 
 

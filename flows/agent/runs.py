@@ -19,7 +19,7 @@ from uuid import UUID
 
 from recpoint.catalog.overview.overview import CAUSES, Histogram, cause_of, cause_of_name
 from recpoint.catalog.persist.persist import PersistJob, reject_job
-from recpoint.catalog.persist.ranks import ranks_text
+from recpoint.catalog.persist.ranks import parts_text
 from recpoint.catalog.staging import area, owned
 from recpoint.catalog.staging.area import read_note, trainer_state
 from recpoint.catalog.store import durable
@@ -61,14 +61,32 @@ _LONGEST_LOOK_SECONDS: Final = 4.0
 
 
 class LateJob(NamedTuple):
-    """A job that has waited too long for other ranks: the job, the ranks and the time."""
+    """A job that has waited too long for other parts of its checkpoint.
+
+    Attributes:
+        job: stem of the job's file.
+        missing: numbers of the missing parts.
+        of: how many ranks the checkpoint has; parts of embedding servers count on after them.
+        seconds: how long it has waited.
+    """
 
     job: str
-    ranks: tuple[int, ...]
+    missing: tuple[int, ...]
+    of: int
     seconds: float
 
     def __str__(self) -> str:
-        return f"has waited {self.seconds:.0f} s for the part of {ranks_text(self.ranks)}"
+        text = parts_text(self.missing, self.of)
+        return f"has waited {self.seconds:.0f} s for the part of {text}"
+
+    def status(self) -> Mapping[str, object]:
+        """Return the job's entry in a status file; servers are numbered from 1, as in texts."""
+        return {
+            "job": self.job,
+            "ranks": [number for number in self.missing if number < self.of],
+            "servers": [number - self.of + 1 for number in self.missing if number >= self.of],
+            "seconds": round(self.seconds),
+        }
 
 
 @dataclass
@@ -76,12 +94,13 @@ class _Waiting:
     since: float
     next_look: float
     pause: float = _FIRST_LOOK_SECONDS
-    ranks: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    of: int = 1
     named: tuple[int, ...] = ()
 
 
 class WaitingJobs:
-    """Keeps one run's jobs that wait for other ranks.
+    """Keeps one run's jobs that wait for other parts of their checkpoints.
 
     Only the thread that serves the run may change it; any thread may read it.
 
@@ -93,11 +112,11 @@ class WaitingJobs:
         self._name_after = name_after_seconds
         self._jobs: dict[Path, _Waiting] = {}
 
-    def waits(self, job_file: Path, ranks: tuple[int, ...]) -> LateJob | None:
-        """Note that a job waits for `ranks`.
+    def waits(self, job_file: Path, missing: tuple[int, ...], *, of: int) -> LateJob | None:
+        """Note that a job waits for the parts `missing` of a checkpoint of `of` ranks.
 
         Returns:
-            The job if it is late and these ranks were not reported before; otherwise None.
+            The job if it is late and these parts were not reported before; otherwise None.
         """
         now = time.monotonic()
         waiting = self._jobs.get(job_file)
@@ -106,11 +125,11 @@ class WaitingJobs:
         else:
             waiting.pause = min(2 * waiting.pause, _LONGEST_LOOK_SECONDS)
         waiting.next_look = now + waiting.pause
-        waiting.ranks = ranks
-        if now - waiting.since < self._name_after or waiting.named == ranks:
+        waiting.missing, waiting.of = missing, of
+        if now - waiting.since < self._name_after or waiting.named == missing:
             return None
-        waiting.named = ranks
-        return LateJob(job_file.stem, ranks, now - waiting.since)
+        waiting.named = missing
+        return LateJob(job_file.stem, missing, of, now - waiting.since)
 
     def holds(self, job_file: Path) -> bool:
         """Whether a job waits for other ranks."""
@@ -135,9 +154,9 @@ class WaitingJobs:
         """Return the late jobs, the longest wait first."""
         now = time.monotonic()
         found = [
-            LateJob(path.stem, waiting.ranks, now - waiting.since)
+            LateJob(path.stem, waiting.missing, waiting.of, now - waiting.since)
             for path, waiting in list(self._jobs.items())
-            if waiting.ranks and now - waiting.since >= self._name_after
+            if waiting.missing and now - waiting.since >= self._name_after
         ]
         return sorted(found, key=lambda late: -late.seconds)
 
@@ -350,10 +369,7 @@ class RunState:
             "next_try_seconds": round(pause, 1) if pause > 0 else 0,
             "last_error": self.last_error,
             "last_error_ms": self.last_error_ms,
-            "missing_ranks": [
-                {"job": late.job, "ranks": list(late.ranks), "seconds": round(late.seconds)}
-                for late in self.waiting.late()
-            ],
+            "missing_ranks": [late.status() for late in self.waiting.late()],
         }
 
 

@@ -197,10 +197,11 @@ class StaleWriter(CommitError):
 
 
 class RanksMissing(RecpointError):
-    """Other ranks have not stored their part of a checkpoint yet, so that it stays staged.
+    """Other parts of a checkpoint are not stored yet, so that it stays staged.
 
     Args:
-        ranks: the missing ranks, ascending; the other arguments as for `RecpointError`.
+        ranks: numbers of the missing parts, ascending: those of ranks, then those of embedding
+            servers, which count on after the ranks; the other arguments as for `RecpointError`.
     """
 
     retryable = False  # in this process: the agent looks again

@@ -437,7 +437,13 @@ def incomplete_parts(
             known = there.setdefault(name, {})
             for rank, ranks in parts.items():
                 known[rank] = max(ranks, known.get(rank, 0))
-    return {name for name, parts in there.items() if len(parts) < max(parts.values())}
+    found = set()
+    for name, parts in there.items():
+        ranks = max(parts.values())
+        # Parts with higher numbers are of embedding servers, which may be on any hosts.
+        if sum(number < ranks for number in parts) < ranks:
+            found.add(name)
+    return found
 
 
 def incomplete(step: int, failed: Sequence[int], count: int) -> StagingError:

@@ -109,6 +109,7 @@ def details(manifest: Manifest, chain: list[Manifest] | None) -> dict[str, Any]:
         **checkpoint(manifest),
         "run": manifest.run,
         "ranks": manifest.ranks,
+        "servers": manifest.servers,
         "snapshot_ms": manifest.snapshot_ms,
         "staged_ms": manifest.staged_ms,
         "writer": manifest.writer,
@@ -500,6 +501,8 @@ def show(
         ("written by", manifest.writer),
         ("validation", terminal.verdict_text(known)),
     ]
+    if manifest.servers is not None:
+        fields.append(("embedding servers", f"{manifest.servers} have stored rows themselves"))
     if manifest.history.precision is not None:
         fields.append(("precision", terminal.decision_text(manifest.history.precision)))
     if manifest.quantized_by:

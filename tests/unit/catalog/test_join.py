@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from recpoint.catalog.persist import persist
-from recpoint.catalog.persist.ranks import join_parts
+from recpoint.catalog.persist.ranks import join_parts, parts_text
 from recpoint.catalog.run.run import Run
 from recpoint.errors import ForeignObject, FormatError, MalformedObject, RanksMissing
 from recpoint.format.manifest import Columns, Quantizer, TableSpec
@@ -106,6 +106,7 @@ REF = CheckpointRef(step=3, generation=1, attempt="ab" * 16)
         ("generation", 2),
         ("attempt", "00" * 16),
         ("ranks", 4),
+        ("servers", 2),
         ("kind", "increment"),
         ("base", REF),
         ("parent", REF),
@@ -159,6 +160,34 @@ def test_rows_twice_or_left_out(parts: list[RankPart], first: int, rows: int, fo
     assert caught.value.found == found
 
 
+def scattered(part: RankPart, rows: int) -> RankPart:
+    return with_table(part, 0, spec={}, first_row=0, rows=rows, scattered=True)
+
+
+def test_scattered_shards_have_as_many_rows_as_the_table(parts: list[RankPart]) -> None:
+    assert join([scattered(part, rows) for part, rows in zip(parts, (20, 10, 10), strict=True)])
+    with pytest.raises(MalformedObject) as caught:
+        join([scattered(part, rows) for part, rows in zip(parts, (20, 10, 11), strict=True)])
+    assert caught.value.found == "rank 2: 41 rows of table 'items' in all parts"
+    with pytest.raises(MalformedObject) as caught:
+        join([parts[0], *(scattered(part, 10) for part in parts[1:])])
+    assert caught.value.found == "rank 0: a range of rows of table 'items'"
+    assert caught.value.expected == "scattered rows, as rank 1 has"
+    # A part that holds nothing of the table says neither.
+    join(
+        [with_table(parts[0], 0, spec={}, rows=0), scattered(parts[1], 30), scattered(parts[2], 10)]
+    )
+
+
+def test_whose_parts_are_named() -> None:
+    assert parts_text([1], 2) == "rank 1"
+    assert parts_text([2, 0, 1], 3) == "ranks 0, 1, 2"
+    assert parts_text([3], 1) == "embedding server 3"
+    assert parts_text([1, 0, 3], 1) == "rank 0 and embedding servers 1, 3"
+    many = parts_text(range(50), 25)
+    assert many.startswith("ranks 0, 1, ") and "19 and 5 more and embedding servers 1, 2" in many
+
+
 def test_quantizers_of_many_tables_of_all_ranks(parts: list[RankPart]) -> None:
     before = CheckpointRef(step=1, generation=1, attempt="0" * 32)
     specs = [
@@ -203,6 +232,8 @@ def test_ranks_that_are_missing_or_there_twice(parts: list[RankPart]) -> None:
         {"rank": 0},
         {"ranks": 1},
         {"ranks": 100_001},
+        {"servers": 0},
+        {"servers": 100_000},
         {"kind": "increment"},
         {"chunks": []},
         {"chunks": [{}] * 100_000},
