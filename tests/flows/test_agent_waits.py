@@ -19,7 +19,7 @@ from recpoint.flows.agent.gate import PrefectGate
 from recpoint.format.naming import MANIFEST_KEY
 from tests.catalog_builder import new_run, tables
 from tests.polling import until
-from tests.rank_jobs import RankJobs
+from tests.rank_jobs import RankJobs, ServerJobs
 
 
 def test_missing_ranks_are_named_and_later_jobs_go_on(
@@ -47,6 +47,28 @@ def test_missing_ranks_are_named_and_later_jobs_go_on(
         assert persist.persist_job(job).result == "committed"
     again = Agent(host, gate=PrefectGate(enabled=False))
     assert again.serve(once=True) == 0 and run.live_line() == [(20, 1), (10, 1)]
+
+
+def test_a_missing_embedding_server_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    hosts = [tmp_path / "host-a", tmp_path / "host-a", tmp_path / "host-b"]
+    *here, there = ServerJobs(run, hosts, tables()).stage(10)
+    with caplog.at_level(logging.WARNING):
+        agent = Agent(hosts[0], gate=PrefectGate(enabled=False), name_ranks_after=0)
+        assert agent.serve(once=True) == 2  # of the rank, and of the server that is on its host
+    assert "for the part of embedding server 2" in caplog.text
+    status = json.loads(area.status_path(here[0].parent.parent).read_text())
+    assert [(late["ranks"], late["servers"]) for late in status["missing_ranks"]] == [
+        ([], [1, 2]),  # when the rank's job was tried, no server's part was there
+        ([], [2]),
+    ]
+    assert [seen.missing_ranks for seen in agent.observe().runs] == [2]
+    assert persist.persist_job(there).result == "committed"
+    again = Agent(hosts[0], gate=PrefectGate(enabled=False))
+    assert again.serve(once=True) == 0 and run.manifest(10, 1).servers == 2
 
 
 def _replaced(run: Run) -> None:
