@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from recpoint.catalog.staging.sample import Sampler
+from recpoint.catalog.staging.slot import Slot
 from recpoint.catalog.store.contract import now_ms
 from recpoint.embeddings.cache import Cache, CacheStats
 from recpoint.embeddings.cached_tables import CachedTable
@@ -33,7 +35,6 @@ from recpoint.trainer_plugin.snapshot.codes import DeviceDrain, RowsToCode, Tabl
 from recpoint.trainer_plugin.snapshot.copy import (
     BehindTables,
     CopiedCut,
-    Sampler,
     behind_tables,
     copy_tables,
 )
@@ -47,7 +48,6 @@ from recpoint.trainer_plugin.snapshot.plan import (
     place_tables,
 )
 from recpoint.trainer_plugin.snapshot.seal import Snapshot
-from recpoint.trainer_plugin.snapshot.staging import Slot
 from recpoint.trainer_plugin.snapshot.unmarked_rows import UnmarkedRows
 from recpoint.trainer_plugin.snapshot.window import Frozen, Window
 from recpoint.trainer_plugin.state import rng

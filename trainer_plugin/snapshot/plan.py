@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor
 
-from recpoint.format.dtypes import Dtype, array_bytes, dtype_name, item_bytes, torch_dtype
+from recpoint.catalog.staging.slot import Placed, place_behind
+from recpoint.format.dtypes import Dtype, array_bytes, dtype_name, item_bytes
 from recpoint.format.history import History
 from recpoint.format.job import QuantizerName, StagedTable
 from recpoint.format.manifest import ChosenMethod, TableSpec
@@ -22,17 +23,14 @@ from recpoint.kernels import dirty_bitmap, dirty_rows
 from recpoint.trainer_plugin.policy import Link, Tip
 from recpoint.trainer_plugin.snapshot.codes import Codes
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
-from recpoint.trainer_plugin.snapshot.staging import ALIGNMENT_BYTES, array_view
 
 __all__ = [
     "CutPlan",
     "CutRequest",
     "MarkedRows",
-    "Placed",
     "TablePart",
     "full_bytes",
     "new_attempt",
-    "place_behind",
     "place_state",
     "place_tables",
 ]
@@ -168,45 +166,6 @@ class TablePart:
         )
 
 
-class Placed(NamedTuple):
-    """The place of an array in the slot: a job's segment without its digest.
-
-    Attributes:
-        name: name of the segment (format §7).
-        dtype: dtype of the array.
-        shape: shape of the array.
-        offset: first byte in the slot.
-        size_bytes: number of bytes.
-    """
-
-    name: str
-    dtype: Dtype
-    shape: tuple[int, ...]
-    offset: int
-    size_bytes: int
-
-    @property
-    def end(self) -> int:
-        """The first byte behind the array."""
-        return self.offset + self.size_bytes
-
-    def view(self, data: Tensor) -> Tensor:
-        """Return the array as a view of the slot's bytes, uint8 [n]."""
-        return array_view(data, self.offset, torch_dtype(self.dtype), self.shape)
-
-    def room(self, data: Tensor) -> dirty_rows.Room:
-        """Return the array's bytes in the slot in the form that a kernel takes.
-
-        Raises:
-            ValueError: the slot ends before the array does.
-        """
-        if self.end > data.numel():
-            raise ValueError(
-                f"{self.name}: found a slot of {data.numel()} bytes, expected {self.end}"
-            )
-        return dirty_rows.Room(data.data_ptr() + self.offset, self.size_bytes, data)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CutPlan:
     """Says what goes where in the slot.
@@ -280,10 +239,3 @@ def place_state(tree: bytes, tensors: Sequence[Tensor], end: int) -> tuple[tuple
         name, dtype = f"tensor.{number}", dtype_name(tensor.dtype)
         placed.append(place_behind(name, dtype, tuple(tensor.shape), placed[-1].end))
     return tuple(placed), placed[-1].end
-
-
-def place_behind(name: str, dtype: Dtype, shape: tuple[int, ...], end: int) -> Placed:
-    """Return the first aligned place for an array at or after byte `end`."""
-    offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    size = array_bytes(dtype, shape)
-    return Placed(name=name, dtype=dtype, shape=shape, offset=offset, size_bytes=size)

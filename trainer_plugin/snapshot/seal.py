@@ -8,25 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import crc32c
-import torch
-
+from recpoint.catalog.staging.sample import Sample, place_sample
+from recpoint.catalog.staging.slot import Placed, Slot, digest_segments
 from recpoint.catalog.store.contract import now_ms
-from recpoint.format.dtypes import dtype_name
 from recpoint.format.history import History
-from recpoint.format.job import Job, Segment, StagedTable
+from recpoint.format.job import Job, StagedTable
 from recpoint.format.manifest import CacheUse, CopiedAhead
 from recpoint.format.records import CheckpointRef
-from recpoint.format.state_values import booleans
 from recpoint.kernels import implementation
 from recpoint.trainer_plugin.policy import Link, PolicyName
 from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
-from recpoint.trainer_plugin.snapshot.copy import Sample, StagedRows
-from recpoint.trainer_plugin.snapshot.plan import Placed, place_behind
 from recpoint.trainer_plugin.snapshot.settle import Move, settle
-from recpoint.trainer_plugin.snapshot.staging import Slot
 
-__all__ = ["Snapshot", "digest_segments", "place_sample", "seal"]
+__all__ = ["Snapshot", "seal"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,7 +90,9 @@ def seal(snapshot: Snapshot, *, run: str, run_url: str, rank: int, ranks: int) -
     """
     snapshot.device.drain()
     settle(snapshot.slot.data, snapshot.moves)
-    sampled, slot_bytes = place_sample(snapshot)
+    sampled, slot_bytes = place_sample(
+        snapshot.sample, snapshot.tables, snapshot.placed, snapshot.slot.data, snapshot.slot_bytes
+    )
     segments = digest_segments(snapshot.slot, (*snapshot.placed, *sampled))
     snapshot.slot.sync()
     ref, link = snapshot.ref, snapshot.link
@@ -127,54 +123,4 @@ def seal(snapshot: Snapshot, *, run: str, run_url: str, rank: int, ranks: int) -
         quantized_by=implementation.on_devices(snapshot.quantized_on)[:255],
         interval_batches=snapshot.interval_batches,
         history=snapshot.history,
-    )
-
-
-def place_sample(snapshot: Snapshot) -> tuple[tuple[Placed, ...], int]:
-    """Write the sample into the slot, behind the snapshot, after the devices have been drained.
-
-    Booleans are normalized first, so that the sample, its digests and the chunk hold the same
-    bytes.
-
-    Returns:
-        The places of the sample's arrays, and the first byte behind them.
-    """
-    data = snapshot.slot.data
-    views = {spot.name: spot.view(data) for spot in snapshot.placed}
-    for spot in snapshot.placed:
-        if spot.dtype == "BOOL":
-            views[spot.name].copy_(booleans(views[spot.name]))
-    staged: list[StagedRows | None] = []
-    for index, table in enumerate(snapshot.tables):
-        names = [f"t{index}.values"]
-        names += [f"t{index}.state.{number}" for number in range(len(table.spec.row_states))]
-        if table.row_count == 0 or table.codes:  # the slot has no values to sample and digest
-            staged.append(None)
-            continue
-        arrays = tuple(views[name] for name in names)
-        staged.append(StagedRows(ids=views.get(f"t{index}.ids"), arrays=arrays))
-    placed: list[Placed] = []
-    end = snapshot.slot_bytes
-    for name, array in snapshot.sample.parts(staged):
-        array = booleans(array) if array.dtype == torch.bool else array
-        spot = place_behind(name, dtype_name(array.dtype), tuple(array.shape), end)
-        spot.view(data).copy_(array)
-        placed.append(spot)
-        end = spot.end
-    return tuple(placed), end
-
-
-def digest_segments(slot: Slot, placed: tuple[Placed, ...]) -> tuple[Segment, ...]:
-    """Return the arrays in a slot as its job lists them, each with the digest of its bytes."""
-    data = slot.data.numpy()
-    return tuple(
-        Segment(
-            name=spot.name,
-            dtype=spot.dtype,
-            shape=spot.shape,
-            offset=spot.offset,
-            bytes=spot.size_bytes,
-            crc32c=crc32c.crc32c(data[spot.offset : spot.end].data),
-        )
-        for spot in placed
     )

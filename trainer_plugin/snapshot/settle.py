@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recpoint.catalog.staging.slot import Placed
 from recpoint.kernels import dirty_bitmap, row_gather
-from recpoint.trainer_plugin.snapshot.plan import Placed
 
 __all__ = ["Move", "SettledTable", "settle"]
 

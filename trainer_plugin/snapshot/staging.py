@@ -1,4 +1,4 @@
-"""Keeps the trainer's side of the staging area: directories, lock, and slots mapped into memory."""
+"""Keeps the trainer's side of the staging area: its directories, its lock and its slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from recpoint.catalog.staging import area, locks, owned
@@ -26,23 +25,21 @@ from recpoint.catalog.staging.agent import agent_lock_path, at_work
 from recpoint.catalog.staging.area import NoteState, beat, cancels_directory, write_note
 from recpoint.catalog.staging.free import read_rank_jobs, remove_unnamed, slots_by_rank
 from recpoint.catalog.staging.servers import write_servers
+from recpoint.catalog.staging.slot import Slot
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.contract import Clocks, now_ms
-from recpoint.errors import FormatError, SettingsError, StagingError, StagingFull, StagingRefused
+from recpoint.errors import FormatError, SettingsError, StagingError, StagingRefused
 from recpoint.format.naming import parse_job_stem
 from recpoint.format.servers import AllServers, ServersRecord
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.snapshot.host_memory import HostMemory, host_memory, is_in_memory
 
 __all__ = [
-    "ALIGNMENT_BYTES",
     "HostShare",
     "SMALLEST_BYTES",
-    "Slot",
     "SmallStagingArea",
     "StagingArea",
     "advise",
-    "array_view",
     "host_share",
     "policy",
     "share_of",
@@ -166,160 +163,6 @@ def policy() -> str:
 
 def _offered() -> bool:
     return policy() in ("always", "madvise")
-
-
-# A slot: a file in the staging area that is mapped into the training process and used repeatedly.
-#
-# New pages cost more than the copy into them, so a slot is reserved and populated once. All its
-# space is reserved before a byte is written through the mapping: if the disk is full, a write to a
-# mapped page without a block raises no error but sends SIGBUS, which kills the trainer.
-
-
-#: Segments start at multiples of this (format §7).
-ALIGNMENT_BYTES = 64
-
-
-def array_view(data: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a view of `data`, uint8 [n], as the array of `dtype` and `shape` at byte `offset`."""
-    count = 1
-    for size in shape:
-        count *= size
-    length = count * dtype.itemsize
-    return data[offset : offset + length].view(dtype).view(shape)
-
-
-class Slot:
-    """One slot file. The training thread writes it, then the background thread reads it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._descriptor: int | None = None
-        self._inode = -1
-        self._data: Tensor | None = None
-
-    @property
-    def data(self) -> Tensor:
-        """The reserved bytes, uint8 [n]."""
-        if self._data is None:
-            raise ValueError(f"{self.path}: nothing is reserved")
-        return self._data
-
-    def reserve(self, size_bytes: int, *, spare_bytes: int = 0) -> None:
-        """Reserve, map and populate `size_bytes` of disk space; quick if they exist already.
-
-        Args:
-            size_bytes: the bytes that must be there.
-            spare_bytes: how much more is reserved if they are not there: to extend the space later
-                maps all of it anew.
-
-        Raises:
-            StagingFull: there is no room; the space reserved earlier is kept.
-            StagingRefused: the file or a directory above it does not belong to this user alone.
-            StagingError: the file cannot be created, extended or mapped.
-        """
-        size_bytes = max(size_bytes, 1)
-        try:
-            if not self.is_there():
-                self._open()
-            if self._data is None or self._data.numel() < size_bytes:
-                self._extend(size_bytes + spare_bytes)
-        except OSError as error:
-            raise self._error(error, size_bytes) from error
-
-    def grow(self, size_bytes: int) -> None:
-        """Extend the space to `size_bytes` in all; what was written since `reserve` stays.
-
-        Raises:
-            StagingFull: there is no room; the space reserved earlier is kept.
-            StagingError: the file cannot be extended or mapped; or another file is at its path, and
-                would lack what was written.
-        """
-        if self._data is not None and self._data.numel() >= size_bytes:
-            return
-        try:
-            if not self.is_there():
-                raise StagingError(
-                    str(self.path),
-                    found="another file, or no file, at this path",
-                    expected="the slot into which the snapshot was being copied",
-                    next_step="find out what removes files from the staging area; the next "
-                    "checkpoint also holds these rows",
-                )
-            self._extend(size_bytes)
-        except OSError as error:
-            raise self._error(error, size_bytes) from error
-
-    def sync(self) -> None:
-        """Make what was written durable.
-
-        Raises:
-            OSError: it may not be durable.
-        """
-        if self._descriptor is None:
-            raise ValueError(f"{self.path}: nothing is reserved")
-        # Once only (see `durable`): after a failed fsync, a second one may report success.
-        durable.fsync_file(self._descriptor)
-
-    def close(self) -> None:
-        """Release file and mapping; the file stays for the next trainer. Never raises."""
-        self._data = None
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            try:
-                os.close(descriptor)
-            except OSError as error:
-                # NFS reports failed writes here. The file is closed all the same, and staged data
-                # was synced before its job was written.
-                _log.warning("%s: %s when it was closed", self.path, error.strerror or error)
-
-    def is_there(self) -> bool:
-        """Whether the path still names the mapped file, and the file is as long as the mapping."""
-        if self._descriptor is None:
-            return False
-        mapped = 0 if self._data is None else self._data.numel()
-        try:
-            there = os.stat(self.path, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return there.st_ino == self._inode and there.st_size >= mapped
-
-    def _open(self) -> None:
-        self.close()
-        area = self.path.parent.parent.parent  # <area>/<run>/slots/<name>
-        owned.make_directory(area, self.path.parent)
-        durable.step(f"open slot {self.path.name}")
-        self._descriptor = owned.open_file(area, self.path, os.O_RDWR | os.O_CREAT)
-        self._inode = os.fstat(self._descriptor).st_ino
-        with owned.directory(area, self.path.parent) as above:
-            durable.fsync_open_directory(above, self.path.parent.name)
-
-    def _extend(self, size_bytes: int) -> None:
-        assert self._descriptor is not None
-        before = os.fstat(self._descriptor).st_size
-        durable.step(f"reserve {self.path.name}")
-        try:
-            os.posix_fallocate(self._descriptor, 0, size_bytes)
-        except OSError:
-            # A partial reservation is useless and would keep the disk full.
-            os.ftruncate(self._descriptor, before)
-            raise
-        mapping = mmap.mmap(
-            self._descriptor,
-            size_bytes,
-            flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0),
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-        )
-        # The tensor holds the only reference to the mapping, so both end together.
-        self._data = torch.frombuffer(mapping, dtype=torch.uint8)
-
-    def _error(self, error: OSError, size_bytes: int) -> StagingError:
-        kind = StagingFull if error.errno in durable.NO_ROOM else StagingError
-        return kind(
-            str(self.path),
-            found=error.strerror or str(error),
-            expected=f"room for {size_bytes} bytes",
-            next_step="free space there, or set a larger directory: staging= or RECPOINT_STAGING",
-        )
 
 
 # The trainer's side of the staging area: its directories, its lock, its slots (format §7).

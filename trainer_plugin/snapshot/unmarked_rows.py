@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recpoint.catalog.staging.sample import spread_rows
 from recpoint.embeddings.marks import Tracker
 from recpoint.kernels import row_digest
-from recpoint.trainer_plugin.snapshot.copy import spread_rows
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
 
 __all__ = ["UnmarkedRows"]

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recpoint.catalog.staging.slot import Placed, Slot
 from recpoint.embeddings.marks import Dirty, Tracker
 from recpoint.kernels import dirty_bitmap, row_gather
 from recpoint.kernels.copy_ahead import Copier, TableAhead
@@ -32,13 +33,11 @@ from recpoint.trainer_plugin.snapshot.copy import BehindTables, copy_state, copy
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
 from recpoint.trainer_plugin.snapshot.plan import (
     CutPlan,
-    Placed,
     TablePart,
     place_state,
     place_tables,
 )
 from recpoint.trainer_plugin.snapshot.settle import Move, SettledTable
-from recpoint.trainer_plugin.snapshot.staging import Slot
 
 __all__ = ["Frozen", "Window"]
 

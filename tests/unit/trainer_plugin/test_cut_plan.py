@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from recpoint.catalog.staging.slot import ALIGNMENT_BYTES, Placed
 from recpoint.format.dtypes import array_bytes
 from recpoint.format.manifest import RowStateSpec, TableSpec
-from recpoint.trainer_plugin.snapshot.plan import Placed, TablePart, place_state, place_tables
-from recpoint.trainer_plugin.snapshot.staging import ALIGNMENT_BYTES
+from recpoint.trainer_plugin.snapshot.plan import TablePart, place_state, place_tables
 
 ROWS = 50
 

@@ -16,11 +16,11 @@ from recpoint.catalog.restore.chunks import StoreChunks, read_chunk
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
+from recpoint.catalog.staging.slot import Slot
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import StagingError
 from recpoint.format.job import Job
 from recpoint.format.manifest import Manifest
-from recpoint.trainer_plugin.snapshot.staging import Slot
 from tests.training_builder import Place, checkpointer, simple_training, train, until
 
 

@@ -13,11 +13,11 @@ from recpoint.catalog.restore.chunks import StoreChunks, read_chunk
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.staging.job import open_slot, read_into
+from recpoint.catalog.staging.sample import Sample, Sampler
 from recpoint.catalog.store.store import open_store
 from recpoint.format.chunk import section_tensor
 from recpoint.format.manifest import Manifest, RowStateSpec, TableSpec
 from recpoint.kernels import row_digest
-from recpoint.trainer_plugin.snapshot.copy import Sample, Sampler
 from tests.training_builder import Place, until
 
 ATTEMPT = "0123456789abcdef" * 2

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from recpoint.catalog.staging.slot import Placed, place_behind
 from recpoint.format.dtypes import Dtype
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.snapshot import settle as settling
-from recpoint.trainer_plugin.snapshot.plan import Placed, place_behind
 from recpoint.trainer_plugin.snapshot.settle import Move, SettledTable, settle
 
 _ROWS_BYTES = (1, 2, 3, 7, 8, 12, 64, 100, 255, 300)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from recpoint.catalog.staging.slot import Slot, array_view
 from recpoint.errors import StagingError, StagingFull
-from recpoint.trainer_plugin.snapshot.staging import Slot, array_view
 
 TMPFS_BYTES = 1 << 20
 

@@ -19,9 +19,9 @@ from recpoint import Checkpointer
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
+from recpoint.catalog.staging.sample import spread_rows
 from recpoint.catalog.store.store import open_store
 from recpoint.format.job import Outcome
-from recpoint.trainer_plugin.snapshot.copy import spread_rows
 from tests.training_builder import (
     DIM,
     ROWS,
