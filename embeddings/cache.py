@@ -18,7 +18,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -34,6 +36,7 @@ from recpoint.embeddings.cached_rows import NO_IDS, CachedRows
 from recpoint.embeddings.call_thread import CallThread
 from recpoint.embeddings.home import FrozenRows, Home, TableRows
 from recpoint.embeddings.optimizers import Watched, all_rows_changed, row_states
+from recpoint.embeddings.settling import Settling
 from recpoint.errors import SettingsError
 from recpoint.interrupts import held
 from recpoint.lookahead.oracle import CapacityError, Oracle, Step
@@ -44,6 +47,11 @@ __all__ = ["Cache", "CacheStats"]
 
 #: Rows that are copied to the home at a time.
 _PIECE_ROWS: Final = 65_536
+#: Bytes of changed rows that are copied before they are written to the home.
+_COPIED_BYTES: Final = 64 << 20
+
+#: Table -> its rows at home, frozen; None: the home does not know the table.
+_Frozen = dict[str, FrozenRows | None]
 
 
 @dataclass(kw_only=True)
@@ -104,7 +112,11 @@ class Cache:
         batch: number of the batch that training is at; 1: before the first.
         planned: number of the last batch that is planned.
         expected: number of the last batch whose rows are known; `planned` or more.
+        writes_back_at_cuts: a cut has all rows that have changed written to the home first, so that
+            the home has the rows of the cut.
     """
+
+    writes_back_at_cuts = False
 
     def __init__(
         self, home: Home, tables: Mapping[str, CachedRows], *, row_local: tuple[type, ...] = ()
@@ -123,6 +135,8 @@ class Cache:
         self._arrivals: dict[int, list[Future[None]]] = {}
         self._partly: set[str] = set()  # tables that are planned for the batch after `planned`
         self._views: list[SavesRows] = []  # whose rows in slots are not copied yet
+        self._settled: _Frozen | None = None  # by `settle`, for the next view
+        self._trained: set[str] = set()  # tables that a step has changed
         self._stepping: set[int] = set()  # ids of optimizers whose step holds `_dense`
         self._dense = threading.Lock()  # held while a step reads and writes all slots
         for rows in self.tables.values():
@@ -614,6 +628,7 @@ class Cache:
                     continue
                 rows.stepped()
                 self.follow_states(rows, optimizer)
+                self._trained.add(rows.slots.name)
 
     def follow_states(self, rows: CachedRows, optimizer: Optimizer) -> None:
         """Look at the row states that an optimizer has for a table now."""
@@ -714,7 +729,56 @@ class Cache:
     # What checkpoints do.
 
     def settle(self) -> None:
-        """Prepare for a view, which must follow before any row changes."""
+        """Prepare for a view, which must follow before any row changes.
+
+        With `writes_back_at_cuts`, the home thread has all rows that have changed written to the
+        home, and freezes it, while training goes on. If the home fails meanwhile, the view says so.
+
+        Raises:
+            HomeError: the home has failed.
+        """
+        if self.writes_back_at_cuts:
+            self.end_failed_step()
+            self._raise_error()
+            self._begin_settling()
+
+    def _begin_settling(self) -> None:
+        settling = Settling(self.tables, self._lock)
+        with held():
+            self._views.append(settling)
+            unused, self._settled = self._settled, {}  # of a cut that has failed
+            act = self._guarded(partial(self._settle, settling, self._settled, unused or {}))
+            self._thread.submit(partial(self._until_over, settling, act))
+
+    def _until_over(self, settling: Settling, act: Callable[[], None]) -> None:
+        """Have steps save rows until `act` is over, also if it fails or never begins its work."""
+        try:
+            act()
+        finally:
+            with self._lock:
+                self._views.remove(settling)
+
+    def _settle(self, settling: Settling, frozen: _Frozen, unused: _Frozen) -> None:
+        _release_all(unused)
+        for name in filter(self.stages_at_home, list(self.tables)):
+            self.put_at_home(self.tables[name])
+        copied: list[TableRows] = []
+        for name in self.tables:
+            if (rows := settling.take(name)) is not None:
+                copied.append(rows)
+            if sum(one.records.nbytes for one in copied) > _COPIED_BYTES:
+                self._write_back(copied)
+                copied = []
+        self._write_back(copied)
+        self._freeze_all(frozen)
+
+    def _freeze_all(self, frozen: _Frozen) -> None:
+        for name in self.tables:
+            frozen[name] = self._freeze(name)  # each is released, also if the next one fails
+
+    def stages_at_home(self, name: str) -> bool:
+        """Whether the home has a table's rows after `settle`, so that it can stage them itself."""
+        return self.writes_back_at_cuts and name in self._trained
 
     def view(self) -> CacheView:
         """Return a view of each table's part as it is now; it must be released.
@@ -726,12 +790,30 @@ class Cache:
 
     def _view(self, parts: Mapping[str, range]) -> CacheView:
         self.end_failed_step()
-        self._raise_error()
-        view = CacheView(self._thread.submit, self._lock, self._freeze, self._collected)
+        settled, self._settled = self._settled, None
+        if settled is None:
+            self._raise_error()
+            view = CacheView(self._thread.submit, self._lock, self._freeze, self._collected)
+        else:
+            view = self._settled_view(settled)
         for name, rows in self.tables.items():
             view.add(name, TableView(rows.slots, rows.initial, parts[name]))
         self._views.append(view)
         return view
+
+    def _settled_view(self, frozen: _Frozen) -> CacheView:
+        """Return a view of rows that `settle` has written back and frozen."""
+
+        def take(name: str) -> FrozenRows | None:
+            self._raise_error()
+            return frozen.pop(name)
+
+        def collected(view: CacheView) -> None:
+            self._collected(view)
+            with suppress(RuntimeError):  # the cache was closed, and its home thread ends
+                self._thread.submit(partial(_release_all, frozen))  # if the view has never begun
+
+        return CacheView(self._thread.submit, self._lock, take, collected)
 
     def _freeze(self, name: str) -> FrozenRows | None:
         self._raise_error()
@@ -751,6 +833,8 @@ class Cache:
         """
         self.end_failed_step()
         self._wait([self._thread.submit(lambda: None)])
+        settled, self._settled = self._settled, None  # of a cut that has failed
+        _release_all(settled or {})
         self._error = None
         for rows in self.tables.values():
             slots = rows.slots
@@ -811,7 +895,6 @@ class Cache:
             torch.empty((wanted.numel(), *array.shape[1:]), dtype=array.dtype, device="cpu")
             for _, array in self.tables[name].slots.arrays()
         ]
-        self.settle()
         view = self._view({one: range(rows.slots.rows) for one, rows in self.tables.items()})
         view.fetch(name, wanted, outs)
         view.begin()
@@ -830,6 +913,13 @@ class Cache:
         """End the home thread after what it has to do. The home stays open."""
         self.end_failed_step()
         self._thread.end(within_seconds=self._end_within)
+
+
+def _release_all(frozen: _Frozen) -> None:
+    for rows in frozen.values():
+        if rows is not None:
+            rows.release()
+    frozen.clear()
 
 
 def _alone(rows: CachedRows) -> Oracle:

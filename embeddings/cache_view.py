@@ -5,6 +5,9 @@ that was saved before a step changed it; or the home, which is frozen. The home 
 home and copies the rows that are in slots (`CacheView.begin`), in one piece of work, so that no row
 enters or leaves a slot meanwhile. All other rows are then read from the frozen home, by whichever
 thread calls `CacheView.finish`.
+
+If all rows were written to the home before it was frozen, it has the rows of the moment, and can
+stage them itself (`CacheView.stage`).
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from torch import Tensor
 
 from recpoint.embeddings.home import Checked, FrozenRows
 from recpoint.embeddings.slots import RecordLayout, TableSlots
+from recpoint.errors import HomeError
 
-__all__ = ["CacheView", "SavesRows", "TableView"]
+__all__ = ["CacheView", "RowsAtHome", "SavesRows", "TableView"]
 
 #: Slots that are copied while a step may have to wait: about a millisecond's work.
 _SLOTS_AT_A_TIME: Final = 16_384
@@ -53,6 +57,25 @@ class _Wanted(NamedTuple):
         return wanted, at[wanted]
 
 
+class RowsAtHome(NamedTuple):
+    """Rows of one table that its home is to stage.
+
+    Attributes:
+        table: name of the table.
+        frozen: the rows as they were.
+        ids: int64 [n], ascending, or all rows of a range. They count from the table's first row.
+        layout: layout of the records.
+        new_records: returns the records of rows that the home does not have, uint8 [m, bytes], from
+            their ids, int64 [m].
+    """
+
+    table: str
+    frozen: FrozenRows
+    ids: Tensor | range
+    layout: RecordLayout
+    new_records: Callable[[Tensor], Tensor]
+
+
 class TableView:
     """One table of a `CacheView`.
 
@@ -72,6 +95,7 @@ class TableView:
         self._saved = torch.zeros_like(slots.changed)
         self._pieces: list[tuple[Tensor, tuple[Tensor, ...]]] = []
         self._wanted: list[_Wanted] = []
+        self._staged: list[Tensor | None] = []
         self.frozen: FrozenRows | None = None
         self.checked = Checked()
 
@@ -89,8 +113,57 @@ class TableView:
         filled = torch.zeros(count, dtype=torch.bool, device="cpu")
         self._wanted.append(_Wanted(ids, tuple(outs), filled))
 
+    def stage(self, ids: Tensor | None) -> None:
+        """Have the home stage rows; see `CacheView.stage`."""
+        self._staged.append(ids)
+
+    @property
+    def at_home(self) -> list[RowsAtHome]:
+        """The rows that the home is to stage, once it is frozen.
+
+        Raises:
+            HomeError: the home does not know the table.
+        """
+        if not self._staged:
+            return []
+        if self.frozen is None or self._layout is None:
+            raise HomeError(
+                f"table {self.slots.name!r}",
+                found="a home that does not know the table",
+                expected="one that has its rows, so that it can stage them",
+                next_step="nothing: the next checkpoint also holds these rows",
+            )
+        first = self._part.start
+        return [
+            RowsAtHome(
+                self.slots.name,
+                self.frozen,
+                self._part if ids is None else ids + first,
+                self._layout,
+                self._new_records,
+            )
+            for ids in self._staged
+        ]
+
+    def _new_records(self, ids: Tensor) -> Tensor:
+        assert self._layout is not None  # `at_home` has looked
+        size = ids.numel(), self._layout.size_bytes
+        records = torch.empty(size, dtype=torch.uint8, device="cpu")
+        arrays = self._new_rows(ids)
+        for field, array in zip(self._layout.fields, arrays, strict=True):
+            self._layout.put(records, field, array)
+        return records
+
+    def _new_rows(self, ids: Tensor) -> tuple[Tensor, ...]:
+        """Return values and row states of rows that were never trained."""
+        values = self._initial(ids).to(self._arrays[0].dtype)
+        states = (state.expand(ids.numel(), *state.shape) for state in self._new_states)
+        return values, *states
+
     def save(self, slots: Tensor) -> None:
         """Copy the rows of slots that are about to change; the lock is held."""
+        if not self._wanted:
+            return
         new = slots[~self._saved[slots]]
         self._saved[new] = True
         at = new.to(self.slots.weight.device)
@@ -99,6 +172,8 @@ class TableView:
 
     def copy_slots(self, lock: Lock) -> None:
         """Copy the rows that are in slots and that no step has changed; by the home thread."""
+        if not self._wanted:
+            return
         for first in range(0, self.slots.capacity, _SLOTS_AT_A_TIME):
             at = torch.arange(
                 first,
@@ -150,10 +225,8 @@ class TableView:
                 out[places[there]] = self._layout.array(records[there], field)
         if bool(there.all()):
             return
-        new = ids[~there]
-        one.outs[0][places[~there]] = self._initial(new).to(one.outs[0].dtype)
-        for state, out in zip(self._new_states, one.outs[1:], strict=True):
-            out[places[~there]] = state.expand(new.numel(), *state.shape)
+        for array, out in zip(self._new_rows(ids[~there]), one.outs, strict=True):
+            out[places[~there]] = array.to(out.dtype)
 
 
 class SavesRows(Protocol):
@@ -185,6 +258,7 @@ class CacheView:
         self._collected = collected
         self._tables: dict[str, TableView] = {}
         self._copied: Future[None] | None = None
+        self._checked_at_home = Checked()
         self._is_released = False
 
     def add(self, name: str, table: TableView) -> None:
@@ -201,6 +275,17 @@ class CacheView:
             outs: for the weight and each row state, in the optimizer's order: [n, …], on the CPU.
         """
         self._tables[name].want(ids, outs)
+
+    def stage(self, name: str, ids: Tensor | None) -> None:
+        """Have the home stage rows of a table (`finish`). Call it before `begin`.
+
+        All rows that have changed must have been written to the home before it is frozen.
+
+        Args:
+            name: name of the table.
+            ids: as for `fetch`.
+        """
+        self._tables[name].stage(ids)
 
     def save(self, name: str, slots: Tensor) -> None:
         """Save rows that are about to change, int64 [n] slots; the lock is held."""
@@ -227,11 +312,15 @@ class CacheView:
     @property
     def checked(self) -> Checked:
         """The stripes of the rows that were read from the home."""
-        of_tables = [table.checked for table in self._tables.values()]
+        of_tables = [self._checked_at_home, *(table.checked for table in self._tables.values())]
         return Checked(*map(sum, zip(*of_tables, strict=True)))
 
-    def finish(self) -> None:
+    def finish(self, stage: Callable[[Sequence[RowsAtHome]], Checked] | None = None) -> None:
         """Wait for these rows, read all others from the home, and release the view.
+
+        Args:
+            stage: has the home stage rows, and returns what was compared; None: `stage` was not
+                called.
 
         Raises:
             HomeError: the home has failed, or has rows that do not fit their parity.
@@ -241,6 +330,10 @@ class CacheView:
                 self._copied.result()
                 for table in self._tables.values():
                     table.read_home()
+                if stage is not None:
+                    self._checked_at_home = stage(
+                        [rows for table in self._tables.values() for rows in table.at_home]
+                    )
         finally:
             self.release()
 

@@ -78,6 +78,7 @@ class Case:
         ray: address of the Ray cluster that has the servers; "": they are processes of rank 0.
         pause_seconds: after each batch.
         wrapped: DistributedDataParallel wraps the model.
+        at_servers: embedding servers stage their rows of checkpoints.
     """
 
     kills: tuple[int, ...] = ()
@@ -103,6 +104,7 @@ class Case:
     kills_at_once: int = 1
     parity: tuple[int, int] = (0, 0)
     wrapped: bool = False
+    at_servers: bool = False
     pause_seconds: float = 0.0
 
 
@@ -348,6 +350,7 @@ def checkpoints_of(
     settings: dict[str, Any] = {
         "run": case.run,
         "directory": Path(case.staging),
+        "at_servers": case.at_servers,
         "reader": reader,
         "interval_batches": case.interval,
         "small_table_values": 0,

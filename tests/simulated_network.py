@@ -67,6 +67,21 @@ class PassedOn(Transport):
             "check", lambda: self.server.check(table, late, incarnation=incarnation)
         )
 
+    def stage(
+        self,
+        frozen: int,
+        slots: Tensor,
+        records: Tensor | None = None,
+        *,
+        incarnation: int,
+        first: int = 0,
+    ) -> Tensor:
+        late = slots.clone(), None if records is None else records.clone()
+        return self.deliver(
+            "stage",
+            lambda: self.server.stage(frozen, *late, incarnation=incarnation, first=first),
+        )
+
     def _copied(self, rows: Sequence[TableRows]) -> list[TableRows]:
         size = sum(one.ids.nbytes + one.records.nbytes for one in rows)
         self.most_bytes = max(self.most_bytes, size)

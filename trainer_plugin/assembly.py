@@ -17,6 +17,7 @@ from recpoint.embeddings.cache import Cache
 from recpoint.embeddings.cached_tables import CachedTable, CachedTracker, planned_cache
 from recpoint.embeddings.marks import Tracker
 from recpoint.embeddings.optimizers import OptimizerWatch
+from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.tables import Table, TableSource
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.ranks.agreement import Replicas, agree_on_settings
@@ -158,6 +159,22 @@ def _look_at_cache(ranks: Ranks, trained: Trained) -> Cache | None:
     return cache
 
 
+def _require_servers(cache: Cache | None) -> None:
+    """Have the cache write rows back at each cut, so that servers can stage them.
+
+    Raises:
+        SettingsError: there are no embedding servers.
+    """
+    if cache is None or not isinstance(cache.home, ServedHome):
+        raise SettingsError(
+            "Staging(at_servers=True)",
+            found="no tables in a cache" if cache is None else "a home that is no server",
+            expected="tables whose rows are on embedding servers",
+            next_step="cache the model in recpoint.embeddings.servers(...), or leave it out",
+        )
+    cache.writes_back_at_cuts = True
+
+
 def _tracker_of(table: Table) -> Tracker:
     return CachedTracker(table) if isinstance(table, CachedTable) else Tracker(table)
 
@@ -191,6 +208,8 @@ def assemble(
     shards = lay_out(ranks, trained.tables)
     with ranks.together("looking at the cache"):
         cache = _look_at_cache(ranks, trained)
+        if settings.staging.at_servers:
+            _require_servers(cache)
     if isinstance(reader, Lookahead):
         with ranks.together("looking at the reader"):
             if cache is None:

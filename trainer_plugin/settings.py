@@ -291,6 +291,9 @@ class Staging:
             with the rows of both. A checkpoint taken in this way cannot be dropped in turn.
             "cancel" works only with `jobs=1` and one rank.
         busy_wait_seconds: how long "wait" and "cancel" wait, in seconds; see `when_busy`.
+        at_servers: embedding servers stage the rows that they have, each on its own host, in this
+            same directory there. Each of these hosts needs an agent. Otherwise the rows go to the
+            trainers' hosts over the network.
 
     Raises:
         SettingsError: a value is not allowed; the message names the field.
@@ -300,10 +303,12 @@ class Staging:
     jobs: int = 1
     when_busy: WhenBusy = "skip"
     busy_wait_seconds: float = 60.0
+    at_servers: bool = False
 
     def __post_init__(self) -> None:
         keep(
             self,
+            at_servers=checked_flag("Staging.at_servers", self.at_servers),
             directory=_path("Staging.directory", self.directory),
             jobs=checked_whole("Staging.jobs", self.jobs, 1, _MAX_SLOTS),
             when_busy=checked_choice("Staging.when_busy", self.when_busy, WHEN_BUSY),
@@ -451,6 +456,7 @@ class Settings:
             "policy": self.policy,
             "Staging.jobs": self.staging.jobs,
             "Staging.when_busy": self.staging.when_busy,
+            "Staging.at_servers": self.staging.at_servers,
             "Timeouts.ranks_seconds": self.timeouts.ranks_seconds,
             "Options.handle_sigterm": self.options.handle_sigterm,
         }

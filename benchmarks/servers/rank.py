@@ -352,6 +352,17 @@ class _Late(Transport):
     def check(self, table: str, slots: Tensor, *, incarnation: int) -> Tensor:
         return self._wait().check(table, slots, incarnation=incarnation)
 
+    def stage(
+        self,
+        frozen: int,
+        slots: Tensor,
+        records: Tensor | None = None,
+        *,
+        incarnation: int,
+        first: int = 0,
+    ) -> Tensor:
+        return self._wait().stage(frozen, slots, records, incarnation=incarnation, first=first)
+
     def close(self) -> None:
         self._to.close()
 

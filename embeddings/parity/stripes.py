@@ -140,6 +140,12 @@ class Stripes:
             found.append((positions, slots[positions]))
         return found
 
+    def slots_by_server(self, ids: Tensor | range) -> list[Tensor | range]:
+        """Return for each server the slots of rows, as `Placement.slots_by_server` does."""
+        if isinstance(ids, range):
+            return [self.slots_of(server, ids) for server in range(self.servers)]
+        return [slots for _, slots in self.split(ids)]
+
     def ids(self, server: int, slots: Tensor) -> Tensor:
         """Return the rows of slots that `split` returned for a server: int64 [m]."""
         stripes, positions = self.members_at(server, slots)

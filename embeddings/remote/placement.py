@@ -63,6 +63,16 @@ class Placement:
             found.append((positions, slots[positions]))
         return found
 
+    def slots_by_server(self, ids: Tensor | range) -> list[Tensor | range]:
+        """Return for each server the slots that rows have there, ascending.
+
+        Args:
+            ids: int64 [n], ascending, on the CPU; or all rows of a range.
+        """
+        if isinstance(ids, range):
+            return [self.slots_of(server, ids) for server in range(self.servers)]
+        return [slots for _, slots in self.split(ids)]
+
     def ids(self, server: int, slots: Tensor) -> Tensor:
         """Return the rows of slots that `split` returned for a server: int64 [m]."""
         return slots * self.servers + server - self.offset

@@ -95,9 +95,6 @@ class ProtectedHome(ServedHome):
             other trainers, `revive` does not wait until the leader has started the server again.
         patience_seconds: how long a call is made again while a server is lost.
 
-    Attributes:
-        hosts: as given or learned.
-
     Raises:
         ServerLost: a server does not answer, or works for another training.
         SettingsError: there are fewer servers than a stripe needs.
@@ -131,7 +128,7 @@ class ProtectedHome(ServedHome):
             revive=revive,
             at_close=at_close,
         )
-        self.hosts = tuple(hosts or (greeting.host for greeting in self.greetings))
+        self._hosts = tuple(hosts or (greeting.host for greeting in self.greetings))
         if trainer == 0:
             try:
                 self._leader = self._begun_leader()
@@ -154,6 +151,11 @@ class ProtectedHome(ServedHome):
         led = [CommandedServer(number, servers) for number in range(len(self._servers))]
         return Leader(led, self._parity.parity)
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """For each server the name of its host when the training began."""
+        return self._hosts
+
     def _command_begin(self, server: Link, greeting: Greeting) -> int:
         return begin(server.transport, greeting, self.owner, 0)
 
@@ -168,7 +170,7 @@ class ProtectedHome(ServedHome):
             link = self._servers[server]
             self._repeated([made], server, lambda: add_table(link, server, made, generation))
 
-        self._at_all(add)
+        self.at_all(add)
         return made
 
     def _fetch_at(
@@ -220,7 +222,7 @@ class ProtectedHome(ServedHome):
                     raise
                 why.append(error)
 
-        self._at_all(check)
+        self.at_all(check)
         if why and not self.being_recovered:
             _LOG.warning(
                 "table %r: stripes could not be compared with their parity: %s",

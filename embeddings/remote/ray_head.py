@@ -185,6 +185,22 @@ class WatchedTransport(Transport):
         """See `Transport`."""
         return self._call(lambda: self._transport.check(table, slots, incarnation=incarnation))
 
+    def stage(
+        self,
+        frozen: int,
+        slots: Tensor,
+        records: Tensor | None = None,
+        *,
+        incarnation: int,
+        first: int = 0,
+    ) -> Tensor:
+        """See `Transport`."""
+        return self._call(
+            lambda: self._transport.stage(
+                frozen, slots, records, incarnation=incarnation, first=first
+            )
+        )
+
     def close(self) -> None:
         """See `Transport`."""
         self._transport.close()

@@ -1,4 +1,4 @@
-"""Holds an embedding server in a Ray actor, and passes the six calls on to it as actor calls.
+"""Holds an embedding server in a Ray actor, and passes the seven calls on to it as actor calls.
 
 The actor may listen for TCP as well, which takes a third of the time and of the CPU (decision 46).
 
@@ -130,6 +130,21 @@ class ServerActor:
         """Compare stripes: int64 [n] slots to uint8 [n]. See `Transport`."""
         return self._server.check(table, torch.from_numpy(slots), incarnation=incarnation).numpy()
 
+    def stage(
+        self, frozen: int, slots: _Array, records: _Array | None, incarnation: int, first: int
+    ) -> _Array:
+        """Stage rows: int64 [n] slots, and uint8 [n, bytes] or None, to bool [n].
+
+        See `Transport`.
+        """
+        return self._server.stage(
+            frozen,
+            torch.from_numpy(slots),
+            None if records is None else torch.from_numpy(records),
+            incarnation=incarnation,
+            first=first,
+        ).numpy()
+
 
 class RayTransport(Transport):
     """Calls an embedding server that is a Ray actor.
@@ -212,6 +227,20 @@ class RayTransport(Transport):
     def check(self, table: str, slots: Tensor, *, incarnation: int) -> Tensor:
         """See `Transport`."""
         return torch.from_numpy(self._ask("check", table, slots.numpy(), incarnation).copy())
+
+    def stage(
+        self,
+        frozen: int,
+        slots: Tensor,
+        records: Tensor | None = None,
+        *,
+        incarnation: int,
+        first: int = 0,
+    ) -> Tensor:
+        """See `Transport`."""
+        sent = None if records is None else records.contiguous().numpy()
+        found = self._ask("stage", frozen, slots.contiguous().numpy(), sent, incarnation, first)
+        return torch.from_numpy(found.copy())
 
     def close(self) -> None:
         """Forget the actor. It goes on."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Final, NamedTuple, TypeVar
@@ -27,12 +27,12 @@ from recpoint.embeddings.home_tables import BatchOrder, HomeTables, TableForm
 from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.parity.stripes import Stripes
 from recpoint.embeddings.remote.placement import Placement, placement_of
-from recpoint.embeddings.remote.transport import Greeting, Transport
+from recpoint.embeddings.remote.transport import Greeting, Transport, Value
 from recpoint.errors import HomeError, ServerLost
 from recpoint.format.servers import AllServers, ServerFacts
 from recpoint.kernels import row_gather
 
-__all__ = ["FrozenAt", "Link", "PlacedRows", "ServedHome", "ServedTable"]
+__all__ = ["FrozenAt", "FrozenAtServers", "Link", "PlacedRows", "ServedHome", "ServedTable"]
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class ServedHome(Home):
         )
         self.owner = secrets.randbelow((1 << 63) - 1) + 1 if owner is None else owner
         try:
-            self._at_all(lambda server: self._begin(server, takes_over=owner is None))
+            self.at_all(lambda server: self._begin(server, takes_over=owner is None))
         except BaseException:
             self._threads.shutdown(wait=True)
             raise
@@ -103,7 +103,7 @@ class ServedHome(Home):
         def add(number: int) -> None:
             made.parts[number].incarnation = self._add(number, made)
 
-        self._at_all(add)
+        self.at_all(add)
         return made
 
     def _placed(self, form: TableForm) -> Placement | Stripes:
@@ -160,7 +160,7 @@ class ServedHome(Home):
                 row_gather.move(placed.records, there, wanted[number].records, positions[there])
                 has[number][positions] = is_there
 
-        self._at_all(fetch)
+        self.at_all(fetch)
         return has
 
     def _fetch_at(
@@ -207,7 +207,7 @@ class ServedHome(Home):
                     row_gather.gather(one.records, positions, rows[-1].records)
             self._write_at(server, rows)
 
-        self._at_all(write)
+        self.at_all(write)
 
     def _write_at(self, server: int, rows: Sequence[PlacedRows]) -> None:
         here = self._servers[server]
@@ -227,7 +227,7 @@ class ServedHome(Home):
         """Freeze the rows at all servers."""
         here = self._tables.get(table)
         here.form.require_rows(rows)
-        return _Frozen(self, here, rows)
+        return FrozenAtServers(self, here, rows)
 
     def clear(self, table: str) -> None:
         """Forget all rows of a table. Servers that were started again are used again for it."""
@@ -248,8 +248,44 @@ class ServedHome(Home):
                     incarnation=part.incarnation,
                 )
 
-        self._at_all(clear)
+        self.at_all(clear)
         here.forget_batches()
+
+    # For those who have servers stage their rows.
+
+    @property
+    def servers(self) -> int:
+        """How many servers there are."""
+        return len(self._servers)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """For each server the name of its host, as placements know it."""
+        return tuple(greeting.host for greeting in self.greetings)
+
+    def transport(self, server: int) -> Transport:
+        """Return what calls a server now."""
+        return self._servers[server].transport
+
+    def placement(self, table: str) -> Placement | Stripes:
+        """Return where the rows of a table are.
+
+        Raises:
+            HomeError: the table was not added, or the home is closed.
+        """
+        return self._tables.get(table).placement
+
+    def rows_on(self, server: int, table: str) -> int:
+        """Return how many rows of a table a server has, without parity rows; raises as above."""
+        here = self._tables.get(table)
+        return len(here.placement.slots_of(server, range(here.form.rows)))
+
+    def command(
+        self, server: int, name: str, arguments: Mapping[str, Value]
+    ) -> Mapping[str, Value]:
+        """Have a server do something; see `Transport.command`."""
+        here = self._servers[server]
+        return here.transport.command(name, arguments, incarnation=here.incarnation)
 
     @property
     def greetings(self) -> tuple[Greeting, ...]:
@@ -260,7 +296,7 @@ class ServedHome(Home):
         """Add up what the servers take."""
         self._tables.all()
         total = {"rows": 0, "index": 0, "frozen": 0, "buffers": 0, "disk": 0}
-        for sizes in self._at_all(self._sizes):
+        for sizes in self.at_all(self._sizes):
             for role in total:
                 total[role] += sizes[role]
         return total
@@ -343,7 +379,7 @@ class ServedHome(Home):
         )
         return int(begun["incarnation"] or 0)
 
-    def _at_all(self, act: Callable[[int], T]) -> list[T]:
+    def at_all(self, act: Callable[[int], T]) -> list[T]:
         """Call `act` with each server's number, at the same time; returns what it returned.
 
         Raises:
@@ -453,7 +489,7 @@ class ServedTable:
             for one in range(servers)
         )
         self.parts = [_Part() for _ in range(servers)]
-        self.frozen: set[_Frozen] = set()
+        self.frozen: set[FrozenAtServers] = set()
         self._batches = BatchOrder(form.table)
         self.lock = threading.Lock()  # guards `frozen` and the batches
 
@@ -530,7 +566,7 @@ def _requests(rows: Sequence[PlacedRows], server: int) -> Iterator[list[PlacedRo
         yield request
 
 
-class _Frozen(FrozenRows):
+class FrozenAtServers(FrozenRows):
     """Rows that are frozen at all servers."""
 
     def __init__(self, home: ServedHome, table: ServedTable, rows: range) -> None:
@@ -542,7 +578,7 @@ class _Frozen(FrozenRows):
         with table.lock:
             table.frozen.add(self)
         try:
-            home._at_all(self._freeze)
+            home.at_all(self._freeze)
         except BaseException:
             self.release()
             raise
@@ -550,7 +586,12 @@ class _Frozen(FrozenRows):
     def _freeze(self, server: int) -> None:
         self._at[server] = self._home._freeze_at(server, self._table, self._rows)
 
+    def at(self, server: int) -> FrozenAt:
+        """Return the reader at one server."""
+        return self._at[server]
+
     def fetch(self, ids: Tensor, out: Tensor) -> Tensor:
+        """Read frozen records from all servers at the same time."""
         form = self._table.form
         self._home._tables.get(form.table)  # raises if the home is closed
         if self._is_released:
@@ -565,15 +606,17 @@ class _Frozen(FrozenRows):
         return self._home._fetch([self._table], [TableRows(form.table, ids, out)], frozen)[0]
 
     def check(self, ids: Tensor) -> Checked:
+        """Compare rows with their parity, if the servers keep it."""
         return self._home._check(self._table, ids)
 
     def release(self) -> None:
+        """Give the frozen records up at all servers."""
         if self._is_released:
             return
         self._is_released = True
         try:
             if self._home._is_open():
-                self._home._at_all(self._release)
+                self._home.at_all(self._release)
         finally:
             with self._table.lock:
                 self._table.frozen.discard(self)

@@ -1,4 +1,4 @@
-"""Holds the rows of one embedding server, and answers the six calls of `Transport`.
+"""Holds the rows of one embedding server, and answers the seven calls of `Transport`.
 
 A call may come twice, late, or after its caller has given up. This is why nothing goes wrong then:
 
@@ -20,8 +20,10 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Final, Never
 
+import torch
 from torch import Tensor
 
 from recpoint.embeddings.home import FrozenRows, Home, TableRows
@@ -29,10 +31,14 @@ from recpoint.embeddings.home_in_files import FileHome
 from recpoint.embeddings.home_in_memory import MemoryHome
 from recpoint.embeddings.parity.member import StripeMember
 from recpoint.embeddings.parity.peers import OutOfStep
-from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.parity.stripes import Parity, stripes_of
+from recpoint.embeddings.remote.part_stager import NamedRows, PartStager
+from recpoint.embeddings.remote.placement import placement_of
 from recpoint.embeddings.remote.protection import Protection, Reach
 from recpoint.embeddings.remote.transport import Greeting, Transport, Value
 from recpoint.errors import HomeError, ServerLost
+from recpoint.format.job import Job
+from recpoint.format.records import unpack_record
 
 __all__ = ["MOST_REQUEST_BYTES", "EmbeddingServer"]
 
@@ -63,6 +69,20 @@ class EmbeddingServer(Transport):
     | "release" | number | – |
     | "clear" | table, trainer, batch | – |
     | "sizes" | – | what `Home.size_bytes` returns |
+
+    Those of a checkpoint whose rows the server stages (`PartStager`):
+
+    | name | arguments | returns |
+    |---|---|---|
+    | "stage" | job, root, most, trainer, servers, data, parity, hosts, tables | is_open, awaited |
+    | "seal" | attempt, trainer | is_staged, awaited |
+    | "rejected" | attempt | why: the agent's reason, or null |
+    | "drop" | attempt | – |
+
+    "stage" has the arguments of `PartStager.open`: `job` is a record without rows. `tables` is
+    JSON, for each table of which this trainer will name rows: its index in the job, the number of
+    the reader, how many rows, its name, and how many rows it has on all servers. "awaited" is how
+    many trainers have not said as much.
 
     Those of the training's leader, with parity (`Leader` says in which order):
 
@@ -112,6 +132,7 @@ class EmbeddingServer(Transport):
         self._round = 0
         self._has_ended = False
         self._tables: dict[str, _Table] = {}
+        self._stager = PartStager(name)
         self._numbers = itertools.count(1)
         self._frozen: dict[int, _Frozen] = {}
         self._lock = threading.Lock()  # guards `_tables`, `_numbers` and `_frozen`
@@ -166,6 +187,17 @@ class EmbeddingServer(Transport):
                 return {"number": self._freeze(given)}
             if name == "sizes":
                 return dict(self._home.size_bytes())
+            if name == "stage":
+                return self._open_part(given)
+            if name == "seal":
+                attempt, trainer = given.text("attempt"), given.number("trainer")
+                is_staged, awaited = self._stager.seal(attempt, trainer)
+                return {"is_staged": is_staged, "awaited": awaited}
+            if name == "rejected":
+                return {"why": self._stager.rejected(given.text("attempt"))}
+            if name == "drop":
+                self._stager.drop(given.text("attempt"))
+                return {}
         raise ValueError(f"command {name!r:.100}, expected one that an embedding server has")
 
     def fetch(
@@ -244,6 +276,64 @@ class EmbeddingServer(Transport):
         with self._gate.shared():
             self._require(incarnation)
             return self._opened().check(table, slots)
+
+    def stage(
+        self,
+        frozen: int,
+        slots: Tensor,
+        records: Tensor | None = None,
+        *,
+        incarnation: int,
+        first: int = 0,
+    ) -> Tensor:
+        """See `Transport`.
+
+        Raises:
+            ServerLost, HomeError, OutOfStep: as `Transport`.
+            ValueError: slots or records do not fit the table, or were not named.
+        """
+        with self._gate.shared():
+            self._require(incarnation)
+            if records is not None:
+                self._stager.put_new(frozen, slots, records)
+                return torch.ones(len(slots), dtype=torch.bool, device="cpu")
+            with self._lock:
+                reader = self._frozen.get(frozen)
+            if reader is None:
+                self._refuse_released(f"reader {frozen}")
+            size = len(slots), self._stager.record_bytes(frozen)
+            found = torch.empty(size, dtype=torch.uint8, device="cpu")
+            there = reader.rows.fetch(slots, found)
+            self._stager.put(frozen, first, slots, found, there)
+            return there
+
+    def _open_part(self, given: _Arguments) -> Mapping[str, Value]:
+        servers, data = given.number("servers", 1), given.number("data")
+        hosts = given.listed("hosts")
+        named = []
+        for index, number, count, name, rows in given.listed("tables"):
+            placement = (
+                stripes_of(
+                    name,
+                    rows=rows,
+                    parity=Parity(data=data, parity=given.number("parity", 1)),
+                    hosts=hosts,
+                )
+                if data
+                else placement_of(name, rows=rows, servers=servers)
+            )
+            named.append(NamedRows(index, number, count, placement))
+        job = unpack_record(
+            Job, given.record("job"), name="job", next_step="use one release of recpoint"
+        )
+        is_open, awaited = self._stager.open(
+            job,
+            root=Path(given.text("root")),
+            most=given.number("most", 1),
+            trainer=given.number("trainer"),
+            rows=named,
+        )
+        return {"is_open": is_open, "awaited": awaited}
 
     def member(self, incarnation: int) -> StripeMember:
         """Return what other servers call, if this is the server that is meant.
@@ -358,6 +448,8 @@ class EmbeddingServer(Transport):
         if self._protection is not None:
             self._protection.end()
             self._protection = None
+        self._stager.close()
+        self._stager = PartStager(self._name)
         self._frozen.clear()
         self._tables.clear()
         self._home.close()
@@ -579,6 +671,13 @@ class _Arguments:
                 f"{self.name}: {key} {value!r:.100}, expected at most {_MOST_NAME_BYTES} bytes"
             )
         return value
+
+    def record(self, key: str) -> bytes:
+        """Return a record of the format, as text."""
+        value = self._given.get(key)
+        if type(value) is not str:
+            raise ValueError(f"{self.name}: {key} {value!r:.100}, expected a record")
+        return value.encode()
 
     def listed(self, key: str) -> list[Any]:
         """Return a list that comes as JSON."""

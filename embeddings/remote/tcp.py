@@ -34,6 +34,8 @@ from recpoint.embeddings.remote.wire import (
     HELLO,
     PARITY_ROWS,
     ROWS,
+    STAGE,
+    STAGE_NEW,
     WRITE,
     Answer,
     Malformed,
@@ -194,6 +196,35 @@ class TcpTransport(Transport):
             if received(stream, most=len(slots)).count != len(slots):
                 raise Malformed("another number of verdicts than of stripes")
             found = torch.empty(len(slots), dtype=torch.uint8, device="cpu")
+            stream.receive_into(found)
+            return found
+
+        return self.call(ask)
+
+    def stage(
+        self,
+        frozen: int,
+        slots: Tensor,
+        records: Tensor | None = None,
+        *,
+        incarnation: int,
+        first: int = 0,
+    ) -> Tensor:
+        """See `Transport`."""
+        request = Request(
+            kind=STAGE if records is None else STAGE_NEW,
+            parts=[Part(1 if records is None else records.shape[1], len(slots))],
+            incarnation=incarnation,
+            number=frozen,
+            batch=first,
+        )
+        sent = (slots,) if records is None else (slots, records)
+
+        def ask(stream: Stream) -> Tensor:
+            stream.send([*request.pieces, *sent])
+            if received(stream, most=len(slots)).count != len(slots):
+                raise Malformed("an answer for another number of rows")
+            found = torch.empty(len(slots), dtype=torch.bool, device="cpu")
             stream.receive_into(found)
             return found
 
@@ -478,7 +509,7 @@ class _Answering:
         rows = self._room(request.parts)
         for slots, _ in rows:
             stream.receive_into(slots)
-        if request.kind in (WRITE, DIFFERENCES):
+        if request.kind in (WRITE, DIFFERENCES, STAGE_NEW):
             for _, records in rows:
                 stream.receive_into(records)
         try:
@@ -528,6 +559,18 @@ class _Answering:
             return Answer(text=text_of(answer)).pieces
         if request.kind in (DIFFERENCES, ROWS, PARITY_ROWS, DECODED):
             return answer_peer(self._server, request, rows)
+        if request.kind in (STAGE, STAGE_NEW):
+            if len(rows) != 1:
+                raise Malformed("rows to stage of another number of tables than one")
+            ((slots, records),) = rows
+            staged = self._server.stage(
+                request.number,
+                slots.clone(),
+                records.clone() if request.kind == STAGE_NEW else None,
+                incarnation=request.incarnation,
+                first=request.batch,
+            )
+            return [*Answer(count=len(staged)).pieces, staged]
         of_tables = _of_tables(request, rows)
         if request.kind == CHECK:
             if len(of_tables) != 1:

@@ -1,7 +1,7 @@
-"""Defines how a trainer calls an embedding server: six calls.
+"""Defines how a trainer calls an embedding server: seven calls.
 
 `EmbeddingServer` answers them in the server's process. A transport, such as `TcpTransport`, has the
-same six calls in the trainer's process, and passes each on to one server.
+same seven calls in the trainer's process, and passes each on to one server.
 
 A server that starts has no rows. Each start draws a new number, its *incarnation*. A trainer reads
 it once, in `hello`, and names it in each call. A server refuses calls that name another
@@ -120,6 +120,30 @@ class Transport(ABC):
 
         Returns:
             `Verdict`s, uint8 [n].
+        """
+
+    @abstractmethod
+    def stage(
+        self,
+        frozen: int,
+        slots: Tensor,
+        records: Tensor | None = None,
+        *,
+        incarnation: int,
+        first: int = 0,
+    ) -> Tensor:
+        """Have the server stage rows of a checkpoint, as `PartStager` says; see "stage".
+
+        Args:
+            frozen: number of the reader from which the rows are taken.
+            slots: int64 [n], ascending.
+            records: uint8 [n, bytes], of rows that the server does not have, and that were named
+                before; None: the rows are named.
+            incarnation: of the server that is meant.
+            first: how many rows were named before these.
+
+        Returns:
+            bool [n]: the row's record is there. The others must come with a record.
         """
 
     @abstractmethod

@@ -4,13 +4,13 @@ A connection begins with a proof, in both directions, that the other side knows 
 fresh random numbers, so nothing that was overheard can be used again). Records are not encrypted.
 Then each request has one answer:
 
-    request: header, for each table a part, text, slots (int64) of all parts, and for a write or for
-             differences their records
+    request: header, for each table a part, text, slots (int64) of all parts, and for a write, for
+             differences or for new rows to stage their records
     answer:  header, text, and for a fetch a bit for each slot, and the records that are there
 
 A part says how many slots there are, and the bytes of a record. A server that asks another one for
 its rows gets a bit for each slot that is known, and all records. The answer to a check has a byte
-for each slot.
+for each slot, and so has the answer to a request to stage rows.
 
 All numbers are little-endian. Texts are JSON: of a request the tables' names, a command, or what a
 server asks of another one; of an answer what a call returns, or an error. Nothing is ever
@@ -49,6 +49,8 @@ __all__ = [
     "MOST_PARTS",
     "PARITY_ROWS",
     "ROWS",
+    "STAGE",
+    "STAGE_NEW",
     "WRITE",
     "Answer",
     "Malformed",
@@ -74,11 +76,13 @@ ROWS: Final = 7
 PARITY_ROWS: Final = 8
 DECODED: Final = 9
 CHECK: Final = 10
+STAGE: Final = 11
+STAGE_NEW: Final = 12
 
 #: Parts of one request.
 MOST_PARTS: Final = 128
 
-_GREETING: Final = b"recpoint embedding server 3\n"
+_GREETING: Final = b"recpoint embedding server 4\n"
 _NONCE_BYTES: Final = 32
 _REFUSED: Final = bytes(hashlib.sha256().digest_size)
 #: Magic, kind, bytes of the text, number of parts, incarnation, and the number of the frozen
@@ -224,7 +228,7 @@ class Request:
         parts: one for each table; none for HELLO and COMMAND.
         incarnation: of the server that is meant; 0 if unused, as the others are.
         number: of the frozen reader, or of the trainer.
-        batch: of a write.
+        batch: of a write; of rows to stage, how many were named before.
     """
 
     kind: int
@@ -263,7 +267,7 @@ class Request:
         magic, kind, text_bytes, count, *numbers = _REQUEST.unpack(header)
         if (
             magic != _REQUEST_MAGIC
-            or not HELLO <= kind <= CHECK
+            or not HELLO <= kind <= STAGE_NEW
             or text_bytes > _MOST_TEXT_BYTES
             or count > MOST_PARTS
             or (kind in (HELLO, COMMAND)) != (count == 0)

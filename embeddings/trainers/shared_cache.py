@@ -31,10 +31,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpoint.embeddings.cache import Cache
-from recpoint.embeddings.cache_view import CacheView, TableView
 from recpoint.embeddings.cached_rows import NO_IDS, CachedRows
 from recpoint.embeddings.call_thread import CallThread
-from recpoint.embeddings.home import FrozenRows, Home, TableRows
+from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.slots import TableSlots
 from recpoint.embeddings.trainers.channel import Channel
 from recpoint.embeddings.trainers.coming import ComingIds
@@ -48,7 +47,6 @@ from recpoint.embeddings.trainers.row_exchange import (
     exchange_values,
     merged,
 )
-from recpoint.embeddings.trainers.settling import Settling
 from recpoint.errors import HomeError, RankLost, SettingsError
 from recpoint.interrupts import held
 from recpoint.lookahead.oracle import Step
@@ -57,9 +55,6 @@ from recpoint.lookahead.shared_oracle import Exchange, SharedOracle
 __all__ = ["SharedCache"]
 
 _END_SECONDS: Final = 10.0
-_Frozen = dict[str, FrozenRows | None]
-#: Bytes of changed rows that are copied before they are sent.
-_COPIED_BYTES: Final = 64 << 20
 
 
 class SharedCache(Cache):
@@ -106,7 +101,6 @@ class SharedCache(Cache):
         self._following: list[Future[None]] = []
         self._following_batch = 0  # the batch of these steps
         self._stepped: set[str] = set()  # tables that the home has to know
-        self._frozen: dict[str, FrozenRows | None] = {}  # by `settle`, for the next view
         self._wrappers: WeakSet[nn.Module] = WeakSet()  # that leave the slots alone
 
     def _open_channels(self) -> Channel:
@@ -469,6 +463,7 @@ class SharedCache(Cache):
         It returns on no rank before all ranks have their rows: a rank that goes on could end the
         servers.
         """
+        self.settle()
         found = super().rows_of(name, ids)
         self._rows_channel.meet()
         return found
@@ -487,54 +482,16 @@ class SharedCache(Cache):
         with self._leaving():
             self._raise_error()
             self._wait_for_later_steps()
-            settling = Settling(self.tables, self._lock)
-            with held():
-                self._views.append(settling)
-                unused, self._frozen = self._frozen, {}  # of a cut that has failed on this rank
-                act = self._guarded(partial(self._settle, settling, self._frozen, unused))
-                self._thread.submit(partial(self._until_over, settling, act))
+            self._begin_settling()
 
-    def _view(self, parts: Mapping[str, range]) -> CacheView:
-        frozen, self._frozen = self._frozen, {}
+    def _freeze_all(self, frozen: dict[str, FrozenRows | None]) -> None:
+        self._home_channel.meet()  # all ranks have written their rows
+        super()._freeze_all(frozen)
+        self._home_channel.meet()  # later write-backs of any rank are not in it
 
-        def take(name: str) -> FrozenRows | None:
-            self._raise_error()
-            return frozen.pop(name)
-
-        def collected(view: CacheView) -> None:
-            self._collected(view)
-            with suppress(RuntimeError):  # the cache was closed, and its home thread ends
-                self._thread.submit(partial(_release, frozen))  # if the view has never begun
-
-        view = CacheView(self._thread.submit, self._lock, take, collected)
-        for name, rows in self.tables.items():
-            view.add(name, TableView(rows.slots, rows.initial, parts[name]))
-        self._views.append(view)
-        return view
-
-    def _until_over(self, settling: Settling, act: Callable[[], None]) -> None:
-        """Have steps save rows until `act` is over, also if it fails or never begins its work."""
-        try:
-            act()
-        finally:
-            with self._lock:
-                self._views.remove(settling)
-
-    def _settle(self, settling: Settling, frozen: _Frozen, unused: _Frozen) -> None:
-        _release(unused)
-        copied: list[TableRows] = []
-        for name in self.tables:
-            if (rows := settling.take(name)) is not None:
-                copied.append(rows)
-            if sum(one.records.nbytes for one in copied) > _COPIED_BYTES:
-                self._write_back(copied)
-                copied = []
-        self._write_back(copied)
-        self._home_channel.meet()
-        # Later write-backs of any rank must not be in it.
-        for name in self.tables:
-            frozen[name] = self._freeze(name)  # each is released, also if the next one fails
-        self._home_channel.meet()
+    def stages_at_home(self, name: str) -> bool:
+        """See `Cache.stages_at_home`. All ranks answer alike, because they step together."""
+        return self.writes_back_at_cuts and name in self._stepped
 
     # What restores do.
 
@@ -544,7 +501,6 @@ class SharedCache(Cache):
         self._wait([self._thread.submit(lambda: None)])
         with suppress(RankLost):
             self._wait_for_later_steps()
-        _release(self._frozen)  # of a cut that has failed on this rank
         if self._has_left:
             self._coming.end(within_seconds=0.0)
             self._coming = self._new_coming(self._open_channels())
@@ -568,13 +524,6 @@ class SharedCache(Cache):
         super().close()
         self._coming.end(within_seconds=self._end_within)
         self._later_thread.end(within_seconds=self._end_within)
-
-
-def _release(frozen: _Frozen) -> None:
-    for rows in frozen.values():
-        if rows is not None:
-            rows.release()
-    frozen.clear()
 
 
 def _count_lent(exchange: Exchange) -> int:

@@ -87,6 +87,7 @@ def test_ranks_go_back_without_parity(address: str, place: Place, tmp_path: Path
         batches=20,
         interval=3,
         kills=(8,),
+        at_servers=True,
     )
     with place.agent():
         (found,) = on_ranks([case], 2, tmp_path / "ranks")
@@ -107,6 +108,8 @@ def test_the_successor_of_a_killed_trainer_goes_on(
         servers=2,
         batches=18,
         interval=4,
+        at_servers=True,
+        pause_seconds=0.1,  # so that a checkpoint is there before the kill
     )
     with place.agent():
         codes, logs = train_on_ranks([replace(case, dies=11)], ranks, tmp_path / "first")

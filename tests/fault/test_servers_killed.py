@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -188,10 +188,12 @@ class Life:
 
     Args:
         die: number of the boundary at which the server is killed, from 1 on; None: at none.
+        at_servers: the servers stage their rows themselves.
     """
 
-    def __init__(self, die: int | None = None) -> None:
+    def __init__(self, die: int | None = None, *, at_servers: bool = False) -> None:
         self._die = die
+        self._at_servers = at_servers
         self._lock = threading.Lock()
         self.names: list[str] = []
         self.lost = 0
@@ -214,7 +216,9 @@ class Life:
             try:
                 while True:
                     try:
-                        with trained.checkpointing(place) as checkpoints:
+                        with trained.checkpointing(
+                            place, at_servers=self._at_servers
+                        ) as checkpoints:
                             left = TOTAL - checkpoints.batches_done
                             trained.train(left, checkpoints, after=settling(checkpoints))
                             assert checkpoints.batches_done == TOTAL
@@ -227,7 +231,10 @@ class Life:
 
 
 @pytest.mark.slow
-def test_a_training_whose_servers_are_killed_ends_as_one_whose_are_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_servers", [False, True])
+def test_a_training_whose_servers_are_killed_ends_as_one_whose_are_not(
+    at_servers: bool, tmp_path: Path
+) -> None:
     processes = ServerProcesses(2, None, 60.0)
     try:
         begun = Place(str(tmp_path / "begun" / "run"), tmp_path / "begun" / "staging")
@@ -239,12 +246,12 @@ def test_a_training_whose_servers_are_killed_ends_as_one_whose_are_not(tmp_path:
             shutil.copytree(tmp_path / "begun", tmp_path / name)
             return Place(str(tmp_path / name / "run"), tmp_path / name / "staging")
 
-        whole = Life()
+        whole = Life(at_servers=at_servers)
         assert whole.live(processes, place("whole"))
         reached = 0
-        wanted = chosen(whole.names)
+        wanted = chosen(whole.names, STAGING_CALLS if at_servers else CALLS)
         for die in wanted:
-            life = Life(die)
+            life = Life(die, at_servers=at_servers)
             assert life.live(processes, place(f"killed-{die}")), (die, whole.names[die - 1])
             reached += life.lost
         assert (
@@ -254,11 +261,15 @@ def test_a_training_whose_servers_are_killed_ends_as_one_whose_are_not(tmp_path:
         processes.end()
 
 
-def chosen(names: list[str]) -> list[int]:
+CALLS = ("before add_table", "before fetch", "after write_back", "before freeze")
+#: "stage" describes a checkpoint, and names its rows; "seal" ends it.
+STAGING_CALLS = ("before stage", "after stage", "before seal", "after seal")
+
+
+def chosen(names: list[str], kinds: Sequence[str]) -> list[int]:
     """Numbers of boundaries: the middle one of some kinds; or all."""
     if FAULTS_EVERY:
         return list(range(1, len(names) + 1, FAULTS_EVERY))
-    kinds = ["before add_table", "before fetch", "after write_back", "before freeze"]
     found = []
     for kind in kinds:
         its = [number for number, name in enumerate(names, 1) if name == kind]

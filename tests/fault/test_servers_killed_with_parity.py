@@ -37,7 +37,8 @@ def test_training_goes_on_bit_for_bit(ranks: int, tmp_path: Path) -> None:
         assert len(found.losses) == case.batches, "no batch is trained again"
 
 
-def test_checkpoints_go_on_and_are_restored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_servers", [False, True])
+def test_checkpoints_go_on_and_are_restored(at_servers: bool, tmp_path: Path) -> None:
     """Checkpoints that are due during a recovery are taken later, and none is wrong."""
     place = Place(str(tmp_path / "run"), tmp_path / "staging")
     case = Case(
@@ -48,6 +49,7 @@ def test_checkpoints_go_on_and_are_restored(tmp_path: Path) -> None:
         kills=(7,),
         batches=40,
         interval=4,
+        at_servers=at_servers,
     )
     with place.agent():
         (found,) = on_ranks([case], 2, tmp_path / "first")

@@ -39,6 +39,10 @@ __all__ = ["Answered", "Event", "Failed", "Handoff", "Staged"]
 _log = logging.getLogger("recpoint")
 
 _POLL_SECONDS = 0.05
+#: How often embedding servers are asked about parts that they have staged.
+_ASK_SERVERS_SECONDS = 2.0
+#: How long they wait for rows of other ranks once training is over.
+_END_SECONDS = 30.0
 #: An agent that is started together with the trainer runs by then.
 _AGENT_SECONDS = 15.0
 
@@ -77,6 +81,8 @@ class Handoff:
         run: id of the run, for the job files.
         run_url: URL of the run as the store spells it.
         ranks: number of ranks of the job.
+        jobs: how many checkpoints may be staged at the same time.
+        ranks_seconds: how long embedding servers that stage rows wait for those of other ranks.
         tells: whether to log that no agent runs; for one rank of each host.
 
     Attributes:
@@ -84,12 +90,23 @@ class Handoff:
     """
 
     def __init__(
-        self, area: StagingArea, *, run: str, run_url: str, ranks: int = 1, tells: bool = True
+        self,
+        area: StagingArea,
+        *,
+        run: str,
+        run_url: str,
+        ranks: int = 1,
+        jobs: int = 1,
+        ranks_seconds: float = 60.0,
+        tells: bool = True,
     ) -> None:
         self._area = area
         self._run = run
         self._run_url = run_url
         self._ranks = ranks
+        self._jobs = jobs
+        self._ranks_seconds = ranks_seconds
+        self._ask_servers_at = 0.0  # monotonic time
         self._changed = threading.Condition()
         self._queue: deque[Snapshot] = deque()
         self._current: Snapshot | None = None
@@ -223,6 +240,7 @@ class Handoff:
                     self._current = self._queue.popleft()
             if self._current is not None:
                 self._stage_current(self._current)
+            self._look_at_servers()
             self._mark_unwanted()
             self._look_for_outcomes()
 
@@ -254,6 +272,8 @@ class Handoff:
         ref = snapshot.ref
         if failure is not None:
             snapshot.device.release()
+            if snapshot.served is not None:
+                snapshot.served.part.drop()
         # A failure after the rename, for instance of the last fsync, may leave the agent with the
         # job, so the slot must not be written again before the agent has answered.
         there = _may_exist(self._job_path(ref)) or _may_exist(self._outcome_path(ref))
@@ -269,12 +289,38 @@ class Handoff:
 
     def _stage(self, snapshot: Snapshot) -> None:
         ref, rank = snapshot.ref, self._area.rank
-        job = seal(snapshot, run=self._run, run_url=self._run_url, rank=rank, ranks=self._ranks)
+        job = seal(
+            snapshot,
+            run=self._run,
+            run_url=self._run_url,
+            rank=rank,
+            ranks=self._ranks,
+            root=self._area.root,
+            jobs=self._jobs,
+            # At the end, another rank may be gone.
+            ranks_seconds=lambda: min(
+                self._ranks_seconds, _END_SECONDS if self._closing else math.inf
+            ),
+        )
         # Somebody may have cleared the area. It is created again here and not in the stall.
         self._area.create()
         # Otherwise, an answer to an earlier attempt at this step would count for this attempt.
         self._area.forget_outcome(self._outcome_path(ref))
         self._area.write_job(self._job_path(ref), pack_record(job))
+
+    def _look_at_servers(self) -> None:
+        """Drop checkpoints of which an agent has rejected a part that embedding servers staged."""
+        if time.monotonic() < self._ask_servers_at:
+            return
+        self._ask_servers_at = time.monotonic() + _ASK_SERVERS_SECONDS
+        for ref, snapshot in list(self._awaited.items()):
+            served = snapshot.served
+            if served is None or ref in self._marked:
+                continue
+            why = served.part.rejected()
+            if why is not None:
+                _log.warning("checkpoint of %s is dropped, because an agent has: %s", ref, why)
+                self.cancel(ref)
 
     def _to_mark(self) -> set[CheckpointRef]:
         """Return the unwanted checkpoints that are staged; the agent can only drop staged jobs."""
@@ -286,6 +332,9 @@ class Handoff:
             self._unwanted -= wanted
         for ref in wanted:
             self._marked.add(ref)
+            served = self._awaited[ref].served
+            if served is not None:
+                served.part.drop()
             try:
                 write_mark(self._area.run_directory, ref, self._area.rank)
             except (OSError, StagingError) as error:

@@ -139,6 +139,8 @@ class Pipeline:
             run=run.id,
             run_url=run.url,
             ranks=ranks.count,
+            jobs=settings.staging.jobs,
+            ranks_seconds=settings.timeouts.ranks_seconds,
             tells=ranks.rank == memory.host.ranks[0],
         )
         self._last_cut = start.batches_done

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Final, NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.staging.job import kernel_method
-from recpoint.embeddings.cache_view import CacheView
+from recpoint.embeddings.cache_view import CacheView, RowsAtHome
 from recpoint.embeddings.home import Checked
 from recpoint.embeddings.tables import Table
 from recpoint.format.dtypes import Dtype, item_bytes
@@ -99,6 +99,11 @@ class DeviceDrain:
         assert self._view is not None
         self._view.fetch(table, ids, outs)
 
+    def stage(self, table: str, ids: Tensor | None) -> None:
+        """Have the embedding servers stage rows of a cached table; see `CacheView.stage`."""
+        assert self._view is not None
+        self._view.stage(table, ids)
+
     @property
     def stripes(self) -> CheckedStripes | None:
         """What was compared with parity at the rows' home, once drained; None: nothing was."""
@@ -129,15 +134,18 @@ class DeviceDrain:
                 event.record(torch.cuda.current_stream(buffer.device))
                 self._ready[buffer.device] = event
 
-    def drain(self) -> None:
+    def drain(self, stage: Callable[[Sequence[RowsAtHome]], Checked] | None = None) -> None:
         """Copy everything to the host, on a separate stream, and release the device buffers.
 
+        Args:
+            stage: has the embedding servers stage rows; None: they stage none.
+
         Raises:
-            HomeError: rows of a cached table cannot be read from their home, or do not fit their
-                parity.
+            HomeError: rows of a cached table cannot be read from their home, or staged there, or do
+                not fit their parity.
         """
         if self._view is not None:
-            self._view.finish()
+            self._view.finish(stage)
         if not self._waiting:
             return
         pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")

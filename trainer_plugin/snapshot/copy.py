@@ -224,6 +224,9 @@ def _from_cache(
 ) -> None:
     """Copy the ids of a cached table's rows now; the rows themselves come after the stall."""
     assert part.in_cache is not None
+    if part.at_servers:
+        device.stage(part.in_cache, _ids_of(index, part, together))
+        return
     names = [f"t{index}.values", *(f"t{index}.state.{n}" for n in range(len(part.row_states)))]
     outs = [by_name[name].view(data) for name in names]
     ids = None
@@ -232,6 +235,20 @@ def _from_cache(
         together[index] = dirty_rows.Destination(spot.room(data), ())
         ids = spot.view(data)
     device.fetch(part.in_cache, ids, outs)
+
+
+def _ids_of(
+    index: int, part: TablePart, together: dict[int, dirty_rows.Destination]
+) -> Tensor | None:
+    """Return memory that the ids of a table's marked rows will be copied to; None: all rows."""
+    if part.bitmap is None:
+        return None
+    if part.ids is not None:
+        return part.ids.cpu()
+    ids = torch.empty(part.row_count, dtype=torch.int64, device="cpu")
+    room = dirty_rows.Room(ids.data_ptr(), ids.nbytes, ids)
+    together[index] = dirty_rows.Destination(room, ())
+    return ids
 
 
 def copy_state(

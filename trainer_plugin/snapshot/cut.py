@@ -20,6 +20,8 @@ from recpoint.embeddings.cache import Cache, CacheStats
 from recpoint.embeddings.cached_tables import CachedTable
 from recpoint.embeddings.marks import Dirty, Tracker
 from recpoint.embeddings.optimizers import OptimizerWatch
+from recpoint.embeddings.remote.served_home import ServedHome
+from recpoint.embeddings.remote.served_part import ServedPart
 from recpoint.format import state_tree
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.history import ChosenPrecision
@@ -47,7 +49,7 @@ from recpoint.trainer_plugin.snapshot.plan import (
     place_state,
     place_tables,
 )
-from recpoint.trainer_plugin.snapshot.seal import Snapshot
+from recpoint.trainer_plugin.snapshot.seal import ServedTables, Snapshot
 from recpoint.trainer_plugin.snapshot.unmarked_rows import UnmarkedRows
 from recpoint.trainer_plugin.snapshot.window import Frozen, Window
 from recpoint.trainer_plugin.state import rng
@@ -134,6 +136,8 @@ class Cutter:
         self._quantizer = TableQuantizer([shard.table for shard in shards], settings.precision)
         self._live = LiveTables(shards, state.optimizers)
         self.unmarked = UnmarkedRows(settings.options.verify_unmarked_rows)
+        self._at_servers = settings.staging.at_servers
+        self._at_home: frozenset[str] = frozenset()  # cached tables that servers stage at this cut
         self._copy_share = settings.options.copy_share
         self._has_large_state = False  # whether the state outside tables was large at the last cut
 
@@ -169,6 +173,9 @@ class Cutter:
             tree, tensors = state_tree.flatten(self._state.capture_fixed())
         tables = self._live.tables(None)
         parts = [self._part(live, len(live.held)) for live in tables]
+        if self._at_servers:
+            # Those that no step has changed yet will be there when a full is cut.
+            parts = [replace(part, at_servers=part.in_cache is not None) for part in parts]
         sample_bytes = self._sampler.size_bytes(
             [live.spec for live in tables], [live.held for live in tables]
         )
@@ -248,7 +255,9 @@ class Cutter:
             RankLost: a rank does not answer.
         """
         if self._cache is not None:
-            self._cache.settle()
+            cache = self._cache
+            self._at_home = frozenset(filter(cache.stages_at_home, cache.tables))
+            cache.settle()
 
     def cut(
         self, slot: Slot, request: CutRequest, *, started_ns: int, window: Window | None = None
@@ -454,8 +463,19 @@ class Cutter:
             full_bytes=behind.full_bytes,
             interval_batches=request.interval_batches,
             history=request.history,
+            served=self._served(plan.parts, ref.attempt),
         )
         return Cut(snapshot, pending)
+
+    def _served(self, parts: Sequence[TablePart], attempt: str) -> ServedTables | None:
+        """Return what embedding servers stage of the checkpoint; None: nothing, on all ranks."""
+        cache = self._cache
+        if cache is None or not self._at_home:
+            return None
+        assert isinstance(cache.home, ServedHome)  # the settings have been checked
+        indexes = {one.in_cache: at for at, one in enumerate(parts) if one.in_cache is not None}
+        part = ServedPart(cache.home, indexes, attempt)
+        return ServedTables(part=part, tables=tuple(one.staged_at_servers for one in parts))
 
     def _cache_use(self) -> CacheUse | None:
         """Return what the cache did since the cut before."""
@@ -499,6 +519,7 @@ class Cutter:
             chosen = in_bits(self._widths[live.key], precision)
             # Exact means the width of the present dtype: `model.half()` may have changed it.
             width = chosen if chosen in CODE_BITS else width
+        in_cache = live.table.key_in_cache if isinstance(live.table, CachedTable) else None
         return TablePart(
             spec=live.spec,
             held=live.held,
@@ -509,7 +530,8 @@ class Cutter:
             bits=width,
             quantizer=self._precision.quantizer,
             state_bits=None if self._precision.state == "lossless" else 16,
-            in_cache=live.table.key_in_cache if isinstance(live.table, CachedTable) else None,
+            in_cache=in_cache,
+            at_servers=in_cache in self._at_home,
         )
 
     def _name_methods(self, parts: list[TablePart], link: Link, step: int) -> None:

@@ -133,6 +133,7 @@ class TablePart:
         method: method of the quantizer; None: the agent chooses it, if the rows are quantized.
         codes: the rows as codes, if this process quantized them; None: `values` are staged.
         in_cache: name of the table in its cache, which has the rows; None: `values` has them.
+        at_servers: embedding servers stage the rows; the slot has none of them.
     """
 
     spec: TableSpec
@@ -148,21 +149,45 @@ class TablePart:
     method: ChosenMethod | None = None
     codes: Codes | None = None
     in_cache: str | None = None
+    at_servers: bool = False
+
+    @property
+    def rows_here(self) -> int:
+        """How many rows this rank stages."""
+        return 0 if self.at_servers else self.row_count
 
     @property
     def staged(self) -> StagedTable:
         """The table as the job describes it."""
+        held = range(0) if self.at_servers else self.held
         return StagedTable(
             spec=self.spec,
-            first_row=self.held.start,
-            shard_rows=len(self.held),
-            row_count=self.row_count,
-            all_rows=self.bitmap is None and len(self.held) > 0,
+            first_row=held.start,
+            shard_rows=len(held),
+            row_count=self.rows_here,
+            all_rows=self.bitmap is None and len(held) > 0,
             bits=self.bits,
             quantizer=self.quantizer,
             state_bits=self.state_bits,
             method=self.method,
             codes=self.codes is not None,
+        )
+
+    @property
+    def staged_at_servers(self) -> StagedTable:
+        """The table as the job of an embedding server describes it before it has rows."""
+        return StagedTable(
+            spec=self.spec,
+            first_row=0,
+            shard_rows=0,
+            row_count=0,
+            all_rows=False,
+            bits=self.bits,
+            quantizer=self.quantizer,
+            state_bits=self.state_bits,
+            method=None,  # the agent of the server's host chooses
+            codes=False,
+            scattered=True if self.at_servers else None,
         )
 
 
@@ -202,7 +227,7 @@ def full_bytes(parts: Sequence[TablePart], tree: bytes, tensors: Sequence[Tensor
         spec = part.spec
         row = spec.dim * item_bytes(spec.dtype)
         row += sum(array_bytes(state.dtype, state.shape) for state in spec.row_states)
-        total += len(part.held) * row
+        total += 0 if part.at_servers else len(part.held) * row
     return total
 
 
@@ -217,7 +242,7 @@ def place_tables(parts: Sequence[TablePart]) -> tuple[tuple[Placed, ...], int]:
         end = placed[-1].end
 
     for index, part in enumerate(parts):
-        rows = part.row_count
+        rows = part.rows_here
         if rows == 0:
             continue
         if part.bitmap is not None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from recpoint.embeddings.cached_rows import CachedRows
+from recpoint.embeddings.settling import Settling
 from recpoint.embeddings.slots import TableSlots
-from recpoint.embeddings.trainers.settling import Settling
 
 CAPACITY = 40_000  # more than are copied at a time
 

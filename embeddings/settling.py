@@ -36,9 +36,12 @@ class Settling:
         self._saved: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in tables}
 
     def save(self, name: str, slots: Tensor) -> None:
-        """Save rows that are about to change, int64 [n] slots; the lock is held."""
+        """Save rows that are about to change, int64 [n] slots; the lock is held.
+
+        A slot may come several times.
+        """
         here, seen = self._tables[name].slots, self._seen[name]
-        new = slots[~seen[slots]]
+        new = torch.unique(slots[~seen[slots]])
         seen[new] = True
         new = new[here.changed[new] & (here.ids[new] >= 0)]
         if len(new):

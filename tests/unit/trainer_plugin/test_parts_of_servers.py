@@ -1,0 +1,199 @@
+"""Embedding servers stage their rows themselves: parts of a checkpoint, each on its own host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch.optim import SGD
+
+from recpoint import Checkpointer, Staging
+from recpoint.catalog.check.validate import validate
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.store.store import open_store
+from recpoint.embeddings.home import Home
+from recpoint.embeddings.home_in_memory import MemoryHome
+from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.remote.served_home import ServedHome
+from recpoint.embeddings.remote.server import EmbeddingServer
+from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
+from recpoint.errors import SettingsError
+from recpoint.format.manifest import Manifest
+from tests.cached_training import plain_model, rows_of_plain
+from tests.protected_servers import protected
+from tests.several_trainers import Case, Part, alone, checkpoints_of, on_ranks, optimizers_of
+from tests.training_builder import Place
+from tests.unit.trainer_plugin.test_cached_checkpoints import (
+    OPTIMIZERS,
+    POLICIES,
+    SMALL,
+    Both,
+    checkpointing,
+)
+
+_TOKEN = b"of this test"
+#: Training is so short that the agent would be busy at the next checkpoint.
+_WAITS = {"at_servers": True, "when_busy": "wait"}
+
+
+@contextmanager
+def served(count: int) -> Iterator[ServedHome]:
+    with ExitStack() as stack:
+        servers = [EmbeddingServer(name=f"server {one + 1}") for one in range(count)]
+        for server in servers:
+            stack.callback(server.end)
+        listening = [stack.enter_context(TcpServer(one, _TOKEN)) for one in servers]
+        transports = [TcpTransport(one.address, _TOKEN) for one in listening]
+        yield stack.enter_context(ServedHome(transports))
+
+
+def run_of(place: Place) -> Run:
+    return Run.open(open_store(place.run))
+
+
+def manifests(place: Place) -> list[Manifest]:
+    run = run_of(place)
+    return [run.manifest(*name) for name in run.live_line()]
+
+
+def restored(place: Place, name: str, home: Home | None = None) -> Both:
+    both = Both(name, None if home is None else SMALL, home)
+    with checkpointing(both, place):
+        pass
+    return both
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parts_of_servers_restore_into_any_model(place: Place, name: str, policy: str) -> None:
+    expected = Both(name, None)
+    expected.train(None, 32)
+    with served(3) as home:
+        first = Both(name, SMALL, home)
+        with checkpointing(first, place, policy=POLICIES[policy], **_WAITS) as ckpt:
+            first.train(ckpt, 32)
+        first.same_as(expected)
+    found = manifests(place)
+    assert [one.step for one in found] == [32, 30, 25, 20, 15, 10, 5]
+    for manifest in found:
+        assert (manifest.ranks, manifest.servers) == (1, 3)
+        assert {chunk.rank for chunk in manifest.chunks if chunk.content == "rows"} <= {1, 2, 3}
+        assert {chunk.rank for chunk in manifest.chunks if chunk.content == "state"} == {0}
+        assert manifest.cache is not None and manifest.cache.hits > 0
+    run = run_of(place)
+    assert all(validate(run, name, level="full").passed for name in run.live_line())
+    restored(place, name).same_as(expected)
+    restored(place, name, MemoryHome()).same_as(expected)
+
+
+def test_trainings_go_on_from_each_others_checkpoints(place: Place) -> None:
+    expected = Both("adagrad", None)
+    losses = expected.train(None, 37)
+    with served(3) as home:
+        first = Both("adagrad", SMALL, home)
+        with checkpointing(first, place, **_WAITS) as ckpt:
+            found = first.train(ckpt, 12)
+    second = Both("adagrad", None)
+    with checkpointing(second, place, when_busy="wait") as ckpt:
+        assert ckpt.batches_done == 12
+        found += second.train(ckpt, 11)
+    with served(2) as home:
+        third = Both("adagrad", SMALL, home)
+        with checkpointing(third, place, **_WAITS) as ckpt:
+            assert ckpt.batches_done == 23
+            found += third.train(ckpt, 14)
+        third.same_as(expected)
+    assert found == losses
+    assert [one.servers for one in manifests(place)] == [2, 2, 2, None, None, None, 3, 3, 3]
+
+
+def test_rows_on_servers_with_parity(place: Place) -> None:
+    with protected(5, Parity(data=4)) as (_, home):
+        both = Both("adagrad", SMALL, home)
+        with checkpointing(both, place, **_WAITS) as ckpt:
+            both.train(ckpt, 23)
+        for manifest in manifests(place):
+            assert manifest.servers == 5
+            assert manifest.stripes is not None and manifest.stripes.fits
+        restored(place, "adagrad").same_as(both)
+
+
+def test_several_trainers_name_their_rows_to_all_servers(place: Place, tmp_path: Path) -> None:
+    case = Case(run=place.run, staging=str(place.staging), batches=23, servers=3, at_servers=True)
+    with place.agent():
+        (found,) = on_ranks([case], 2, tmp_path / "first")
+        expected = alone(case, 2)
+        assert found.rows.differences(expected.rows) == []
+        longer = replace(case, batches=31, servers=2, slots={"users": 60, "items": 90})
+        (found,) = on_ranks([longer], 2, tmp_path / "second")
+        expected = alone(longer, 2)
+        assert found.rows.differences(expected.rows) == []
+    assert {(one.ranks, one.servers) for one in manifests(place)} == {(2, 3), (2, 2)}
+    for manifest in manifests(place):
+        rows = {chunk.rank for chunk in manifest.chunks if chunk.content == "rows"}
+        assert rows and min(rows) >= 2
+    run = run_of(place)
+    assert all(validate(run, name, level="full").passed for name in run.live_line())
+    plain = plain_model(sparse=True)
+    optimizers = optimizers_of(case, plain)
+    with checkpoints_of(
+        replace(longer, at_servers=False), plain, optimizers, Part(case.epoch)
+    ) as checkpoints:
+        assert checkpoints is not None and checkpoints.batches_done == 31
+        assert rows_of_plain(plain, optimizers[0]).differences(expected.rows) == []
+
+
+def test_the_slots_of_a_trainer_have_no_rows_of_servers(place: Place) -> None:
+    sizes = {}
+    for at_servers in (False, True):
+        here = replace(
+            place, staging=place.staging / str(at_servers), run=place.run + str(at_servers)
+        )
+        with served(3) as home:
+            both = Both("adagrad", SMALL, home)
+            with checkpointing(both, here, at_servers=at_servers) as ckpt:
+                both.train(ckpt, 12)
+                sizes[at_servers] = ckpt.memory_bound_bytes
+        slots = area.slots_directory(here.run_directory)
+        assert {path.name[:6] for path in slots.iterdir()} == (
+            {f"r{number:05d}" for number in range(4)} if at_servers else {"r00000"}
+        )
+    assert sizes[True] < sizes[False]
+
+
+def test_a_server_that_cannot_stage_costs_a_checkpoint(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served(3) as home:
+        both = Both("adagrad", SMALL, home)
+        with checkpointing(both, place, on_error="continue", **_WAITS) as ckpt:
+            in_the_way = area.slot_path(place.run_directory, 2, 0)
+            in_the_way.mkdir(mode=0o700, parents=True)
+            while in_the_way.name not in caplog.text:
+                both.train(ckpt, 1)  # a step notes what has failed
+            assert "server 2: " in caplog.text
+            in_the_way.rmdir()
+            both.train(ckpt, 15)
+        assert len(manifests(place)) >= 2
+        restored(place, "adagrad").same_as(both)
+
+
+def test_servers_are_asked_for(place: Place) -> None:
+    both = Both("adagrad", SMALL)
+    with pytest.raises(
+        SettingsError, match=r"Staging\(at_servers=True\): found a home that is no s"
+    ):
+        both.checkpointer(place, at_servers=True)
+    plain = plain_model()
+    with pytest.raises(SettingsError, match="found no tables in a cache"):
+        Checkpointer(
+            plain,
+            SGD(plain.parameters(), lr=0.1),
+            run=place.run,
+            interval_batches=5,
+            staging=Staging(directory=place.staging, at_servers=True),
+        )
