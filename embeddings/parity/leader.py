@@ -267,13 +267,14 @@ class Leader:
     def _replace(self, lost: Sequence[int]) -> None:
         """Have living servers forget lost ones, and start successors that recover their rows."""
         living = {at: one for at, one in enumerate(self._servers) if at not in lost}
-        for server in living.values():
-            # Another trainer may have written to a table that this one has not added yet.
-            for table, generation in server.tables().items():
-                self._tables.setdefault(table, generation)
         for number in lost:
             self._recovery.forget(number, self._servers[number].incarnation, living)
             self._states[number] = State.FORGOTTEN
+        for server in living.values():
+            # Another trainer may have written to a table that this one has not added yet. It had
+            # added the table at all servers before, and no lost server acknowledges writes now.
+            for table, generation in server.tables().items():
+                self._tables.setdefault(table, generation)
         for number in lost:
             self._succeed(number)
             self._states[number] = State.BEGUN

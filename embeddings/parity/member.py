@@ -91,6 +91,7 @@ class StripeMember:
 
     Attributes:
         difference_rows: rows of all differences that this server has sent or will send.
+        is_open: whether trainers are answered: the leader has said which tables there are.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class StripeMember:
         self._home = home
         self._together = together
         self.difference_rows = 0
+        self.is_open = False
         self._tables: dict[str, _Table] = {}
         self._writes = Writes()
         self._peers: dict[int, Peer] = {}
@@ -224,10 +226,16 @@ class StripeMember:
             record_bytes: of a row.
             generation: how often the other servers have cleared the table.
             is_lost: whether this server has lost the table's rows.
+
+        Raises:
+            OutOfStep: the server is not open yet. Only the leader knows whether a successor has
+                lost the table's rows, and it says so before it opens the server.
         """
         with self._lock:
             if table in self._tables:
                 return
+            if not (is_lost or self.is_open):
+                raise OutOfStep(f"server {self._number + 1} has not joined the other servers yet")
             made = _Table(table, stripes, record_bytes, self._number)
             made.generation = generation
             if is_lost:

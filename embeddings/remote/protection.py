@@ -49,7 +49,6 @@ class Protection:
 
     Attributes:
         member: the rows and parity rows.
-        is_ready: whether trainers are answered.
         has_given_up: whether more servers are lost than parity makes up for. Trainers ask for it.
     """
 
@@ -73,7 +72,6 @@ class Protection:
         self._threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="recpoint-peers")
         self._is_over = threading.Event()
         self._recovery: threading.Thread | None = None
-        self.is_ready = False
         self.has_given_up = False
         self.member = StripeMember(
             number,
@@ -101,6 +99,9 @@ class Protection:
             record_bytes: bytes of a row.
             generation: how often the other servers have cleared the table.
             is_lost: whether this server has to recover the table's rows.
+
+        Raises:
+            OutOfStep: see `StripeMember.add_table`.
         """
         stripes = stripes_of(table, rows=rows, parity=self._parity, hosts=self._hosts)
         self._row_bytes[table] = record_bytes + 1
@@ -108,8 +109,8 @@ class Protection:
 
     def open(self) -> None:
         """Answer trainers from now on, and recover what is lost. Again, it does nothing."""
-        if not self.is_ready:
-            self.is_ready = True
+        if not self.member.is_open:
+            self.member.is_open = True
             self._recovery = threading.Thread(
                 target=self._recover_all, name="recpoint-recovery", daemon=True
             )

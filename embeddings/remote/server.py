@@ -352,7 +352,7 @@ class EmbeddingServer(Transport):
 
     def _opened(self) -> StripeMember:
         protection = self._protection
-        if protection is None or not protection.is_ready:
+        if protection is None or not protection.member.is_open:
             raise OutOfStep(f"{self._name} has not joined the other servers yet")
         return protection.member
 

@@ -3,7 +3,7 @@
 Each server is a `StripeMember` with its rows in memory. A `Leader` replaces those that are killed,
 and clears tables. Calls between servers, and those of the leader, go through a network that loses
 requests and answers, delivers a request twice, the second time late, and runs other things at any
-message: a write elsewhere, a death, a batch of a recovery.
+message: a write elsewhere, a death, a batch of a recovery, a table that a trainer adds.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ from recpoint.kernels import erasure
 
 T = TypeVar("T")
 
+#: What may happen between a request and its answer.
+INTERRUPTS = ("write", "kill", "recover", "late", "compare", "add")
+
 TABLE = "items"
 RECORD_BYTES = 5
 
@@ -60,7 +63,6 @@ class Process:
         self.beginning = beginning
         self.is_alive = True
         self.is_silent = False  # it lives, and the leader does not reach it
-        self.is_open = False
         self.home = MemoryHome()
         self.member: StripeMember | None = None
         self.cleared: dict[str, int] = {}  # table -> number of the last clear
@@ -70,6 +72,10 @@ class Process:
         if self.member is None:
             raise OutOfStep("it does not take part in parity yet")
         return self.member
+
+    @property
+    def is_open(self) -> bool:
+        return self.member is not None and self.member.is_open
 
     @property
     def is_whole(self) -> bool:
@@ -189,7 +195,7 @@ class Led(LedServer):
 
     def open(self) -> None:
         def open_(server: Process) -> None:
-            server.is_open = True
+            server.protects.is_open = True
 
         self._call(open_)
 
@@ -271,7 +277,7 @@ class Network:
     def _happen(self, source: Process | None) -> None:
         """Let something else happen between a request and its answer."""
         fate = next(self.fates, "well")
-        if self._depth < 2 and fate in ("write", "kill", "recover", "late", "compare"):
+        if self._depth < 2 and fate in INTERRUPTS:
             self._depth += 1
             try:
                 self._interrupt(fate)
@@ -296,6 +302,7 @@ FATES = st.lists(
         ["well"] * 5
         + ["write"] * 3
         + ["request lost", "answer lost", "twice, later", "kill", "recover", "late", "compare"]
+        + ["add"]
     ),
     min_size=12,
     max_size=40,
@@ -303,7 +310,7 @@ FATES = st.lists(
 
 #: What comes between messages of a recovery that gets to its end.
 BUSY = st.lists(
-    st.sampled_from(["well", "well", "write", "write", "late", "twice, later", "compare"]),
+    st.sampled_from(["well", "well", "write", "write", "late", "twice, later", "compare", "add"]),
     min_size=12,
     max_size=40,
 )
@@ -340,6 +347,7 @@ class ParityMachine(RuleBasedStateMachine):
         #: What must be there, and for rows whose write was not acknowledged what may be there.
         self.acknowledged: dict[Row, bytes] = {}
         self.pending: dict[Row, bytes] = {}
+        self.adds_at: int | None = None  # where trainers add tables; None: anywhere
         self.servers = [self.new_process(one, 0) for one in range(self.count)]
         self.led = [Led(self, one) for one in range(self.count)]
         self.leader = Leader(self.led, parity)
@@ -386,6 +394,30 @@ class ParityMachine(RuleBasedStateMachine):
         generation = self.leader.add_table(table) if by_leader else 0
         for server in self.servers:
             self.add_table(server, table, generation, False)
+
+    @rule(number=st.integers(0, 6))
+    def add_again(self, number: int) -> None:
+        self.add_some(number % self.count)
+
+    def add_some(self, number: int) -> None:
+        """Add a table at a server, as a trainer does that comes to it after the others."""
+        table = self.choose.choice(sorted(self.stripes))
+        try:
+            self.add_table(self.servers[number], table, 0, False)
+        except OutOfStep:
+            pass  # it tries again
+
+    @rule(fates=st.lists(st.sampled_from(["well", "add", "add", "write"]), max_size=60))
+    def add_while_a_server_is_replaced(self, fates: list[str]) -> None:
+        """Whatever a trainer adds at a successor, this recovers the rows that it has lost."""
+        number = self.choose.randrange(self.count)
+        self.write_some(6)
+        self.kill(number)
+        self.adds_at = number
+        self.network.fates = itertools.chain(fates, itertools.repeat("add"))
+        self.leader.look()
+        self.network.fates = iter(())
+        self.adds_at = None
 
     @rule(fates=FATES, count=st.integers(1, 6))
     def write(self, fates: list[str], count: int) -> None:
@@ -503,6 +535,9 @@ class ParityMachine(RuleBasedStateMachine):
             self.kill(int(what.rpartition(":")[2]))
         elif what == "recover":
             self.recover_some(self.choose.randrange(self.count))
+        elif what == "add":
+            at = self.adds_at
+            self.add_some(self.choose.randrange(self.count) if at is None else at)
         elif what == "compare":
             self.compare_some(self.choose.randrange(self.count))
         else:

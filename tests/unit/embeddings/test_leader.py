@@ -326,23 +326,41 @@ def protecting() -> dict[str, int | str | bool | None]:
     }
 
 
+def adding(*, is_lost: bool = False) -> dict[str, int | str | bool | None]:
+    stripes = stripes_of("items", rows=ROWS, parity=Parity(data=2, parity=2), hosts="abcd")
+    return {
+        "table": "items",
+        "rows": stripes.slots(0),
+        "record_bytes": RECORD_BYTES,
+        "all_rows": ROWS,
+        "generation": 0,
+        "is_lost": int(is_lost),
+    }
+
+
+def test_before_it_is_open_a_server_learns_of_tables_from_the_leader_only() -> None:
+    """What another trainer adds would be taken for a table that has no rows yet."""
+    server = EmbeddingServer(reach=reach_with(TOKEN))
+    incarnation = begun(server)
+    with pytest.raises(OutOfStep, match="does not take part in parity yet"):
+        server.command("add_table", adding(), incarnation=incarnation)
+    server.command("protect", protecting(), incarnation=incarnation)
+    with pytest.raises(OutOfStep, match="has not joined"):
+        server.command("add_table", adding(), incarnation=incarnation)
+    server.command("add_table", adding(is_lost=True), incarnation=incarnation)
+    server.command("open", {}, incarnation=incarnation)
+    server.command("add_table", adding(), incarnation=incarnation)
+    said = server.command("known", {}, incarnation=incarnation)
+    assert said["known"] == 0 and int(str(said["all"])) > 0
+    server.end()
+
+
 def test_a_report_about_many_writes_comes_in_parts_that_fit() -> None:
     server = EmbeddingServer(reach=reach_with(TOKEN))
     incarnation = begun(server)
     server.command("protect", protecting(), incarnation=incarnation)
-    stripes = stripes_of("items", rows=ROWS, parity=Parity(data=2, parity=2), hosts="abcd")
-    server.command(
-        "add_table",
-        {
-            "table": "items",
-            "rows": stripes.slots(0),
-            "record_bytes": RECORD_BYTES,
-            "all_rows": ROWS,
-            "generation": 0,
-            "is_lost": 0,
-        },
-        incarnation=incarnation,
-    )
+    server.command("open", {}, incarnation=incarnation)
+    server.command("add_table", adding(), incarnation=incarnation)
     count = 5_000
     for number in range(1, count + 1):
         shares = {0: (incarnation, number), 2: (102, 2**62 + number)}

@@ -70,6 +70,7 @@ def member(peers: Mapping[int, tuple[int, Peer]]) -> StripeMember:
     stripes = stripes_of(TABLE, rows=60, parity=Parity(data=2), hosts="abc")
     home.add_table(TABLE, rows=stripes.slots(0), record_bytes=RECORD_BYTES)
     made = StripeMember(0, 7, home, peers, together=one_by_one)
+    made.is_open = True
     made.add_table(TABLE, stripes, RECORD_BYTES)
     return made
 

@@ -162,6 +162,7 @@ def test_a_server_that_others_take_for_lost_compares_and_decodes_nothing() -> No
         home.add_table("items", rows=stripes.slots(number), record_bytes=RECORD_BYTES)
         others = {one: (one + 1, Near(members, one)) for one in range(3) if one != number}
         members[number] = StripeMember(number, number + 1, home, others, together=one_by_one)
+        members[number].is_open = True
         members[number].add_table("items", stripes, RECORD_BYTES)
     holder = 2
     slots = torch.arange(stripes.parity_slots(holder))
