@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from recpoint.embeddings import servers
+from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.remote.served_home import ServedHome
-from recpoint.errors import ServerLost
+from recpoint.errors import ServerLost, SettingsError
 from recpoint.testing.homes import fetched, ids_of, records_of
 
 __all__ = ["parent", "rank"]
@@ -25,6 +26,8 @@ def rank(number: int, place: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{Path(place) / 'group'}", rank=number, world_size=2
     )
+    _refuse_what_differs(number)
+    _learn_why_rank_0_fails(number, Path(place))
     home = servers(2)
     assert isinstance(home, ServedHome)
     home.add_table("t", rows=10, record_bytes=8)
@@ -58,6 +61,33 @@ def rank(number: int, place: str) -> None:
     if number == 1:
         home.close()
     dist.destroy_process_group()
+
+
+def _refuse_what_differs(number: int) -> None:
+    """Rank 1 passes another parity. It would look for rows where rank 0 has put others."""
+    try:
+        home = servers(3, parity=Parity(data=2 - number))
+    except SettingsError as error:
+        said = "Parity(data=1, parity=1) on rank 1, Parity(data=2, parity=1) on rank 0"
+        assert number == 1 and said in str(error)  # noqa: PT017  # not in a test file
+    else:
+        assert number == 0
+        home.close()
+    dist.barrier()
+
+
+def _learn_why_rank_0_fails(number: int, place: Path) -> None:
+    (place / f"file {number}").touch()
+    try:
+        servers(1, directory=place / f"file {number}")
+    except FileExistsError:
+        assert number == 0
+    except ServerLost as error:
+        said = str(error)
+        assert number == 1 and "rank 0" in said and "file 0" in said  # noqa: PT017  # as above
+    else:
+        raise AssertionError("rows in a file that was there")
+    dist.barrier()
 
 
 def parent(place: str) -> None:

@@ -17,15 +17,18 @@ import sys
 import threading
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Final
-
-import torch.distributed as dist
 
 from recpoint.embeddings.home import Home
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.remote.protected_home import made_home
+from recpoint.embeddings.remote.rank_agreement import (
+    found_by_first_rank,
+    rank_and_count,
+    require_parity_of_first_rank,
+)
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.tcp import TcpTransport
 from recpoint.embeddings.remote.transport import Transport
@@ -79,8 +82,9 @@ def servers(
             parity, also for how long such a call is then made again.
 
     Raises:
-        SettingsError: a number that cannot work.
-        HomeError: a server does not start.
+        SettingsError: a number that cannot work, or another `parity` than on rank 0.
+        HomeError: a server does not start, or a rank is on another machine.
+        RankLost: another rank does not call it.
     """
     if type(count) is not int or not 1 <= count <= _MOST_SERVERS:
         raise _refused("count", f"{count!r:.100}", f"1 to {_MOST_SERVERS}")
@@ -89,11 +93,26 @@ def servers(
     if parity is not None:
         parity.require_servers(count)
     given = None if directory is None else Path(directory).absolute()
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return _started(count, parity, given, timeout_seconds)[0]
-    if dist.get_rank() == 0:
-        return _started_for_all(count, parity, given, timeout_seconds)
-    return _joined(parity, timeout_seconds)
+    homes: list[Home] = []
+
+    def start() -> dict[str, object]:
+        home, processes = _started(count, parity, given, timeout_seconds)
+        homes.append(home)
+        return {
+            "host": socket.gethostname(),
+            "token": processes.token.hex(),
+            "ports": processes.ports,
+            "owner": home.owner,
+            "parity": parity and asdict(parity),
+        }
+
+    try:
+        told = found_by_first_rank(start, timeout_seconds=_START_SECONDS + timeout_seconds)
+    except BaseException:
+        for home in homes:
+            home.close()
+        raise
+    return homes[0] if homes else _joined(told, parity, timeout_seconds)
 
 
 class _Process:
@@ -390,50 +409,24 @@ def _started(
     return home, processes
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Invitation:
-    """What rank 0 tells the others; `error` if its servers did not start."""
-
-    host: str
-    token: bytes = b""
-    ports: tuple[int, ...] = ()
-    owner: int = 0
-    error: str = ""
-
-
-def _started_for_all(
-    count: int, parity: Parity | None, directory: Path | None, timeout_seconds: float
-) -> ServedHome:
+def _joined(told: dict[str, Any], parity: Parity | None, timeout_seconds: float) -> ServedHome:
+    """Use the servers that rank 0 has started."""
     host = socket.gethostname()
-    try:
-        home, processes = _started(count, parity, directory, timeout_seconds)
-    except BaseException as error:
-        dist.broadcast_object_list([_Invitation(host=host, error=str(error) or repr(error))])
-        raise
-    told = _Invitation(host=host, token=processes.token, ports=processes.ports, owner=home.owner)
-    dist.broadcast_object_list([told])
-    return home
-
-
-def _joined(parity: Parity | None, timeout_seconds: float) -> ServedHome:
-    heard: list[_Invitation] = [_Invitation(host="")]
-    dist.broadcast_object_list(heard)
-    told, host = heard[0], socket.gethostname()
-    if told.error or told.host != host:
+    if told["host"] != host:
         raise HomeError(
             "servers(...)",
-            found=f"rank 0 could not start them: {told.error}"
-            if told.error
-            else f"rank {dist.get_rank()} on {host}, rank 0 on {told.host}",
+            found=f"rank {rank_and_count()[0]} on {host}, rank 0 on {told['host']}",
             expected="servers that all ranks reach: they listen on one machine only",
-            next_step="start all ranks on one machine, or read what rank 0 says",
+            next_step="start all ranks on one machine",
         )
+    require_parity_of_first_rank("servers", parity, told["parity"])
+    ports, token = told["ports"], bytes.fromhex(told["token"])
 
     def transport(number: int) -> TcpTransport:
-        port, count = told.ports[number], len(told.ports)
+        port, count = ports[number], len(ports)
         return TcpTransport(
             ("127.0.0.1", port),
-            told.token,
+            token,
             name=f"embedding server {number + 1} of {count} (127.0.0.1:{port})",
             timeout_seconds=timeout_seconds,
         )
@@ -446,10 +439,10 @@ def _joined(parity: Parity | None, timeout_seconds: float) -> ServedHome:
         return transport(number)
 
     return made_home(
-        [transport(number) for number in range(len(told.ports))],
+        [transport(number) for number in range(len(ports))],
         parity=parity,
         timeout_seconds=timeout_seconds,
-        owner=told.owner,
+        owner=told["owner"],
         revive=again,
     )
 

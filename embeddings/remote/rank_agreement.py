@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recpoint.errors import RankLost, ServerLost
+from recpoint.embeddings.parity.stripes import Parity
+from recpoint.errors import RankLost, ServerLost, SettingsError
 
-__all__ = ["found_by_first_rank", "rank_and_count"]
+__all__ = ["found_by_first_rank", "rank_and_count", "require_parity_of_first_rank"]
 
 
 def rank_and_count() -> tuple[int, int]:
@@ -81,3 +82,26 @@ def found_by_first_rank(
         )
     answer = told["found"]
     return answer
+
+
+def require_parity_of_first_rank(
+    function: str, own: Parity | None, told: dict[str, int] | None
+) -> None:
+    """Refuse another parity than that of rank 0: rows would be looked for in other slots.
+
+    Args:
+        function: what was called with `parity`.
+        own: the parity of this rank.
+        told: the fields of rank 0's.
+
+    Raises:
+        SettingsError: says what both are.
+    """
+    first = told and Parity(**told)
+    if own != first:
+        raise SettingsError(
+            f"{function}(parity=...)",
+            found=f"{own} on rank {rank_and_count()[0]}, {first} on rank 0",
+            expected="the same parity on all ranks",
+            next_step="call it with the same parity on all ranks",
+        )

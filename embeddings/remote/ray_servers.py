@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Literal, get_args
 
@@ -10,7 +11,11 @@ from recpoint.catalog.store.run_url import parse_run_url
 from recpoint.embeddings.home import Home
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.remote.protected_home import made_home
-from recpoint.embeddings.remote.rank_agreement import found_by_first_rank, rank_and_count
+from recpoint.embeddings.remote.rank_agreement import (
+    found_by_first_rank,
+    rank_and_count,
+    require_parity_of_first_rank,
+)
 from recpoint.embeddings.remote.ray_head import WatchedTransport
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.transport import Transport
@@ -70,7 +75,7 @@ def ray(
 
     Raises:
         SettingsError: Ray is not installed, there is no such cluster, a node has not enough memory,
-            or an argument cannot work.
+            an argument cannot work, or `parity` is another one than on rank 0.
         ServerLost: a server does not start.
         RankLost: another rank does not answer.
     """
@@ -169,12 +174,14 @@ def ray(
             "token": token and token.hex(),
             "owner": home.owner,
             "hosts": hosts,
+            "parity": parity and asdict(parity),
         }
 
     try:
         found = found_by_first_rank(start, timeout_seconds=start_seconds + timeout_seconds)
         if rank == 0:
             return homes[0]
+        require_parity_of_first_rank("ray", parity, found["parity"])
         token = found["token"] and bytes.fromhex(found["token"])
         return joined(found["names"], token, owner=found["owner"], hosts=found["hosts"])
     except BaseException:
