@@ -459,6 +459,7 @@ class Settings:
             "Staging.at_servers": self.staging.at_servers,
             "Timeouts.ranks_seconds": self.timeouts.ranks_seconds,
             "Options.handle_sigterm": self.options.handle_sigterm,
+            "Options.rewinds": self.options.rewinds,
         }
 
     def check_ranks(self, count: int) -> None:

@@ -305,6 +305,7 @@ def disagreeing_rank(meeting: str, rank: int, told: str) -> None:
     for name, settings in (
         ("policy", _settings(10, policies[rank])),
         ("interval", _settings((rank + 1) * 10, policies[0])),
+        ("rewinds", _settings(10, policies[0], rewinds=3 * rank)),
     ):
         found[name] = refused(partial(agree_on_settings, ranks, settings.common))
     with torch.device("meta"):  # in its place: a GPU
@@ -315,7 +316,7 @@ def disagreeing_rank(meeting: str, rank: int, told: str) -> None:
     dist.destroy_process_group()
 
 
-def _settings(interval_batches: int, policy: Policy) -> Settings:
+def _settings(interval_batches: int, policy: Policy, *, rewinds: int = 0) -> Settings:
     return Settings(
         interval_batches=interval_batches,
         interval_seconds=None,
@@ -324,7 +325,7 @@ def _settings(interval_batches: int, policy: Policy) -> Settings:
         failures=None,
         staging=Staging(),
         timeouts=Timeouts(),
-        options=Options(),
+        options=Options(rewinds=rewinds),
     )
 
 

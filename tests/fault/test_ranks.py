@@ -123,5 +123,6 @@ def test_ranks_that_differ_are_told_how_and_nobody_waits(tmp_path: Path) -> None
         "policy: found OneShot(full_every=None) on rank 1, Consecutive"
     )
     assert "20 on rank 1, 10 on rank 0" in first["interval"]
+    assert first["rewinds"].startswith("Options.rewinds: found 3 on rank 1, 0 on rank 0")
     assert first["default_device"] == [[0], [1]] and first["gathered"] == ["0", "11"]
     assert first["numbers"] == [1, 8]
