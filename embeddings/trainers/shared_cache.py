@@ -496,16 +496,24 @@ class SharedCache(Cache):
     # What restores do.
 
     def restored(self) -> None:
-        """Begin anew, also after ranks have left each other; see `Cache.restored`. Collective."""
+        """Begin anew, also after ranks have left each other; see `Cache.restored`. Collective.
+
+        Raises:
+            HomeError: the home has failed. It may be called again, on all ranks.
+            RankLost: a rank does not answer, or its home has failed.
+        """
         self.end_failed_step()
         self._wait([self._thread.submit(lambda: None)])
         with suppress(RankLost):
             self._wait_for_later_steps()
         if self._has_left:
+            self._home_channel.close()  # its thread has nothing to do
             self._coming.end(within_seconds=0.0)
             self._coming = self._new_coming(self._open_channels())
-        self._rows_channel.meet()  # no rank writes rows back any more
-        super().restored()
+        with self._leaving():
+            self._rows_channel.meet()  # no rank writes rows back any more
+            super().restored()
+            self._rows_channel.meet()
         self._drop(lambda _: True)
         self._borrowed.clear()
         self._changing.clear()
@@ -513,7 +521,6 @@ class SharedCache(Cache):
         self._coming.over = 0
         self._coming.forget(self.batch)
         self._over = self.batch
-        self._rows_channel.meet()
 
     def close(self) -> None:
         """End the threads after what they have to do. The home stays open.

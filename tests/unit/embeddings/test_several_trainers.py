@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,12 @@ from recpoint import Lookahead
 from recpoint.embeddings.cached_tables import cached, read_rows
 from recpoint.embeddings.homes import local
 from recpoint.embeddings.initial import Uniform
+from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.remote.processes import servers
-from recpoint.errors import SettingsError
+from recpoint.embeddings.remote.served_home import ServedHome
+from recpoint.errors import HomeError, RankLost, SettingsError
 from tests.cached_training import Batches, as_bits, cached_model
-from tests.several_trainers import Case, alone, join, on_ranks, run_ranks
+from tests.several_trainers import Case, alone, given_to, join, on_ranks, run_ranks
 
 AMPLE = {"users": 203, "items": 101}
 
@@ -69,6 +74,11 @@ def test_what_ranks_cannot_share_is_refused_on_all_of_them(tmp_path: Path) -> No
         assert "a reset of rows" in one["reset"]
         assert one["read"] is True
         assert "at least 9" in one["too few slots"]
+
+
+def test_a_restore_that_fails_on_a_rank_ends_on_all_and_may_be_tried_again(tmp_path: Path) -> None:
+    codes, logs = run_ranks(__name__, 2, tmp_path / "ranks", "restore")
+    assert codes == [0, 0], "\n".join(logs)
 
 
 # What each rank does.
@@ -123,6 +133,34 @@ def _rank(directory: Path, rank: int, ranks: int) -> None:
     dist.destroy_process_group()
 
 
+def _restoring_rank(directory: Path, rank: int, ranks: int) -> None:
+    join(directory, rank, ranks)
+    with servers(count=2, parity=Parity(data=1), timeout_seconds=5.0) as home:
+        assert isinstance(home, ServedHome)
+        model, cache = cached_model({"users": 40, "items": 60}, home, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in Lookahead(Batches(2, seed=rank), model, window=2):
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        read_rows(model, "users", ids=torch.arange(203))  # the home has the rows
+        python = sys.executable
+        if rank == 0:
+            sys.executable = "/bin/false"  # no server starts again
+            for one in home.greetings:
+                os.kill(one.pid, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(RankLost if rank else HomeError) as caught:
+            cache.restored()
+        assert rank or "an end with exit status 1" in str(caught.value)
+        assert time.monotonic() - began < 60.0  # gloo would wait for half an hour
+        sys.executable = python
+        dist.barrier()
+        cache.restored()
+        cache.close()
+    dist.destroy_process_group()
+
+
 class Listed:
     """A reader of given batches."""
 
@@ -140,4 +178,5 @@ class Listed:
 
 
 if __name__ == "__main__":
-    _rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    given = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    (_restoring_rank if given_to(given[0]) == "restore" else _rank)(*given)
