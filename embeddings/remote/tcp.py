@@ -11,7 +11,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, NoReturn, Self, TypeVar
 
@@ -392,7 +393,8 @@ class TcpServer:
         token: what both sides know; not empty.
         host: address to listen at.
         port: 0: the system chooses one.
-        most_connections: further ones are closed at once; their calls are tried again.
+        most_connections: a further one takes the place of the one that has been idle for longest,
+            whose trainer connects again; it is closed if none is idle, and its call is tried again.
 
     Attributes:
         address: host and port.
@@ -417,6 +419,7 @@ class TcpServer:
         self._most = most_connections
         self._lock = threading.Lock()
         self._open: dict[Stream, threading.Thread] = {}
+        self._idle: dict[Stream, None] = {}  # no request has come; the longest idle first
         self._is_closing = threading.Event()
         self._listener = socket.create_server((host, port), backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -464,8 +467,13 @@ class TcpServer:
                 continue
             with self._lock:
                 if len(self._open) >= self._most:
-                    stream.close()
-                    continue
+                    if not self._idle:
+                        stream.close()
+                        continue
+                    # Its thread ends. If a request is just coming, the trainer makes it again.
+                    oldest = next(iter(self._idle))
+                    del self._idle[oldest]
+                    oldest.close()
                 thread = threading.Thread(
                     target=self._answer_all, args=(stream,), name="recpoint-answer", daemon=True
                 )
@@ -478,7 +486,9 @@ class TcpServer:
             prove_server(stream, self._token)
             answering = _Answering(self._server, stream)
             while True:
-                answering.answer_next()
+                with self._idling(stream):
+                    answering.wait()
+                answering.answer()
         except TokenRefused:
             _LOG.warning("an embedding server refused a connection: another token")
         except Malformed as error:
@@ -490,6 +500,16 @@ class TcpServer:
             with self._lock:
                 del self._open[stream]
 
+    @contextmanager
+    def _idling(self, stream: Stream) -> Iterator[None]:
+        with self._lock:
+            self._idle[stream] = None
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._idle.pop(stream, None)
+
 
 class _Answering:
     """Answers the requests of one connection."""
@@ -499,13 +519,18 @@ class _Answering:
         self._stream = stream
         # Made larger when a request needs it, which is bounded.
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._header = b""
 
-    def answer_next(self) -> None:
+    def wait(self) -> None:
+        """Wait for a request."""
+        self._stream.deadline = None  # a trainer may have nothing to ask for hours
+        self._header = Request.header_from(self._stream)
+
+    def answer(self) -> None:
+        """Receive the rest of the request, and answer it."""
         stream = self._stream
-        stream.deadline = None  # a trainer may have nothing to ask for hours
-        header = Request.header_from(stream)
         stream.deadline = time.monotonic() + _REST_SECONDS
-        request = Request.receive(header, stream)
+        request = Request.receive(self._header, stream)
         rows = self._room(request.parts)
         for slots, _ in rows:
             stream.receive_into(slots)

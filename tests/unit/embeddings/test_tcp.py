@@ -78,10 +78,10 @@ def test_a_greeting_names_the_process(served: TcpServer) -> None:
 
 
 def test_errors_of_the_server_are_raised_here(served: TcpServer) -> None:
-    """And the connection is used again: the server refuses a second one."""
+    """And the connection is used again."""
     transport = TcpTransport(served.address, TOKEN)
     incarnation = with_table(transport)
-    served._most = 1
+    opened = list(served._open)
     out = torch.zeros(1, 8, dtype=torch.uint8)
     with pytest.raises(ValueError, match="ids: 100, expected 0 <= id < 100"):
         transport.fetch([TableRows("t", ids_of([100]), out)], incarnation=incarnation)
@@ -96,6 +96,7 @@ def test_errors_of_the_server_are_raised_here(served: TcpServer) -> None:
     with pytest.raises(ValueError, match="'explode'"):
         transport.command("explode", {}, incarnation=incarnation)
     assert not transport.fetch([TableRows("t", ids_of([1]), out)], incarnation=incarnation)[0].any()
+    assert list(served._open) == opened
     transport.close()
     with pytest.raises(HomeError, match=r"close\(\)"):
         transport.hello()
@@ -311,6 +312,24 @@ def talking(served: TcpServer) -> Stream:
     stream.deadline = time.monotonic() + 60
     prove_client(stream, TOKEN)
     return stream
+
+
+def test_a_new_connection_takes_the_place_of_one_that_is_idle(served: TcpServer) -> None:
+    """Else trainers that have many ranks could find no room. One that is busy is not closed."""
+    served._most = 2
+    busy = talking(served)
+    header, *rest = Request(kind=COMMAND, text=text_of({"name": "explode", "arguments": {}})).pieces
+    busy.send([header])
+    until(lambda: bool(served._open) and not served._idle)
+    transports = [TcpTransport(served.address, TOKEN, timeout_seconds=20.0) for _ in range(3)]
+    for one in transports * 3:
+        assert one.hello().owner == 0
+    until(lambda: len(served._open) == 2)
+    busy.send(rest)
+    assert busy.receive(4) == b"rpea"
+    for one in transports:
+        one.close()
+    busy.close()
 
 
 @pytest.mark.parametrize(
