@@ -97,11 +97,11 @@ class EmbeddingServer(Transport):
     | "tables" | start | tables: names, rows, record_bytes, generations in JSON; are_all |
     | "known" | – | known, all: rows; has_given_up |
 
-    "begin" forgets everything. If this owner has begun already, it does nothing. The call may name
-    any incarnation then. "freeze" keeps slots start … stop - 1 as they are, for
-    `fetch(frozen=number)`. `open_from` is the trainer's first freeze of the table, by `batch`, that
-    is still open. Those before are released, so a freeze whose answer was lost is not kept for
-    ever. "clear" also releases all frozen rows of the table.
+    "begin" forgets everything. If this owner has begun this round already, or a later one, it does
+    nothing. The call may name any incarnation then. "freeze" keeps slots start … stop - 1 as they
+    are, for `fetch(frozen=number)`. `open_from` is the trainer's first freeze of the table, by
+    `batch`, that is still open. Those before are released, so a freeze whose answer was lost is not
+    kept for ever. "clear" also releases all frozen rows of the table.
 
     Args:
         directory: where the rows are kept in files; None: in memory.
@@ -433,7 +433,8 @@ class EmbeddingServer(Transport):
         with self._gate.alone():
             if self._has_ended:
                 self._refuse_ended()
-            if (owner, began) != (self._owner, self._round):
+            # A call of an earlier round is late: the training goes on in the last one.
+            if owner != self._owner or began > self._round:
                 if owner != self._owner:
                     self._require(incarnation)
                 is_protected = given.number("is_protected", optional=True) == 1

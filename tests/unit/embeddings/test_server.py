@@ -79,6 +79,20 @@ def test_a_write_that_comes_again_is_not_done_again(client: Client) -> None:
     assert client.rows() == {1: 4}
 
 
+def test_a_beginning_of_an_earlier_round_that_comes_late_forgets_nothing(client: Client) -> None:
+    begun = client.command("begin", owner=5, round=2)
+    assert isinstance(begun, int)
+    client.incarnation = begun
+    client.command("add_table", table="t", rows=10, record_bytes=8)
+    client.write(1, 1, batch=1)
+    for late in (1, 2):
+        assert client.command("begin", owner=5, round=late) == begun
+    assert client.rows() == {1: 1}
+    assert client.command("begin", owner=5, round=3) != begun
+    with pytest.raises(ServerLost, match="started again"):
+        client.rows()
+
+
 def test_a_write_that_was_refused_may_come_again(client: Client) -> None:
     with pytest.raises(ValueError, match="ids: 10"):
         client.write(10, 0, batch=1)
