@@ -439,10 +439,12 @@ class EmbeddingServer(Transport):
                     self._require(incarnation)
                 is_protected = given.number("is_protected", optional=True) == 1
                 with self._protecting:
-                    self._incarnation, self._owner, self._round = _drawn(), owner, began
-                    self._is_protected = is_protected
+                    self._incarnation = _drawn()  # what there was is gone, also if this fails
                     self._forget()
-                self._home = self._new_home()
+                    self._home = self._new_home()
+                    # Last, so that a call that comes again after an error begins again.
+                    self._owner, self._round = owner, began
+                    self._is_protected = is_protected
             return self._incarnation
 
     def _forget(self) -> None:

@@ -93,6 +93,26 @@ def test_a_beginning_of_an_earlier_round_that_comes_late_forgets_nothing(client:
         client.rows()
 
 
+def test_a_beginning_that_fails_is_made_again(tmp_path: Path) -> None:
+    place = tmp_path / "disk"
+    client = Client(EmbeddingServer(directory=place / "rows"))
+    place.rename(tmp_path / "away")
+    place.touch()
+    with pytest.raises((HomeError, OSError)):
+        client.command("begin", owner=5)
+    with pytest.raises(ServerLost, match="started again"):
+        client.rows()
+    place.unlink()
+    client.incarnation = client.server.hello().incarnation
+    begun = client.command("begin", owner=5)
+    assert isinstance(begun, int) and begun != client.incarnation
+    client.incarnation = begun
+    client.command("add_table", table="t", rows=10, record_bytes=8)
+    client.write(1, 1, batch=1)
+    assert client.rows() == {1: 1} and client.command("begin", owner=5) == begun
+    client.server.end()
+
+
 def test_a_write_that_was_refused_may_come_again(client: Client) -> None:
     with pytest.raises(ValueError, match="ids: 10"):
         client.write(10, 0, batch=1)
