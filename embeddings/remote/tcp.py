@@ -478,7 +478,13 @@ class TcpServer:
                     target=self._answer_all, args=(stream,), name="recpoint-answer", daemon=True
                 )
                 self._open[stream] = thread
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process can have no more threads
+                _LOG.warning("an embedding server cannot answer a connection: %s", error)
+                stream.close()
+                with self._lock:
+                    del self._open[stream]
 
     def _answer_all(self, stream: Stream) -> None:
         try:

@@ -36,6 +36,7 @@ from recpoint.embeddings.remote.wire import (
 )
 from recpoint.errors import HomeError, ServerLost
 from recpoint.testing.homes import HomeSuite, fetched, ids_of, records_of
+from tests.no_threads import no_threads
 from tests.polling import until
 
 TOKEN = b"a token that only these tests know"
@@ -330,6 +331,21 @@ def test_a_new_connection_takes_the_place_of_one_that_is_idle(served: TcpServer)
     for one in transports:
         one.close()
     busy.close()
+
+
+def test_a_server_that_gets_no_thread_accepts_further_connections(
+    served: TcpServer,
+) -> None:
+    with no_threads():
+        refused = Stream(socket.create_connection(served.address))
+        refused.deadline = time.monotonic() + 20
+        with pytest.raises((EOFError, ConnectionResetError)):
+            refused.receive(1)
+    refused.close()
+    transport = TcpTransport(served.address, TOKEN, timeout_seconds=20.0)
+    assert transport.hello().owner == 0
+    assert len(served._open) == 1
+    transport.close()
 
 
 @pytest.mark.parametrize(
