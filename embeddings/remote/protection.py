@@ -110,11 +110,12 @@ class Protection:
     def open(self) -> None:
         """Answer trainers from now on, and recover what is lost. Again, it does nothing."""
         if not self.member.is_open:
-            self.member.is_open = True
-            self._recovery = threading.Thread(
+            recovery = threading.Thread(
                 target=self._recover_all, name="recpoint-recovery", daemon=True
             )
-            self._recovery.start()
+            recovery.start()  # raises if the process can have no more threads
+            self._recovery = recovery
+            self.member.is_open = True
 
     def _recover_all(self) -> None:
         has_told = False

@@ -28,6 +28,7 @@ from recpoint.embeddings.remote.transport import Greeting, Transport
 from recpoint.errors import HomeError, ServerLost
 from recpoint.format.servers import ServerFacts
 from recpoint.testing.homes import fetched, ids_of, records_of
+from tests.no_threads import no_threads
 from tests.polling import until
 from tests.simulated_network import PassedOn
 
@@ -352,6 +353,19 @@ def test_before_it_is_open_a_server_learns_of_tables_from_the_leader_only() -> N
     server.command("add_table", adding(), incarnation=incarnation)
     said = server.command("known", {}, incarnation=incarnation)
     assert said["known"] == 0 and int(str(said["all"])) > 0
+    server.end()
+
+
+def test_a_server_that_has_no_thread_to_recover_with_does_not_open() -> None:
+    server = EmbeddingServer(reach=reach_with(TOKEN))
+    incarnation = begun(server)
+    server.command("protect", protecting(), incarnation=incarnation)
+    with no_threads(), pytest.raises((RuntimeError, MemoryError)):
+        server.command("open", {}, incarnation=incarnation)
+    with pytest.raises(OutOfStep, match="has not joined"):
+        server.command("add_table", adding(), incarnation=incarnation)
+    server.command("open", {}, incarnation=incarnation)
+    server.command("add_table", adding(), incarnation=incarnation)
     server.end()
 
 
