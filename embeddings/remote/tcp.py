@@ -547,7 +547,14 @@ class _Answering:
             pieces = self._pieces(request, rows)
         except (HomeError, ValueError, OutOfStep) as error:
             pieces = Answer(is_error=True, text=text_of_error(error)).pieces
-        except (OSError, MemoryError, RuntimeError) as error:
+        except (
+            OSError,
+            MemoryError,
+            RuntimeError,
+            LookupError,
+            TypeError,
+            AssertionError,
+        ) as error:
             _LOG.exception("an embedding server cannot answer")
             told = HomeError(
                 "an embedding server",

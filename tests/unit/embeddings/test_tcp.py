@@ -477,6 +477,28 @@ def test_commands_of_another_form_are_refused(served: TcpServer) -> None:
     transport.close()
 
 
+def test_an_error_that_no_call_expects_is_answered_too() -> None:
+    """Else the caller would make the call again for a minute, and take the server for lost."""
+    server = EmbeddingServer(reach=reach_with(TOKEN))
+    with TcpServer(server, TOKEN) as served:
+        transport = TcpTransport(served.address, TOKEN)
+        first = transport.hello().incarnation
+        begin: dict[str, Value] = {"owner": 5, "is_protected": 1}
+        begun = transport.command("begin", begin, incarnation=first)
+        opened = list(served._open)
+        protect: dict[str, Value] = {"number": 0, "data": 1, "parity": 1, "hosts": '["a", "b"]'}
+        for peers, match in (("[[1]]", "IndexError"), ("[7]", "TypeError")):
+            with pytest.raises(HomeError, match=match):
+                transport.command(
+                    "protect",
+                    {**protect, "peers": peers},
+                    incarnation=int(str(begun["incarnation"])),
+                )
+        assert transport.hello().owner == 5 and list(served._open) == opened
+        transport.close()
+    server.end()
+
+
 def test_closing_ends_calls_that_are_under_way(served: TcpServer) -> None:
     stream = talking(served)
     stream.send(Request(kind=HELLO).pieces)
