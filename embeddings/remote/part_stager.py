@@ -129,6 +129,7 @@ class PartStager:
         if at.stop > rows.first + rows.count:
             raise ValueError(f"rows {first} to {first + len(slots)}, expected {rows.count}")
         rows.ids[at] = rows.placement.ids(rows.server, slots)
+        rows.named = max(rows.named, first + len(slots))
         places = torch.arange(at.start, at.stop, dtype=torch.int64, device="cpu")
         rows.write(places[there], records[there])
 
@@ -136,9 +137,9 @@ class PartStager:
         """Stage rows that the server does not have; see `put`, which was called for them before."""
         rows = self._rows_of(frozen)
         ids = rows.placement.ids(rows.server, slots)
-        own = rows.ids[rows.first : rows.first + rows.count]
-        places = torch.searchsorted(own, ids).clamp_(max=rows.count - 1)
-        if not torch.equal(own[places], ids):
+        own = rows.ids[rows.first : rows.first + rows.named]
+        places = torch.searchsorted(own, ids).clamp_(max=max(0, rows.named - 1))
+        if not rows.named or not torch.equal(own[places], ids):
             raise ValueError("records of rows that were not named")
         rows.write(places + rows.first, records)
 
@@ -445,6 +446,7 @@ class _Rows:
         first: the first of them in the arrays, and `count`: how many they are.
         ids: the slot's array of row ids, int64 [n].
         filled: bool [count]: the row's record is there.
+        named: how many of them were named, from the first on.
         record_bytes: bytes of a record.
     """
 
@@ -460,6 +462,7 @@ class _Rows:
         self.placement, self.count = named.placement, named.rows
         self.server = server
         self.first = first
+        self.named = 0
         self.filled = torch.zeros(named.rows, dtype=torch.bool, device="cpu")
         names = [name for name, _, _ in _arrays(named.table, spec, named.rows)]
         self.ids, *self._arrays = [views[name] for name in names]
