@@ -6,17 +6,23 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torch.optim import SGD
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad
+from torch.utils.data import DataLoader
 
-from recpoint import Checkpointer, Staging
+from recpoint import Checkpointer, Lookahead, Options, ResumableLoader, Staging
 from recpoint.catalog.check.validate import validate
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.store.store import open_store
+from recpoint.embeddings.cached_tables import cached, read_rows
 from recpoint.embeddings.home import Home
 from recpoint.embeddings.home_in_memory import MemoryHome
+from recpoint.embeddings.initial import Uniform, fill
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.server import EmbeddingServer
@@ -24,6 +30,7 @@ from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
 from recpoint.errors import SettingsError
 from recpoint.format.manifest import Manifest
 from tests.cached_training import plain_model, rows_of_plain
+from tests.polling import until
 from tests.protected_servers import protected
 from tests.several_trainers import Case, Part, alone, checkpoints_of, on_ranks, optimizers_of
 from tests.training_builder import Place
@@ -180,6 +187,67 @@ def test_a_server_that_cannot_stage_costs_a_checkpoint(
             both.train(ckpt, 15)
         assert len(manifests(place)) >= 2
         restored(place, "adagrad").same_as(both)
+
+
+def test_a_part_that_an_agent_rejects_ends_the_whole_attempt(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served(3) as home:
+        both = Both("adagrad", SMALL, home)
+        settings = _WAITS | {"on_error": "continue", "busy_wait_seconds": 120.0}
+        with both.checkpointer(place, **settings) as ckpt:
+            ckpt.restore()
+            both.train(ckpt, 5)
+            until(lambda: len(area.staged_jobs(place.run_directory)) == 4)
+            slot = area.slot_path(place.run_directory, 3, 0)
+            with slot.open("r+b") as file:
+                file.write(bytes(8))  # ids of rows that are no longer what was staged
+            with place.agent():
+                both.train(ckpt, 17)
+                ckpt.close()
+        assert "part of embedding server 3: " in caplog.text
+        assert [one.step for one in manifests(place)] == [22, 20, 15, 10]
+        restored(place, "adagrad").same_as(both)
+
+
+def test_more_rows_than_one_call_names(place: Place) -> None:
+    """Most of them were never trained, so that no server has them."""
+    rows = 150_000
+
+    def trained(home: Home | None, batches: int) -> tuple[nn.ModuleDict, dict[str, Tensor]]:
+        initial = Uniform(seed=3)
+        model = nn.ModuleDict({"users": nn.Embedding(rows, 2, sparse=True, device="meta")})
+        ids = [{"users": n * 7_919 % rows} for n in range(640)]
+        reader: Any = ResumableLoader(DataLoader(ids, batch_size=64))  # type: ignore[arg-type]
+        if home is None:
+            fill(model.to_empty(device="cpu"), initial)
+        else:
+            cached(model, home, capacity_rows=1_000, initial=initial)
+            reader = Lookahead(reader, model, window=3)
+        optimizer = Adagrad(model.parameters(), lr=0.1)
+        with Checkpointer(
+            model,
+            optimizer,
+            reader=reader,
+            run=place.run,
+            interval_batches=4,
+            staging=Staging(directory=place.staging, at_servers=home is not None, when_busy="wait"),
+            options=Options(announce=False, handle_sigterm=False),
+        ) as ckpt:
+            ckpt.restore()
+            for batch in ckpt.batches(total=batches):
+                optimizer.zero_grad()
+                model["users"](batch["users"]).sum().backward()
+                optimizer.step()
+        return model, read_rows(model, "users", optimizer)
+
+    with place.agent():
+        with served(2) as home:
+            _, first = trained(home, 10)
+        assert manifests(place)[-1].kind == "full"
+        _, again = trained(None, 10)
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 def test_servers_are_asked_for(place: Place) -> None:
