@@ -161,7 +161,9 @@ class _Part:
         homes = [one.home for one in self.peers.values() if isinstance(one, CachedPeer)]
         return [home for home in homes if isinstance(home, ProtectedHome)]
 
-    def begin_checkpoints(self, peer: str, folder: str, checkpoints: int) -> float:
+    def begin_checkpoints(
+        self, peer: str, folder: str, checkpoints: int, at_servers: bool
+    ) -> float:
         """Starts or goes on with a run of a peer; returns the seconds of the restore."""
         one = self.peers[peer]
         assert isinstance(one, CachedPeer | AllInMemory)
@@ -172,7 +174,7 @@ class _Part:
             one.model,
             [one.trained.of_tables, one.trained.of_top],
             run=str(Path(folder) / "run"),
-            staging=Staging(directory=self._staging, jobs=checkpoints),
+            staging=Staging(directory=self._staging, jobs=checkpoints, at_servers=at_servers),
             interval_batches=10**9,
             options=Options(
                 row_local_optimizers=(RowWiseAdagrad,), on_error="raise", handle_sigterm=False
@@ -182,17 +184,21 @@ class _Part:
         begun = time.perf_counter()
         self._checkpointer.restore()
         self._taken = 0
+        self._parts = self._ranks
+        if at_servers:
+            assert isinstance(one, CachedPeer) and isinstance(one.home, ServedHome)
+            self._parts += one.home.servers
         return time.perf_counter() - begun
 
     def checkpoint(self) -> Stall:
-        """Takes a checkpoint, and waits until all ranks have staged it."""
+        """Takes a checkpoint, and waits until all parts are staged."""
         assert self._checkpointer is not None
         self._checkpointer.step()
         if not self._checkpointer.checkpoint():
             raise RuntimeError(f"no checkpoint was cut: {self._checkpointer.stats}")
         self._taken += 1
         (run,) = area.run_directories(self._staging)
-        staged = self._taken * self._ranks
+        staged = self._taken * self._parts
         wait_for(lambda: len(area.staged_jobs(run)) >= staged or None)
         settle_ms = self._settles_ms[-1] if self._ranks > 1 else 0.0
         whole_ms = list(self._checkpointer.stats.stalls_ms)[-1]

@@ -223,22 +223,26 @@ class Trainers:
         """Saves the rows and row states of a cached peer to a file."""
         self._ask("save", peer=peer, path=str(path))
 
-    def begin_checkpoints(self, peer: str, folder: Path, checkpoints: int) -> list[float]:
+    def begin_checkpoints(
+        self, peer: str, folder: Path, checkpoints: int, *, at_servers: bool = False
+    ) -> list[float]:
         """Starts or goes on with a run of a peer in a directory.
 
         Args:
             peer: without a Lookahead's reader in the checkpoints.
             folder: of the run.
             checkpoints: there is room for so many that are not persisted.
+            at_servers: servers stage their rows.
 
         Returns:
             Seconds of each rank's restore.
         """
         asked = {"peer": peer, "folder": str(folder), "checkpoints": checkpoints}
-        return [float(seconds) for seconds in self._ask("begin_checkpoints", **asked)]
+        found = self._ask("begin_checkpoints", **asked, at_servers=at_servers)
+        return [float(seconds) for seconds in found]
 
     def checkpoint(self) -> list[Stall]:
-        """Takes a checkpoint, waits until all ranks have staged it; returns each rank's stall."""
+        """Takes a checkpoint, waits until all parts are staged; returns each rank's stall."""
         stalls: list[Stall] = self._ask("checkpoint")
         return stalls
 

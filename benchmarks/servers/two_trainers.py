@@ -191,13 +191,17 @@ def compare_ranks(report: Report, network: ShapedNetwork, sizes: RankSizes) -> N
             if each is not two:
                 each.trainers.close()
         folder = stack.enter_context(scratch())
-        stalls = _checkpoints(two.trainers, sizes, folder / "servers", sizes.batches, network)
+        stalls = _checkpoints(
+            two.trainers, sizes, folder / "servers", sizes.batches, network, at_servers=True
+        )
         two.trainers.close()
         plain = stack.enter_context(Trainers(_job(sizes, {}), one_node))
         plain.play(_PEER, sizes.warm, wait=0)
         # It trains what two trainers train together.
         batches = _RANKS * sizes.batches
-        plain_stalls = _checkpoints(plain, sizes, folder / "plain", batches, network)
+        plain_stalls = _checkpoints(
+            plain, sizes, folder / "plain", batches, network, at_servers=False
+        )
     _put_stalls(report, stalls, plain_stalls)
 
 
@@ -241,10 +245,16 @@ def _job(sizes: RankSizes, access: Mapping[str, Any]) -> Job:
 
 
 def _checkpoints(
-    trainers: Trainers, sizes: RankSizes, folder: Path, batches: int, network: ShapedNetwork
+    trainers: Trainers,
+    sizes: RankSizes,
+    folder: Path,
+    batches: int,
+    network: ShapedNetwork,
+    *,
+    at_servers: bool,
 ) -> list[list[Stall]]:
     """Takes a full checkpoint without bounds on links, then increments with them."""
-    trainers.begin_checkpoints(_PEER, folder, sizes.rounds + 1)
+    trainers.begin_checkpoints(_PEER, folder, sizes.rounds + 1, at_servers=at_servers)
     network.shape(None)
     trainers.checkpoint()
     network.shape(sizes.bytes_per_s)
