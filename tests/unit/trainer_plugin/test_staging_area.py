@@ -14,6 +14,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area as staged
 from recpoint.catalog.staging.agent import AGENT, DRAIN, AgentLock, sweep_of
 from recpoint.catalog.staging.area import read_note, trainer_state
+from recpoint.trainer_plugin.ranks.agreement import incomplete_parts
 from recpoint.trainer_plugin.snapshot.staging import StagingArea
 from tests.catalog_builder import new_run, tables
 from tests.job_builder import stage
@@ -141,3 +142,11 @@ def test_whose_lock_is_anothers_by_now_does_not_say_that_its_training_has_ended(
 
 def _state(area: StagingArea) -> str:
     return trainer_state(area.run_directory, read_note(area.run_directory))
+
+
+def test_staged_parts_of_embedding_servers_do_not_stand_for_ranks() -> None:
+    """Of two ranks and two servers: parts 2 and 3 are the servers', which may be on any hosts."""
+    assert incomplete_parts([{(1, 10): {0: 2, 2: 2, 3: 2}}, {}]) == {(1, 10)}
+    assert not incomplete_parts([{(1, 10): {0: 2, 2: 2}}, {(1, 10): {1: 2}}])
+    # Of what an agent has answered it is not known how many there were.
+    assert not incomplete_parts([{(1, 10): {0: 0, 3: 0}}])
