@@ -35,7 +35,7 @@ from recpoint.embeddings.remote.served_home import (
     ServedTable,
 )
 from recpoint.embeddings.remote.transport import Greeting, Transport
-from recpoint.errors import ClusterLost, HomeError, ServerLost
+from recpoint.errors import ClusterLost, HomeError, ServerLost, SettingsError
 from recpoint.format.servers import AllServers, ServerFacts, ServerState
 
 __all__ = ["ProtectedHome", "made_home"]
@@ -87,7 +87,7 @@ class ProtectedHome(ServedHome):
 
     Args:
         transports: one for each server, in the order of the servers; each has an address. The home
-            closes them.
+            closes them, also if it cannot be made.
         parity: the form of a stripe.
         hosts: for each server the name of its host when the training began; None: this home learns
             them from the servers. All trainers need the same.
@@ -113,7 +113,12 @@ class ProtectedHome(ServedHome):
         at_close: Callable[[], None] | None = None,
         patience_seconds: float = 60.0,
     ) -> None:
-        parity.require_servers(len(transports))
+        try:
+            parity.require_servers(len(transports))
+        except SettingsError:
+            for one in transports:
+                one.close()
+            raise
         self._parity = parity
         self._patience_seconds = patience_seconds
         self._all: dict[str, ServedTable] = {}  # also for successors of lost servers
@@ -132,10 +137,10 @@ class ProtectedHome(ServedHome):
         if trainer == 0:
             try:
                 self._leader = self._begun_leader()
+                self._leader.watch()
             except BaseException:
-                self._threads.shutdown(wait=True)
+                self._end_calls()
                 raise
-            self._leader.watch()
 
     def _begun_leader(self) -> Leader:
         servers = Servers(

@@ -48,7 +48,8 @@ class ServedHome(Home):
     """A home whose rows are on embedding servers.
 
     Args:
-        transports: one for each server, in the order of the servers. The home closes them.
+        transports: one for each server, in the order of the servers. The home closes them, also if
+            it cannot be made.
         owner: number of the training that the servers work for, as `owner` of the home that took
             them over; None: this home takes them over, and they forget what they have.
         trainer: number of this trainer among those with the same owner.
@@ -90,7 +91,7 @@ class ServedHome(Home):
         try:
             self.at_all(lambda server: self._begin(server, takes_over=owner is None))
         except BaseException:
-            self._threads.shutdown(wait=True)
+            self._end_calls()
             raise
 
     def add_table(self, table: str, *, rows: int, record_bytes: int) -> None:
@@ -340,12 +341,15 @@ class ServedHome(Home):
     def close(self) -> None:
         """Close the transports."""
         self._tables.close()
-        self._threads.shutdown(wait=True)
-        for server in self._servers:
-            server.transport.close()
+        self._end_calls()
         at_close, self._at_close = self._at_close, None
         if at_close is not None:
             at_close()
+
+    def _end_calls(self) -> None:
+        self._threads.shutdown(wait=True)
+        for server in self._servers:
+            server.transport.close()
 
     def _begin(self, number: int, *, takes_over: bool) -> int:
         """Learn the incarnation that a server has now, and have it work for this training."""

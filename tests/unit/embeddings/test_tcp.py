@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from recpoint.embeddings.home import Home, TableRows
 from recpoint.embeddings.parity.peers import OutOfStep
+from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.remote.protected_home import made_home
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.server import MOST_REQUEST_BYTES, EmbeddingServer
 from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
@@ -346,6 +348,26 @@ def test_a_server_that_gets_no_thread_accepts_further_connections(
     assert transport.hello().owner == 0
     assert len(served._open) == 1
     transport.close()
+
+
+@pytest.mark.parametrize("parity", [None, Parity(data=1)])
+def test_a_home_that_cannot_be_made_closes_its_transports(parity: Parity | None) -> None:
+    with ExitStack() as opened:
+        servers = [EmbeddingServer(reach=reach_with(TOKEN)) for _ in range(2)]
+        addresses = [opened.enter_context(TcpServer(one, TOKEN)).address for one in servers]
+        opened.enter_context(ServedHome([TcpTransport(one, TOKEN) for one in addresses]))
+        transports = [TcpTransport(one, TOKEN) for one in addresses]
+        with pytest.raises(ServerLost, match="another training has taken over"):
+            made_home(
+                transports,
+                parity=parity,
+                timeout_seconds=20.0,
+                owner=7,
+                revive=transports.__getitem__,
+            )
+        for one in transports:
+            with pytest.raises(HomeError, match=r"close\(\)"):
+                one.hello()
 
 
 @pytest.mark.parametrize(
