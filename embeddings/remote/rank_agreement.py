@@ -51,13 +51,15 @@ def found_by_first_rank(
     try:
         # A group of its own, on the CPU, because training may have another backend.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-        dist.broadcast(size, 0, group=group)
-        text = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
-        if rank == 0:
-            text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(text, 0, group=group)
-        dist.destroy_process_group(group)
+        try:
+            size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+            dist.broadcast(size, 0, group=group)
+            text = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
+            if rank == 0:
+                text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            dist.broadcast(text, 0, group=group)
+        finally:
+            dist.destroy_process_group(group)
     except RuntimeError as error:
         if failed is not None:
             raise failed from None

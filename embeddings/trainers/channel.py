@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -89,7 +90,8 @@ class Channel:
         """Leave the other ranks: calls of theirs that wait for this rank fail at once."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+            with suppress(ValueError):  # it went with an earlier default group
+                dist.destroy_process_group(group)
 
     def _open_group(self) -> Any:
         if self._group is None:

@@ -151,8 +151,11 @@ class ComingIds:
         self._thread.submit(self._channel.close)
 
     def end(self, *, within_seconds: float) -> bool:
-        """End the thread; see `CallThread.end`."""
-        return self._thread.end(within_seconds=within_seconds)
+        """End the thread, and close its channel once it has ended; see `CallThread.end`."""
+        has_ended = self._thread.end(within_seconds=within_seconds)
+        if has_ended:
+            self._channel.close()
+        return has_ended
 
     def _exchange(
         self, batches: list[Mapping[str, Tensor]], at: int, first: int, over: int

@@ -77,8 +77,13 @@ class SharedCache(Cache):
     ) -> None:
         ids_channel = self._open_channels()
         self._rank, self._count = self._rows_channel.rank, self._rows_channel.count
-        _refuse_differing(self._rows_channel, tables)
-        self._capacities = _capacities(self._rows_channel, tables)
+        try:
+            _refuse_differing(self._rows_channel, tables)
+            self._capacities = _capacities(self._rows_channel, tables)
+        except BaseException:
+            for one in (ids_channel, self._rows_channel, self._later_channel, self._home_channel):
+                one.close()
+            raise
         for rows in tables.values():
             slots = rows.slots
             slots.borrowed = torch.full((slots.capacity + 2,), -1, dtype=torch.int64, device="cpu")
@@ -523,14 +528,18 @@ class SharedCache(Cache):
         self._over = self.batch
 
     def close(self) -> None:
-        """End the threads after what they have to do. The home stays open.
+        """End the threads after what they have to do, and their channels. The home stays open.
 
         A thread that waits for another rank is given up: that rank may be waiting for this one.
         """
         self._end_within = 0.0 if self._has_left else _END_SECONDS
         super().close()
         self._coming.end(within_seconds=self._end_within)
-        self._later_thread.end(within_seconds=self._end_within)
+        if self._later_thread.end(within_seconds=self._end_within):
+            self._later_channel.close()
+        if self._thread.end(within_seconds=0.0):
+            self._home_channel.close()
+        self._rows_channel.close()
 
 
 def _count_lent(exchange: Exchange) -> int:

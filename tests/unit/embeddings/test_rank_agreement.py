@@ -32,6 +32,7 @@ for fails in (False, True, False):
         said.append(found_by_first_rank(lambda: find(fails), timeout_seconds=60))
     except Exception as error:
         said.append(f"{type(error).__name__}: {error}")
+said.append(len(dist.distributed_c10d._world.pg_map))
 dist.destroy_process_group()
 print(json.dumps(said))
 """
@@ -57,8 +58,8 @@ def test_every_rank_has_what_rank_0_found() -> None:
     ]
     said = [json.loads(one.communicate(timeout=240)[0]) for one in ranks]
     found = {"names": ["a", "\u00e9" * 1000], "owner": (1 << 63) - 1, "token": None}
-    for rank, (count, first, failure, last) in enumerate(said):
-        assert count == 3
+    for rank, (count, first, failure, last, groups) in enumerate(said):
+        assert count == 3 and groups == 1
         assert first == last == found
         if rank == 0:
             assert failure == "OSError: no such thing"

@@ -73,6 +73,7 @@ def test_what_ranks_cannot_share_is_refused_on_all_of_them(tmp_path: Path) -> No
         assert "no further batch on ranks [1]" in one["uneven"]
         assert "a reset of rows" in one["reset"]
         assert one["read"] is True
+        assert one["groups"] == 1
         assert "at least 9" in one["too few slots"]
 
 
@@ -123,6 +124,8 @@ def _rank(directory: Path, rank: int, ranks: int) -> None:
 
         said["uneven"] = _refusal(to_the_end)
         cache.close()
+        cache.close()
+        said["groups"] = len(dist.distributed_c10d._world.pg_map)  # of torch.distributed
     with servers(count=1) as home:
         few = nn.ModuleDict({"users": nn.Embedding(40, 4, sparse=True, device="meta")})
         cached(few, home, 8 + rank, initial=Uniform(seed=0, low=0.0, high=1.0))
