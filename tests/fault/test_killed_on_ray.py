@@ -41,8 +41,6 @@ pytestmark = [
     pytest.mark.xdist_group("ray"),  # one cluster after another
 ]
 
-#: For `make faults`: of how many boundaries one is taken.
-
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
