@@ -8,10 +8,13 @@ tables come from), `marks.py` (the dirty rows of one table), `lookups.py` (hooks
 a table's module) and `optimizers.py` (which rows an optimizer step changes, and marking them after
 each step). `served_tables.py` stands alone: it holds values, or codes that lookups decode.
 
-Tables larger than memory: `home.py` (keeps the rows that are not in use), `homes.py` (in memory or
-in files), `slots.py` (the rows in use), `slot_gradients.py` (their gradients), `cached_rows.py`
-(which of them must stay), `cache.py` (brings rows before their first use, and writes them back
-after their last), `cached_tables.py` (puts a model's tables into a cache), `initial.py` (first
+Tables larger than memory: `home.py` (keeps the rows that are not in use), `home_tables.py` (the
+tables of a home), `home_in_memory.py`, `home_directory.py`, `home_log.py` and `home_in_files.py`
+(homes in memory and in files), `homes.py` (makes them), `slots.py` (the rows in use),
+`slot_gradients.py` (their gradients), `cached_rows.py` (which of them must stay), `settling.py`
+(the rows of a cut, as they were then), `call_thread.py` (a thread that does calls in order),
+`cache.py` (brings rows before their first use, and writes them back after their last),
+`cached_tables.py` (puts a model's tables into a cache), `initial.py` (first
 values of rows) and `cache_view.py` (all rows of one moment, for a checkpoint). `remote/` has homes
 in server processes, `parity/` computes the rows of a lost server from those of the others, and
 `trainers/` has the caches of several ranks that share a home.
