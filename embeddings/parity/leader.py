@@ -83,7 +83,11 @@ class LedServer(Led, Protocol):
         """
 
     def succeed(self, number_of_beginning: int) -> None:
-        """End what may be left of the server, and begin with another process in its place."""
+        """Begin with another process in its place; see `LedServer` for errors.
+
+        What may be left of the server is ended before, if this process has started it. On a Ray
+        cluster, nobody ends a process that lives and does not answer. Then there is no successor.
+        """
 
     def protect(self) -> None:
         """Have it take part in parity, and exchange messages with all others as they are now."""
