@@ -132,6 +132,10 @@ def optimizers_of(case: Case, model: Model) -> list[Optimizer]:
         return [SGD(tables, lr=0.5), dense]
     if case.optimizer == "adagrad":
         return [Adagrad(tables, lr=0.1, lr_decay=0.01, initial_accumulator_value=0.2), dense]
+    if case.optimizer == "row-wise adagrad":
+        from torchrec.optim.rowwise_adagrad import RowWiseAdagrad  # not installed everywhere
+
+        return [RowWiseAdagrad(tables, lr=0.1), dense]
     return [SparseAdam(tables, lr=0.01), dense]
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ CASES = {
         "dense adagrad, max": Case(sparse=False, mode="max", slots={"users": 30, "items": 60}),
     },
 }
+if find_spec("torchrec") and find_spec("fbgemm_gpu"):
+    CASES[2]["row-wise adagrad"] = Case(optimizer="row-wise adagrad", sparse=False, lr_factor=0.9)
 
 
 @pytest.mark.parametrize("ranks", CASES)
