@@ -22,7 +22,7 @@ from typing import Final
 
 from recpoint.embeddings.parity.peers import Differences, OutOfStep, Sent
 
-__all__ = ["Inbox", "Outbox", "Unsettled", "Writes", "taken_back"]
+__all__ = ["KEPT_BYTES", "Inbox", "Outbox", "Unsettled", "Writes", "taken_back"]
 
 #: Messages of one call between servers, and their bytes unless the first has more.
 _MOST_MESSAGES: Final = 128
@@ -32,7 +32,7 @@ _NOTE_BYTES: Final = 1 << 19
 #: Bytes of rows that an `Inbox` keeps; what may have to be taken back is kept in any case. The
 #: other messages serve readers of an earlier moment, which is as long ago as rows of a batch
 #: travel.
-_KEPT_BYTES: Final = 64 << 20
+KEPT_BYTES: Final = 64 << 20
 #: What a message takes in memory besides its rows and slots, and each of its shares. Measured.
 _MESSAGE_BYTES: Final = 2_048
 _SHARE_BYTES: Final = 192
@@ -221,7 +221,7 @@ class Inbox:
         self._settled = max(self._settled, sent.settled)
         self._kept[sent.number] = sent, contribution
         self._kept_bytes += _size_bytes(sent, contribution)
-        while self._kept_bytes > _KEPT_BYTES:
+        while self._kept_bytes > KEPT_BYTES:
             number, oldest = next(iter(self._kept.items()))
             if number > self._settled:
                 break

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from recpoint.embeddings.home import Checked
 from recpoint.embeddings.home_tables import TableForm
+from recpoint.embeddings.parity.differences import KEPT_BYTES
 from recpoint.embeddings.parity.leader import Leader, State
 from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.parity.stripe_check import Verdict
@@ -138,6 +139,13 @@ class ProtectedHome(ServedHome):
             try:
                 self._leader = self._begun_leader()
                 self._leader.watch()
+                _LOG.info(
+                    "%d embedding servers keep parity: it takes %.3g %% of the memory for rows and "
+                    "row states, and on each server up to %d MiB for messages of the others",
+                    len(transports),
+                    100 * parity.parity / parity.data,
+                    (len(transports) - 1) * KEPT_BYTES >> 20,
+                )
             except BaseException:
                 self._end_calls()
                 raise
@@ -169,7 +177,10 @@ class ProtectedHome(ServedHome):
     def _made(self, form: TableForm) -> ServedTable:
         name = form.table
         made = self._all[name] = _table_on(form, parity=self._parity, hosts=self.hosts)
-        generation = 0 if self._leader is None else self._leader.add_table(name)
+        generation = 0
+        if self._leader is not None:
+            generation = self._leader.add_table(name)
+            self._tell_size(made)
 
         def add(server: int) -> None:
             link = self._servers[server]
@@ -177,6 +188,18 @@ class ProtectedHome(ServedHome):
 
         self.at_all(add)
         return made
+
+    def _tell_size(self, made: ServedTable) -> None:
+        placement, form = made.placement, made.form
+        assert isinstance(placement, Stripes)
+        parity_rows = sum(placement.parity_slots(one) for one in range(self.servers))
+        _LOG.info(
+            "table %r on embedding servers: up to %.1f MB for rows and row states, and %.1f MB for "
+            "their parity",
+            form.table,
+            form.rows * form.record_bytes / 1e6,
+            parity_rows * (form.record_bytes + 1) / 1e6,
+        )
 
     def _fetch_at(
         self, server: int, rows: Sequence[PlacedRows], frozen: FrozenAt | None

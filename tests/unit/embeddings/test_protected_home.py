@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import threading
@@ -51,6 +52,17 @@ def protected(count: int, data: int, parity: int) -> ProtectedHome:
     assert isinstance(home, ProtectedHome)
     home.add_table("items", rows=ROWS, record_bytes=RECORD_BYTES)
     return home
+
+
+def test_the_log_says_what_parity_takes_before_training(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "recpoint"), protected(4, 2, 2) as home:
+        home.add_table("users", rows=1_000_000, record_bytes=99)
+    said = [record.getMessage() for record in caplog.records]
+    assert any(
+        "4 embedding servers" in one and "100 % of the memory" in one and "192 MiB" in one
+        for one in said
+    )
+    assert any("'users'" in one and "99.0 MB" in one and "100.0 MB" in one for one in said)
 
 
 def kill(home: ProtectedHome, number: int) -> None:
