@@ -895,11 +895,18 @@ class Cache:
             torch.empty((wanted.numel(), *array.shape[1:]), dtype=array.dtype, device="cpu")
             for _, array in self.tables[name].slots.arrays()
         ]
+        unused, self._settled = self._settled, None  # of a cut that has failed
+        if unused is not None:
+            self._thread.submit(partial(_release_all, unused))
+        self._settle_for_reading()
         view = self._view({one: range(rows.slots.rows) for one, rows in self.tables.items()})
         view.fetch(name, wanted, outs)
         view.begin()
         view.finish()
         return tuple(out[inverse] for out in outs)
+
+    def _settle_for_reading(self) -> None:
+        """Prepare for a view that reads rows; there is nothing to do for one trainer."""
 
     def size_bytes(self) -> dict[str, int]:
         """Return bytes of memory by role: slots, oracle, and the home's own roles."""

@@ -160,7 +160,7 @@ def _look_at_cache(ranks: Ranks, trained: Trained) -> Cache | None:
 
 
 def _require_servers(cache: Cache | None) -> None:
-    """Have the cache write rows back at each cut, so that servers can stage them.
+    """Refuse a model whose rows no server has.
 
     Raises:
         SettingsError: there are no embedding servers.
@@ -172,7 +172,6 @@ def _require_servers(cache: Cache | None) -> None:
             expected="tables whose rows are on embedding servers",
             next_step="cache the model in recpoint.embeddings.servers(...), or leave it out",
         )
-    cache.writes_back_at_cuts = True
 
 
 def _tracker_of(table: Table) -> Tracker:
@@ -210,6 +209,8 @@ def assemble(
         cache = _look_at_cache(ranks, trained)
         if settings.staging.at_servers:
             _require_servers(cache)
+        if cache is not None:
+            cache.writes_back_at_cuts = settings.staging.at_servers
     if isinstance(reader, Lookahead):
         with ranks.together("looking at the reader"):
             if cache is None:

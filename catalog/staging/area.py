@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple, get_args
 
 from recpoint.catalog.staging import owned
-from recpoint.catalog.staging.locks import is_held
+from recpoint.catalog.staging.locks import holder
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.contract import now_ms
 from recpoint.catalog.store.run_url import parse_run_url
@@ -31,6 +31,7 @@ from recpoint.format.naming import MAX_RANK, job_stem, parse_job_stem
 from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, pack_record, unpack_record
 
 __all__ = [
+    "SERVER_WORDS",
     "BEAT_SECONDS",
     "NoteState",
     "TrainerState",
@@ -70,6 +71,9 @@ __all__ = [
     "write_note",
     "write_status",
 ]
+
+#: How an embedding server describes itself in the lock of its part.
+SERVER_WORDS: Final = "embedding server"
 
 
 # The paths of the staging area, which trainer and agent share, and its queue of jobs (format §7).
@@ -167,13 +171,16 @@ def trainer_lock_path(run_dir: Path | str, rank: int = 0) -> Path:
 def trainer_is_running(run_dir: Path | str) -> bool:
     """Says whether a training process of any rank holds its lock.
 
+    An embedding server that has staged rows holds one, too, and may outlive its training.
+
     Raises:
         StagingRefused: the directory, or a lock in it, is not this user's own.
         OSError: the file system does not say.
     """
     run_dir = Path(run_dir)
     locks = [name for name in owned.names(run_dir.parent, run_dir) if _TRAINER_LOCK.match(name)]
-    return any(is_held(run_dir / name, root=run_dir.parent) for name in locks)
+    holders = (holder(run_dir / name, root=run_dir.parent) for name in locks)
+    return any(one is not None and one.words != SERVER_WORDS for one in holders)
 
 
 # --- the queue ------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ def acquire(
     next_step: str,
     here: str | None = None,
     root: Path | None = None,
+    words: str = "",
 ) -> int:
     """Take the lock, or raise an error that names its holder.
 
@@ -50,6 +51,7 @@ def acquire(
         next_step: for the error: what to do.
         here: replaces `next_step` if this process itself holds the lock.
         root: the staging area of the file; None: the file's directory.
+        words: as for `take`.
 
     Returns:
         A descriptor for `release`.
@@ -59,7 +61,7 @@ def acquire(
         StagingRefused: the file, or a directory above it, is not this user's own.
         OSError: the file cannot be opened.
     """
-    taken = take(path, root=root)
+    taken = take(path, words, root=root)
     if isinstance(taken, Holder):
         held_here = here is not None and _is_held_here(path)
         raise StagingError(

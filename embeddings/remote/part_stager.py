@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -31,7 +32,7 @@ from recpoint.embeddings.remote.placement import Placement
 from recpoint.embeddings.slots import RecordLayout
 from recpoint.errors import FormatError, HomeError, StagingError
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes, torch_dtype
-from recpoint.format.job import Job, StagedTable
+from recpoint.format.job import Job, Segment, StagedTable
 from recpoint.format.manifest import TableSpec
 from recpoint.format.naming import parse_job_stem
 from recpoint.format.records import pack_record
@@ -74,6 +75,7 @@ class PartStager:
         self._dropped: deque[str] = deque(maxlen=_MOST_DROPPED)  # attempts that nobody wants
         self._slots: dict[Path, Slot] = {}
         self._held: dict[Path, int] = {}  # run directory -> lock of this server's part there
+        self._leaving: list[_Part] = []  # dropped, and rows may still be written to their slots
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recpoint-stage")
 
     def open(
@@ -98,8 +100,8 @@ class PartStager:
             self._refuse_dropped(job.attempt)
             part = self._parts.get(job.attempt)
             if part is None:
-                while len(self._parts) >= _MOST_PARTS:
-                    del self._parts[next(iter(self._parts))]
+                while len(self._parts) > max(_MOST_PARTS, most):
+                    self._leave(next(iter(self._parts)))
                 part = self._parts[job.attempt] = _Part(job, root)
             part.named.setdefault(trainer, (job.tables, rows))
             if len(part.named) == job.ranks and part.opened is None:
@@ -109,7 +111,7 @@ class PartStager:
 
     def record_bytes(self, frozen: int) -> int:
         """Return the bytes of a record of the rows that a reader has; raises as `put`."""
-        return self._rows_of(frozen).record_bytes
+        return self._rows_of(frozen)[1].record_bytes
 
     def put(self, frozen: int, first: int, slots: Tensor, records: Tensor, there: Tensor) -> None:
         """Stage rows.
@@ -124,24 +126,26 @@ class PartStager:
         Raises:
             HomeError: no part is open for these rows.
         """
-        rows = self._rows_of(frozen)
+        part, rows = self._rows_of(frozen)
         at = slice(rows.first + first, rows.first + first + len(slots))
         if at.stop > rows.first + rows.count:
             raise ValueError(f"rows {first} to {first + len(slots)}, expected {rows.count}")
-        rows.ids[at] = rows.placement.ids(rows.server, slots)
-        rows.named = max(rows.named, first + len(slots))
-        places = torch.arange(at.start, at.stop, dtype=torch.int64, device="cpu")
-        rows.write(places[there], records[there])
+        with self._writing(part):
+            rows.ids[at] = rows.placement.ids(rows.server, slots)
+            rows.named = max(rows.named, first + len(slots))
+            places = torch.arange(at.start, at.stop, dtype=torch.int64, device="cpu")
+            rows.write(places[there], records[there])
 
     def put_new(self, frozen: int, slots: Tensor, records: Tensor) -> None:
         """Stage rows that the server does not have; see `put`, which was called for them before."""
-        rows = self._rows_of(frozen)
+        part, rows = self._rows_of(frozen)
         ids = rows.placement.ids(rows.server, slots)
         own = rows.ids[rows.first : rows.first + rows.named]
         places = torch.searchsorted(own, ids).clamp_(max=max(0, rows.named - 1))
         if not rows.named or not torch.equal(own[places], ids):
             raise ValueError("records of rows that were not named")
-        rows.write(places + rows.first, records)
+        with self._writing(part):
+            rows.write(places + rows.first, records)
 
     def seal(self, attempt: str, trainer: int) -> tuple[bool, int]:
         """Take note that a trainer has put all its rows.
@@ -167,44 +171,64 @@ class PartStager:
             part = self._parts.get(attempt)
         if part is None:
             return None
-        path = part.outcome_path
-        try:
-            outcome = area.read_outcome(path)
-        except (FileNotFoundError, FormatError, StagingError, OSError):
-            return None
-        is_rejected = outcome.result == "rejected" and outcome.attempt == attempt
-        return (outcome.error or "rejected") if is_rejected else None
+        part.note_answer()
+        return part.rejected
 
-    def drop(self, attempt: str) -> None:
+    def drop(self, attempt: str, job: Job | None = None, root: Path | None = None) -> None:
         """Have the agent drop the part, or give it up if it is not staged.
+
+        Args:
+            attempt: name of the checkpoint's attempt.
+            job: describes the part, which a server of before may have staged here; None: none has.
+            root: the staging area of that part.
 
         Raises:
             HomeError: the mark cannot be written.
         """
         with self._lock:
             self._dropped.append(attempt)
-            part = self._parts.pop(attempt, None)
+            part = self._leave(attempt)
+        if part is None and job is not None and root is not None:
+            part = _Part(job, root)
         if part is None:
             return
-        part.is_dropped = True
         try:
-            if part.job_path.exists():
+            if area.read_job(part.job_path).attempt == attempt:
                 area.write_mark(part.run_directory, part.job.ref, part.job.rank)
-        except (OSError, StagingError) as error:
+        except FileNotFoundError:
+            return  # it was not staged, or the agent has answered
+        except (OSError, StagingError, FormatError) as error:
             raise self._failed(error) from error
 
     def close(self) -> None:
-        """Give up what is not staged. Staged jobs stay for the agent. No call may be running."""
-        for part in self._parts.values():
+        """Give up what is not staged. Staged jobs stay for the agent. No call may be running.
+
+        The thread does it, once it sees that nobody wants what it is staging.
+        """
+        with self._lock:
+            for attempt in list(self._parts):
+                self._leave(attempt)
+        self._thread.submit(self._give_up)
+        self._thread.shutdown(wait=False)
+
+    def _leave(self, attempt: str) -> _Part | None:
+        """Forget a part, which nobody wants unless it is staged; the lock is held."""
+        part = self._parts.pop(attempt, None)
+        if part is not None and not part.is_staged:
             part.is_dropped = True
-        self._thread.shutdown(wait=True, cancel_futures=True)
-        self._parts.clear()
-        for slot in self._slots.values():
-            slot.close()
-        self._slots.clear()
-        for lock in self._held.values():
-            locks.release(lock)
-        self._held.clear()
+            self._leaving.append(part)
+        return part
+
+    @contextmanager
+    def _writing(self, part: _Part) -> Iterator[None]:
+        """Keep the part's slot from being used again meanwhile."""
+        with self._lock:
+            part.writes += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                part.writes -= 1
 
     def _refuse_dropped(self, attempt: str) -> None:
         if attempt in self._dropped:
@@ -216,11 +240,11 @@ class PartStager:
             raise self._refused(f"no part of attempt {attempt:.40}", "a part that was opened")
         return part
 
-    def _rows_of(self, frozen: int) -> _Rows:
+    def _rows_of(self, frozen: int) -> tuple[_Part, _Rows]:
         with self._lock:
             for part in reversed(self._parts.values()):
                 if frozen in part.rows:
-                    return part.rows[frozen]
+                    return part, part.rows[frozen]
         raise self._refused("rows of no part", "rows of a part that was opened")
 
     def _is_done(self, work: Future[None] | None) -> bool:
@@ -253,7 +277,17 @@ class PartStager:
 
     # By the thread.
 
+    def _give_up(self) -> None:
+        for slot in self._slots.values():
+            slot.close()
+        self._slots.clear()
+        for lock in self._held.values():
+            locks.release(lock)
+        self._held.clear()
+
     def _lay_out(self, part: _Part, most: int) -> None:
+        if part.is_dropped:
+            return
         slot = self._free_slot(part, most)
         tables = [
             next((one for one in of_trainers if one.scattered), of_trainers[0])
@@ -310,6 +344,7 @@ class PartStager:
                 expected="no other process that stages this server's rows",
                 next_step="stop that process, or train under another run URL",
                 root=part.root,
+                words=area.SERVER_WORDS,
             )
             if held is not None:
                 locks.release(held)
@@ -329,7 +364,10 @@ class PartStager:
                 next_step="see that an agent runs on this host: recpoint agent",
             )
         with self._lock:
-            staging = [one.slot for one in self._parts.values() if one.is_staging]
+            self._leaving = [one for one in self._leaving if one.writes]
+            staging = [
+                one.slot for one in (*self._parts.values(), *self._leaving) if one.is_staging
+            ]
         busy |= {slot.path.name for slot in staging if slot is not None}
         index = 0
         while area.slot_name(number, index) in busy:
@@ -348,7 +386,11 @@ class PartStager:
             raise ValueError(f"{missing} rows without a record, found at the end")
         data = part.slot.data
         sampled, slot_bytes = place_sample(part.sample, part.tables, part.placed, data, part.end)
-        segments = digest_segments(part.slot, (*part.placed, *sampled))
+        segments: list[Segment] = []
+        for placed in (*part.placed, *sampled):
+            if part.is_dropped:
+                return
+            segments += digest_segments(part.slot, (placed,))
         part.slot.sync()
         job = Job(
             **dict(part.job)
@@ -356,7 +398,7 @@ class PartStager:
                 "tables": tuple(part.tables),
                 "slot": part.slot.path.name,
                 "slot_bytes": slot_bytes,
-                "segments": segments,
+                "segments": tuple(segments),
                 "staged_ms": now_ms(),
                 "full_bytes": sum(_full_bytes(table) for table in part.tables),
             }
@@ -369,10 +411,11 @@ class PartStager:
             part.is_staged = True
 
     def _forget_answers(self, part: _Part) -> None:
-        """Remove the agent's answers to earlier jobs, and marks that wanted these dropped.
-
-        Nobody waits for them any more: the trainers have their own.
-        """
+        """Remove the agent's answers to earlier jobs, and marks that wanted these dropped."""
+        with self._lock:
+            earlier = [one for one in self._parts.values() if one is not part]
+        for one in earlier:
+            one.note_answer()  # a trainer may still ask
         for directory in (
             area.outcomes_directory(part.run_directory),
             area.cancels_directory(part.run_directory),
@@ -396,6 +439,8 @@ class _Part:
         opened, sealed: the thread's work; None: it has not begun.
         is_staged: the job file is written.
         is_dropped: nobody wants it any more.
+        writes: how many calls are writing to its slot.
+        rejected: why the agent has rejected it; None: it has not, as far as known.
     """
 
     def __init__(self, job: Job, root: Path) -> None:
@@ -413,6 +458,8 @@ class _Part:
         self.opened: Future[None] | None = None
         self.sealed: Future[None] | None = None
         self.is_staged = self.is_dropped = False
+        self.writes = 0
+        self.rejected: str | None = None
 
     @property
     def server(self) -> int:
@@ -422,7 +469,17 @@ class _Part:
     @property
     def is_staging(self) -> bool:
         """Whether the slot is in use, and no job says so."""
-        return self.slot is not None and not self.is_staged and not self.is_dropped
+        is_wanted = not self.is_dropped or self.writes > 0
+        return self.slot is not None and not self.is_staged and is_wanted
+
+    def note_answer(self) -> None:
+        """Learn whether the agent has rejected the part."""
+        try:
+            outcome = area.read_outcome(self.outcome_path)
+        except (OSError, FormatError, StagingError):
+            return  # there is none yet, or it is of no use
+        if outcome.result == "rejected" and outcome.attempt == self.job.attempt:
+            self.rejected = outcome.error or "rejected"
 
     @property
     def job_path(self) -> Path:

@@ -268,6 +268,10 @@ class ServedHome(Home):
         """Return what calls a server now."""
         return self._servers[server].transport
 
+    def incarnation(self, server: int) -> int:
+        """Return the incarnation of a server as it is now."""
+        return self._servers[server].incarnation
+
     def placement(self, table: str) -> Placement | Stripes:
         """Return where the rows of a table are.
 

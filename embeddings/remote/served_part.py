@@ -8,8 +8,11 @@ that no server has yet, because nobody has trained them, are sent with their fir
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -33,10 +36,11 @@ T = TypeVar("T")
 
 #: Rows that are named in one call.
 _ROWS_AT_A_TIME: Final = 65_536
-#: Bytes of new rows in one call, unless one row is longer.
+#: Bytes of the rows in one call, unless one row is longer.
 _REQUEST_BYTES: Final = 4 << 20
 #: Of the description of all tables, which comes in one command.
-_MOST_TEXT_BYTES: Final = 512 << 10
+_MOST_TEXT_BYTES: Final = 640 << 10
+_MOST_THREADS: Final = 64
 _FIRST_PAUSE_SECONDS: Final = 0.005
 _LONGEST_PAUSE_SECONDS: Final = 0.25
 #: How long a server may be out of step, because another one was lost.
@@ -56,6 +60,10 @@ class ServedPart:
         self._home = home
         self._tables = dict(tables)
         self._attempt = attempt
+        self._has_failed = threading.Event()
+        self._incarnations: list[int] = []  # of the servers that stage
+        self._told: dict[int, dict[str, Value]] = {}  # server -> what describes its part
+        self._lost_since: dict[int, float] = {}  # server -> `time.monotonic`
 
     @property
     def servers(self) -> int:
@@ -97,51 +105,92 @@ class ServedPart:
             split = self._home.placement(one.table).slots_by_server(one.ids)
             for there, chosen in zip(by_server, split, strict=True):
                 there.append(_Named(self._tables[one.table], one, chosen))
+        own: dict[str, Value] = {"attempt": self._attempt, "trainer": trainer}
 
         def stage(server: int) -> None:
-            slots = by_server[server]
-            described = self._described(server, job, slots)
-            described |= {"root": str(root), "most": most, "trainer": trainer}
-            self._until(server, "stage", described, "is_open", patience_seconds)
-            for one in slots:
-                self._name(server, one)
-            arguments: dict[str, Value] = {"attempt": job.attempt, "trainer": trainer}
-            self._until(server, "seal", arguments, "is_staged", patience_seconds)
+            try:
+                described = self._described(server, job, root)
+                self._told[server] = described
+                named = self._names(server, by_server[server])
+                arguments = described | named | {"most": most, "trainer": trainer}
+                self._until(server, "stage", arguments, "is_open", patience_seconds)
+                for one in by_server[server]:
+                    self._name(server, one)
+                self._until(server, "seal", own, "is_staged", patience_seconds)
+            except BaseException:
+                self._has_failed.set()  # nobody wants what the others stage
+                raise
 
-        self._home.at_all(stage)
+        self._incarnations = [self._incarnation(server, rows) for server in range(self.servers)]
+        self._at_all(stage)
         checked = Checked()
         for one in rows:
-            for ids in _pieces(one.ids):
+            for ids in _pieces(one.ids, _ROWS_AT_A_TIME):
                 found = one.frozen.check(ids)
                 checked = Checked(*map(sum, zip(checked, found, strict=True)))
         return checked
 
-    def rejected(self) -> str | None:
-        """Return why an agent has rejected a server's part; None: none has, as far as known."""
-        for server in range(self.servers):
+    def lost(self, patience_seconds: float) -> str | None:
+        """Ask the servers for their parts; returns why the checkpoint will never be complete.
+
+        Args:
+            patience_seconds: how long the agent of a lost server has to store its part.
+        """
+        found: list[str] = []
+
+        def ask(server: int) -> None:
             try:
-                said = self._home.command(server, "rejected", {"attempt": self._attempt})
+                said = self._command(server, "rejected", {"attempt": self._attempt})
             except (HomeError, OutOfStep):
-                continue  # a lost server: what it has staged is stored all the same
+                since = self._lost_since.setdefault(server, time.monotonic())
+                if time.monotonic() - since > patience_seconds:
+                    found.append(f"embedding server {server + 1} was lost, and so may be its part")
+                return
             if said["why"] is not None:
-                return f"part of embedding server {server + 1}: {said['why']}"
-        return None
+                found.append(f"part of embedding server {server + 1}: {said['why']}")
+
+        if self._told:
+            self._at_all(ask)
+        return found[0] if found else None
 
     def drop(self) -> None:
-        """Have all servers drop what they have staged, as far as they can be reached."""
+        """Have all servers drop what they have staged, as far as they can be reached.
+
+        A successor of a server drops what that one has staged on the same host.
+        """
 
         def drop(server: int) -> None:
-            try:
-                self._home.command(server, "drop", {"attempt": self._attempt})
-            except (HomeError, OutOfStep):
-                return  # its agent waits for the other parts, and never finds them
+            arguments: dict[str, Value] = {"attempt": self._attempt}
+            with suppress(HomeError, OutOfStep):
+                arguments |= self._told.get(server, {})
+                self._home.command(server, "drop", arguments)
 
-        self._home.at_all(drop)
+        self._at_all(drop)
 
-    def _described(self, server: int, job: Job, rows: Sequence[_Named]) -> dict[str, Value]:
-        """Return what a server has to know of the checkpoint, and of the rows of this trainer."""
+    def _at_all(self, act: Callable[[int], None]) -> None:
+        """Call `act` with each server's number, in threads that training does not use."""
+        with ThreadPoolExecutor(
+            min(self.servers, _MOST_THREADS), thread_name_prefix="recpoint-parts"
+        ) as threads:
+            calls = [threads.submit(act, server) for server in range(self.servers)]
+        for call in calls:
+            call.result()
+
+    def _incarnation(self, server: int, rows: Sequence[RowsAtHome]) -> int:
+        """Return the incarnation that has the frozen rows; a successor of it has not."""
+        if rows:
+            return _frozen(rows[0]).at(server).incarnation
+        return self._home.incarnation(server)
+
+    def _command(
+        self, server: int, name: str, arguments: Mapping[str, Value]
+    ) -> Mapping[str, Value]:
+        incarnation = self._incarnations[server]
+        return self._home.transport(server).command(name, arguments, incarnation=incarnation)
+
+    def _described(self, server: int, job: Job, root: Path) -> dict[str, Value]:
+        """Return what describes the part of a server."""
         number = job.ranks + server
-        placements = {one.rows.table: self._home.placement(one.rows.table) for one in rows}
         shards = {index: self._home.rows_on(server, name) for name, index in self._tables.items()}
         tables = tuple(
             StagedTable(**dict(table) | {"shard_rows": shards[index]}) if table.scattered else table
@@ -153,32 +202,36 @@ class ServedPart:
             "tables": tables,
         }
         text = pack_record(Job(**described)).decode()
-        if len(text) > _MOST_TEXT_BYTES:
+        size = len(json.dumps(text))
+        if size > _MOST_TEXT_BYTES:
             raise HomeError(
                 f"checkpoint of {job.ref}",
-                found=f"{len(text)} bytes that describe its tables",
+                found=f"{size} bytes that describe its tables",
                 expected=f"at most {_MOST_TEXT_BYTES}, so that servers can stage it",
                 next_step="set Staging(at_servers=False)",
             )
-        stripes = next((one for one in placements.values() if isinstance(one, Stripes)), None)
+        return {"attempt": self._attempt, "job": text, "root": str(root)}
+
+    def _names(self, server: int, rows: Sequence[_Named]) -> dict[str, Value]:
+        """Return what says which rows this trainer will name, and where rows of tables are."""
+        placements = [self._home.placement(one.rows.table) for one in rows]
+        stripes = next((one for one in placements if isinstance(one, Stripes)), None)
+        tables = [
+            [
+                one.index,
+                _frozen(one.rows).at(server).number,
+                len(one.slots),
+                one.rows.table,
+                placement.rows,
+            ]
+            for one, placement in zip(rows, placements, strict=True)
+        ]
         return {
-            "job": text,
             "servers": self.servers,
             "data": 0 if stripes is None else stripes.data,
             "parity": 0 if stripes is None else stripes.parity,
             "hosts": json.dumps([] if stripes is None else list(self._home.hosts)),
-            "tables": json.dumps(
-                [
-                    [
-                        one.index,
-                        _frozen(one.rows).at(server).number,
-                        len(one.slots),
-                        one.rows.table,
-                        placements[one.rows.table].rows,
-                    ]
-                    for one in rows
-                ]
-            ),
+            "tables": json.dumps(tables),
         }
 
     def _name(self, server: int, named: _Named) -> None:
@@ -186,9 +239,10 @@ class ServedPart:
         at = _frozen(named.rows).at(server)
         transport = self._home.transport(server)
         placement = self._home.placement(named.rows.table)
+        # The server has the records of what one call names in memory.
         each = max(1, _REQUEST_BYTES // (named.rows.layout.size_bytes + 8))
         first = 0
-        for slots in _pieces(named.slots):
+        for slots in _pieces(named.slots, min(each, _ROWS_AT_A_TIME)):
 
             def name(slots: Tensor = slots, first: int = first) -> Tensor:
                 return transport.stage(at.number, slots, incarnation=at.incarnation, first=first)
@@ -216,7 +270,7 @@ class ServedPart:
         """Repeat a command until the server says that it is done."""
         pause, since = _FIRST_PAUSE_SECONDS, time.monotonic()
         while True:
-            said = self._patiently(lambda: self._home.command(server, name, arguments))
+            said = self._patiently(lambda: self._command(server, name, arguments))
             if said[key]:
                 return
             if not said["awaited"]:
@@ -237,6 +291,13 @@ class ServedPart:
         """Make a call, again while the server has to wait for another one that was lost."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
+            if self._has_failed.is_set():
+                raise HomeError(
+                    "embedding servers: staged rows",
+                    found="another server that could not stage",
+                    expected="that all servers can",
+                    next_step="nothing: the next checkpoint also holds these rows",
+                )
             try:
                 return act()
             except OutOfStep:
@@ -265,10 +326,10 @@ def _frozen(rows: RowsAtHome) -> FrozenAtServers:
     return rows.frozen
 
 
-def _pieces(numbers: Tensor | range) -> Iterator[Tensor]:
-    """Divide numbers into pieces of a bounded size, int64 each."""
-    for start in range(0, len(numbers), _ROWS_AT_A_TIME):
-        part = numbers[start : start + _ROWS_AT_A_TIME]
+def _pieces(numbers: Tensor | range, most: int) -> Iterator[Tensor]:
+    """Divide numbers into pieces of at most `most`, int64 each."""
+    for start in range(0, len(numbers), most):
+        part = numbers[start : start + most]
         if isinstance(part, range):
             yield torch.arange(part.start, part.stop, dtype=torch.int64, device="cpu")
         else:

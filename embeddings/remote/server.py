@@ -77,7 +77,7 @@ class EmbeddingServer(Transport):
     | "stage" | job, root, most, trainer, servers, data, parity, hosts, tables | is_open, awaited |
     | "seal" | attempt, trainer | is_staged, awaited |
     | "rejected" | attempt | why: the agent's reason, or null |
-    | "drop" | attempt | – |
+    | "drop" | attempt; once it was staged job and root, as of "stage" | – |
 
     "stage" has the arguments of `PartStager.open`: `job` is a record without rows. `tables` is
     JSON, for each table of which this trainer will name rows: its index in the job, the number of
@@ -196,7 +196,7 @@ class EmbeddingServer(Transport):
             if name == "rejected":
                 return {"why": self._stager.rejected(given.text("attempt"))}
             if name == "drop":
-                self._stager.drop(given.text("attempt"))
+                self._drop_part(given)
                 return {}
         raise ValueError(f"command {name!r:.100}, expected one that an embedding server has")
 
@@ -323,9 +323,7 @@ class EmbeddingServer(Transport):
                 else placement_of(name, rows=rows, servers=servers)
             )
             named.append(NamedRows(index, number, count, placement))
-        job = unpack_record(
-            Job, given.record("job"), name="job", next_step="use one release of recpoint"
-        )
+        job = _job(given)
         is_open, awaited = self._stager.open(
             job,
             root=Path(given.text("root")),
@@ -334,6 +332,12 @@ class EmbeddingServer(Transport):
             rows=named,
         )
         return {"is_open": is_open, "awaited": awaited}
+
+    def _drop_part(self, given: _Arguments) -> None:
+        if given.has("job"):
+            self._stager.drop(given.text("attempt"), _job(given), Path(given.text("root")))
+        else:
+            self._stager.drop(given.text("attempt"))
 
     def member(self, incarnation: int) -> StripeMember:
         """Return what other servers call, if this is the server that is meant.
@@ -667,6 +671,9 @@ class _Arguments:
             raise ValueError(f"{self.name}: {key} {value!r:.100}, expected an integer >= {least}")
         return value
 
+    def has(self, key: str) -> bool:
+        return key in self._given
+
     def text(self, key: str) -> str:
         value = self._given.get(key)
         if type(value) is not str or len(value.encode()) > _MOST_NAME_BYTES:
@@ -692,6 +699,12 @@ class _Arguments:
         if not isinstance(found, list):
             raise ValueError(f"{self.name}: {key} {value!r:.100}, expected a list in JSON")
         return found
+
+
+def _job(given: _Arguments) -> Job:
+    return unpack_record(
+        Job, given.record("job"), name="job", next_step="use one release of recpoint"
+    )
 
 
 def _refuse_more(rows: Sequence[TableRows]) -> None:

@@ -468,10 +468,12 @@ class SharedCache(Cache):
         It returns on no rank before all ranks have their rows: a rank that goes on could end the
         servers.
         """
-        self.settle()
         found = super().rows_of(name, ids)
         self._rows_channel.meet()
         return found
+
+    def _settle_for_reading(self) -> None:
+        self.settle()
 
     def settle(self) -> None:
         """Have all rows that have changed written to the home, and the home frozen. Collective.

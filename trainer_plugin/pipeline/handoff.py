@@ -272,8 +272,7 @@ class Handoff:
         ref = snapshot.ref
         if failure is not None:
             snapshot.device.release()
-            if snapshot.served is not None:
-                snapshot.served.part.drop()
+            _drop_at_servers(snapshot)
         # A failure after the rename, for instance of the last fsync, may leave the agent with the
         # job, so the slot must not be written again before the agent has answered.
         there = _may_exist(self._job_path(ref)) or _may_exist(self._outcome_path(ref))
@@ -309,18 +308,19 @@ class Handoff:
         self._area.write_job(self._job_path(ref), pack_record(job))
 
     def _look_at_servers(self) -> None:
-        """Drop checkpoints of which an agent has rejected a part that embedding servers staged."""
+        """Drop checkpoints of which a part that an embedding server staged will never come."""
         if time.monotonic() < self._ask_servers_at:
             return
-        self._ask_servers_at = time.monotonic() + _ASK_SERVERS_SECONDS
         for ref, snapshot in list(self._awaited.items()):
             served = snapshot.served
             if served is None or ref in self._marked:
                 continue
-            why = served.part.rejected()
+            why = served.part.lost(self._ranks_seconds)
             if why is not None:
-                _log.warning("checkpoint of %s is dropped, because an agent has: %s", ref, why)
+                _log.warning("checkpoint of %s is dropped: %s", ref, why)
                 self.cancel(ref)
+        # After the answers, for which a server that hangs may have us wait.
+        self._ask_servers_at = time.monotonic() + _ASK_SERVERS_SECONDS
 
     def _to_mark(self) -> set[CheckpointRef]:
         """Return the unwanted checkpoints that are staged; the agent can only drop staged jobs."""
@@ -332,9 +332,7 @@ class Handoff:
             self._unwanted -= wanted
         for ref in wanted:
             self._marked.add(ref)
-            served = self._awaited[ref].served
-            if served is not None:
-                served.part.drop()
+            _drop_at_servers(self._awaited[ref])
             try:
                 write_mark(self._area.run_directory, ref, self._area.rank)
             except (OSError, StagingError) as error:
@@ -355,6 +353,8 @@ class Handoff:
         for ref in list(self._awaited):
             event = self._answer(ref)
             if event is not None:
+                if not isinstance(event, Answered) or event.outcome.result != "committed":
+                    _drop_at_servers(self._awaited[ref])
                 self._forget_mark(ref)
                 with self._changed:
                     del self._awaited[ref]
@@ -407,6 +407,15 @@ class Handoff:
 
     def _outcome_path(self, ref: CheckpointRef) -> Path:
         return outcome_path(self._area.run_directory, ref.generation, ref.step, self._area.rank)
+
+
+def _drop_at_servers(snapshot: Snapshot) -> None:
+    """Have embedding servers drop their parts. Never raises: this thread must live."""
+    if snapshot.served is not None:
+        try:
+            snapshot.served.part.drop()
+        except Exception as error:
+            _log.warning("parts of %s stay staged at servers: %s", snapshot.ref, error)
 
 
 def _may_exist(path: Path) -> bool:

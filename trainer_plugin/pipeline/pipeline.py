@@ -419,6 +419,7 @@ class Pipeline:
     def _take_back(self, cut: Cut | None) -> None:
         """Make the rows of a cut that is not handed over dirty again."""
         if cut is not None:
+            cut.snapshot.device.release()
             for name, rows in cut.pending.dirty.items():
                 self._trackers[name].merge_back(rows)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,6 +26,8 @@ from recpoint.embeddings.home import Home
 from recpoint.embeddings.home_in_memory import MemoryHome
 from recpoint.embeddings.initial import Uniform, fill
 from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.remote.processes import servers
+from recpoint.embeddings.remote.protected_home import ProtectedHome
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.server import EmbeddingServer
 from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
@@ -50,10 +54,10 @@ _WAITS = {"at_servers": True, "when_busy": "wait"}
 @contextmanager
 def served(count: int) -> Iterator[ServedHome]:
     with ExitStack() as stack:
-        servers = [EmbeddingServer(name=f"server {one + 1}") for one in range(count)]
-        for server in servers:
+        started = [EmbeddingServer(name=f"server {one + 1}") for one in range(count)]
+        for server in started:
             stack.callback(server.end)
-        listening = [stack.enter_context(TcpServer(one, _TOKEN)) for one in servers]
+        listening = [stack.enter_context(TcpServer(one, _TOKEN)) for one in started]
         transports = [TcpTransport(one.address, _TOKEN) for one in listening]
         yield stack.enter_context(ServedHome(transports))
 
@@ -189,8 +193,14 @@ def test_a_server_that_cannot_stage_costs_a_checkpoint(
         restored(place, "adagrad").same_as(both)
 
 
+def damage(slot: Path) -> None:
+    with slot.open("r+b") as file:
+        file.write(bytes(8))  # ids of rows, or part of the state, that are not what was staged
+
+
+@pytest.mark.parametrize("number", [0, 3])
 def test_a_part_that_an_agent_rejects_ends_the_whole_attempt(
-    place: Place, caplog: pytest.LogCaptureFixture
+    place: Place, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with served(3) as home:
         both = Both("adagrad", SMALL, home)
@@ -199,15 +209,59 @@ def test_a_part_that_an_agent_rejects_ends_the_whole_attempt(
             ckpt.restore()
             both.train(ckpt, 5)
             until(lambda: len(area.staged_jobs(place.run_directory)) == 4)
-            slot = area.slot_path(place.run_directory, 3, 0)
-            with slot.open("r+b") as file:
-                file.write(bytes(8))  # ids of rows that are no longer what was staged
+            damage(area.slot_path(place.run_directory, number, 0))
             with place.agent():
                 both.train(ckpt, 17)
                 ckpt.close()
-        assert "part of embedding server 3: " in caplog.text
+                until(lambda: not area.staged_jobs(place.run_directory))
+        if number:
+            assert "part of embedding server 3: " in caplog.text
         assert [one.step for one in manifests(place)] == [22, 20, 15, 10]
         restored(place, "adagrad").same_as(both)
+
+
+def test_a_part_that_is_lost_with_its_server_ends_the_attempt(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its host is gone, so no agent will store it. Parity makes up for the server itself."""
+    with servers(3, parity=Parity(data=2)) as home:
+        assert isinstance(home, ProtectedHome)
+        both = Both("adagrad", SMALL, home)
+        settings = _WAITS | {"on_error": "continue", "busy_wait_seconds": 120.0}
+        with both.checkpointer(place, ranks_seconds=3.0, **settings) as ckpt:
+            ckpt.restore()
+            both.train(ckpt, 5)
+            until(lambda: len(area.staged_jobs(place.run_directory)) == 4)
+            os.kill(home.greetings[1].pid, signal.SIGKILL)
+            (of_it,) = (
+                path
+                for path in area.staged_jobs(place.run_directory)
+                if path.stem.endswith("r00002")
+            )
+            of_it.unlink()
+            with place.agent():
+                both.train(ckpt, 17)
+                ckpt.close()
+                until(lambda: not area.staged_jobs(place.run_directory))
+        assert "embedding server 2 was lost, and so may be its part" in caplog.text
+        assert [one.step for one in manifests(place)] == [22, 20, 15, 10]
+        restored(place, "adagrad").same_as(both)
+
+
+def test_rows_are_read_as_they_are_after_a_cut_that_has_failed(place: Place) -> None:
+    expected = Both("adagrad", None)
+    expected.train(None, 19)
+    with served(3) as home:
+        both = Both("adagrad", SMALL, home)
+        with checkpointing(both, place, on_error="continue", **_WAITS) as ckpt:
+            slot = area.slot_path(place.run_directory, 0, 0)
+            slot.unlink()
+            slot.mkdir(mode=0o700)
+            both.train(ckpt, 19)
+            assert ckpt.stats.failed > 0
+            both.same_as(expected)
+            slot.rmdir()
+        restored(place, "adagrad").same_as(expected)
 
 
 def test_more_rows_than_one_call_names(place: Place) -> None:
