@@ -69,6 +69,8 @@ def test_processes_of_this_machine_keep_rows(tmp_path: Path) -> None:
 
 def stops_and_is_replaced(home: Home, pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
+    threads = [psutil.Process(one.id) for one in psutil.Process(pid).threads()]
+    until(lambda: all(one.status() == psutil.STATUS_STOPPED for one in threads))
     with pytest.raises(ServerLost, match=rf"embedding server 2 of 2 \(pid {pid}, .*in 3 s"):
         write_all(home)
     home.clear("t")
