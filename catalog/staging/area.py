@@ -46,6 +46,7 @@ __all__ = [
     "finish_answered",
     "is_cancelled",
     "job_path",
+    "make_directories",
     "jobs_directory",
     "outcome_path",
     "outcomes_directory",
@@ -161,6 +162,24 @@ def outcome_path(run_dir: Path | str, generation: int, step: int, rank: int) -> 
 def status_path(run_dir: Path | str) -> Path:
     """Returns the path of the agent's status file for this run, which is for people."""
     return Path(run_dir) / "status.json"
+
+
+def make_directories(root: Path, run_dir: Path) -> None:
+    """Make the directories for what is staged that are missing.
+
+    Each is private: other users of the host must not read a model's weights.
+
+    Raises:
+        StagingRefused: a directory belongs to another user, is a link, or is open to other users.
+        OSError: a directory cannot be made.
+    """
+    owned.make_root(root)
+    for directory in (
+        slots_directory(run_dir),
+        jobs_directory(run_dir),
+        outcomes_directory(run_dir),
+    ):
+        owned.make_directory(root, directory)
 
 
 def trainer_lock_path(run_dir: Path | str, rank: int = 0) -> Path:

@@ -329,14 +329,21 @@ class PartStager:
     def _free_slot(self, part: _Part, most: int) -> Slot:
         """Return a slot that no job uses, after making sure that this server alone writes here."""
         run_directory, number = part.run_directory, part.job.rank
-        owned.make_root(part.root)
-        for directory in (
-            area.slots_directory(run_directory),
-            area.jobs_directory(run_directory),
-            area.outcomes_directory(run_directory),
-        ):
-            owned.make_directory(part.root, directory)
-        lock_path = area.trainer_lock_path(run_directory, number)
+        area.make_directories(part.root, run_directory)
+        self._take_lock(part)
+        busy = self._busy_slots(part, most)
+        index = 0
+        while area.slot_name(number, index) in busy:
+            index += 1
+        path = area.slot_path(run_directory, number, index)
+        if path not in self._slots:
+            self._slots[path] = Slot(path)
+        return self._slots[path]
+
+    def _take_lock(self, part: _Part) -> None:
+        """Make sure that no other process stages this server's rows here."""
+        run_directory = part.run_directory
+        lock_path = area.trainer_lock_path(run_directory, part.job.rank)
         held = self._held.get(run_directory)
         if held is None or locks.is_lost(held, lock_path):
             self._held[run_directory] = locks.acquire(
@@ -348,17 +355,24 @@ class PartStager:
             )
             if held is not None:
                 locks.release(held)
+
+    def _busy_slots(self, part: _Part, most: int) -> set[str]:
+        """Return the names of the slots that jobs name, or that rows are written to.
+
+        Raises:
+            StagingError: as many jobs are staged as may be.
+        """
         busy = set()
-        for path in area.staged_jobs(run_directory):
+        for path in area.staged_jobs(part.run_directory):
             name = parse_job_stem(path.stem)
-            if name is not None and name[2] == number:
+            if name is not None and name[2] == part.job.rank:
                 try:
                     busy.add(area.read_job(path).slot)
                 except FileNotFoundError:
                     continue  # answered meanwhile
         if len(busy) >= most:
             raise StagingError(
-                str(area.jobs_directory(run_directory)),
+                str(area.jobs_directory(part.run_directory)),
                 found=f"{len(busy)} staged checkpoints of this server",
                 expected=f"fewer than {most}, as Staging.jobs allows",
                 next_step="see that an agent runs on this host: recpoint agent",
@@ -368,14 +382,7 @@ class PartStager:
             staging = [
                 one.slot for one in (*self._parts.values(), *self._leaving) if one.is_staging
             ]
-        busy |= {slot.path.name for slot in staging if slot is not None}
-        index = 0
-        while area.slot_name(number, index) in busy:
-            index += 1
-        path = area.slot_path(run_directory, number, index)
-        if path not in self._slots:
-            self._slots[path] = Slot(path)
-        return self._slots[path]
+        return busy | {slot.path.name for slot in staging if slot is not None}
 
     def _seal(self, part: _Part) -> None:
         if part.is_dropped:

@@ -106,6 +106,7 @@ class ServedPart:
             for there, chosen in zip(by_server, split, strict=True):
                 there.append(_Named(self._tables[one.table], one, chosen))
         own: dict[str, Value] = {"attempt": self._attempt, "trainer": trainer}
+        failures: list[BaseException] = []
 
         def stage(server: int) -> None:
             try:
@@ -117,12 +118,14 @@ class ServedPart:
                 for one in by_server[server]:
                     self._name(server, one)
                 self._until(server, "seal", own, "is_staged", patience_seconds)
-            except BaseException:
+            except BaseException as error:
+                failures.append(error)
                 self._has_failed.set()  # nobody wants what the others stage
-                raise
 
         self._incarnations = [self._incarnation(server, rows) for server in range(self.servers)]
         self._at_all(stage)
+        if failures:
+            raise failures[0]  # the others may say only that one has failed
         checked = Checked()
         for one in rows:
             for ids in _pieces(one.ids, _ROWS_AT_A_TIME):

@@ -26,6 +26,7 @@ from recpoint.catalog.staging.area import (
     remove_mark,
     write_mark,
 )
+from recpoint.embeddings.remote.served_part import ServedPart
 from recpoint.errors import FormatError, MalformedObject, StagingError
 from recpoint.format.job import Outcome
 from recpoint.format.manifest import check_quantizers
@@ -315,7 +316,7 @@ class Handoff:
             served = snapshot.served
             if served is None or ref in self._marked:
                 continue
-            why = served.part.lost(self._ranks_seconds)
+            why = _lost_at_servers(served.part, ref, self._ranks_seconds)
             if why is not None:
                 _log.warning("checkpoint of %s is dropped: %s", ref, why)
                 self.cancel(ref)
@@ -407,6 +408,15 @@ class Handoff:
 
     def _outcome_path(self, ref: CheckpointRef) -> Path:
         return outcome_path(self._area.run_directory, ref.generation, ref.step, self._area.rank)
+
+
+def _lost_at_servers(part: ServedPart, ref: CheckpointRef, patience_seconds: float) -> str | None:
+    """Return why a part of embedding servers will never come; None: it may. Never raises."""
+    try:
+        return part.lost(patience_seconds)
+    except Exception as error:
+        _log.warning("parts of %s at servers are not looked at: %s", ref, error)
+        return None
 
 
 def _drop_at_servers(snapshot: Snapshot) -> None:

@@ -236,14 +236,7 @@ class StagingArea:
             StagingError: a directory cannot be made.
         """
         try:
-            owned.make_root(self.root)
-            # Each directory is private: other users of the host must not read a model's weights.
-            for directory in (
-                area.slots_directory(self.run_directory),
-                area.jobs_directory(self.run_directory),
-                area.outcomes_directory(self.run_directory),
-            ):
-                owned.make_directory(self.root, directory)
+            area.make_directories(self.root, self.run_directory)
             # If another user owns the lock, no agent of this user could take it, and training would
             # wait for the other user's agent.
             owned.require_own(self.root, agent_lock_path(self.root))
