@@ -32,6 +32,7 @@ from recpoint.errors import (
     SettingsError,
 )
 from recpoint.format.manifest import Kind
+from recpoint.format.servers import AllServers
 from recpoint.interrupts import Hold, held
 from recpoint.trainer_plugin.assembly import assemble, look_at
 from recpoint.trainer_plugin.loop import Bound, Loop, Uncounted
@@ -679,6 +680,10 @@ class Checkpointer:
         cache = self._cache()
         return None if cache is None else cache.stats
 
+    def _servers_now(self) -> AllServers | None:
+        cache = self._cache()
+        return None if cache is None or self._ranks.rank else cache.home.servers_now()
+
     def close(self, *, final: bool = True) -> None:
         """End checkpointing: take a last checkpoint if batches are new, and wait for the agent.
 
@@ -862,6 +867,7 @@ class Observation:
         staging_free_bytes: bytes that snapshots may take in the staging area; None: unknown.
         staging_bound_bytes: the most bytes that snapshots take.
         cache: as in `Stats`.
+        servers: how the embedding servers are; None: there are none.
     """
 
     run: str
@@ -887,6 +893,7 @@ class Observation:
     staging_free_bytes: int | None
     staging_bound_bytes: int
     cache: CacheStats | None
+    servers: AllServers | None
 
 
 def observe(checkpointer: Checkpointer) -> Observation:
@@ -927,4 +934,5 @@ def observe(checkpointer: Checkpointer) -> Observation:
         staging_free_bytes=area.free_bytes(),
         staging_bound_bytes=checkpointer.memory_bound_bytes,
         cache=checkpointer._cache_stats(),
+        servers=checkpointer._servers_now(),
     )

@@ -108,6 +108,20 @@ TRAINER_METRICS: Final = _table("recpoint", *_BUILD) + _table(
         "Rows and parity rows of these servers that are left to recover.",
     ),
     (
+        *("server_rows", "gauge", "run server"),
+        "Rows and parity rows that belong on an embedding server, by its number, as rank 0 "
+        "knows it. Absent without servers.",
+    ),
+    (
+        *("server_known_rows", "gauge", "run server"),
+        "How many of them are there; fewer while the server is rebuilt after a loss.",
+    ),
+    (
+        *("server_whole_timestamp_seconds", "gauge", "run server"),
+        "When all rows of the server were there again after its last loss, since the epoch. "
+        "Absent while it is rebuilt, and if it was never lost.",
+    ),
+    (
         *("stored_bytes_total", "counter", "run kind"),
         "Bytes that committed checkpoints take in the store, by kind: full or increment.",
     ),

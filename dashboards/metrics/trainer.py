@@ -108,6 +108,14 @@ def _sample(samples: Samples, seen: Observation) -> None:
         add("cache_window_batches", cache.window)
         add("lost_servers", cache.lost_servers)
         add("lost_rows", cache.lost_rows)
+    for server in () if seen.servers is None else seen.servers.each:
+        number = str(server.number)
+        found_rows = {"rows": server.rows, "known_rows": server.known_rows}
+        for name, rows_there in found_rows.items():
+            samples.add(f"recpoint_trainer_server_{name}", rows_there, run=run, server=number)
+        if server.whole_ms is not None:
+            name = "recpoint_trainer_server_whole_timestamp_seconds"
+            samples.add(name, server.whole_ms / 1000, run=run, server=number)
     results = {
         "committed": seen.committed,
         "skipped": seen.skipped,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
+import signal
+import time
 import urllib.error
 from dataclasses import replace
 from functools import partial
@@ -20,6 +23,9 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.dashboards import terminal
 from recpoint.dashboards.metrics.table import AGENT_METRICS, METRICS, TRAINER_METRICS
+from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.remote.processes import servers
+from recpoint.embeddings.remote.protected_home import ProtectedHome
 from recpoint.errors import RecpointError, SettingsError, StaleWriter, StoreFull, StoreUnavailable
 from recpoint.installation import install_command
 from tests.cached_training import Batches, cached_model, lookahead
@@ -86,7 +92,7 @@ def test_a_scrape_says_what_the_checkpointer_knows(place: Place) -> None:
             bound = value(found, "recpoint_trainer_staging_bound_bytes")
             assert bound == ckpt.memory_bound_bytes < free
             missing = exposed(TRAINER_METRICS) - {name for name, _ in found}
-            of_caches = ("_cache_", "_lost_")  # and no table is in one
+            of_caches = ("_cache_", "_lost_", "_server_")  # and no table is in one
             missing -= {name for name in missing if any(one in name for one in of_caches)}
             assert not missing
             assert {name for name, _ in found if "recpoint" in name} <= exposed(TRAINER_METRICS)
@@ -140,6 +146,47 @@ def test_what_a_cache_does_is_counted(place: Place) -> None:
     newest = run.manifest(*run.live_line()[0])
     assert newest.cache is not None and newest.cache.hits > 0
     assert "cache: 100.00% of" in terminal.stall_text(newest)
+
+
+def test_metrics_say_which_server_is_rebuilt_and_when_it_is_whole_again(place: Place) -> None:
+    with servers(3, parity=Parity(data=2)) as home:
+        assert isinstance(home, ProtectedHome)
+        model, _ = cached_model({"users": 30, "items": 40}, home)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        reader = lookahead(Batches(), model, 10)
+        ckpt = recpoint.Checkpointer(
+            model,
+            optimizer,
+            run=place.run,
+            reader=reader,
+            interval_batches=50,
+            staging=recpoint.Staging(directory=place.staging),
+            options=recpoint.Options(handle_sigterm=False, announce=False),
+        )
+        prefix = "recpoint_trainer_server"
+        with recpoint.export_metrics(ckpt, port=0) as export, ckpt, place.agent():
+            assert export.url is not None
+            ckpt.restore()
+            train_cached(model, optimizer, reader, batches=20, after=lambda _: ckpt.step())
+            found = scrape(export.url)
+            for server in "123":
+                rows = value(found, f"{prefix}_rows", server=server)
+                assert rows == value(found, f"{prefix}_known_rows", server=server)
+                assert rows is not None and rows > 0
+            assert value(found, f"{prefix}_whole_timestamp_seconds") is None
+            pid = home.greetings[1].pid
+            lost = time.time()
+            os.kill(pid, signal.SIGKILL)
+            train_cached(model, optimizer, reader, batches=10, after=lambda _: ckpt.step())
+            url = export.url
+            name = f"{prefix}_whole_timestamp_seconds"
+            until(lambda: value(scrape(url), name, server="2"))
+            found = scrape(url)
+            whole = value(found, name, server="2")
+            assert whole is not None and lost - 1 < whole < time.time() + 1
+            assert value(found, f"{prefix}_known_rows", server="2") == value(
+                found, f"{prefix}_rows", server="2"
+            )
 
 
 def test_rows_copied_before_and_in_the_stall_are_counted(place: Place) -> None:
@@ -306,6 +353,7 @@ def test_names_are_as_prometheus_wants_them() -> None:
             "version",
             "when",
             "way",
+            "server",
         }, metric
         assert not any(unit in metric.name for unit in ("_ms", "_mb", "minutes")), metric
         assert metric.help[0].isupper() or metric.help[0].isdigit() or metric.name in metric.help
