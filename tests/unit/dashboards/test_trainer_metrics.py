@@ -23,6 +23,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.dashboards import terminal
 from recpoint.dashboards.metrics.table import AGENT_METRICS, METRICS, TRAINER_METRICS
+from recpoint.embeddings.home import Home
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.remote.processes import servers
 from recpoint.embeddings.remote.protected_home import ProtectedHome
@@ -109,22 +110,39 @@ def _has_committed(ckpt: recpoint.Checkpointer, count: int) -> bool:
     return ckpt.stats.committed == count
 
 
+class CachedTraining:
+    """A training of cached tables, with a checkpoint every 5 batches."""
+
+    def __init__(self, place: Place, home: Home | None = None) -> None:
+        self._model, self.cache = cached_model({"users": 30, "items": 40}, home)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1)
+        self._reader = lookahead(Batches(), self._model, 10)
+        self.checkpointer = recpoint.Checkpointer(
+            self._model,
+            self._optimizer,
+            run=place.run,
+            reader=self._reader,
+            interval_batches=5,
+            staging=recpoint.Staging(directory=place.staging),
+            options=recpoint.Options(handle_sigterm=False, announce=False),
+        )
+
+    def train(self, batches: int) -> None:
+        train_cached(
+            self._model,
+            self._optimizer,
+            self._reader,
+            batches=batches,
+            after=lambda _: self.checkpointer.step(),
+        )
+
+
 def test_what_a_cache_does_is_counted(place: Place) -> None:
-    model, cache = cached_model({"users": 30, "items": 40})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reader = lookahead(Batches(), model, 10)
-    ckpt = recpoint.Checkpointer(
-        model,
-        optimizer,
-        run=place.run,
-        reader=reader,
-        interval_batches=5,
-        staging=recpoint.Staging(directory=place.staging),
-        options=recpoint.Options(handle_sigterm=False, announce=False),
-    )
+    trained = CachedTraining(place)
+    ckpt, cache = trained.checkpointer, trained.cache
     with recpoint.export_metrics(ckpt, port=0) as export, ckpt, place.agent():
         ckpt.restore()
-        train_cached(model, optimizer, reader, batches=20, after=lambda _: ckpt.step())
+        trained.train(20)
         assert export.url is not None
         # The cache goes on fetching ahead, so its counts grow between two looks at them.
         before = cache.stats
@@ -151,23 +169,13 @@ def test_what_a_cache_does_is_counted(place: Place) -> None:
 def test_metrics_say_which_server_is_rebuilt_and_when_it_is_whole_again(place: Place) -> None:
     with servers(3, parity=Parity(data=2)) as home:
         assert isinstance(home, ProtectedHome)
-        model, _ = cached_model({"users": 30, "items": 40}, home)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        reader = lookahead(Batches(), model, 10)
-        ckpt = recpoint.Checkpointer(
-            model,
-            optimizer,
-            run=place.run,
-            reader=reader,
-            interval_batches=50,
-            staging=recpoint.Staging(directory=place.staging),
-            options=recpoint.Options(handle_sigterm=False, announce=False),
-        )
+        trained = CachedTraining(place, home)
+        ckpt = trained.checkpointer
         prefix = "recpoint_trainer_server"
         with recpoint.export_metrics(ckpt, port=0) as export, ckpt, place.agent():
             assert export.url is not None
             ckpt.restore()
-            train_cached(model, optimizer, reader, batches=20, after=lambda _: ckpt.step())
+            trained.train(20)
             found = scrape(export.url)
             for server in "123":
                 rows = value(found, f"{prefix}_rows", server=server)
@@ -177,7 +185,7 @@ def test_metrics_say_which_server_is_rebuilt_and_when_it_is_whole_again(place: P
             pid = home.greetings[1].pid
             lost = time.time()
             os.kill(pid, signal.SIGKILL)
-            train_cached(model, optimizer, reader, batches=10, after=lambda _: ckpt.step())
+            trained.train(10)
             url = export.url
             name = f"{prefix}_whole_timestamp_seconds"
             until(lambda: value(scrape(url), name, server="2"))

@@ -271,8 +271,8 @@ def test_more_rows_than_one_call_names(place: Place) -> None:
     def trained(home: Home | None, batches: int) -> tuple[nn.ModuleDict, dict[str, Tensor]]:
         initial = Uniform(seed=3)
         model = nn.ModuleDict({"users": nn.Embedding(rows, 2, sparse=True, device="meta")})
-        ids = [{"users": n * 7_919 % rows} for n in range(640)]
-        reader: Any = ResumableLoader(DataLoader(ids, batch_size=64))  # type: ignore[arg-type]
+        ids: Any = [{"users": n * 7_919 % rows} for n in range(640)]  # a list serves as a dataset
+        reader: Any = ResumableLoader(DataLoader(ids, batch_size=64))
         if home is None:
             fill(model.to_empty(device="cpu"), initial)
         else:
