@@ -34,6 +34,8 @@ NAMESPACE: Final = "recpoint"
 LOCAL_STORE_BYTES: Final = 256 << 20
 _POLL_SECONDS: Final = 0.02
 _CONNECT_SECONDS: Final = 20.0
+#: An actor that was found lost, and whose process Ray takes for alive, has this time to answer.
+_HANG_SECONDS: Final = 5.0
 
 
 def run_digest(run: str) -> str:
@@ -167,7 +169,13 @@ class RayCluster:
         return names
 
     def transport(
-        self, number: int, names: Sequence[str], *, token: bytes | None, timeout_seconds: float
+        self,
+        number: int,
+        names: Sequence[str],
+        *,
+        token: bytes | None,
+        timeout_seconds: float,
+        ends_hanging: bool = False,
     ) -> Transport:
         """Return a transport to an actor that was started. Waits for one that starts again.
 
@@ -176,6 +184,7 @@ class RayCluster:
             names: of all actors.
             token: as the actors were started with; None: actor calls.
             timeout_seconds: the longest time that a call may take.
+            ends_hanging: whether the actor's process is ended if it does not answer.
 
         Raises:
             ServerLost: there is no such actor, or it does not answer.
@@ -193,6 +202,8 @@ class RayCluster:
                 next_step="connect all ranks to one cluster; see `ray list actors`",
             ) from error
         by_calls = RayTransport(actor, name=title, timeout_seconds=timeout_seconds)
+        if ends_hanging:
+            by_calls.end_if_hanging(min(_HANG_SECONDS, timeout_seconds))
         if token is None:
             return by_calls
         address = by_calls.address()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from typing import Literal, get_args
 
@@ -45,7 +46,8 @@ def ray(
 
     The servers' rows are in memory. A server that is lost, or that Ray has started again, has no
     rows. Without parity, calls then raise `ServerLost` until the last checkpoint is restored. With
-    parity, the rows are recovered from the other servers while training goes on.
+    parity, the rows are recovered from the other servers while training goes on. A server that
+    lives and does not answer counts as lost: rank 0 has Ray start it again.
 
     If the cluster's head has gone, training goes on for 45 s, and in that time the head may come
     back. Then calls raise `ClusterLost`, because Ray ends its processes 60 s after the loss of the
@@ -138,8 +140,14 @@ def ray(
         owner: int | None,
         hosts: list[str] | None,
     ) -> ServedHome:
-        def connected(number: int) -> Transport:
-            made = cluster.transport(number, names, token=token, timeout_seconds=timeout_seconds)
+        def connected(number: int, *, was_lost: bool = False) -> Transport:
+            made = cluster.transport(
+                number,
+                names,
+                token=token,
+                timeout_seconds=timeout_seconds,
+                ends_hanging=was_lost and rank == 0,
+            )
             return WatchedTransport(made, cluster.head)
 
         if parity is not None:
@@ -150,8 +158,9 @@ def ray(
             timeout_seconds=timeout_seconds,
             owner=owner,
             hosts=hosts,
-            # Ray starts a server again by itself. It then listens at another port.
-            revive=connected,
+            # Ray starts a server again by itself if its process ends. It then listens at another
+            # port.
+            revive=partial(connected, was_lost=True),
             at_close=at_close,
         )
 

@@ -11,6 +11,7 @@ Ray repeats no call (`max_task_retries=0`), because it would do so in any order.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import warnings
@@ -30,6 +31,8 @@ from recpoint.embeddings.remote.transport import Greeting, Transport, Value
 from recpoint.errors import RecpointError, ServerLost
 
 __all__ = ["CALLS_AT_ONCE", "MOST_CALLS_WAITING", "RayTransport", "ServerActor", "actor_options"]
+
+_LOG: Final = logging.getLogger("recpoint")
 
 _Array = np.ndarray[Any, Any]
 
@@ -176,6 +179,20 @@ class RayTransport(Transport):
         """
         host, port = self._ask_until_started("address")
         return str(host), int(port)
+
+    def end_if_hanging(self, seconds: float) -> None:
+        """Have Ray start the actor again if its process lives and answers nothing.
+
+        Args:
+            seconds: how long to wait for an answer.
+        """
+        try:
+            self._ask("hello", deadline=time.monotonic() + seconds)
+        except ServerLost as error:
+            # If Ray knows that the process has ended, it says so earlier, and starts another one.
+            if isinstance(error.__cause__, ray.exceptions.GetTimeoutError):
+                _LOG.warning("%s: its process does not answer; Ray starts another one", self._name)
+                ray.kill(self._actor, no_restart=False)
 
     def _ask_until_started(self, method: str) -> Any:
         deadline = time.monotonic() + self._timeout_seconds

@@ -567,6 +567,32 @@ def test_rows_outlive_a_server_that_keeps_parity(cluster: Any) -> None:
 
 
 @needs_ray
+@pytest.mark.parametrize("parity", [Parity(data=2), None])
+def test_a_server_that_hangs_is_replaced(cluster: Any, parity: Parity | None) -> None:
+    """Its process lives, so that Ray alone would leave it."""
+    rows = range(300)
+    with recpoint.embeddings.ray(
+        cluster.address, per_node=3, parity=parity, timeout_seconds=20.0
+    ) as home:
+        home.add_table("t", rows=len(rows), record_bytes=RECORD_BYTES)
+
+        def write() -> None:
+            home.write_back("t", ids_of(rows), records_of(rows, RECORD_BYTES), batch=0)
+
+        write()
+        before = fetched(partial(home.fetch, "t"), rows, RECORD_BYTES)
+        hanging = greetings(home)[1].pid
+        os.kill(hanging, signal.SIGSTOP)
+        if parity is None:
+            assert "embedding server 2 of 3" in str(_error(write))
+            home.clear("t")
+            write()
+        assert fetched(partial(home.fetch, "t"), rows, RECORD_BYTES) == before
+        assert not is_running(hanging)
+        assert greetings(home)[1].pid != hanging
+
+
+@needs_ray
 def test_parity_needs_tcp_and_enough_servers(cluster: Any) -> None:
     with pytest.raises(SettingsError, match="'tcp'"):
         recpoint.embeddings.ray(cluster.address, transport="ray", parity=Parity(data=2))
