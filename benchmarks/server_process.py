@@ -1,7 +1,7 @@
 """Runs embedding servers for several homes in one process on a node of a network.
 
-The process is forked from one that has imported torch, so it starts in an instant, like the spare
-process that `recpoint.embeddings.servers` has ready.
+The process is forked from one that has imported torch, so it starts in an instant, as those of
+`recpoint.embeddings.servers` do.
 """
 
 from __future__ import annotations

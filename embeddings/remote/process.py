@@ -1,17 +1,25 @@
-"""Runs one embedding server, as `python -m recpoint.embeddings.remote.process`.
+"""Forks embedding servers, as `python -m recpoint.embeddings.remote.process PID`.
 
-`processes.py` starts such processes, some before it knows what for. The settings come through stdin
-as one line of JSON, so that the token is in no list of processes. The port goes back through
-stdout. The process ends when another line comes, when stdin ends, or when its parent is gone, also
-after SIGKILL.
+`processes.py` starts one such process for the trainer with that PID. It imports torch once. Then a
+server starts in milliseconds, and shares the memory of what is imported. The settings of a server
+come through stdin as one line of JSON, so that the token is in no list of processes. One line of
+JSON answers through stdout: the server's pid and port, or an error.
+
+The process ends when stdin ends. A server ends at SIGTERM. It does not need the process that has
+forked it. Both end when the trainer is gone, also after SIGKILL.
 """
 
 from __future__ import annotations
 
 import errno
+import gc
 import json
+import multiprocessing
 import os
 import select
+import signal
+import sys
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import torch
@@ -23,22 +31,56 @@ from recpoint.errors import HomeError
 
 __all__ = ["main"]
 
-#: A child of the parent may hold stdin open after the parent's end, so that is looked at, too.
+#: How long a server that has ended stays a zombie.
 _LOOK_SECONDS: Final = 1.0
 
 
 def main() -> None:
-    """Serve until the parent wants no more."""
-    stdin = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115  # open until the end
-    parent = os.getppid()
-    while not select.select([stdin], [], [], _LOOK_SECONDS)[0]:
-        if os.getppid() != parent:
-            return  # nobody will say any more which server this is
-    line = stdin.readline()
-    if not line:
-        return
-    settings: dict[str, Any] = json.loads(line)
+    """Fork servers until the trainer wants no more."""
+    trainer = os.pidfd_open(int(sys.argv[1]))
+    if os.getppid() != int(sys.argv[1]):
+        return  # another process may have the number now
     torch.set_num_threads(1)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what a server prints is no answer
+    gc.freeze()  # a collection in a server then copies no memory that servers share
+    while True:
+        ready, _, _ = select.select([sys.stdin, trainer], [], [], _LOOK_SECONDS)
+        multiprocessing.active_children()  # forgets servers that have ended
+        if sys.stdin in ready:
+            line = sys.stdin.buffer.readline()  # the trainer sends one, and waits for the answer
+            if not line:
+                break
+            answer = _fork(json.loads(line), trainer, answers)
+            os.write(answers, json.dumps(answer).encode() + b"\n")
+        elif ready:  # a child of the trainer may hold stdin open after the trainer's end
+            break
+    os._exit(0)  # without a wait for the servers
+
+
+def _fork(settings: dict[str, Any], trainer: int, answers: int) -> dict[str, object]:
+    """Fork a server; returns what to answer."""
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe(duplex=False)
+    with here:
+        with there:
+            process = fork.Process(target=_serve, args=(settings, there, trainer, answers))
+            process.start()
+        try:
+            told: dict[str, object] = here.recv()
+        except EOFError:
+            process.join()
+            return {"error": f"an end with exit status {process.exitcode}"}
+    return told
+
+
+def _serve(settings: dict[str, Any], answer: Connection, trainer: int, answers: int) -> None:
+    """Be a server until SIGTERM, or until the trainer is gone."""
+    os.close(answers)  # so that it closes when the process that forks servers ends
+    wake, is_woken = os.pipe()
+    os.set_blocking(is_woken, False)
+    signal.set_wakeup_fd(is_woken)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # it wakes the wait below
     try:
         token = bytes.fromhex(settings["token"])
         server = EmbeddingServer(
@@ -48,12 +90,11 @@ def main() -> None:
         )
         listening = _listening(server, token, settings["port"])
     except (HomeError, OSError) as error:
-        _tell({"error": str(error)})
-        raise SystemExit(1) from error
-    _tell({"port": listening.address[1]})
-    while os.getppid() == settings["parent"]:
-        if select.select([stdin], [], [], _LOOK_SECONDS)[0]:
-            break
+        answer.send({"error": str(error)})
+        return
+    answer.send({"pid": os.getpid(), "port": listening.address[1]})
+    answer.close()
+    select.select([wake, trainer], [], [])
     listening.close()
     server.end()
 
@@ -67,10 +108,6 @@ def _listening(server: EmbeddingServer, token: bytes, port: int) -> TcpServer:
         # Another program has taken the port that the server had before. Trainers that know only the
         # old port raise ServerLost, which names it.
         return TcpServer(server, token)
-
-
-def _tell(what: dict[str, object]) -> None:
-    print(json.dumps(what), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,20 @@ process group. Only rank 0 starts a server again, at the same port, so that the 
 
 from __future__ import annotations
 
+import atexit
 import json
-import logging
 import os
 import secrets
 import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Final
@@ -33,12 +36,12 @@ from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.tcp import TcpTransport
 from recpoint.embeddings.remote.transport import Transport
 from recpoint.errors import HomeError, ServerLost, SettingsError
+from recpoint.interrupts import held
 
 __all__ = ["ServerProcesses", "servers"]
 
-_LOG: Final = logging.getLogger("recpoint")
 _MOST_SERVERS: Final = 64
-#: A process imports torch first.
+#: The first server of a trainer waits until a process has imported torch.
 _START_SECONDS: Final = 120.0
 #: After this, a process that does not end by itself is killed: nobody needs its rows any more.
 _END_SECONDS: Final = 5.0
@@ -115,63 +118,51 @@ def servers(
     return homes[0] if homes else _joined(told, parity, timeout_seconds)
 
 
-class _Process:
-    """The process of one server. It imports what it needs, and waits for `begin`."""
+class _Forker:
+    """The process that forks servers; see `process.py`. A trainer has one, until it ends itself.
+
+    Raises:
+        OSError: the system starts no process.
+    """
 
     def __init__(self) -> None:
-        self._title = "an embedding server"
-        self._token = b""
-        self.port = 0
+        self._owner = os.getpid()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "recpoint.embeddings.remote.process"],
+            [sys.executable, "-m", "recpoint.embeddings.remote.process", str(self._owner)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             # Ctrl-C at a terminal is for the trainer, which may want to take a checkpoint.
             start_new_session=True,
         )
+        atexit.register(self.end)
 
-    def begin(
-        self,
-        number: int,
-        count: int,
-        token: bytes,
-        directory: Path | None,
-        *,
-        timeout_seconds: float,
-        port: int = 0,
-    ) -> None:
-        """Say which server it is, and have it listen."""
-        self._title = f"embedding server {number + 1} of {count}"
-        self._token = token
-        settings = {
-            "name": self._title,
-            "token": token.hex(),
-            "directory": None if directory is None else str(directory / f"server-{number + 1}"),
-            "port": port,
-            "timeout_seconds": timeout_seconds,
-            "parent": os.getpid(),
-        }
-        self._write(json.dumps(settings).encode() + b"\n")
+    def is_alive(self) -> bool:
+        """Return whether it can be asked; if not, nothing is left of it."""
+        if self._process.poll() is None:
+            return True
+        self.end()
+        return False
 
-    def wait_until_started(self) -> None:
-        """Wait for the port.
+    def ask(self, settings: Mapping[str, object]) -> dict[str, Any]:
+        """Ask for a server; returns the answer: its "pid" and "port", or an "error".
 
-        Raises:
-            HomeError: the process ends or takes too long; it has then ended.
+        If anything is raised, no server is left.
         """
         try:
-            said = self._line(time.monotonic() + _START_SECONDS)
-            told: dict[str, Any] = json.loads(said) if said else {}
-            if "port" not in told:
-                code = self._process.wait(_END_SECONDS)
-                raise self._failed(told.get("error") or f"an end with exit status {code}")
-            self.port = int(told["port"])
-        except (ValueError, TimeoutError, subprocess.TimeoutExpired) as error:
-            raise self._failed(f"no port on its standard output: {error}") from error
-        finally:
-            if not self.port:
-                self.kill()
+            _opened(self._process.stdin).write(json.dumps(settings).encode() + b"\n")
+            answer: dict[str, Any] = json.loads(self._line(time.monotonic() + _START_SECONDS))
+        except (ValueError, BrokenPipeError):
+            self.end()
+            return {"error": f"an end with exit status {self._process.returncode}"}
+        except TimeoutError as error:
+            self.end()
+            return {"error": f"no port: {error}"}
+        except BaseException:
+            self.end()
+            raise
+        return answer
 
     def _line(self, deadline: float) -> bytes:
         out = _opened(self._process.stdout)
@@ -187,37 +178,97 @@ class _Process:
             said += read
         return said
 
+    def end(self) -> None:
+        """End it, and a server that nobody has heard of. Other servers go on."""
+        if self._owner != os.getpid() or _opened(self._process.stdout).closed:
+            return
+        atexit.unregister(self.end)
+        try:
+            unheard, _ = self._process.communicate(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            unheard, _ = self._process.communicate()
+        for line in unheard.splitlines():
+            with suppress(ValueError, KeyError, ProcessLookupError):
+                os.kill(json.loads(line)["pid"], signal.SIGKILL)
+
+
+#: By the pid of the trainer: a process that was forked from this one does not use that of this one.
+_forkers: Final[dict[int, _Forker]] = {}
+#: Held from a question to what is done with the answer.
+_asking: Final = threading.Lock()
+
+
+class _Server:
+    """The process of one server, which listens.
+
+    Args:
+        number: of the server.
+        count: number of servers.
+        token: what callers know.
+        directory: of all servers; None: rows stay in memory.
+        timeout_seconds: see `servers`.
+        port: where it listens, if nobody else does. 0: the system chooses.
+
+    Attributes:
+        port: where it listens.
+
+    Raises:
+        HomeError: it does not start.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        count: int,
+        token: bytes,
+        directory: Path | None,
+        *,
+        timeout_seconds: float,
+        port: int = 0,
+    ) -> None:
+        self._title = f"embedding server {number + 1} of {count}"
+        self._token = token
+        settings = {
+            "name": self._title,
+            "token": token.hex(),
+            "directory": None if directory is None else str(directory / f"server-{number + 1}"),
+            "port": port,
+            "timeout_seconds": timeout_seconds,
+        }
+        with held(), _asking:  # no signal's handler leaves a server behind that nobody knows
+            try:
+                forker = _forkers.get(os.getpid())
+                if forker is None or not forker.is_alive():
+                    forker = _forkers[os.getpid()] = _Forker()
+                told = forker.ask(settings)
+                if "pid" in told:
+                    self._process = _opened_process(told["pid"])
+            except OSError as error:
+                raise self._failed(f"no new process, and the system says: {error}") from error
+        if "pid" not in told:
+            raise self._failed(told["error"])
+        self._pid, self.port = int(told["pid"]), int(told["port"])
+        self._is_gone = False
+
     def _failed(self, found: str) -> HomeError:
         return HomeError(
             self._title,
             found=found,
             expected="a process that starts",
-            next_step=f"run `{sys.executable} -c 'import recpoint.embeddings'`, and look at memory",
+            next_step=f"run `{sys.executable} -c 'import recpoint.embeddings'`, and look at the "
+            "memory and at the number of processes of this machine",
         )
-
-    def _write(self, line: bytes) -> None:
-        stdin = _opened(self._process.stdin)
-        try:
-            stdin.write(line)
-            stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended
 
     def transport(self, timeout_seconds: float) -> TcpTransport:
         """Return a transport to it."""
-        name = f"{self._title} (pid {self._process.pid}, 127.0.0.1:{self.port})"
+        name = f"{self._title} (pid {self._pid}, 127.0.0.1:{self.port})"
         address = ("127.0.0.1", self.port)
         return TcpTransport(address, self._token, name=name, timeout_seconds=timeout_seconds)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process is gone."""
-        return self._process.poll() is not None
-
     def ask_to_end(self) -> None:
         """Ask it to end, and do not wait for that; `kill` waits."""
-        if not _opened(self._process.stdin).closed:
-            self._write(b"end\n")
+        self._signal(signal.SIGTERM)
 
     def kill(self, after_seconds: float = 0.0) -> None:
         """Wait for its end, and kill it if it has not ended by then.
@@ -225,16 +276,23 @@ class _Process:
         Args:
             after_seconds: how long to wait.
         """
-        try:
-            self._process.wait(after_seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            try:
-                _opened(pipe).close()
-            except BrokenPipeError:
-                pass  # what was not written is of no use to a process that has ended
+        if self._is_gone:
+            return
+        if not self._has_ended(1_000 * after_seconds):
+            self._signal(signal.SIGKILL)
+            self._has_ended(None)
+        self._is_gone = True
+        os.close(self._process)
+
+    def _has_ended(self, milliseconds: float | None) -> bool:
+        ended = select.poll()
+        ended.register(self._process, select.POLLIN)
+        return bool(ended.poll(milliseconds))
+
+    def _signal(self, number: signal.Signals) -> None:
+        if not self._is_gone:
+            with suppress(ProcessLookupError):  # it has ended
+                signal.pidfd_send_signal(self._process, number)
 
 
 class ServerProcesses:
@@ -244,8 +302,6 @@ class ServerProcesses:
         count: number of servers.
         directory: see `servers`.
         timeout_seconds: see `servers`.
-        has_spare: whether one more process waits to take the place of a lost server, which then
-            takes milliseconds instead of seconds.
 
     Attributes:
         token: what the servers and their trainers know.
@@ -254,14 +310,7 @@ class ServerProcesses:
         HomeError: a server does not start; none is left.
     """
 
-    def __init__(
-        self,
-        count: int,
-        directory: Path | None,
-        timeout_seconds: float,
-        *,
-        has_spare: bool = False,
-    ) -> None:
+    def __init__(self, count: int, directory: Path | None, timeout_seconds: float) -> None:
         if directory is not None:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.token = secrets.token_bytes(32)
@@ -269,36 +318,30 @@ class ServerProcesses:
         self._directory = directory
         self._owned_by = os.getpid()
         self._count = count
-        self._has_spare = has_spare
-        self._all: list[_Process] = []
-        self._spare: _Process | None = None
+        self._all: list[_Server] = []
         self._has_ended = False
         # Held while processes are started or ended. The home may be given up, which ends them, in
         # the middle of a start, and even in the same thread.
         self._lock = threading.RLock()
         try:
             for number in range(count):
-                self._all.append(_Process())
-                self._begin(self._all[-1], number)
-            self._spare = _Process() if has_spare else None
-            for process in self._all:
-                process.wait_until_started()
+                self._all.append(self._started(number))
         except BaseException:
-            for process in self._all if self._spare is None else [*self._all, self._spare]:
-                process.kill()
+            for server in self._all:
+                server.kill()
             raise
 
     @property
     def ports(self) -> tuple[int, ...]:
         """Where the servers listen, in their order."""
-        return tuple(process.port for process in self._all)
+        return tuple(server.port for server in self._all)
 
     def transports(self) -> list[Transport]:
         """Return a new transport to each server."""
-        return [process.transport(self._timeout_seconds) for process in self._all]
+        return [server.transport(self._timeout_seconds) for server in self._all]
 
-    def _begin(self, process: _Process, number: int, port: int = 0) -> None:
-        process.begin(
+    def _started(self, number: int, port: int = 0) -> _Server:
+        return _Server(
             number,
             self._count,
             self.token,
@@ -317,15 +360,13 @@ class ServerProcesses:
             self._require_running(number)
             old = self._all[number]
             old.kill()
-            new = self._from_spare(number, old.port) or self._from_fresh(number, old.port)
+            new = self._started(number, old.port)
             try:
                 self._require_running(number)
             except HomeError:
                 new.kill()
                 raise
             self._all[number] = new
-            if self._has_spare:
-                self._start_spare()
             return new.transport(self._timeout_seconds)
 
     def _require_running(self, number: int) -> None:
@@ -337,63 +378,23 @@ class ServerProcesses:
                 next_step="make a new home",
             )
 
-    def _from_spare(self, number: int, port: int) -> _Process | None:
-        """Return the spare process as a server; None: there is none, or it has died."""
-        spare, self._spare = self._spare, None
-        if spare is None:
-            return None
-        if spare.has_ended:
-            _LOG.warning("the spare process of embedding servers has died; another one starts")
-            spare.kill()
-            return None
-        try:
-            self._begin(spare, number, port)
-            spare.wait_until_started()
-        except HomeError as error:
-            _LOG.warning("the spare process of embedding servers does not start: %s", error)
-            return None
-        return spare
-
-    def _from_fresh(self, number: int, port: int) -> _Process:
-        try:
-            new = _Process()
-        except OSError as error:
-            raise HomeError(
-                f"embedding server {number + 1} of {self._count}",
-                found=f"no new process, and the system says: {error}",
-                expected="a process that starts",
-                next_step="look at the memory and at the number of processes of this machine",
-            ) from error
-        self._begin(new, number, port)
-        new.wait_until_started()
-        return new
-
-    def _start_spare(self) -> None:
-        try:
-            self._spare = _Process()
-        except OSError as error:  # the next lost server then starts a process of its own
-            _LOG.warning("no spare process for embedding servers: %s", error)
-
     def end(self) -> None:
         """End all. A process that was forked from this one ends none of them."""
         if os.getpid() != self._owned_by:
             return
         with self._lock:
             self._has_ended = True
-            for process in self._all:
-                process.ask_to_end()
-            for process in self._all:
-                process.kill(_END_SECONDS)
+            for server in self._all:
+                server.ask_to_end()
+            for server in self._all:
+                server.kill(_END_SECONDS)
             self._all.clear()
-            spare, self._spare = self._spare, None
-            if spare is not None:
-                spare.kill()
 
 
 def _started(
     count: int, parity: Parity | None, directory: Path | None, timeout_seconds: float
 ) -> tuple[ServedHome, ServerProcesses]:
-    processes = ServerProcesses(count, directory, timeout_seconds, has_spare=parity is not None)
+    processes = ServerProcesses(count, directory, timeout_seconds)
     try:
         home = made_home(
             processes.transports(),
@@ -463,6 +464,19 @@ def _until_it_answers(transport: TcpTransport, timeout_seconds: float) -> TcpTra
             time.sleep(_LOOK_SECONDS)
         else:
             return transport
+
+
+def _opened_process(pid: int) -> int:
+    """Return a file descriptor that stands for a server that was just forked.
+
+    If it has ended since then, the forker looks for that a second later. Until then, no other
+    process has its number.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        raise
 
 
 def _opened(pipe: IO[bytes] | None) -> IO[bytes]:

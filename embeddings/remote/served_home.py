@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
@@ -82,6 +83,7 @@ class ServedHome(Home):
         self._revive = revive
         self._at_close = at_close
         self._servers = [Link(transport) for transport in transports]
+        weakref.finalize(self, _close_all, self._servers)  # if nobody closes it
         self._tables: HomeTables[ServedTable] = HomeTables("the home on embedding servers")
         self._threads = ThreadPoolExecutor(
             min(_MOST_THREADS, _CALLS_AT_ONCE * len(transports)),
@@ -352,8 +354,7 @@ class ServedHome(Home):
 
     def _end_calls(self) -> None:
         self._threads.shutdown(wait=True)
-        for server in self._servers:
-            server.transport.close()
+        _close_all(self._servers)
 
     def _begin(self, number: int, *, takes_over: bool) -> int:
         """Learn the incarnation that a server has now, and have it work for this training."""
@@ -463,6 +464,11 @@ class Link:
         self.incarnation = 0
         self.greeting: Greeting | None = None
         self.lock = threading.Lock()
+
+
+def _close_all(links: Sequence[Link]) -> None:
+    for link in links:
+        link.transport.close()
 
 
 class _Part:

@@ -98,7 +98,7 @@ def test_a_killed_server_shows_in_the_reader_and_a_restore_starts_it_again(place
         assert pids_of(home)[0] == pids[0] and pids_of(home)[1] != pids[1]
         pids += pids_of(home)
         served.close()
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    until(lambda: not any(map(psutil.pid_exists, pids)))
 
 
 def pids_of(home: object) -> list[int]:

@@ -218,22 +218,22 @@ def test_a_server_that_hangs_is_replaced_too(tmp_path: Path) -> None:
         assert home.greetings[1].pid != hanging
 
 
-def test_a_dead_spare_process_is_replaced() -> None:
+def test_servers_do_not_need_the_process_that_forked_them() -> None:
+    """It is killed, and nothing is lost. Another one forks the successor of a lost server."""
     rows = list(range(100))
     with protected(3, 2, 1) as home:
         home.write_back("items", ids_of(rows), records_of(rows, RECORD_BYTES), batch=1)
-        servers_of_home = {one.pid for one in home.greetings}
-        (spare,) = [
-            one
-            for one in psutil.Process().children()
-            if one.pid not in servers_of_home
-            and "recpoint.embeddings.remote.process" in one.cmdline()
-        ]
-        spare.kill()
-        until(lambda: spare.status() == psutil.STATUS_ZOMBIE)
+        first = [one.pid for one in home.greetings]
+        forker = psutil.Process(first[0]).parent()
+        assert forker is not None and forker.ppid() == os.getpid()
+        forker.kill()
+        until(lambda: forker.status() == psutil.STATUS_ZOMBIE)
+        assert len(fetched(partial(home.fetch, "items"), rows, RECORD_BYTES)) == len(rows)
+        assert [one.pid for one in home.greetings] == first
         kill(home, 1)
         found = fetched(partial(home.fetch, "items"), rows, RECORD_BYTES)
         assert len(found) == len(rows)
+        assert psutil.Process(home.greetings[1].pid).ppid() not in (forker.pid, os.getpid())
 
 
 def test_servers_of_a_home_that_is_forgotten_end() -> None:

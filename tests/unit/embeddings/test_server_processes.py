@@ -14,6 +14,7 @@ import pytest
 
 from recpoint.embeddings import servers
 from recpoint.embeddings.home import Home
+from recpoint.embeddings.remote import processes
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.errors import HomeError, ServerLost, SettingsError
 from recpoint.testing.homes import fetched, ids_of, records_of
@@ -48,7 +49,8 @@ def test_processes_of_this_machine_keep_rows(tmp_path: Path) -> None:
         found = [psutil.Process(pid) for pid in pids(home)]
         assert len(set(found)) == 2 and os.getpid() not in pids(home)
         for process in found:
-            assert process.cmdline()[1:] == ["-m", "recpoint.embeddings.remote.process"]
+            settings = ["-m", "recpoint.embeddings.remote.process", str(os.getpid())]
+            assert process.cmdline()[1:] == settings  # without the token
             listening = [
                 one.laddr.ip
                 for one in process.net_connections()
@@ -112,6 +114,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], match: 
 
 
 def test_a_process_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_forkers", {})
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(HomeError, match="embedding server 1 of 2: found an end with exit status 1"):
         servers(2)

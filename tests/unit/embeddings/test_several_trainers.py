@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -153,8 +154,9 @@ def _restoring_rank(directory: Path, rank: int, ranks: int) -> None:
         python = sys.executable
         if rank == 0:
             sys.executable = "/bin/false"  # no server starts again
-            for one in home.greetings:
-                os.kill(one.pid, signal.SIGKILL)
+            pids = [one.pid for one in home.greetings]
+            for pid in (psutil.Process(pids[0]).ppid(), *pids):  # also what forks servers
+                os.kill(pid, signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(RankLost if rank else HomeError) as caught:
             cache.restored()
