@@ -728,30 +728,39 @@ class Cache:
 
     # What checkpoints do.
 
-    def settle(self) -> None:
+    def settle(self) -> Callable[[], None]:
         """Prepare for a view, which must follow before any row changes.
 
         With `writes_back_at_cuts`, the home thread has all rows that have changed written to the
         home, and freezes it, while training goes on. If the home fails meanwhile, the view says so.
 
+        Returns:
+            What has the home thread begin. The caller calls it once its stall is over, also after
+            an error: the home thread would take the processor from the cut.
+
         Raises:
             HomeError: the home has failed.
         """
-        if self.writes_back_at_cuts:
-            self.end_failed_step()
-            self._raise_error()
-            self._begin_settling()
+        if not self.writes_back_at_cuts:
+            return lambda: None
+        self.end_failed_step()
+        self._raise_error()
+        return self._begin_settling()
 
-    def _begin_settling(self) -> None:
-        settling = Settling(self.tables, self._lock)
+    def _begin_settling(self) -> Callable[[], None]:
+        settling, may_begin = Settling(self.tables, self._lock), threading.Event()
         with held():
             self._views.append(settling)
             unused, self._settled = self._settled, {}  # of a cut that has failed
             act = self._guarded(partial(self._settle, settling, self._settled, unused or {}))
-            self._thread.submit(partial(self._until_over, settling, act))
+            self._thread.submit(partial(self._until_over, settling, may_begin, act))
+        return may_begin.set
 
-    def _until_over(self, settling: Settling, act: Callable[[], None]) -> None:
+    def _until_over(
+        self, settling: Settling, may_begin: threading.Event, act: Callable[[], None]
+    ) -> None:
         """Have steps save rows until `act` is over, also if it fails or never begins its work."""
+        may_begin.wait()
         try:
             act()
         finally:

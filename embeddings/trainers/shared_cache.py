@@ -473,13 +473,17 @@ class SharedCache(Cache):
         return found
 
     def _settle_for_reading(self) -> None:
-        self.settle()
+        with held():
+            self.settle()()
 
-    def settle(self) -> None:
+    def settle(self) -> Callable[[], None]:
         """Have all rows that have changed written to the home, and the home frozen. Collective.
 
         The home thread does that while training goes on. A view that follows reads all rows,
         whoever owns them, as they are now. If the home fails meanwhile, the view says so.
+
+        Returns:
+            See `Cache.settle`.
 
         Raises:
             HomeError: the home has failed.
@@ -489,7 +493,7 @@ class SharedCache(Cache):
         with self._leaving():
             self._raise_error()
             self._wait_for_later_steps()
-            self._begin_settling()
+            return self._begin_settling()
 
     def _freeze_all(self, frozen: dict[str, FrozenRows | None]) -> None:
         self._home_channel.meet()  # all ranks have written their rows

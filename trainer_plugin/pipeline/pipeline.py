@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Literal, NamedTuple
 
 from recpoint.catalog.run.run import Run, tell_ended
@@ -247,7 +248,8 @@ class Pipeline:
                     self._waiting.skipped(batches_done, self._skipped_in_row)
             return False
         self._due_until = None
-        return self._cut(batches_done, plan, started_ns)
+        with ExitStack() as stall:
+            return self._cut(batches_done, plan, started_ns, stall)
 
     def _plan(self, batches_done: int) -> Plan | None:
         """Plan a checkpoint at this batch; None: that failed, and the failure is noted."""
@@ -351,8 +353,14 @@ class Pipeline:
         self._cancelled_at = self.outcomes.last_safe
         self._due_until = time.monotonic() + self._settings.staging.busy_wait_seconds
 
-    def _cut(self, batches_done: int, plan: Plan, started_ns: int) -> bool:
+    def _cut(self, batches_done: int, plan: Plan, started_ns: int, stall: ExitStack) -> bool:
         """Copy everything into a slot and hand it over.
+
+        Args:
+            batches_done: batches so far.
+            plan: of the checkpoint.
+            started_ns: `time.perf_counter_ns` when the stall began.
+            stall: takes what to call at its end.
 
         Returns:
             Whether it succeeded on all ranks; a failure is noted.
@@ -361,7 +369,7 @@ class Pipeline:
         cut: Cut | None = None
         failure: Exception | None = None
         try:
-            self._cutter.settle()
+            stall.callback(self._cutter.settle())
             window = None if self.ahead is None else self.ahead.window
             slot = self._area.free_slot(self._ledger.busy_slots) if window is None else window.slot
             request = CutRequest(

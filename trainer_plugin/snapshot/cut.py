@@ -7,7 +7,7 @@ a cut fails, all rows that were dirty are dirty again.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -245,19 +245,23 @@ class Cutter:
             share=self._copy_share,
         )
 
-    def settle(self) -> None:
+    def settle(self) -> Callable[[], None]:
         """Prepare for a cut, which must follow before training goes on.
 
         With several ranks, each must call it, also if its own cut then fails.
+
+        Returns:
+            What to call at the end of the stall, also after an error; see `Cache.settle`.
 
         Raises:
             HomeError: rows of a cached table cannot be written to their home.
             RankLost: a rank does not answer.
         """
-        if self._cache is not None:
-            cache = self._cache
-            self._at_home = frozenset(filter(cache.stages_at_home, cache.tables))
-            cache.settle()
+        if self._cache is None:
+            return lambda: None
+        cache = self._cache
+        self._at_home = frozenset(filter(cache.stages_at_home, cache.tables))
+        return cache.settle()
 
     def cut(
         self, slot: Slot, request: CutRequest, *, started_ns: int, window: Window | None = None
