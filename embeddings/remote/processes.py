@@ -199,6 +199,17 @@ _forkers: Final[dict[int, _Forker]] = {}
 _asking: Final = threading.Lock()
 
 
+def _forked(settings: Mapping[str, object]) -> dict[str, Any]:
+    """Ask this process's forker, or a new one if there is none; see `_Forker`."""
+    here = _forkers.get(os.getpid())
+    if here is not None and here.is_alive():
+        told = here.ask(settings)
+        if "pid" in told or here.is_alive():
+            return told
+    here = _forkers[os.getpid()] = _Forker()
+    return here.ask(settings)
+
+
 class _Server:
     """The process of one server, which listens.
 
@@ -238,10 +249,7 @@ class _Server:
         }
         with held(), _asking:  # no signal's handler leaves a server behind that nobody knows
             try:
-                forker = _forkers.get(os.getpid())
-                if forker is None or not forker.is_alive():
-                    forker = _forkers[os.getpid()] = _Forker()
-                told = forker.ask(settings)
+                told = _forked(settings)
                 if "pid" in told:
                     self._process = _opened_process(told["pid"])
             except OSError as error:
