@@ -44,6 +44,7 @@ __all__ = [
     "cache_of",
     "cached",
     "planned_cache",
+    "put_in_cache",
     "read_rows",
 ]
 
@@ -121,13 +122,46 @@ def cached(
             "call recpoint.embeddings.servers(count=...) on all ranks after init_process_group",
         )
     refuse_wrapped(model)
+    kind = SharedCache if home.trainers > 1 else Cache
+    cache = put_in_cache(
+        model,
+        capacity_rows,
+        lambda rows: kind(home, rows, row_local=row_local_optimizers),
+        initial=initial,
+        device=device,
+    )
+    _homes.add(home)
+    if home.trainers > 1:
+        leave_out(model, [one.slots.weight for one in cache.tables.values()])
+    return model
+
+
+def put_in_cache(
+    model: nn.Module,
+    capacity_rows: int | Mapping[str, int],
+    new_cache: Callable[[Mapping[str, CachedRows]], Cache],
+    *,
+    initial: Initial | None = None,
+    device: torch.device | str | None = None,
+) -> Cache:
+    """Give each table of a model a weight of slots, and have its lookups ask the cache of these.
+
+    Args:
+        model, capacity_rows, initial, device: as for `cached`.
+        new_cache: returns the cache of some tables: name -> slots and first values.
+
+    Returns:
+        The cache.
+
+    Raises:
+        SettingsError: a table or a setting does not fit.
+    """
     tables = _tables_of(model)
     slots = _slots_by_table(capacity_rows, {name: t.rows for name, t in tables.items()})
     rows: dict[str, CachedRows] = {}
     for name, count in slots.items():
         rows[name] = _cached_rows(tables[name], count, initial, torch.device(device or "cpu"))
-    kind = SharedCache if home.trainers > 1 else Cache
-    cache = kind(home, rows, row_local=row_local_optimizers)
+    cache = new_cache(rows)
     for name, one in rows.items():
         module = tables[name].module
         one.replaced = weakref.ref(module.weight)
@@ -143,10 +177,7 @@ def cached(
         module.register_forward_hook(
             torch.compiler.disable(hook.looked_up), always_call=True, prepend=True
         )
-    _homes.add(home)
-    if home.trainers > 1:
-        leave_out(model, [one.slots.weight for one in rows.values()])
-    return model
+    return cache
 
 
 def cache_of(model: nn.Module) -> Cache | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,38 +13,31 @@ from torch import Tensor
 
 from recpoint.errors import RankLost
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "GlooChannel"]
 
 
-class Channel:
-    """A gloo group of its own, so that its collectives never mix with others.
+class Channel(ABC):
+    """Carries the bytes of one purpose, which never mix with others.
 
-    Every method is collective: all ranks call the same methods in the same order. It belongs to
-    one thread of each rank. Tensors are on the CPU.
-
-    Args:
-        name: what it carries, for errors.
+    Every method but `close` is collective: all ranks call the same methods in the same order. It
+    belongs to one thread of each rank. Tensors are on the CPU.
 
     Attributes:
-        rank: rank of this process.
+        rank: rank of this trainer.
         count: number of ranks.
 
     Raises:
         RankLost: a rank does not answer.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        self._group: Any = dist.new_group(backend="gloo")
+    rank: int
+    count: int
 
+    @abstractmethod
     def meet(self) -> None:
         """Wait until all ranks are here."""
-        try:
-            dist.barrier(group=self._open_group())
-        except RuntimeError as error:
-            raise self._lost(error) from error
 
+    @abstractmethod
     def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Send a part to each rank, and return the parts that the ranks have sent here.
 
@@ -54,21 +48,10 @@ class Channel:
         Returns:
             uint8 [sizes[rank]] for each rank.
         """
-        # One byte more for each rank: without any, ranks would not wait for each other.
-        extended = [size + 1 for size in sizes]
-        received = torch.empty(sum(extended), dtype=torch.uint8, device="cpu")
-        sent = [torch.cat([part, part.new_zeros(1)]) for part in parts]
-        try:
-            dist.all_to_all_single(
-                received,
-                torch.cat(sent),
-                extended,
-                [part.numel() for part in sent],
-                group=self._open_group(),
-            )
-        except RuntimeError as error:
-            raise self._lost(error) from error
-        return [one[:-1] for one in received.split(extended)]
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the other ranks: calls of theirs that wait for this rank fail at once."""
 
     def gather(self, own: Tensor) -> list[Tensor]:
         """Send bytes to all ranks, and return those of each rank, in rank order.
@@ -86,8 +69,53 @@ class Channel:
         found[self.rank] = own
         return found
 
+
+class GlooChannel(Channel):
+    """A gloo group of its own, in the process group of this process. Collective.
+
+    Args:
+        name: what it carries, for errors.
+
+    Raises:
+        RankLost: a rank does not answer.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self._group: Any = None
+        try:
+            self._group = dist.new_group(backend="gloo")
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def meet(self) -> None:
+        """See `Channel`."""
+        try:
+            dist.barrier(group=self._open_group())
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """See `Channel`."""
+        # One byte more for each rank: without any, ranks would not wait for each other.
+        extended = [size + 1 for size in sizes]
+        received = torch.empty(sum(extended), dtype=torch.uint8, device="cpu")
+        sent = [torch.cat([part, part.new_zeros(1)]) for part in parts]
+        try:
+            dist.all_to_all_single(
+                received,
+                torch.cat(sent),
+                extended,
+                [part.numel() for part in sent],
+                group=self._open_group(),
+            )
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        return [one[:-1] for one in received.split(extended)]
+
     def close(self) -> None:
-        """Leave the other ranks: calls of theirs that wait for this rank fail at once."""
+        """See `Channel`."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             with suppress(ValueError):  # it went with an earlier default group

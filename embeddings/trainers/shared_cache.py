@@ -35,7 +35,7 @@ from recpoint.embeddings.cached_rows import NO_IDS, CachedRows
 from recpoint.embeddings.call_thread import CallThread
 from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.slots import TableSlots
-from recpoint.embeddings.trainers.channel import Channel
+from recpoint.embeddings.trainers.channel import Channel, GlooChannel
 from recpoint.embeddings.trainers.coming import ComingIds
 from recpoint.embeddings.trainers.data_parallel import refuse_averaged
 from recpoint.embeddings.trainers.later_step import LaterStep
@@ -66,6 +66,7 @@ class SharedCache(Cache):
         home: a home that all trainers share.
         tables: as for `Cache`, the same on all ranks; only numbers of slots may differ.
         row_local: as for `Cache`.
+        open_channel: opens a channel to all ranks from its name. Collective.
 
     Raises:
         SettingsError: the tables differ between ranks.
@@ -73,8 +74,14 @@ class SharedCache(Cache):
     """
 
     def __init__(
-        self, home: Home, tables: Mapping[str, CachedRows], *, row_local: tuple[type, ...] = ()
+        self,
+        home: Home,
+        tables: Mapping[str, CachedRows],
+        *,
+        row_local: tuple[type, ...] = (),
+        open_channel: Callable[[str], Channel] = GlooChannel,
     ) -> None:
+        self._open_channel = open_channel
         ids_channel = self._open_channels()
         self._rank, self._count = self._rows_channel.rank, self._rows_channel.count
         try:
@@ -114,10 +121,10 @@ class SharedCache(Cache):
         Each thread has a channel of its own, so that no message reaches another thread.
         """
         self._has_left = False
-        self._rows_channel = Channel("rows")
-        self._later_channel = Channel("gradients for later steps")
-        self._home_channel = Channel("sign of a home thread")
-        return Channel("ids of coming batches")
+        self._rows_channel = self._open_channel("rows")
+        self._later_channel = self._open_channel("gradients for later steps")
+        self._home_channel = self._open_channel("sign of a home thread")
+        return self._open_channel("ids of coming batches")
 
     def _new_oracle(self, rows: CachedRows) -> SharedOracle:
         slots = rows.slots
