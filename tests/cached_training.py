@@ -119,6 +119,17 @@ def plain_model(*, initial: Initial = INITIAL, **form: Any) -> Model:
     return model
 
 
+def uncached_model(*, is_meta: bool = True, initial: Initial = INITIAL, **form: Any) -> Model:
+    """Return a plain model; with `is_meta`, its tables are on the meta device."""
+    if not is_meta:
+        return plain_model(initial=initial, **form)
+    torch.manual_seed(5)
+    dense = Model(**form).top  # draws what the plain model draws
+    model = Model(**form, device="meta")
+    model.top = dense
+    return model
+
+
 def cached_model(
     capacity: int | dict[str, int],
     home: Home | None = None,
@@ -128,14 +139,7 @@ def cached_model(
     initial: Initial = INITIAL,
     **form: Any,
 ) -> tuple[Model, Cache]:
-    torch.manual_seed(5)
-    if is_meta:
-        model = Model(**form)  # draws what the plain model draws
-        dense = model.top
-        model = Model(**form, device="meta")
-        model.top = dense
-    else:
-        model = plain_model(**form)
+    model = uncached_model(is_meta=is_meta, initial=initial, **form)
     given = local() if home is None else home
     cached(model, given, capacity, initial=initial, row_local_optimizers=row_local)
     cache = cache_of(model)

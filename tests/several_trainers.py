@@ -48,12 +48,16 @@ __all__ = [
     "Case",
     "Found",
     "Part",
+    "added",
     "alone",
+    "change_rates",
     "checkpoints_of",
     "given_to",
     "join",
+    "loss_of",
     "on_ranks",
     "optimizers_of",
+    "present",
     "run_ranks",
     "train_on_ranks",
     "train_here",
@@ -139,13 +143,13 @@ def optimizers_of(case: Case, model: Model) -> list[Optimizer]:
     return [SparseAdam(tables, lr=0.01), dense]
 
 
-def _change_rates(case: Case, optimizers: Sequence[Optimizer]) -> None:
+def change_rates(case: Case, optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] *= case.lr_factor
 
 
-def _loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def loss_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return nn.functional.mse_loss(model(dict(batch)), batch["target"])
 
 
@@ -162,7 +166,7 @@ def alone(case: Case, ranks: int) -> Found:
         for rank, reader in enumerate(readers):
             for parameter, gradient in zip(parameters, held[rank], strict=True):
                 parameter.grad = gradient
-            loss = _loss(model, reader.batch(done))
+            loss = loss_of(model, reader.batch(done))
             loss.backward()
             if rank == 0:
                 losses.append(loss.item())
@@ -170,19 +174,19 @@ def alone(case: Case, ranks: int) -> Found:
         if (done + 1) % case.batches_a_step:
             continue
         for at, parameter in enumerate(parameters):
-            parameter.grad = _added([_present(held[rank][at]) for rank in range(ranks)])
+            parameter.grad = added([present(held[rank][at]) for rank in range(ranks)])
         for optimizer in optimizers:
             optimizer.step()
-        _change_rates(case, optimizers)
+        change_rates(case, optimizers)
     return Found(rows_of_plain(model, optimizers[0]), model.top.weight.detach(), losses)
 
 
-def _present(gradient: Tensor | None) -> Tensor:
+def present(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
     return gradient
 
 
-def _added(gradients: Sequence[Tensor]) -> Tensor:
+def added(gradients: Sequence[Tensor]) -> Tensor:
     """Add gradients in order, each divided by their number."""
     if not gradients[0].is_sparse:
         total = torch.zeros_like(gradients[0])
@@ -292,18 +296,18 @@ def train_here(case: Case, rank: int, ranks: int) -> Found:
             number = 0 if checkpoints is None else checkpoints.batches_done
             for batch in _batches(case, reader, checkpoints):
                 number = number + 1 if checkpoints is None else checkpoints.batches_done + 1
-                loss = _loss(trained, batch)
+                loss = loss_of(trained, batch)
                 if number == case.fails and rank == 0:
                     raise RuntimeError("an error of the script")
                 loss.backward()
                 losses.append(loss.item())
                 if number % case.batches_a_step == 0:
                     for parameter in () if case.wrapped else model.top.parameters():
-                        parameter.grad = _reduced(_present(parameter.grad), ranks)
+                        parameter.grad = _reduced(present(parameter.grad), ranks)
                     for optimizer in optimizers:
                         optimizer.step()
                         optimizer.zero_grad()
-                    _change_rates(case, optimizers)
+                    change_rates(case, optimizers)
                 if number in kills:
                     kills.remove(number)
                     if rank == 0:
@@ -377,7 +381,7 @@ def checkpoints_of(
 def _reduced(gradient: Tensor, ranks: int) -> Tensor:
     every = [torch.empty_like(gradient) for _ in range(ranks)]
     dist.all_gather(every, gradient)
-    return _added(every)
+    return added(every)
 
 
 assert (USERS, ITEMS) == (203, 101)  # capacities above fit these

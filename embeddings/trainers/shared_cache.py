@@ -241,12 +241,15 @@ class SharedCache(Cache):
         try:
             yield
         except (HomeError, RankLost):
-            if not self._has_left:
-                self._has_left = True
-                self._rows_channel.close()
-                self._coming.leave()
-                self._later_thread.submit(self._later_channel.close)
+            self._leave()
             raise
+
+    def _leave(self) -> None:
+        if not self._has_left:
+            self._has_left = True
+            self._rows_channel.close()
+            self._coming.leave()
+            self._later_thread.submit(self._later_channel.close)
 
     def _pass_over(self, number: int) -> Never:
         name, rows = next(
@@ -475,8 +478,9 @@ class SharedCache(Cache):
         It returns on no rank before all ranks have their rows: a rank that goes on could end the
         servers.
         """
-        found = super().rows_of(name, ids)
-        self._rows_channel.meet()
+        with self._leaving():
+            found = super().rows_of(name, ids)
+            self._rows_channel.meet()
         return found
 
     def _settle_for_reading(self) -> None:
@@ -524,6 +528,10 @@ class SharedCache(Cache):
         self._wait([self._thread.submit(lambda: None)])
         with suppress(RankLost):
             self._wait_for_later_steps()
+        if self.planned > 1:
+            # The home thread of another rank may have failed and closed its channel since this
+            # rank's has used it: all ranks leave and open new ones.
+            self._leave()
         if self._has_left:
             self._home_channel.close()  # its thread has nothing to do
             self._coming.end(within_seconds=0.0)
