@@ -119,7 +119,7 @@ class ComingIds:
         first = self._own + 1
         self._own += len(batches)
         self._pending.append(
-            self._thread.submit(partial(self._exchange, list(batches), at, first, over))
+            self._thread.submit(partial(self._exchanged, list(batches), at, first, over))
         )
         while len(self._pending) > (0 if waits else 1):
             heard = self._pending[0].result()
@@ -156,6 +156,15 @@ class ComingIds:
         if has_ended:
             self._channel.close()
         return has_ended
+
+    def _exchanged(
+        self, batches: list[Mapping[str, Tensor]], at: int, first: int, over: int
+    ) -> _Heard:
+        try:
+            return self._exchange(batches, at, first, over)
+        except BaseException:
+            self._channel.close()  # what is left of this exchange must not meet the next one
+            raise
 
     def _exchange(
         self, batches: list[Mapping[str, Tensor]], at: int, first: int, over: int

@@ -422,9 +422,13 @@ class SharedCache(Cache):
         self._wait(following)
 
     def _follow_up(self, outgoing: Outgoing, steps: Sequence[LaterStep]) -> None:
-        for step, reduced in zip(steps, outgoing.reduce(self._later_channel), strict=True):
-            if reduced is not None:
-                step.make(reduced)
+        try:
+            for step, reduced in zip(steps, outgoing.reduce(self._later_channel), strict=True):
+                if reduced is not None:
+                    step.make(reduced)
+        except BaseException:
+            self._later_channel.close()  # the other ranks must not wait for the next exchange
+            raise
 
     def _to_change(self, rows: CachedRows) -> Tensor:
         slots = self._changing.get(rows.slots.name)

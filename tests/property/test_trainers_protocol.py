@@ -565,6 +565,12 @@ def histories(draw: st.DrawFn) -> History:
     repeats=0.0,
     seed=0,
 )
+@example(  # The next exchange of ids would meet what is left of one that has failed half way.
+    history=History(3, [[Drawn(Thread(0, "ids of coming batches"), 0.46, "fail")]], []),
+    loses_sent=True,
+    repeats=0.0,
+    seed=0,
+)
 @given(
     history=histories(),
     loses_sent=st.booleans(),
