@@ -82,9 +82,13 @@ class _Region:
     def has(self, ids: Tensor) -> Tensor:
         return self._has[ids]
 
-    def put(self, ids: Tensor, records: Tensor, positions: Tensor) -> None:
-        """Store records[positions] as the records of `ids`."""
-        row_gather.move(records, positions, self._records, ids)
+    def put(self, ids: Tensor, records: Tensor) -> None:
+        """Store the records of `ids`."""
+        row_gather.scatter(records, ids, self._records)
+        has = self._has[ids]
+        if has.all():
+            return  # their pages were counted when they were first written
+        ids = ids[~has]
         self._has[ids] = True
         first = ids * self._record_bytes // _PAGE_BYTES
         last = ((ids + 1) * self._record_bytes - 1) // _PAGE_BYTES
@@ -95,8 +99,6 @@ class _Region:
     def _touch(self, which: int, first: Tensor, last: Tensor) -> int:
         """Note pages first … last of each row as written; returns how many are new."""
         pages, new = self._pages[which], 0
-        if bool((pages[first] & pages[last]).all()) and bool((last - first <= 1).all()):
-            return 0  # as for most rows that are written again
         while first.numel():
             found = torch.unique_consecutive(first)  # ids ascend
             found = found[~pages[found]]
@@ -106,9 +108,13 @@ class _Region:
             first, last = first[more] + 1, last[more]
         return new
 
-    def get(self, ids: Tensor, out: Tensor, positions: Tensor) -> None:
-        """Copy the records of `ids` to out[positions]."""
-        row_gather.move(self._records, ids, out, positions)
+    def get(self, ids: Tensor, out: Tensor, has: Tensor | None = None) -> None:
+        """Copy the records of `ids` to `out`, or only those that `has`, bool [n], names."""
+        if has is None or has.all():
+            row_gather.gather(self._records, ids, out)
+        else:
+            positions = has.nonzero().view(-1)
+            row_gather.move(self._records, ids[positions], out, positions)
 
 
 class _Frozen(FrozenRows):
@@ -131,9 +137,8 @@ class _Frozen(FrozenRows):
             records = torch.empty(
                 len(ids), self._form.record_bytes, dtype=torch.uint8, device="cpu"
             )
-            positions = torch.arange(len(ids), dtype=torch.int64, device="cpu")
-            live.get(ids, records, positions)
-            self._saved.put(ids - self.rows.start, records, positions)
+            live.get(ids, records)
+            self._saved.put(ids - self.rows.start, records)
 
     def fetch(self, ids: Tensor, out: Tensor) -> Tensor:
         table = self._table
@@ -149,10 +154,8 @@ class _Frozen(FrozenRows):
             place = ids - self.rows.start
             is_saved = self._is_saved[place]
             has = torch.where(is_saved, self._saved.has(place), table.live.has(ids))
-            positions = (has & is_saved).nonzero().view(-1)
-            self._saved.get(place[positions], out, positions)
-            positions = (has & ~is_saved).nonzero().view(-1)
-            table.live.get(ids[positions], out, positions)
+            self._saved.get(place, out, has & is_saved)
+            table.live.get(ids, out, has & ~is_saved)
         return has
 
     def add_sizes(self, total: dict[str, int]) -> None:
@@ -187,8 +190,7 @@ class _Table:
         self.form.require_records(ids, "out", out)
         with self.lock:
             has = self.live.has(ids)
-            positions = has.nonzero().view(-1)
-            self.live.get(ids[positions], out, positions)
+            self.live.get(ids, out, has)
         return has
 
     def write_back(self, ids: Tensor, records: Tensor, batch: int) -> None:
@@ -199,8 +201,7 @@ class _Table:
                 has = self.live.has(ids)
                 for frozen in self.frozen:
                     frozen.save(ids, has, self.live)
-            positions = torch.arange(len(ids), dtype=torch.int64, device="cpu")
-            self.live.put(ids, records, positions)
+            self.live.put(ids, records)
             self._batches.last = batch
 
     def freeze(self, rows: range) -> FrozenRows:

@@ -6,6 +6,7 @@ are reduced by x^8 + x^4 + x^3 + x^2 + 1, of which x is a generator.
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 __all__ = ["MOST_DATA", "POLYNOMIAL", "coefficient", "inverse", "multiply"]
@@ -28,6 +29,7 @@ def multiply(a: int, b: int) -> int:
     return product
 
 
+@functools.cache
 def inverse(a: int) -> int:
     """The element b with a · b = 1: a^254, because a^255 = 1.
 
