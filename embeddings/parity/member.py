@@ -635,6 +635,9 @@ class StripeMember:
         """Return the rows at positions `own` of stripes, int64 [n], from the others' members."""
         data = table.stripes.data
         rows, is_known = gathered.rows, gathered.is_known
+        if bool((torch.stack(is_known[: data + 1]).sum(0) == data).all()):
+            # The sum of all others and P. The place of the lost row itself has zeros.
+            return erasure.combine(rows[: data + 1], [1] * (data + 1))
         out = torch.empty(len(own), table.coded_bytes, dtype=torch.uint8, device="cpu")
         # Stripes that have lost the same members are decoded together.
         for first, chosen in _groups([own, *is_known]):
@@ -686,38 +689,34 @@ class StripeMember:
         """
         form, n = table.stripes, len(stripes)
         row_bytes = CONDENSED_BYTES if is_condensed else table.coded_bytes
-        rows = [
-            torch.zeros(n, row_bytes, dtype=torch.uint8, device="cpu")
-            for _ in range(form.data + form.parity)
-        ]
-        is_known = [torch.zeros(n, dtype=torch.bool, device="cpu") for _ in rows]
-        server_of, slot_of = [], []
-        for member in range(form.data):
-            positions = torch.full_like(stripes, member)
-            server, slot = form.slots_in(stripes, positions)
-            is_known[member] = ~form.has_row(stripes, positions)
-            server_of.append(server)
-            slot_of.append(torch.where(is_known[member], -1, slot))
-        servers, slots = torch.stack(server_of), torch.stack(slot_of)
+        members = form.data + form.parity
+        rows = torch.zeros(members * n, row_bytes, dtype=torch.uint8, device="cpu")
+        is_known = torch.zeros(members * n, dtype=torch.bool, device="cpu")
+        positions = torch.arange(form.data, dtype=torch.int64, device="cpu")
+        servers, slots = form.slots_in(stripes.view(-1, 1), positions)
+        has_row = form.has_row(stripes.view(-1, 1), positions)
+        is_known[: form.data * n] = ~has_row.t().reshape(-1)
+        servers = torch.where(has_row, servers, -1).view(-1)
+        slots = slots.view(-1)
         moments: dict[int, Moment] = {}
         generations: set[int] = set()
         asked, calls = [], []
         for number, (_, peer) in sources.items():
             # A server has at most one row of a stripe, so its slots ascend with the stripes.
-            stripe, position = ((servers == number) & (slots >= 0)).t().nonzero(as_tuple=True)
-            if len(stripe):
-                asked.append((number, position, stripe))
-                wanted = slots[position, stripe]
+            chosen = (servers == number).nonzero().view(-1)
+            if len(chosen):
+                asked.append((number, chosen))
                 ask = partial(peer.rows, recover=recover, is_condensed=is_condensed)
-                calls.append(partial(ask, table.name, wanted))
-        for (number, position, stripe), found in zip(asked, self._together(calls), strict=True):
+                calls.append(partial(ask, table.name, slots[chosen]))
+        for (number, chosen), found in zip(asked, self._together(calls), strict=True):
             moments[number] = found.moment
             generations.add(found.generation)
-            for one in range(form.data):
-                chosen = (position == one).nonzero().view(-1)
-                row_gather.move(found.rows, chosen, rows[one], stripe[chosen])
-                is_known[one][stripe[chosen]] = found.is_known[chosen]
-        return _Gathered(sources, is_condensed, rows, is_known, moments, generations)
+            stripe = torch.div(chosen, form.data, rounding_mode="floor")
+            at = (chosen - stripe * form.data) * n + stripe
+            row_gather.scatter(found.rows, at, rows)
+            is_known[at] = found.is_known
+        of_members = rows.view(members, n, row_bytes).unbind(), is_known.view(members, n).unbind()
+        return _Gathered(sources, is_condensed, *of_members, moments, generations)
 
     def _gather_parity(
         self, table: _Table, stripes: Tensor, number: int, gathered: _Gathered
@@ -824,8 +823,8 @@ class _Gathered(NamedTuple):
 
     sources: Mapping[int, tuple[int, HasMembers]]
     is_condensed: bool
-    rows: list[Tensor]
-    is_known: list[Tensor]
+    rows: tuple[Tensor, ...]
+    is_known: tuple[Tensor, ...]
     moments: dict[int, Moment]
     generations: set[int]
 
@@ -912,9 +911,8 @@ def _require_slots(slots: Tensor, count: int) -> None:
     Raises:
         ValueError: says what is expected.
     """
-    if len(slots) and not (
-        0 <= int(slots[0]) and int(slots[-1]) < count and bool((slots[1:] > slots[:-1]).all())
-    ):
+    given = slots.numpy()  # quicker than the tensor for a few
+    if len(given) and not (0 <= given[0] and given[-1] < count and (given[1:] > given[:-1]).all()):
         raise ValueError(f"slots: not ascending, or one outside 0 … {count - 1}")
 
 
