@@ -83,6 +83,7 @@ class Case:
         pause_seconds: after each batch.
         wrapped: DistributedDataParallel wraps the model.
         at_servers: embedding servers stage their rows of checkpoints.
+        wait_seconds: how long a rank waits for the agent; for another rank, five times as long.
     """
 
     kills: tuple[int, ...] = ()
@@ -109,6 +110,7 @@ class Case:
     parity: tuple[int, int] = (0, 0)
     wrapped: bool = False
     at_servers: bool = False
+    wait_seconds: float = 120.0
     pause_seconds: float = 0.0
 
 
@@ -273,9 +275,9 @@ def join(directory: Path, rank: int, ranks: int) -> None:
     )
 
 
-def train_here(case: Case, rank: int, ranks: int) -> Found:
-    """Train a case as one of several ranks."""
-    with _home_of(case) as home:
+def train_here(case: Case, rank: int, ranks: int, home: Home | None = None) -> Found:
+    """Train a case as one of several ranks, with servers of its own or a home, which is closed."""
+    with _home_of(case) if home is None else home as home:
         assert isinstance(home, ServedHome)
         model, cache = cached_model(
             case.slots,
@@ -362,8 +364,9 @@ def checkpoints_of(
         "reader": reader,
         "interval_batches": case.interval,
         "small_table_values": 0,
-        "close_seconds": 120.0,
-        "drain_seconds": 120.0,
+        "close_seconds": case.wait_seconds,
+        "drain_seconds": case.wait_seconds,
+        "ranks_seconds": 5 * case.wait_seconds,
         "handle_sigterm": False,
         "announce": False,
         "rewinds": len(case.kills) if case.kills_at_once > case.parity[1] else 0,
