@@ -14,7 +14,8 @@ import gc
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
 from typing import Any, Final, NamedTuple
@@ -290,7 +291,7 @@ class Rank:
         dirty = {name: tracker.take() for name, tracker in self.trackers.items()}
         taken = {}
         try:
-            self.cache.settle()
+            self.cache.settle()()
             view = self.cache.view()
             for name, one in dirty.items():
                 rows = self.cache.tables[name]
@@ -469,10 +470,11 @@ def start(job: Job, network: Network, cuts: Cuts) -> Ended:
             network.end(rank.rank)  # a process that ends takes its threads with it
 
     threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in ranks]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(_LONGEST_SECONDS)
+    with ranks_that_draw_in_turns():
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(_LONGEST_SECONDS)
     if any(one.is_alive() for one in threads):
         faulthandler.dump_traceback(2)
         raise AssertionError("a rank hangs")
@@ -605,6 +607,31 @@ def test_whatever_dies_the_tables_end_as_without_it(
             event("ranks began again")
             refuse_other_errors(ended.errors)
     check(number, ended)
+
+
+@contextmanager
+def ranks_that_draw_in_turns() -> Iterator[None]:
+    """Ranks are threads here, which share the generators that each process has for itself.
+
+    A reader puts its own generators in their place while it reads, which takes no other rank.
+    """
+    lock = threading.RLock()
+
+    def in_turns(call: Callable[..., Any]) -> Callable[..., Any]:
+        def locked(*given: Any) -> Any:
+            with lock:
+                return call(*given)
+
+        return locked
+
+    with pytest.MonkeyPatch.context() as patched:
+        for place, name in (
+            (rng, "capture_cpu"),
+            (rng.OwnGenerators, "__init__"),
+            (rng.OwnGenerators, "run"),
+        ):
+            patched.setattr(place, name, in_turns(getattr(place, name)))
+        yield
 
 
 def refuse_other_errors(errors: Sequence[BaseException | None]) -> None:
