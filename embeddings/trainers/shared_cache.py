@@ -250,6 +250,9 @@ class SharedCache(Cache):
             self._rows_channel.close()
             self._coming.leave()
             self._later_thread.submit(self._later_channel.close)
+            # After what it was given: the home threads of ranks that know of no loss may wait for
+            # more than that.
+            self._thread.submit(self._home_channel.close)
 
     def _pass_over(self, number: int) -> Never:
         name, rows = next(
@@ -537,7 +540,7 @@ class SharedCache(Cache):
             # rank's has used it: all ranks leave and open new ones.
             self._leave()
         if self._has_left:
-            self._home_channel.close()  # its thread has nothing to do
+            self._wait([self._thread.submit(lambda: None)])  # until the home thread has left, too
             self._coming.end(within_seconds=0.0)
             self._coming = self._new_coming(self._open_channels())
         with self._leaving():

@@ -573,6 +573,12 @@ def histories(draw: st.DrawFn) -> History:
     repeats=0.0,
     seed=0,
 )
+@example(  # Two ranks learn of a death, and the home thread of the third waits for them.
+    history=History(7, [[Drawn(Thread(3, "ids of coming batches"), 0.34, "kill")]], []),
+    loses_sent=False,
+    repeats=0.2,
+    seed=944,
+)
 @given(
     history=histories(),
     loses_sent=st.booleans(),
