@@ -12,11 +12,13 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from recpoint.catalog.store import durable
 from recpoint.embeddings.remote import served_part
@@ -33,6 +35,7 @@ __all__ = ["TOKEN", "Dying", "live"]
 #: Of the embedding servers.
 TOKEN = b"trainers"
 _END_SECONDS: Final = 2.0
+_OPEN_TIMEOUT: Final = timedelta(seconds=40)
 #: Calls to an embedding server.
 _CALLS = ("hello", "command", "fetch", "write_back", "stage")
 
@@ -81,6 +84,8 @@ def _rank(directory: Path, rank: int, ranks: int) -> None:
     # A rank that ends would wait so long for the part of one that is dead.
     setattr(handoff, "_END_SECONDS", _END_SECONDS)  # noqa: B010
     setattr(served_part, "_PATIENCE_SECONDS", _END_SECONDS)  # noqa: B010
+    # And half an hour for one that died before it opened a channel.
+    setattr(distributed_c10d, "default_pg_timeout", _OPEN_TIMEOUT)  # noqa: B010
     join(directory, rank, ranks)
     found = train_here(Case(**case), rank, ranks, _home(servers, rank, ranks))
     if rank == 0:
