@@ -237,11 +237,17 @@ class SharedCache(Cache):
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Leave the other ranks if home or ranks fail in the block, so that none waits for this."""
+        """Leave the other ranks if home or ranks fail in the block, so that none waits for this.
+
+        Ranks lose each other after one of them has lost the home. Then this rank may know of that,
+        and says what came first.
+        """
         try:
             yield
-        except (HomeError, RankLost):
+        except (HomeError, RankLost) as error:
             self._leave()
+            if isinstance(error, RankLost) and isinstance(self._error, HomeError):
+                raise self._error from None
             raise
 
     def _leave(self) -> None:
@@ -327,7 +333,8 @@ class SharedCache(Cache):
         def guarded() -> None:
             try:
                 act()
-            except BaseException:
+            except BaseException as error:
+                self._error = error  # before other ranks can leave this one
                 self._home_channel.close()  # the other home threads must not wait for this one
                 raise
 
