@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, Never, TypeVar
 
 import torch
 from torch import Tensor
@@ -97,17 +97,33 @@ class ServedHome(Home):
             raise
 
     def add_table(self, table: str, *, rows: int, record_bytes: int) -> None:
-        """Make room for a table on all servers."""
+        """Make room for a table on all servers.
+
+        Raises:
+            ServerLost: a server does not answer, or was started again, and other trainers may have
+                written rows of the table to it before. It may be called again.
+        """
         self._tables.add(TableForm(table, rows, record_bytes), self._made)
 
     def _made(self, form: TableForm) -> ServedTable:
         made = ServedTable(form, self._placed(form), len(self._servers))
 
         def add(number: int) -> None:
+            known = self._servers[number].incarnation
             made.parts[number].incarnation = self._add(number, made)
+            if self.trainers > 1 and made.parts[number].incarnation != known:
+                self._refuse_restarted(number)
 
         self.at_all(add)
         return made
+
+    def _refuse_restarted(self, number: int) -> Never:
+        raise ServerLost(
+            f"embedding server {number + 1} of {len(self._servers)}",
+            found="a server that was started again since",
+            expected="the server that may have rows of other trainers",
+            next_step="restore the last checkpoint: that gives the servers their rows again",
+        )
 
     def _placed(self, form: TableForm) -> Placement | Stripes:
         """Return where the rows of a table are."""

@@ -115,6 +115,27 @@ def test_a_server_that_was_started_again_is_not_read_as_if_it_had_rows() -> None
         assert fetched(partial(home.fetch, "v"), range(10), 8) == {}
 
 
+def test_a_trainer_adds_no_table_at_a_server_that_has_lost_what_another_wrote() -> None:
+    """Else rows that the other has written would look like rows that nobody has."""
+    servers, transports = two_servers()
+    with ServedHome(transports, trainers=2) as first:
+        others = [PassedOn(server) for server in servers]
+        with ServedHome(others, owner=first.owner, trainer=1, trainers=2) as second:
+            first.add_table("t", rows=10, record_bytes=8)
+            first.write_back("t", ids_of(range(10)), records_of(range(10), 8), batch=1)
+            transports[1].server = others[1].server = EmbeddingServer(name="the new server 1")
+            with pytest.raises(ServerLost, match="server 2 of 2: found a server that was started"):
+                first.add_table("u", rows=10, record_bytes=8)
+            with pytest.raises(ServerLost, match="server 2 of 2: found a server that was started"):
+                second.add_table("t", rows=10, record_bytes=8)
+            # All go back to a checkpoint now, and write its rows.
+            first.clear("t")
+            second.add_table("t", rows=10, record_bytes=8)
+            second.clear("t")
+            first.write_back("t", ids_of([2, 3]), records_of([2, 3], 8), batch=0)
+            assert len(fetched(partial(second.fetch, "t"), range(10), 8)) == 2
+
+
 def test_a_dead_server_is_replaced_when_a_table_is_cleared_or_added() -> None:
     servers, transports = two_servers()
     revived: list[int] = []
