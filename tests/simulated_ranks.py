@@ -128,6 +128,7 @@ class Network:
     Attributes:
         crossed: how many boundaries each thread has crossed.
         dead: ranks that have ended, in this order.
+        happened: the faults that have happened.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class Network:
         self.servers = servers
         self.crossed: Counter[Thread] = Counter()
         self.dead: list[int] = []
+        self.happened: list[Fault] = []
         self._faults = {(one.thread, one.number): one.act for one in faults}
         self._loses_sent = loses_sent
         self._slow = frozenset(slow)
@@ -180,6 +182,8 @@ class Network:
             self.require_alive(thread.rank)
             self.crossed[thread] += 1
             act = self._faults.get((thread, self.crossed[thread]))
+            if act is not None:
+                self.happened.append(Fault(thread, self.crossed[thread], act))
             pause = self._random.random() * _LONGEST_PAUSE_SECONDS if thread in self._slow else 0.0
         if pause:
             time.sleep(pause)
