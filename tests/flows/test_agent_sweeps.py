@@ -30,7 +30,7 @@ from tests.agent_process import AgentProcess
 from tests.catalog_builder import Checkpoint, build, new_run, tables, upload
 from tests.forked_program import PARENT, run_module
 from tests.job_builder import stage, stage_chain
-from tests.polling import PATIENCE_SECONDS, until
+from tests.polling import until
 
 DAY = 86400.0
 
@@ -248,8 +248,7 @@ def test_a_run_that_has_ended_is_swept_until_nothing_is_left(tmp_path: Path) -> 
         """Have another agent sweep until it has swept this run; the note of the one that ended."""
         at_ms = swept_ms(awaited)
         with AgentProcess(staging, tmp_path / "log"):
-            # A sweep has the lowest priority: other tests may leave it no processor for minutes.
-            until(lambda: swept_ms(awaited) != at_ms, seconds=2 * PATIENCE_SECONDS)
+            until(lambda: swept_ms(awaited) != at_ms)
         return last_sweep(ended_dir)
 
     swept_before(ended_dir, 2 * DAY)
