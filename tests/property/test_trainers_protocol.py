@@ -638,7 +638,10 @@ def test_whatever_dies_the_tables_end_as_without_it(
                 break
             event("ranks began again")
             refuse_other_errors(ended.errors)
-            assert network.happened, f"ranks are lost, and nothing has happened: {ended.errors}"
+            # A rank may hear of others before its own thread that has failed, or of a lost server.
+            assert any(
+                isinstance(error, (Killed, MemoryError, ServerLost)) for error in ended.errors
+            ) or any(one.act != "kill" for one in network.happened), ended.errors
     check(number, ended)
 
 
