@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from recpoint.errors import HomeError
 from recpoint.format.servers import AllServers
+from recpoint.kernels import erasure
 
 __all__ = ["Checked", "FrozenRows", "Home", "TableRows"]
 
@@ -199,6 +201,23 @@ class Home(ABC):
                 before or the new one, and a repetition of the call that succeeds is all it takes.
             ValueError: ids or records have another form, or an id is outside the table.
         """
+
+    def exclusive_or(self, table: str, ids: Tensor, records: Tensor, *, batch: int) -> None:
+        """Replace records by records XOR others; a row that was never written counts as zeros.
+
+        Args:
+            table: a table that was added.
+            ids: as for `fetch`.
+            records: as for `write_back`.
+            batch: as for `write_back`.
+
+        Raises:
+            HomeError, ValueError: as `fetch` and `write_back`. Every row then has its record of
+                before.
+        """
+        found = torch.zeros_like(records)
+        self.fetch(table, ids, found)
+        self.write_back(table, ids, erasure.difference(found, records, out=found), batch=batch)
 
     def fetch_all(self, wanted: Sequence[TableRows]) -> list[Tensor]:
         """Read records of several tables, each at most once; a home may do that in fewer steps.

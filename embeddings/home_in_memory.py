@@ -17,7 +17,7 @@ from torch import Tensor
 from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.home_tables import BatchOrder, HomeTables, TableForm
 from recpoint.errors import HomeError
-from recpoint.kernels import row_gather
+from recpoint.kernels import erasure, row_gather
 
 __all__ = ["MemoryHome"]
 
@@ -43,6 +43,10 @@ class MemoryHome(Home):
     def write_back(self, table: str, ids: Tensor, records: Tensor, *, batch: int) -> None:
         """Copy records into the table; first save those that are frozen."""
         self._tables.get(table).write_back(ids, records, batch)
+
+    def exclusive_or(self, table: str, ids: Tensor, records: Tensor, *, batch: int) -> None:
+        """Change the records in their places; first save those that are frozen."""
+        self._tables.get(table).exclusive_or(ids, records, batch)
 
     def freeze(self, table: str, rows: range) -> FrozenRows:
         """Save the records of these rows from now on, before they are replaced."""
@@ -85,6 +89,15 @@ class _Region:
     def put(self, ids: Tensor, records: Tensor) -> None:
         """Store the records of `ids`."""
         row_gather.scatter(records, ids, self._records)
+        self._note(ids)
+
+    def exclusive_or(self, ids: Tensor, records: Tensor) -> None:
+        """Store the records of `ids` XOR these; a place that was never written has zeros."""
+        erasure.apply(self._records, ids, records)
+        self._note(ids)
+
+    def _note(self, ids: Tensor) -> None:
+        """Note that the home has the records of `ids`."""
         has = self._has[ids]
         if has.all():
             return  # their pages were counted when they were first written
@@ -196,13 +209,24 @@ class _Table:
     def write_back(self, ids: Tensor, records: Tensor, batch: int) -> None:
         self.form.require_records(ids, "records", records)
         with self.lock:
-            self._batches.require_next(batch)
-            if self.frozen:
-                has = self.live.has(ids)
-                for frozen in self.frozen:
-                    frozen.save(ids, has, self.live)
+            self._before_change(ids, batch)
             self.live.put(ids, records)
             self._batches.last = batch
+
+    def exclusive_or(self, ids: Tensor, records: Tensor, batch: int) -> None:
+        self.form.require_records(ids, "records", records)
+        with self.lock:
+            self._before_change(ids, batch)
+            self.live.exclusive_or(ids, records)
+            self._batches.last = batch
+
+    def _before_change(self, ids: Tensor, batch: int) -> None:
+        """Refuse an earlier batch, and save those of the rows that are frozen."""
+        self._batches.require_next(batch)
+        if self.frozen:
+            has = self.live.has(ids)
+            for frozen in self.frozen:
+                frozen.save(ids, has, self.live)
 
     def freeze(self, rows: range) -> FrozenRows:
         self.form.require_rows(rows)

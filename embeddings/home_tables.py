@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from recpoint.errors import HomeError
+from recpoint.kernels import row_gather
 from recpoint.kernels.arguments import require
 
 __all__ = ["BatchOrder", "HomeTables", "TableForm"]
@@ -60,14 +61,15 @@ class TableForm(NamedTuple):
             return
         if within is None:
             within = range(self.rows)
-        given = ids.numpy()
-        if len(ids) > 1 and not (given[1:] > given[:-1]).all():
-            raise ValueError("ids: not ascending, or one comes twice; pass torch.unique(ids)")
-        for one in (int(given[0]), int(given[-1])):
-            if one not in within:
-                raise ValueError(
-                    f"ids: {one}, expected {within.start} <= id < {within.stop} of {self.table!r}"
-                )
+        wrong = row_gather.first_unordered(ids, within.start, within.stop)
+        if wrong < 0:
+            return
+        if int(ids[wrong]) not in within:
+            raise ValueError(
+                f"ids: {int(ids[wrong])}, expected {within.start} <= id < {within.stop} of "
+                f"{self.table!r}"
+            )
+        raise ValueError("ids: not ascending, or one comes twice; pass torch.unique(ids)")
 
 
 class BatchOrder:

@@ -8,6 +8,10 @@ writes that may be not acknowledged. If the sender is lost before all messages o
 arrived, those that have arrived are taken back, so that all parity rows of a stripe agree. The
 receiver also keeps some older messages: they tell what a parity row was at an earlier moment of the
 sender.
+
+A message has differences of several tables. They are added to parity rows table by table, and each
+may fail, as a disk may be full. `Added` counts the tables, so that a message that comes again is
+added once.
 """
 
 from __future__ import annotations
@@ -16,13 +20,15 @@ import itertools
 import json
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
+
+from torch import Tensor
 
 from recpoint.embeddings.parity.peers import Differences, OutOfStep, Sent
 
-__all__ = ["KEPT_BYTES", "Inbox", "Outbox", "Unsettled", "Writes", "taken_back"]
+__all__ = ["KEPT_BYTES", "Added", "Inbox", "OfTable", "Outbox", "Unsettled", "Writes", "taken_back"]
 
 #: Messages of one call between servers, and their bytes unless the first has more.
 _MOST_MESSAGES: Final = 128
@@ -33,9 +39,11 @@ _NOTE_BYTES: Final = 1 << 19
 #: other messages serve readers of an earlier moment, which is as long ago as rows of a batch
 #: travel.
 KEPT_BYTES: Final = 64 << 20
-#: What a message takes in memory besides its rows and slots, and each of its shares. Measured.
+#: What a message takes in memory besides its rows and slots, each of its shares, and each of its
+#: tables. Measured.
 _MESSAGE_BYTES: Final = 2_048
 _SHARE_BYTES: Final = 192
+_TABLE_BYTES: Final = 192
 #: Shares of writes in one answer. As text, each takes less than 64 bytes.
 _MOST_SHARES: Final = 512
 
@@ -101,7 +109,8 @@ class Outbox:
         size = notes = 0
         for sent, given in itertools.islice(self.waiting, _MOST_MESSAGES):
             size += given.slots.nbytes + given.rows.nbytes
-            notes += 512 + 6 * len(given.table) + 64 * len(sent.shares)
+            notes += 512 + 64 * len(sent.shares)
+            notes += sum(64 + 6 * len(share.table) for share in given.tables)
             if found and (size > _CALL_BYTES or notes > _NOTE_BYTES):
                 break
             found.append((replace(sent, settled=settled), given))
@@ -181,6 +190,71 @@ def taken_back(reports: Iterable[Unsettled]) -> dict[int, list[int]]:
     return back
 
 
+class OfTable(NamedTuple):
+    """Differences of one table; see `Differences`."""
+
+    table: str
+    generation: int
+    slots: Tensor
+    rows: Tensor
+
+
+class Added:
+    """Differences that were added to parity rows, or those of the first tables of them.
+
+    Args:
+        given: the differences. They are kept as they are.
+
+    Attributes:
+        tables: how many tables of them were added.
+    """
+
+    def __init__(self, given: Differences) -> None:
+        self._given = given
+        self._ends = [0, *itertools.accumulate(share.rows for share in given.tables)]
+        self.tables = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all tables were added."""
+        return self.tables == self.count
+
+    @property
+    def count(self) -> int:
+        """Number of tables."""
+        return len(self._given.tables)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of slots and rows."""
+        return self._given.slots.nbytes + self._given.rows.nbytes
+
+    def part(self, number: int) -> OfTable:
+        """Return the differences of a table by its place."""
+        share, given = self._given.tables[number], self._given
+        rows = slice(self._ends[number], self._ends[number + 1])
+        return OfTable(share.table, share.generation, given.slots[rows], given.rows[rows])
+
+    def add(self, to_parity: Callable[[OfTable], None]) -> None:
+        """Add the tables that were not. If one fails, those before it were added."""
+        while not self.is_whole:
+            to_parity(self.part(self.tables))
+            self.tables += 1
+
+    def take_back(self, to_parity: Callable[[OfTable], None]) -> None:
+        """Add once more, and so take away, what was added. If a table fails, it is still added."""
+        while self.tables:
+            to_parity(self.part(self.tables - 1))
+            self.tables -= 1
+
+    def of_table(self, table: str, generation: int) -> OfTable | None:
+        """Return what was added to a table; None: nothing."""
+        for number, share in enumerate(self._given.tables[: self.tables]):
+            if share.table == table and share.generation == generation:
+                return self.part(number)
+        return None
+
+
 class Inbox:
     """Messages from one server that have arrived.
 
@@ -189,13 +263,15 @@ class Inbox:
 
     Attributes:
         applied: number of the last message.
+        coming: the message after that, if some of its tables were added and one has failed.
     """
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
         self.applied = 0
+        self.coming: Added | None = None
         self._settled = 0
-        self._kept: OrderedDict[int, tuple[Sent, Differences]] = OrderedDict()
+        self._kept: OrderedDict[int, tuple[Sent, Added]] = OrderedDict()
         self._kept_bytes = 0
 
     def is_new(self, sent: Sent) -> bool:
@@ -210,17 +286,13 @@ class Inbox:
             raise OutOfStep(f"message {sent.number} after message {self.applied}")
         return sent.number > self.applied
 
-    def add(self, sent: Sent, contribution: Differences) -> None:
-        """Keep a new message.
-
-        Args:
-            sent: of the message.
-            contribution: its slots, and the rows that were added to the parity rows there.
-        """
+    def add(self, sent: Sent, added: Added) -> None:
+        """Keep a new message, whose differences were added to parity rows."""
         self.applied = sent.number
+        self.coming = None
         self._settled = max(self._settled, sent.settled)
-        self._kept[sent.number] = sent, contribution
-        self._kept_bytes += _size_bytes(sent, contribution)
+        self._kept[sent.number] = sent, added
+        self._kept_bytes += _size_bytes(sent, added)
         while self._kept_bytes > KEPT_BYTES:
             number, oldest = next(iter(self._kept.items()))
             if number > self._settled:
@@ -228,8 +300,8 @@ class Inbox:
             del self._kept[number]
             self._kept_bytes -= _size_bytes(*oldest)
 
-    def after(self, incarnation: int, number: int) -> Iterator[Differences]:
-        """Return what came after a message, oldest first.
+    def after(self, incarnation: int, number: int) -> Iterator[Added]:
+        """Return what was added to parity rows after a message, oldest first.
 
         Raises:
             OutOfStep: not all of that is kept any more, or another incarnation has sent it.
@@ -242,6 +314,8 @@ class Inbox:
         later = itertools.takewhile(lambda one: one > number, reversed(self._kept))
         for one in reversed(list(later)):
             yield self._kept[one][1]
+        if self.coming is not None:
+            yield self.coming
 
     def unsettled(self, receiver: int, incarnation: int) -> Unsettled:
         """Return what may have to be taken back if the sender is lost.
@@ -261,19 +335,19 @@ class Inbox:
             ],
         )
 
-    def kept(self, number: int) -> Differences | None:
+    def kept(self, number: int) -> Added | None:
         """Return what a message has added to parity rows; None: it is not kept."""
         found = self._kept.get(number)
         return None if found is None else found[1]
 
-    def take_back(self, number: int) -> None:
-        """Forget a message, whose rows the caller has taken away."""
+    def forget(self, number: int) -> None:
+        """Forget a message, whose differences the caller has taken back."""
         taken = self._kept.pop(number, None)
         if taken is not None:
             self._kept_bytes -= _size_bytes(*taken)
 
 
-def _size_bytes(sent: Sent, given: Differences) -> int:
+def _size_bytes(sent: Sent, added: Added) -> int:
     """Return about how much memory a message takes."""
-    size = given.rows.nbytes + given.slots.nbytes
-    return size + _MESSAGE_BYTES + len(sent.shares) * _SHARE_BYTES
+    shares = len(sent.shares) * _SHARE_BYTES + added.count * _TABLE_BYTES
+    return added.size_bytes + _MESSAGE_BYTES + shares

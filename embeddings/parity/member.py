@@ -14,7 +14,7 @@ except for the rows that it has not reached.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple, Protocol, TypeVar
@@ -23,7 +23,14 @@ import torch
 from torch import Tensor
 
 from recpoint.embeddings.home import FrozenRows, Home, TableRows
-from recpoint.embeddings.parity.differences import Inbox, Outbox, Unsettled, Writes
+from recpoint.embeddings.parity.differences import (
+    Added,
+    Inbox,
+    OfTable,
+    Outbox,
+    Unsettled,
+    Writes,
+)
 from recpoint.embeddings.parity.frozen_while_lost import FrozenWhileLost
 from recpoint.embeddings.parity.peers import (
     Differences,
@@ -33,6 +40,7 @@ from recpoint.embeddings.parity.peers import (
     OutOfStep,
     Peer,
     Sent,
+    TableShare,
 )
 from recpoint.embeddings.parity.stripe_check import (
     CONDENSED_BYTES,
@@ -166,6 +174,9 @@ class StripeMember:
                 for sent, _ in outbox.waiting:
                     self._writes.arrived(sent.write, server)
                 outbox.waiting.clear()
+            if inbox.coming is not None:  # it has not arrived
+                inbox.coming.take_back(self._add)
+                inbox.coming = None
             unsettled = inbox.unsettled(self._number, self._incarnation)
         if peer is not None:
             peer.close()
@@ -192,10 +203,10 @@ class StripeMember:
             if server in self._peers:
                 raise OutOfStep(f"server {server + 1} is not lost")
             for number in numbers:
-                contribution = inbox.kept(number)
-                if contribution is not None:
-                    self._add(contribution)
-                    inbox.take_back(number)
+                added = inbox.kept(number)
+                if added is not None:
+                    added.take_back(self._add)
+                    inbox.forget(number)
             if are_all:
                 del self._inboxes[server]
 
@@ -287,35 +298,60 @@ class StripeMember:
         Args:
             changed: rows of each table, by their slots. `recover` has been called for them.
         """
+        by_length: dict[int, list[TableRows]] = {}
+        for one in changed:
+            by_length.setdefault(one.records.shape[1], []).append(one)
         with self._lock:
+            for of_one_length in by_length.values():
+                self._write(of_one_length)
+
+    def _write(self, changed: Sequence[TableRows]) -> None:
+        """Store rows of tables whose rows have one length, and queue their differences."""
+        messages = self._messages(changed)
+        written = 0
+        try:
             for table, slots, records in changed:
-                here = self._tables[table]
-                change = self._coded(here, slots)
-                change[:, :-1] ^= records
-                change[:, -1] ^= 1
-                queue = self._messages(here, slots, change)
                 self._home.write_back(table, slots, records, batch=0)
-                queue()  # needs no memory to speak of, so rows and messages stay together
+                written += 1
+        finally:
+            # This needs no memory to speak of, so rows and messages stay together.
+            if written == len(changed):
+                self._queue(messages)
+            elif written:
+                names = {one.table for one in changed[:written]}
+                self._queue({to: _of_tables(given, names) for to, given in messages.items()})
 
-    def _messages(self, table: _Table, slots: Tensor, change: Tensor) -> Callable[[], None]:
-        """Return what queues one message for each server that has parity of these rows.
+    def _messages(self, changed: Sequence[TableRows]) -> dict[int, Differences]:
+        """Return a message for each server that has parity of rows that are about to be stored.
 
-        Rows that did not change are left out: a call that is made again has no others.
+        Rows that do not change are left out: a call that is made again has no others.
         """
-        is_changed = torch.from_numpy(change.numpy().max(axis=1) > 0)
+        tables = [self._tables[one.table] for one in changed]
+        counts = [len(one.ids) for one in changed]
+        slots = torch.cat([one.ids for one in changed])
+        records = torch.cat([one.records for one in changed])
+        change = self._coded_rows(tables, slots, counts)
+        change[:, :-1] ^= records
+        change[:, -1] ^= 1
+        of = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
+        is_changed = torch.from_numpy(change.numpy().max(axis=1, initial=0) > 0)
         if not bool(is_changed.all()):
-            slots, change = slots[is_changed], change[is_changed]
-        stripes, _ = table.stripes.members_at(self._number, slots)
+            slots, change, of = slots[is_changed], change[is_changed], of[is_changed]
+        stripes = [table.stripes for table in tables]
+        positions, receivers = Stripes.receivers(stripes, self._number, of, slots)
+        if stripes[0].parity > 1:
+            change = torch.cat([change, _times_coefficients(change, positions)])
         messages: dict[int, Differences] = {}
-        for receiver, place, chosen in table.stripes.receivers_of(stripes):
+        for receiver, of_tables, places, chosen in receivers:
             if receiver in self._outboxes:
-                messages[receiver] = Differences(
-                    table=table.name,
-                    generation=table.generation,
-                    slots=place,
-                    rows=change[chosen],
-                )
-        return partial(self._queue, messages)
+                shares = [
+                    TableShare(table.name, table.generation, count)
+                    for table, count in zip(tables, of_tables, strict=True)
+                    if count
+                ]
+                rows = _chosen_rows(change, chosen)
+                messages[receiver] = Differences(tables=shares, slots=places, rows=rows)
+        return messages
 
     def _queue(self, messages: Mapping[int, Differences]) -> None:
         write = self._writes.begin(messages)
@@ -401,44 +437,52 @@ class StripeMember:
             raise OutOfStep(f"server {sent.source + 1} has not joined")
         if not inbox.is_new(sent):
             return
-        here = self._tables.get(given.table)
-        if here is None:
-            raise OutOfStep(f"no table {given.table!r:.100} yet")
-        _require_slots(given.slots, here.parity_slots)
-        if given.rows.shape != (len(given.slots), here.coded_bytes):
-            raise ValueError(
-                f"differences: shape {tuple(given.rows.shape)}, expected "
-                f"{(len(given.slots), here.coded_bytes)}"
-            )
-        contribution = self._contribution(here, sent.source, given)
-        self._add(contribution)
-        inbox.add(sent, contribution)
+        added = inbox.coming
+        if added is None:
+            # The caller's memory is used again.
+            added = Added(replace(given, rows=given.rows.clone(), slots=given.slots.clone()))
+            self._require_differences(given, added)
+        try:
+            added.add(self._add)
+        except BaseException:
+            inbox.coming = added  # and goes on when the message comes again
+            raise
+        inbox.add(sent, added)
 
-    def _contribution(self, table: _Table, source: int, given: Differences) -> Differences:
-        """Return what differences of a server add to parity rows, in memory of its own."""
-        rows = given.rows.clone()
-        if table.stripes.parity > 1:
-            stripes, numbers = table.stripes.parity_at(self._number, given.slots)
-            chosen = (numbers == 1).nonzero().view(-1)
-            if len(chosen):
-                positions = table.stripes.position_of(source, stripes[chosen])
-                rows[chosen] = 0
-                erasure.apply(rows, chosen, given.rows[chosen], positions)
-        return replace(given, rows=rows, slots=given.slots.clone())
+    def _require_differences(self, given: Differences, added: Added) -> None:
+        """Refuse differences that do not fit this server's parity rows.
 
-    def _add(self, contribution: Differences) -> None:
+        Raises:
+            OutOfStep: a table is not known yet.
+            ValueError: says what is expected.
+        """
+        count = sum(share.rows for share in given.tables)
+        if not len(given.slots) == len(given.rows) == count:
+            raise ValueError(f"differences: {len(given.slots)} slots, expected {count}")
+        if len({share.table for share in given.tables}) != len(given.tables):
+            raise ValueError("differences: of one table twice, expected each table at most once")
+        for number in range(added.count):
+            part = added.part(number)
+            here = self._tables.get(part.table)
+            if here is None:
+                raise OutOfStep(f"no table {part.table!r:.100} yet")
+            _require_slots(part.slots, here.parity_slots)
+            if part.rows.shape[1] != here.coded_bytes:
+                raise ValueError(
+                    f"differences: {part.rows.shape[1]} bytes a row, expected {here.coded_bytes}"
+                )
+
+    def _add(self, part: OfTable) -> None:
         """Add rows to those parity rows that are known; the others take them up when they are."""
-        here = self._tables[contribution.table]
-        if contribution.generation != here.generation:
+        here = self._tables[part.table]
+        if part.generation != here.generation:
             return  # of before the table was cleared
-        slots, rows = contribution.slots, contribution.rows
+        slots, rows = part.slots, part.rows
         if here.is_parity_known is not None:
             chosen = here.is_parity_known[slots].nonzero().view(-1)
             slots, rows = slots[chosen], rows[chosen]
         if len(slots):
-            parity = self._coded_parity(here, slots)
-            erasure.difference(parity, rows, out=parity)
-            self._home.write_back(here.parity_name, slots, parity, batch=0)
+            self._home.exclusive_or(here.parity_name, slots, rows, batch=0)
 
     def rows(
         self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
@@ -499,8 +543,9 @@ class StripeMember:
             inbox = self._inboxes.get(source)
             if inbox is None:
                 raise OutOfStep(f"server {source + 1} has not joined")
-            for later in inbox.after(incarnation, number):
-                if later.table != table.name or later.generation != table.generation:
+            for added in inbox.after(incarnation, number):
+                later = added.of_table(table.name, table.generation)
+                if later is None:
                     continue
                 place = torch.searchsorted(slots, later.slots).clamp_(max=max(0, len(slots) - 1))
                 both = (
@@ -792,11 +837,17 @@ class StripeMember:
     # What the home has.
 
     def _coded(self, table: _Table, slots: Tensor) -> Tensor:
-        records = torch.zeros(len(slots), table.record_bytes, dtype=torch.uint8, device="cpu")
-        has = self._home.fetch(table.name, slots, records)
-        coded = torch.empty(len(slots), table.coded_bytes, dtype=torch.uint8, device="cpu")
+        return self._coded_rows([table], slots, [len(slots)])
+
+    def _coded_rows(self, tables: Sequence[_Table], slots: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return rows of tables whose rows have one length; `counts` has how many of each."""
+        size = len(slots), tables[0].record_bytes
+        records = torch.zeros(size, dtype=torch.uint8, device="cpu")
+        parts = zip(tables, slots.split(counts), records.split(counts), strict=True)
+        wanted = [TableRows(table.name, *part) for table, *part in parts]
+        coded = torch.empty(len(slots), size[1] + 1, dtype=torch.uint8, device="cpu")
+        coded[:, -1] = torch.cat(self._home.fetch_all(wanted))
         coded[:, :-1] = records
-        coded[:, -1] = has
         return coded
 
     def _coded_parity(self, table: _Table, slots: Tensor) -> Tensor:
@@ -911,8 +962,7 @@ def _require_slots(slots: Tensor, count: int) -> None:
     Raises:
         ValueError: says what is expected.
     """
-    given = slots.numpy()  # quicker than the tensor for a few
-    if len(given) and not (0 <= given[0] and given[-1] < count and (given[1:] > given[:-1]).all()):
+    if row_gather.first_unordered(slots, 0, count) >= 0:
         raise ValueError(f"slots: not ascending, or one outside 0 … {count - 1}")
 
 
@@ -975,6 +1025,21 @@ def _chosen_rows(rows: Tensor, chosen: Tensor) -> Tensor:
         return rows
     found = torch.empty(len(chosen), rows.shape[1], dtype=torch.uint8, device="cpu")
     row_gather.gather(rows, chosen, found)
+    return found
+
+
+def _of_tables(given: Differences, names: Container[str]) -> Differences:
+    """Return the differences of some tables, which come before those of all others."""
+    shares = [share for share in given.tables if share.table in names]
+    count = sum(share.rows for share in shares)
+    return Differences(tables=shares, slots=given.slots[:count], rows=given.rows[:count])
+
+
+def _times_coefficients(change: Tensor, positions: Tensor) -> Tensor:
+    """Return what changes of rows at positions of their stripes add to second parity rows."""
+    found = torch.zeros_like(change)
+    rows = torch.arange(len(change), dtype=torch.int64, device="cpu")
+    erasure.apply(found, rows, change, positions)
     return found
 
 

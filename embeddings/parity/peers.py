@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["Differences", "HasMembers", "Members", "Moment", "OutOfStep", "Peer", "Sent"]
+__all__ = [
+    "Differences",
+    "HasMembers",
+    "Members",
+    "Moment",
+    "OutOfStep",
+    "Peer",
+    "Sent",
+    "TableShare",
+]
 
 #: A moment in the life of a server: its incarnation, and for each receiver that one's incarnation
 #: and the number of the last message that it had sent there.
@@ -41,19 +50,34 @@ class Sent:
     settled: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Differences:
-    """What rows were, XOR what they are now, for parity rows of one table on one server.
+class TableShare(NamedTuple):
+    """What differences have of one table.
 
     Attributes:
         table: name of the table.
         generation: how often the table had been cleared.
-        slots: parity slots, int64 [n], ascending.
-        rows: uint8 [n, record_bytes + 1]; the last byte is the difference of "the row is there".
+        rows: number of its parity rows.
     """
 
     table: str
     generation: int
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """What a write adds to parity rows of one server, in tables whose rows have one length.
+
+    For a first parity row, that is what the row was, XOR what it is now. For a second one, it is
+    that times the coefficient of the row's position.
+
+    Attributes:
+        tables: the tables, each once.
+        slots: parity slots, int64 [n], those of the first table first; those of a table ascend.
+        rows: uint8 [n, record_bytes + 1]; the last byte is the difference of "the row is there".
+    """
+
+    tables: Sequence[TableShare]
     slots: Tensor
     rows: Tensor
 

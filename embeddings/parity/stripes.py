@@ -22,7 +22,7 @@ from torch import Tensor
 
 from recpoint.errors import SettingsError
 
-__all__ = ["MOST_PARITY", "Parity", "Stripes", "stripes_of"]
+__all__ = ["MOST_PARITY", "Parity", "Receiver", "Stripes", "stripes_of"]
 
 MOST_PARITY: Final = 2
 #: A cycle has the stripes of so many rounds over the servers, so that the servers' shares of rows
@@ -197,37 +197,66 @@ class Stripes:
         of_all = torch.cat([self._cycle.data.servers[at], self._cycle.parity.servers[at]])
         return [int(server) for server in of_all]
 
-    def receivers_of(self, stripes: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """Return the servers that have parity rows of stripes.
-
-        Args:
-            stripes: int64 [n].
-
-        Returns:
-            For each of these servers its number, its parity slots, int64 [m], ascending, and the
-            positions of their stripes in `stripes`, int64 [m].
-        """
-        found = [self.parity_in(stripes, number) for number in range(self.parity)]
-        servers, places = (torch.cat(of_all) for of_all in zip(*found, strict=True))
-        # By server, then by slot.
-        order = (servers * (self.count + 1) + places).argsort()
-        counts = torch.bincount(servers, minlength=self.servers).tolist()
-        return [
-            (server, places[chosen], chosen % len(stripes))
-            for server, chosen in enumerate(order.split(counts))
-            if len(chosen)
-        ]
-
     def parity_at(self, server: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return the stripes of a server's parity slots, and which parity rows: int64 [n] each."""
         stripes, numbers = self._cycle.parity.of(server, slots + self._parity_before[server])
         return stripes - self._shift, numbers
 
-    def position_of(self, server: int, stripes: Tensor) -> Tensor:
-        """Return the position that a server's row has in each stripe, int64 [n]; -1: none."""
-        at = self._cycle.data.servers[(stripes + self._shift) % self._cycle.stripes]
-        is_here = at == server
-        return torch.where(is_here.any(1), is_here.long().argmax(1), -1)
+    @staticmethod
+    def receivers(
+        tables: Sequence[Stripes], server: int, of: Tensor, slots: Tensor
+    ) -> tuple[Tensor, list[Receiver]]:
+        """Return the servers that have parity rows of rows of one server, in several tables.
+
+        Args:
+            tables: all tables, whose stripes have the same form on the same hosts.
+            server: number of the server that has the rows.
+            of: int64 [n], ascending, the table of each row.
+            slots: int64 [n], the slot of each row; those of a table ascend.
+
+        Returns:
+            The rows' positions in their stripes, int64 [n], and all receivers.
+        """
+        cycle, count = tables[0]._cycle, len(tables)
+        rows_before = torch.stack([one._data_before[server] for one in tables])
+        parity_before = torch.stack([one._parity_before for one in tables])
+        stripes, positions = cycle.data.of(server, slots + rows_before[of])
+        found = [
+            cycle.parity.at(stripes, torch.full_like(stripes, number))
+            for number in range(tables[0].parity)
+        ]
+        servers, places = (torch.cat(of_all) for of_all in zip(*found, strict=True))
+        table = of.repeat(len(found))
+        group = servers * count + table
+        places = places - parity_before[table, servers]
+        # By server and table, then by slot.
+        order = places.argsort(stable=True)
+        order = order[group[order].argsort(stable=True)]
+        counts = torch.bincount(group, minlength=tables[0].servers * count).view(-1, count)
+        return positions.contiguous(), [
+            Receiver(number, of_tables, places[chosen], chosen)
+            for number, (of_tables, chosen) in enumerate(
+                zip(counts.tolist(), order.split(counts.sum(1).tolist()), strict=True)
+            )
+            if len(chosen)
+        ]
+
+
+class Receiver(NamedTuple):
+    """A server that has parity rows of some rows.
+
+    Attributes:
+        server: its number.
+        counts: how many parity rows it has of each table.
+        slots: int64 [m], parity slots, those of the first table first; those of a table ascend.
+        rows: int64 [m], to which row each belongs: i is row i's first parity row, and n + i its
+            second one, of n rows.
+    """
+
+    server: int
+    counts: Sequence[int]
+    slots: Tensor
+    rows: Tensor
 
 
 def stripes_of(table: str, *, rows: int, parity: Parity, hosts: Sequence[str]) -> Stripes:

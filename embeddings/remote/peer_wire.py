@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.parity.peers import Differences, Members, Moment, Sent
+from recpoint.embeddings.parity.peers import Differences, Members, Moment, Sent, TableShare
 from recpoint.embeddings.remote.wire import (
     DECODED,
     DIFFERENCES,
@@ -46,8 +46,7 @@ def differences_request(
     """Return what to send for `Peer.differences` to a server of this incarnation."""
     notes = [
         {
-            "table": given.table,
-            "generation": given.generation,
+            "tables": given.tables,
             "source": sent.source,
             "incarnation": sent.incarnation,
             "number": sent.number,
@@ -193,12 +192,14 @@ def _sent(note: Mapping[str, object]) -> Sent:
 
 
 def _differences(note: Mapping[str, object], slots: Tensor, records: Tensor) -> Differences:
-    return Differences(
-        table=_table_of(note),
-        generation=_number(note.get("generation")),
-        slots=slots,
-        rows=records,
-    )
+    tables = note.get("tables")
+    if not isinstance(tables, list) or not all(
+        isinstance(one, list) and len(one) == 3 and isinstance(one[0], str) for one in tables
+    ):
+        raise Malformed("differences without tables")
+    numbers = _numbers([numbers for _, *numbers in tables], 2)
+    shares = [TableShare(name, *two) for (name, *_), two in zip(tables, numbers, strict=True)]
+    return Differences(tables=shares, slots=slots, rows=records)
 
 
 def _moment(said: object) -> Moment:

@@ -82,7 +82,7 @@ STAGE_NEW: Final = 12
 #: Parts of one request.
 MOST_PARTS: Final = 128
 
-_GREETING: Final = b"recpoint embedding server 4\n"
+_GREETING: Final = b"recpoint embedding server 5\n"
 _NONCE_BYTES: Final = 32
 _REFUSED: Final = bytes(hashlib.sha256().digest_size)
 #: Magic, kind, bytes of the text, number of parts, incarnation, and the number of the frozen

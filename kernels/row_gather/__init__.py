@@ -10,7 +10,26 @@ from torch import Tensor
 from recpoint.kernels.arguments import unsupported_device
 from recpoint.kernels.row_gather import cpu
 
-__all__ = ["gather", "gather_many", "move", "scatter"]
+__all__ = ["first_unordered", "gather", "gather_many", "move", "scatter"]
+
+
+def first_unordered(ids: Tensor, start: int, stop: int) -> int:
+    """The position of the first id that is out of range, or not above the id before it.
+
+    Args:
+        ids: int64 [n], contiguous, on the CPU.
+        start: the least id that is allowed.
+        stop: the first one after those that are.
+
+    Returns:
+        The position; -1: all ids ascend within the range.
+
+    Raises:
+        ValueError: the ids have another form, or are on another device.
+    """
+    if not ids.is_cpu:
+        raise ValueError(f"ids: device {ids.device}, expected cpu")
+    return cpu.first_unordered(ids, start, stop)
 
 
 def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:

@@ -9,7 +9,7 @@ from recpoint.kernels.arguments import require
 from recpoint.kernels.native import library, team_size
 from recpoint.kernels.row_gather.shapes import require_rows, require_same_rows
 
-__all__ = ["gather", "move", "scatter"]
+__all__ = ["first_unordered", "gather", "move", "scatter"]
 
 
 def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
@@ -37,6 +37,13 @@ def scatter(rows: Tensor, ids: Tensor, dest: Tensor) -> None:
     row_bytes = require_rows(dest, ids, rows)
     _check_ids("ids", ids, dest.shape[0])
     _move(rows, 0, dest, ids.data_ptr(), row_bytes, ids.numel())
+
+
+def first_unordered(ids: Tensor, start: int, stop: int) -> int:
+    """The position of the first id out of range, or not above the one before it; -1: none."""
+    require("ids", ids, torch.int64, 1)
+    found: int = library.first_unordered(ids.data_ptr(), ids.numel(), start, stop)
+    return found
 
 
 def _move(source: Tensor, at: int, dest: Tensor, to: int, row_bytes: int, n: int) -> None:

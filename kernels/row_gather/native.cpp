@@ -14,6 +14,16 @@ int64_t first_outside(const int64_t* ids, int64_t n, int64_t limit) {
     return i;
 }
 
+// The position of the first id outside start … stop - 1, or not above the id before it; -1 if there
+// is none.
+int64_t first_unordered(const int64_t* ids, int64_t n, int64_t start, int64_t stop) {
+    for (int64_t i = 0; i < n; ++i) {
+        if (ids[i] < start || ids[i] >= stop) return i;
+        if (i > 0 && ids[i] <= ids[i - 1]) return i;
+    }
+    return -1;
+}
+
 // Copies row from[i] of `source` to row to[i] of `dest`. A null list stands for 0, 1, 2, …
 template <Runner run>
 void move_rows(
@@ -35,6 +45,7 @@ void move_rows(
 
 extern const Operation row_gather[] = {
     {"first_outside", call<first_outside>},
+    {"first_unordered", call<first_unordered>},
     {"move_rows", call<move_rows<run_in_pool>>},
     {"move_rows_beside_torch", call<move_rows<beside_torch>>},
     {nullptr, nullptr},

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-__all__ = ["gather", "gather_many", "move", "scatter"]
+__all__ = ["first_unordered", "gather", "gather_many", "move", "scatter"]
+
+
+def first_unordered(ids: Tensor, start: int, stop: int) -> int:
+    """The position of the first id out of range, or not above the one before it; -1: none."""
+    listed = ids.tolist()
+    for i, one in enumerate(listed):
+        if not start <= one < stop or (i > 0 and one <= listed[i - 1]):
+            return i
+    return -1
 
 
 def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:

@@ -47,25 +47,54 @@ def test_a_range_of_rows_is_a_range_of_slots(stripes: Stripes, data: st.DataObje
         assert within.stop <= stripes.slots(server)
 
 
+@st.composite
+def several_stripes(draw: st.DrawFn) -> list[Stripes]:
+    """Those of several tables on the same servers."""
+    first = draw(all_stripes())
+    form = Parity(data=first.data, parity=first.parity)
+    hosts = draw(st.lists(st.sampled_from("ab"), min_size=first.servers, max_size=first.servers))
+    sizes = draw(st.lists(st.integers(1, 300), min_size=1, max_size=3))
+    return [Stripes(rows, form, hosts, shift=draw(st.integers(0, 1_000))) for rows in sizes]
+
+
 @settings(deadline=None)  # a cycle is dealt out when it is first needed
-@given(all_stripes(), st.data())
-def test_receivers_of_stripes_are_those_of_their_parity_rows(
-    stripes: Stripes, data: st.DataObject
+@given(several_stripes(), st.data())
+def test_receivers_of_rows_are_those_of_their_parity_rows(
+    tables: list[Stripes], data: st.DataObject
 ) -> None:
-    chosen = data.draw(st.sets(st.integers(0, stripes.count - 1), min_size=1).map(sorted))
-    some = torch.tensor(chosen, dtype=torch.int64)
-    found: set[tuple[int, int, int]] = set()
-    for server, slots, positions in stripes.receivers_of(some):
-        assert (slots[1:] > slots[:-1]).all()
-        found |= {
-            (server, slot, stripe)
-            for slot, stripe in zip(slots.tolist(), some[positions].tolist(), strict=True)
-        }
-    expected = set()
-    for number in range(stripes.parity):
-        servers, slots = stripes.parity_in(some, number)
-        expected |= set(zip(servers.tolist(), slots.tolist(), chosen, strict=True))
-    assert found == expected and len(found) == stripes.parity * len(chosen)
+    server = data.draw(st.integers(0, tables[0].servers - 1))
+    chosen = [
+        data.draw(st.sets(st.integers(0, max(0, len(one.slots_of(server, range(one.rows))) - 1))))
+        if one.slots_of(server, range(one.rows))
+        else set()
+        for one in tables
+    ]
+    listed = [(table, slot) for table, slots in enumerate(chosen) for slot in sorted(slots)]
+    of, slots = (
+        torch.tensor(column, dtype=torch.int64)
+        for column in ([t for t, _ in listed], [s for _, s in listed])
+    )
+    positions, receivers = Stripes.receivers(tables, server, of, slots)
+    expected: dict[tuple[int, int, int], int] = {}
+    for row, (table, slot) in enumerate(listed):
+        stripe, position = tables[table].members_at(server, torch.tensor([slot]))
+        assert int(positions[row]) == int(position)
+        for number in range(tables[0].parity):
+            at, place = tables[table].parity_in(stripe, number)
+            expected[int(at), table, int(place)] = row + number * len(listed)
+    found: dict[tuple[int, int, int], int] = {}
+    for receiver in receivers:
+        assert len(receiver.counts) == len(tables)
+        parts = zip(
+            receiver.slots.split(list(receiver.counts)),
+            receiver.rows.split(list(receiver.counts)),
+            strict=True,
+        )
+        for table, (places, rows) in enumerate(parts):
+            assert (places[1:] > places[:-1]).all()
+            for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+                found[receiver.server, table, place] = row
+    assert found == expected
 
 
 @settings(deadline=None)  # a cycle is dealt out when it is first needed
@@ -87,7 +116,8 @@ def test_members_of_a_stripe_are_on_different_servers(stripes: Stripes) -> None:
     assert (ordered[1:] > ordered[:-1]).all()
     for position in range(stripes.data):
         for stripe, server in enumerate(servers[position].tolist()):
-            assert stripes.position_of(server, every[stripe : stripe + 1]).tolist() == [position]
+            slot = stripes.slots_in(every[stripe], torch.tensor(position))[1].view(1)
+            assert [int(one) for one in stripes.members_at(server, slot)] == [stripe, position]
 
 
 @settings(deadline=None)  # a cycle is dealt out when it is first needed

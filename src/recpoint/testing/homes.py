@@ -137,6 +137,29 @@ class HomeSuite:
                 assert found == _expected(range(4), 8) | _expected(rows, 8, version=1)
                 assert fetched(frozen.fetch, range(20), 8) == _expected(range(8), 8)
 
+    def test_exclusive_or_replaces_records(self, home: Home) -> None:
+        """Rows that are there become the XOR, others the given records; frozen ones stay."""
+        home.add_table("t", rows=20, record_bytes=9)
+        home.write_back("t", ids_of(range(8)), records_of(range(8), 9), batch=0)
+        rows, others = range(4, 12), records_of(range(4, 12), 9, version=1)
+        with home.freeze("t", range(20)) as frozen:
+            home.exclusive_or("t", ids_of(rows), others, batch=1)
+            assert fetched(frozen.fetch, range(20), 9) == _expected(range(8), 9)
+        mixed = records_of(rows, 9)
+        mixed[4:] = 0  # these were never written
+        mixed ^= others
+        expected = {row: bytes(one.tolist()) for row, one in zip(rows, mixed, strict=True)}
+        found = fetched(partial(home.fetch, "t"), range(20), 9)
+        assert found == _expected(range(4), 9) | expected
+        home.exclusive_or("t", ids_of(rows), others, batch=1)
+        home.exclusive_or("t", ids_of([]), records_of([], 9), batch=1)
+        found = fetched(partial(home.fetch, "t"), range(4, 20), 9)
+        zeros = dict.fromkeys(range(8, 12), bytes(9))
+        assert found == _expected(range(4, 8), 9) | zeros
+        with pytest.raises(ValueError, match="not ascending"):
+            home.exclusive_or("t", ids_of([2, 1]), records_of([2, 1], 9), batch=1)
+        assert fetched(partial(home.fetch, "t"), range(4), 9) == _expected(range(4), 9)
+
     def test_several_tables_at_once(self, home: Home) -> None:
         """`write_back_all` and `fetch_all` do what the calls for each table do."""
         sizes = {f"t{number}": 8 + 3 * number for number in range(5)}

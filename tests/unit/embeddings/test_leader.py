@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recpoint.embeddings.parity.differences import Unsettled
 from recpoint.embeddings.parity.leader import State
-from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent
+from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent, TableShare
 from recpoint.embeddings.parity.stripes import Parity, stripes_of
 from recpoint.embeddings.remote.led_server import CommandedServer, Servers
 from recpoint.embeddings.remote.protected_home import ProtectedHome
@@ -380,7 +380,7 @@ def test_a_report_about_many_writes_comes_in_parts_that_fit() -> None:
         shares = {0: (incarnation, number), 2: (102, 2**62 + number)}
         sent = Sent(source=1, incarnation=101, number=number, write=number, shares=shares)
         rows = torch.full((1, RECORD_BYTES + 1), number % 256, dtype=torch.uint8)
-        given = Differences(table="items", generation=0, slots=torch.tensor([0]), rows=rows)
+        given = Differences(tables=[TableShare("items", 0, 1)], slots=torch.tensor([0]), rows=rows)
         server.member(incarnation).receive([(sent, given)])
     alone = Sent(
         source=1, incarnation=101, number=count + 1, write=0, shares={0: (incarnation, count + 1)}

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.home import TableRows
+from recpoint.embeddings.home import Home, TableRows
 from recpoint.embeddings.home_in_memory import MemoryHome
-from recpoint.embeddings.parity.differences import Inbox, Outbox, Writes
+from recpoint.embeddings.parity.differences import Added, Inbox, Outbox, Writes
 from recpoint.embeddings.parity.member import StripeMember
-from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent
+from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent, TableShare
 from recpoint.embeddings.parity.stripes import Parity, stripes_of
 from recpoint.embeddings.remote.peer_wire import differences_request
+from recpoint.errors import HomeError
 from recpoint.testing.homes import ids_of
 
 T = TypeVar("T")
@@ -61,17 +64,47 @@ class Kept(Peer):
         self.is_closed = True
 
 
+class FailingHome(MemoryHome):
+    """Has no room for some tables at times.
+
+    Attributes:
+        full: these tables.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.full: set[str] = set()
+
+    def _require_room(self, table: str) -> None:
+        if table in self.full:
+            raise HomeError("the disk", found="no room", expected="room", next_step="make room")
+
+    def write_back(self, table: str, ids: Tensor, records: Tensor, *, batch: int) -> None:
+        self._require_room(table)
+        super().write_back(table, ids, records, batch=batch)
+
+    def exclusive_or(self, table: str, ids: Tensor, records: Tensor, *, batch: int) -> None:
+        self._require_room(table)
+        super().exclusive_or(table, ids, records, batch=batch)
+
+
 def one_by_one(calls: Sequence[Callable[[], T]]) -> list[T]:
     return [call() for call in calls]
 
 
-def member(peers: Mapping[int, tuple[int, Peer]]) -> StripeMember:
-    home = MemoryHome()
-    stripes = stripes_of(TABLE, rows=60, parity=Parity(data=2), hosts="abc")
-    home.add_table(TABLE, rows=stripes.slots(0), record_bytes=RECORD_BYTES)
+def member(
+    peers: Mapping[int, tuple[int, Peer]],
+    home: Home | None = None,
+    tables: Mapping[str, int] = MappingProxyType({TABLE: RECORD_BYTES}),
+) -> StripeMember:
+    """Server 1 of three, with 60 rows of each table, by their bytes."""
+    home = home or MemoryHome()
     made = StripeMember(0, 7, home, peers, together=one_by_one)
     made.is_open = True
-    made.add_table(TABLE, stripes, RECORD_BYTES)
+    for table, record_bytes in tables.items():
+        stripes = stripes_of(table, rows=60, parity=Parity(data=2), hosts="abc")
+        home.add_table(table, rows=stripes.slots(0), record_bytes=record_bytes)
+        made.add_table(table, stripes, record_bytes)
     return made
 
 
@@ -95,6 +128,109 @@ def test_rows_that_do_not_change_are_not_sent() -> None:
     assert all(bool((one.rows[:, :-1] == 1).all()) and len(one.slots) for one in given)
 
 
+def test_tables_whose_rows_have_one_length_share_a_message() -> None:
+    peers = {1: Kept(), 2: Kept()}
+    tables = {"a": 5, "b": 5, "c": 9}
+    here = member({number: (number, peer) for number, peer in peers.items()}, tables=tables)
+    some = ids_of(range(6))
+    here.write(
+        [
+            TableRows(table, some, torch.full((6, size), size, dtype=torch.uint8))
+            for table, size in tables.items()
+        ]
+    )
+    here.flush()
+    for peer in peers.values():
+        assert [[one.table for one in given.tables] for given in peer.sent] == [["a", "b"], ["c"]]
+        for given in peer.sent:
+            assert sum(one.rows for one in given.tables) == len(given.slots) == len(given.rows)
+    assert here.difference_rows == 3 * 6
+
+
+def test_differences_of_a_write_that_fails_in_the_middle_are_those_of_the_rows_stored() -> None:
+    peers = {1: Kept(), 2: Kept()}
+    home = FailingHome()
+    linked = {number: (number, peer) for number, peer in peers.items()}
+    here = member(linked, home, {"a": RECORD_BYTES, "b": RECORD_BYTES})
+    rows = [
+        TableRows(table, ids_of(range(6)), torch.ones(6, RECORD_BYTES, dtype=torch.uint8))
+        for table in "ab"
+    ]
+    home.full = {"b"}
+    with pytest.raises(HomeError, match="no room"):
+        here.write(rows)
+    here.flush()
+    sent = [given for peer in peers.values() for given in peer.sent]
+    assert {one.table for given in sent for one in given.tables} == {"a"}
+    assert sum(len(given.slots) for given in sent) == 6
+    for peer in peers.values():
+        peer.sent.clear()
+    home.full = set()
+    here.write(rows)  # as its trainer does
+    here.flush()
+    again = [given for peer in peers.values() for given in peer.sent]
+    assert {one.table for given in again for one in given.tables} == {"b"}
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_message_that_fails_in_the_middle_is_added_once(is_lost: bool) -> None:
+    """It comes again, or its sender is lost and it is taken back."""
+    home = FailingHome()
+    here = member({1: (1, Kept()), 2: (2, Kept())}, home, {"a": 3, "b": 3})
+    rows = torch.full((2, 4), 9, dtype=torch.uint8)
+    shares = [TableShare("a", 0, 1), TableShare("b", 0, 1)]
+    given = Differences(tables=shares, slots=torch.tensor([0, 0]), rows=rows)
+    here.receive([(message(1), given)])
+    home.full = {"b\0parity"}
+    for _ in range(3):
+        with pytest.raises(HomeError, match="no room"):
+            here.receive([(message(2), given)])
+
+    def parity(table: str, at: int | None = None) -> list[int]:
+        moments = {} if at is None else {1: (1, at)}
+        return here.parity_rows(table, torch.tensor([0]), moments).rows[0].tolist()
+
+    assert parity("a", 1) == parity("b", 1) == [9] * 4, "what message 2 has added is left out"
+    if is_lost:
+        home.full = {"a\0parity"}
+        with pytest.raises(HomeError, match="no room"):
+            here.lose(1, 1)
+        home.full = set()
+        report = here.lose(1, 1)
+        assert report is not None and report.applied == 1
+        assert parity("a") == parity("b") == [9] * 4
+        home.full = {"a\0parity"}
+        for _ in range(2):
+            with pytest.raises(HomeError, match="no room"):
+                here.take_back(1, 1, [1])
+        home.full = set()
+        here.take_back(1, 1, [1])
+    else:
+        home.full = set()
+        here.receive([(message(2), given)])
+    assert parity("a") == parity("b") == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("shares", "error", "match"),
+    [
+        ([TableShare(TABLE, 0, 2)], ValueError, "1 slots, expected 2"),
+        ([TableShare(TABLE, 0, 1), TableShare(TABLE, 0, 0)], ValueError, "twice"),
+        ([TableShare("other", 0, 1)], OutOfStep, "no table 'other'"),
+    ],
+)
+def test_differences_that_fit_no_table_are_refused(
+    shares: list[TableShare], error: type[Exception], match: str
+) -> None:
+    here = member({1: (1, Kept()), 2: (2, Kept())})
+    with pytest.raises(error, match=match):
+        here.receive([(message(1), replace(difference(), tables=shares))])
+    with pytest.raises(ValueError, match="5 bytes a row, expected 6"):
+        here.receive([(message(1), difference(RECORD_BYTES))])
+    here.receive([(message(1), difference())])
+    assert here.parity_rows(TABLE, torch.tensor([0]), {}).rows.all()
+
+
 def message(number: int, incarnation: int = 1, settled: int = 0) -> Sent:
     shares = {0: (7, number), 2: (2, number)}
     return Sent(
@@ -107,9 +243,9 @@ def message(number: int, incarnation: int = 1, settled: int = 0) -> Sent:
     )
 
 
-def difference() -> Differences:
-    rows = torch.ones(1, RECORD_BYTES + 1, dtype=torch.uint8)
-    return Differences(table=TABLE, generation=0, slots=torch.tensor([0]), rows=rows)
+def difference(row_bytes: int = RECORD_BYTES + 1) -> Differences:
+    rows = torch.ones(1, row_bytes, dtype=torch.uint8)
+    return Differences(tables=[TableShare(TABLE, 0, 1)], slots=torch.tensor([0]), rows=rows)
 
 
 def test_what_a_call_says_of_its_messages_is_bounded() -> None:
@@ -119,8 +255,7 @@ def test_what_a_call_says_of_its_messages_is_bounded() -> None:
         sent = Sent(
             source=0, incarnation=1, number=number, write=writes.begin(shares), shares=shares
         )
-        rows = torch.zeros(1, 9, dtype=torch.uint8)
-        outbox.add(sent, Differences(table="t" * 9, generation=0, slots=ids_of([0]), rows=rows))
+        outbox.add(sent, difference())
     messages = outbox.oldest(writes)
     assert [sent.number for sent, _ in messages] == list(range(1, len(messages) + 1))
     text = differences_request(messages, 1)[1 + len(messages)]
@@ -129,7 +264,7 @@ def test_what_a_call_says_of_its_messages_is_bounded() -> None:
 
 def test_small_messages_do_not_fill_memory() -> None:
     """Their rows have 6 bytes each. What is kept of them takes much more."""
-    inbox, given, count = Inbox(1), difference(), 50_000
+    inbox, given, count = Inbox(1), Added(difference()), 50_000
     for number in range(1, count + 1):
         inbox.add(message(number, settled=number - 1), given)
     kept = sum(inbox.kept(number) is not None for number in range(1, count + 1))

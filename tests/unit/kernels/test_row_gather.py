@@ -56,6 +56,28 @@ def test_payloads_of_nan_are_kept() -> None:
     assert torch.equal(out.view(torch.int32), patterns.flip(0))
 
 
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([], -1),
+        ([3], -1),
+        ([3, 4, 8], -1),
+        ([2, 4], 0),
+        ([3, 9], 1),
+        ([3, 3], 1),
+        ([3, 5, 4], 2),
+        ([-(2**63)], 0),
+        ([3, 2**63 - 1], 1),
+    ],
+)
+def test_the_first_id_out_of_order_or_range_is_found(ids: list[int], expected: int) -> None:
+    given = torch.tensor(ids, dtype=torch.int64)
+    assert row_gather.first_unordered(given, 3, 9) == expected
+    assert reference.first_unordered(given, 3, 9) == expected
+    with pytest.raises(ValueError, match="ids: dtype"):
+        row_gather.first_unordered(given.int(), 3, 9)
+
+
 @pytest.mark.parametrize("wrong", [-1, 5, 2**40, -(2**63)])
 def test_an_id_outside_the_table_is_named_and_nothing_is_copied(wrong: int) -> None:
     table = torch.zeros(5, 2)
