@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import torch
-from torch import Tensor
 
-from recpoint.embeddings.parity.peers import Differences, Members, Peer, Sent
+from recpoint.embeddings.parity.peers import Differences, Members, Peer, Sent, TableSlots
 from recpoint.embeddings.remote.protection import Reach
 from recpoint.embeddings.remote.server import EmbeddingServer
 from recpoint.embeddings.remote.tcp import TcpServer
@@ -97,22 +96,21 @@ class _LatePeer(Peer):
         self._wait().differences(messages)
 
     def rows(
-        self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
+        self, wanted: Sequence[TableSlots], *, recover: bool, is_condensed: bool = False
     ) -> Members:
-        return self._wait().rows(table, slots, recover=recover, is_condensed=is_condensed)
+        return self._wait().rows(wanted, recover=recover, is_condensed=is_condensed)
 
     def parity_rows(
         self,
-        table: str,
-        slots: Tensor,
+        wanted: Sequence[TableSlots],
         at: Mapping[int, tuple[int, int]],
         *,
         is_condensed: bool = False,
     ) -> Members:
-        return self._wait().parity_rows(table, slots, at, is_condensed=is_condensed)
+        return self._wait().parity_rows(wanted, at, is_condensed=is_condensed)
 
-    def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
-        return self._wait().decoded(table, lost, slots)
+    def decoded(self, wanted: Sequence[TableSlots], lost: int) -> Members:
+        return self._wait().decoded(wanted, lost)
 
     def close(self) -> None:
         self._to.close()

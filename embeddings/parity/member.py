@@ -14,10 +14,10 @@ except for the rows that it has not reached.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from recpoint.embeddings.parity.peers import (
     Peer,
     Sent,
     TableShare,
+    TableSlots,
 )
 from recpoint.embeddings.parity.stripe_check import (
     CONDENSED_BYTES,
@@ -48,7 +49,7 @@ from recpoint.embeddings.parity.stripe_check import (
     condensed,
     verdicts,
 )
-from recpoint.embeddings.parity.stripes import Stripes
+from recpoint.embeddings.parity.stripes import Stripes, TablesStripes
 from recpoint.errors import HomeError, ServerLost
 from recpoint.kernels import erasure, row_gather
 
@@ -58,6 +59,8 @@ T = TypeVar("T")
 
 #: Bytes of rows that one call between servers carries.
 _BATCH_BYTES: Final = 2 << 20
+#: Tables of one batch, at most: as many as a request names.
+_MOST_TABLES: Final = 128
 #: How often a batch is tried again because servers had moved on meanwhile.
 _TRIES: Final = 20
 
@@ -333,16 +336,16 @@ class StripeMember:
         change = self._coded_rows(tables, slots, counts)
         change[:, :-1] ^= records
         change[:, -1] ^= 1
-        of = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
+        of = _repeated_places(counts)
         is_changed = torch.from_numpy(change.numpy().max(axis=1, initial=0) > 0)
         if not bool(is_changed.all()):
             slots, change, of = slots[is_changed], change[is_changed], of[is_changed]
-        stripes = [table.stripes for table in tables]
-        positions, receivers = Stripes.receivers(stripes, self._number, of, slots)
-        if stripes[0].parity > 1:
+        form = TablesStripes([table.stripes for table in tables])
+        stripes, positions = form.members_at(of, self._number, slots)
+        if form.parity > 1:
             change = torch.cat([change, _times_coefficients(change, positions)])
         messages: dict[int, Differences] = {}
-        for receiver, of_tables, places, chosen in receivers:
+        for receiver, of_tables, places, chosen in form.receivers(of, stripes):
             if receiver in self._outboxes:
                 shares = [
                     TableShare(table.name, table.generation, count)
@@ -386,7 +389,7 @@ class StripeMember:
                 reader,
                 here.is_known.clone(),
                 here.record_bytes,
-                recover=lambda ids: self.recover(table, ids),
+                recover=lambda ids: self.recover([TableSlots(table, ids)]),
                 at_release=lambda: self._forget_frozen(here, frozen),
             )
             here.frozen.append(frozen)
@@ -485,45 +488,65 @@ class StripeMember:
             self._home.exclusive_or(here.parity_name, slots, rows, batch=0)
 
     def rows(
-        self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
+        self, wanted: Sequence[TableSlots], *, recover: bool, is_condensed: bool = False
     ) -> Members:
         """Return rows of this server to another one; see `Peer.rows`."""
         if recover:
-            self.recover(table, slots)
-        here = self._table(table)
-        _require_slots(slots, here.slots)
+            self.recover(wanted)
+        tables = self._tables_of(wanted)
+        slots = torch.cat([one.slots for one in wanted])
+        for table, one in zip(tables, wanted, strict=True):
+            _require_slots(one.slots, table.slots)
         with self._lock:
-            found = self._members(here, here.is_known, slots, self._coded(here, slots))
+            coded = self._coded_rows(tables, slots, [len(one.slots) for one in wanted])
+            known = [table.are_known(one.slots) for table, one in zip(tables, wanted, strict=True)]
+            found = self._members(tables, torch.cat(known), coded)
         self.flush()  # so all messages up to the moment have arrived before the caller learns of it
         return replace(found, rows=condensed(found.rows)) if is_condensed else found
 
     def parity_rows(
         self,
-        table: str,
-        slots: Tensor,
+        wanted: Sequence[TableSlots],
         at: Mapping[int, tuple[int, int]],
         *,
         is_condensed: bool = False,
     ) -> Members:
         """Return parity rows of this server to another one; see `Peer.parity_rows`."""
-        here = self._table(table)
-        _require_slots(slots, here.parity_slots)
+        tables = self._tables_of(wanted)
+        for table, one in zip(tables, wanted, strict=True):
+            _require_slots(one.slots, table.parity_slots)
+        counts = [len(one.slots) for one in wanted]
+        size = sum(counts), tables[0].coded_bytes
+        rows = torch.zeros(size, dtype=torch.uint8, device="cpu")
+        known = []
         with self._lock:
-            rows = self._coded_parity(here, slots)
-            self._fold(here, slots, rows, at)
-            found = self._members(here, here.is_parity_known, slots, rows)
+            for table, one, part in zip(tables, wanted, rows.split(counts), strict=True):
+                if len(part):
+                    self._home.fetch(table.parity_name, one.slots, part)
+                    self._fold(table, one.slots, part, at)
+                known.append(table.are_parity_known(one.slots))
+            found = self._members(tables, torch.cat(known), rows)
         return replace(found, rows=condensed(found.rows)) if is_condensed else found
 
-    def _members(
-        self, table: _Table, is_known: Tensor | None, slots: Tensor, rows: Tensor
-    ) -> Members:
+    def _tables_of(self, wanted: Sequence[TableSlots]) -> list[_Table]:
+        """Return the tables of a call.
+
+        Raises:
+            OutOfStep: one is not known yet.
+            ValueError: a table comes twice, there is none, or rows differ in their length.
+        """
+        tables = [self._table(one.table) for one in wanted]
+        lengths = {table.coded_bytes for table in tables}
+        if len(lengths) != 1 or len({one.table for one in wanted}) != len(wanted):
+            raise ValueError("tables: expected different ones, whose rows have one length")
+        return tables
+
+    def _members(self, tables: Sequence[_Table], is_known: Tensor, rows: Tensor) -> Members:
         return Members(
-            is_known=torch.ones(len(slots), dtype=torch.bool, device="cpu")
-            if is_known is None
-            else is_known[slots],
+            is_known=is_known,
             rows=rows,
             moment=self._moment(),
-            generation=table.generation,
+            generations=[table.generation for table in tables],
         )
 
     def _moment(self) -> Moment:
@@ -558,30 +581,34 @@ class StripeMember:
 
     # Recovery.
 
-    def recover(self, table: str, slots: Tensor) -> None:
+    def recover(self, wanted: Sequence[TableSlots]) -> None:
         """Recover those of these rows that are lost, from the other servers.
-
-        Args:
-            table: name of the table.
-            slots: int64 [n], ascending.
 
         Raises:
             ServerLost: more servers are lost than parity makes up for, or one does not answer.
             OutOfStep: servers have moved on; the call may be repeated.
         """
-        here = self._table(table)
-        if here.is_known is None:
+        lost = [
+            (here, one.slots)
+            for here, one in ((self._table(one.table), one) for one in wanted)
+            if here.is_known is not None
+        ]
+        for here, slots in lost:
+            _require_slots(slots, here.slots)
+        if not lost:
             return
-        _require_slots(slots, here.slots)
         with self._recovering:
-            while True:
-                with self._lock:
-                    is_known = here.is_known
-                    missing = slots[:0] if is_known is None else slots[~is_known[slots]]
-                if not len(missing):
-                    return
-                missing = missing[: here.batch_rows]
-                _repeated(partial(self._recover, here, missing))
+            while missing := self._missing(lost):
+                _repeated(partial(self._recover, missing))
+
+    def _missing(self, wanted: Sequence[tuple[_Table, Tensor]]) -> _Part:
+        """Return those of these rows that are lost, as many as one batch has."""
+        with self._lock:
+            missing = [
+                (here, slots[:0] if here.is_known is None else slots[~here.is_known[slots]])
+                for here, slots in wanted
+            ]
+        return _first_batch(missing)
 
     def recover_next(self) -> bool:
         """Recover one batch of lost rows or lost parity rows; returns False if none is lost.
@@ -591,132 +618,139 @@ class StripeMember:
         """
         with self._lock:
             tables = list(self._tables.values())
-        for here in tables:
-            with self._lock:
-                missing = here.first_missing()
-            if len(missing):
-                self.recover(here.name, missing)
-                return True
-        for here in tables:
-            with self._lock:
-                missing = here.first_missing_parity()
-            if len(missing):
-                _repeated(partial(self._recover_parity, here, missing))
-                return True
-        return False
-
-    def _recover(self, table: _Table, slots: Tensor) -> None:
-        """Recover rows that are lost. The caller holds `_recovering`."""
-        generation = table.generation
-        coded = self._decoded(table, slots)
+            missing = _first_batch((here, here.first_missing()) for here in tables)
+        if missing:
+            self.recover([TableSlots(here.name, slots) for here, slots in missing])
+            return True
         with self._lock:
-            if table.is_known is None or table.generation != generation:
-                return  # the table was cleared
-            is_written = coded[:, -1] != 0
-            if bool((coded[:, -1] > 1).any()):
-                raise HomeError(
-                    f"table {table.name!r} on embedding server {self._number + 1}",
-                    found="rows and parity that do not fit each other",
-                    expected="parity that was computed of these rows",
-                    next_step="restore the last checkpoint, and look at the memory of the machines",
-                )
-            chosen = is_written.nonzero().view(-1)
-            found, records = slots[chosen], _chosen_rows(coded[:, :-1].contiguous(), chosen)
-            self._home.write_back(table.name, found, records, batch=0)
-            for frozen in table.frozen:
-                frozen.reveal(found, records)
-            table.set_known(slots)
+            missing = _first_batch((here, here.first_missing_parity()) for here in tables)
+        if missing:
+            _repeated(partial(self._recover_parity, missing))
+        return bool(missing)
 
-    def _decoded(self, table: _Table, slots: Tensor) -> Tensor:
+    def _recover(self, missing: _Part) -> None:
+        """Recover rows that are lost. The caller holds `_recovering`."""
+        generations = [table.generation for table, _ in missing]
+        coded = self._decoded(missing)
+        rows = coded.split([len(slots) for _, slots in missing])
+        with self._lock:
+            for (table, slots), part, generation in zip(missing, rows, generations, strict=True):
+                if table.is_known is None or table.generation != generation:
+                    continue  # the table was cleared
+                if bool((part[:, -1] > 1).any()):
+                    self._refuse_misfit(table)
+                chosen = part[:, -1].nonzero().view(-1)  # that were ever written
+                found, records = slots[chosen], _chosen_rows(part[:, :-1].contiguous(), chosen)
+                self._home.write_back(table.name, found, records, batch=0)
+                for frozen in table.frozen:
+                    frozen.reveal(found, records)
+                table.set_known(slots)
+
+    def _refuse_misfit(self, table: _Table) -> NoReturn:
+        raise HomeError(
+            f"table {table.name!r} on embedding server {self._number + 1}",
+            found="rows and parity that do not fit each other",
+            expected="parity that was computed of these rows",
+            next_step="restore the last checkpoint, and look at the memory of the machines",
+        )
+
+    def _decoded(self, missing: _Part) -> Tensor:
         """Return lost rows of this server, coded.
 
         The server with the first parity row of a stripe decodes its lost row. So each server
         receives a share of the rows that are needed, and this one only those that it has lost.
         """
         living = self._living()
-        _require_all(len(living) + 1, table)
-        stripes, _ = table.stripes.members_at(self._number, slots)
-        decodes, _ = table.stripes.parity_in(stripes, 0)
+        rows = _Rows(missing)
+        _require_all(len(living) + 1, rows.stripes.servers)
+        stripes, _ = rows.stripes.members_at(rows.of, self._number, rows.slots)
+        decodes, _ = rows.stripes.parity_in(rows.of, stripes, 0)
         chosen_of, calls = [], []
         for one, peer in living:
             chosen = (decodes == one).nonzero().view(-1)
             if len(chosen):
                 chosen_of.append(chosen)
-                calls.append(partial(peer.decoded, table.name, self._number, slots[chosen]))
-        out = torch.empty(len(slots), table.coded_bytes, dtype=torch.uint8, device="cpu")
+                _, wanted = rows.wanted(rows.of[chosen], rows.slots[chosen])
+                calls.append(partial(peer.decoded, wanted, self._number))
+        size = len(rows.slots), rows.tables[0].coded_bytes
+        out = torch.empty(size, dtype=torch.uint8, device="cpu")
         for chosen, found in zip(chosen_of, self._together(calls), strict=True):
             row_gather.scatter(found.rows, chosen, out)
         return out
 
-    def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
+    def decoded(self, wanted: Sequence[TableSlots], lost: int) -> Members:
         """Compute rows that a server has lost; see `Peer.decoded`."""
-        here = self._table(table)
-        form = here.stripes
+        tables = self._tables_of(wanted)
+        rows = _Rows([(here, one.slots) for here, one in zip(tables, wanted, strict=True)])
+        form = rows.stripes
         # Once for all: if a server is lost meanwhile, its call fails, or tells a moment. If it were
         # left out, one parity row could have a message of it, and another one could not.
         sources = self._sources()
-        _require_all(len(sources), here)
+        _require_all(len(sources), form.servers)
         if not 0 <= lost < form.servers:
             raise ValueError(f"server {lost}, expected one of {form.servers}")
-        _require_slots(slots, len(form.slots_of(lost, range(form.rows))))
-        stripes, own = form.members_at(lost, slots)
+        for here, one in zip(tables, wanted, strict=True):
+            _require_slots(one.slots, len(here.stripes.slots_of(lost, range(here.stripes.rows))))
+        stripes, own = form.members_at(rows.of, lost, rows.slots)
         del sources[lost]  # it has not these rows
-        gathered = self._gathered(here, stripes, sources, recover=False)
+        gathered = self._gathered(rows, stripes, sources, recover=False)
         for number in range(form.parity):
             if number == 0 or bool((torch.stack(gathered.is_known).sum(0) < form.data).any()):
-                self._gather_parity(here, stripes, number, gathered)
-        if len(gathered.generations) > 1:
-            raise OutOfStep(f"table {table!r:.100} is being cleared")
+                self._gather_parity(rows, stripes, number, gathered)
+        gathered.require_one_generation(tables)
         with self._lock:
             moment = self._moment()
         return Members(
-            is_known=torch.ones(len(slots), dtype=torch.bool, device="cpu"),
-            rows=self._decode(here, gathered, own, lost),
+            is_known=torch.ones(len(rows.slots), dtype=torch.bool, device="cpu"),
+            rows=self._decode(rows, gathered, own, lost),
             moment=moment,
-            generation=here.generation,
+            generations=[here.generation for here in tables],
         )
 
-    def _decode(self, table: _Table, gathered: _Gathered, own: Tensor, lost: int) -> Tensor:
+    def _decode(self, wanted: _Rows, gathered: _Gathered, own: Tensor, lost: int) -> Tensor:
         """Return the rows at positions `own` of stripes, int64 [n], from the others' members."""
-        data = table.stripes.data
+        data = wanted.stripes.data
         rows, is_known = gathered.rows, gathered.is_known
         if bool((torch.stack(is_known[: data + 1]).sum(0) == data).all()):
             # The sum of all others and P. The place of the lost row itself has zeros.
             return erasure.combine(rows[: data + 1], [1] * (data + 1))
-        out = torch.empty(len(own), table.coded_bytes, dtype=torch.uint8, device="cpu")
+        out = torch.empty_like(rows[0])
         # Stripes that have lost the same members are decoded together.
         for first, chosen in _groups([own, *is_known]):
             known = [member for member, flags in enumerate(is_known) if flags[first]]
             if len(known) < data:
-                _refuse_too_few(table, lost)
+                _refuse_too_few(wanted.tables[int(wanted.of[first])], lost)
             survivors = {member: _chosen_rows(rows[member], chosen) for member in known}
             position = int(own[first])
             decoded = erasure.decode(survivors, data, [position])[position]
             row_gather.scatter(decoded, chosen, out)
         return out
 
-    def _recover_parity(self, table: _Table, slots: Tensor) -> None:
+    def _recover_parity(self, missing: _Part) -> None:
         """Compute parity rows that are lost. One thread at a time does this."""
-        stripes, numbers = table.stripes.parity_at(self._number, slots)
+        rows = _Rows(missing)
+        stripes, numbers = rows.stripes.parity_at(rows.of, self._number, rows.slots)
+        generations = [table.generation for table, _ in missing]
         # Lost rows of these stripes are recovered at their servers first.
-        gathered = self._gathered(table, stripes, self._sources(), recover=True)
-        data = table.stripes.data
+        gathered = self._gathered(rows, stripes, self._sources(), recover=True)
+        data = rows.stripes.data
         if not all(bool(known.all()) for known in gathered.is_known[:data]):
             raise OutOfStep("rows of a server that has not been started again yet")
-        generation = table.generation
-        coded = erasure.encode(gathered.rows[:data], table.stripes.parity)
-        out = torch.stack(coded)[numbers, torch.arange(len(slots), device="cpu")]
+        coded = erasure.encode(gathered.rows[:data], rows.stripes.parity)
+        out = torch.stack(coded)[numbers, torch.arange(len(rows.slots), device="cpu")]
         at = gathered.seen_by(self._number)
+        parts = out.split([len(slots) for _, slots in missing])
         with self._lock:
-            if table.is_parity_known is None or table.generation != generation:
-                return  # the table was cleared
-            self._fold(table, slots, out, at)
-            self._home.write_back(table.parity_name, slots, out, batch=0)
-            table.set_parity_known(slots)
+            for (table, slots), part, generation in zip(missing, parts, generations, strict=True):
+                if table.is_parity_known is None or table.generation != generation:
+                    continue  # the table was cleared
+                self._fold(table, slots, part, at)
+                self._home.write_back(table.parity_name, slots, part, batch=0)
+                table.set_parity_known(slots)
 
     def _gathered(
         self,
-        table: _Table,
+        wanted: _Rows,
         stripes: Tensor,
         sources: Mapping[int, tuple[int, HasMembers]],
         *,
@@ -726,62 +760,67 @@ class StripeMember:
         """Return the rows of stripes; parity rows are not known yet.
 
         Args:
-            table: the table.
-            stripes: int64 [n], ascending.
+            wanted: of which tables the stripes are.
+            stripes: int64 [n]; those of a table ascend.
             sources: the servers that are asked; see `_sources`.
             recover: as for `Peer.rows`.
             is_condensed: as for `Peer.rows`.
         """
-        form, n = table.stripes, len(stripes)
-        row_bytes = CONDENSED_BYTES if is_condensed else table.coded_bytes
+        form, n = wanted.stripes, len(stripes)
+        row_bytes = CONDENSED_BYTES if is_condensed else wanted.tables[0].coded_bytes
         members = form.data + form.parity
         rows = torch.zeros(members * n, row_bytes, dtype=torch.uint8, device="cpu")
         is_known = torch.zeros(members * n, dtype=torch.bool, device="cpu")
         positions = torch.arange(form.data, dtype=torch.int64, device="cpu")
-        servers, slots = form.slots_in(stripes.view(-1, 1), positions)
-        has_row = form.has_row(stripes.view(-1, 1), positions)
+        of = wanted.of.view(-1, 1)
+        servers, slots = form.slots_in(of, stripes.view(-1, 1), positions)
+        has_row = form.has_row(of, stripes.view(-1, 1), positions)
         is_known[: form.data * n] = ~has_row.t().reshape(-1)
         servers = torch.where(has_row, servers, -1).view(-1)
         slots = slots.view(-1)
         moments: dict[int, Moment] = {}
-        generations: set[int] = set()
+        generations: list[set[int]] = [set() for _ in wanted.tables]
         asked, calls = [], []
         for number, (_, peer) in sources.items():
             # A server has at most one row of a stripe, so its slots ascend with the stripes.
             chosen = (servers == number).nonzero().view(-1)
             if len(chosen):
-                asked.append((number, chosen))
+                stripe = torch.div(chosen, form.data, rounding_mode="floor")
+                at = (chosen - stripe * form.data) * n + stripe
+                tables, some = wanted.wanted(wanted.of[stripe], slots[chosen])
+                asked.append((number, at, tables))
                 ask = partial(peer.rows, recover=recover, is_condensed=is_condensed)
-                calls.append(partial(ask, table.name, slots[chosen]))
-        for (number, chosen), found in zip(asked, self._together(calls), strict=True):
+                calls.append(partial(ask, some))
+        for (number, at, tables), found in zip(asked, self._together(calls), strict=True):
             moments[number] = found.moment
-            generations.add(found.generation)
-            stripe = torch.div(chosen, form.data, rounding_mode="floor")
-            at = (chosen - stripe * form.data) * n + stripe
+            for table, generation in zip(tables, found.generations, strict=True):
+                generations[table].add(generation)
             row_gather.scatter(found.rows, at, rows)
             is_known[at] = found.is_known
         of_members = rows.view(members, n, row_bytes).unbind(), is_known.view(members, n).unbind()
         return _Gathered(sources, is_condensed, *of_members, moments, generations)
 
     def _gather_parity(
-        self, table: _Table, stripes: Tensor, number: int, gathered: _Gathered
+        self, wanted: _Rows, stripes: Tensor, number: int, gathered: _Gathered
     ) -> None:
         """Add a parity row of each stripe, as of the rows' moments; see `_gathered`."""
-        member = table.stripes.data + number
+        member = wanted.stripes.data + number
         rows = gathered.rows[member]
-        server, place = table.stripes.parity_in(stripes, number)
-        calls, chosen_of = [], []
+        server, place = wanted.stripes.parity_in(wanted.of, stripes, number)
+        asked, calls = [], []
         for one, (_, peer) in gathered.sources.items():
             chosen = (server == one).nonzero().view(-1)
             if not len(chosen):
                 continue
-            chosen_of.append(chosen)
+            tables, some = wanted.wanted(wanted.of[chosen], place[chosen])
+            asked.append((chosen, tables))
             ask = partial(peer.parity_rows, is_condensed=gathered.is_condensed)
-            calls.append(partial(ask, table.name, place[chosen], gathered.seen_by(one)))
-        for chosen, found in zip(chosen_of, self._together(calls), strict=True):
+            calls.append(partial(ask, some, gathered.seen_by(one)))
+        for (chosen, tables), found in zip(asked, self._together(calls), strict=True):
             row_gather.scatter(found.rows, chosen, rows)
             gathered.is_known[member][chosen] = found.is_known
-            gathered.generations.add(found.generation)
+            for table, generation in zip(tables, found.generations, strict=True):
+                gathered.generations[table].add(generation)
 
     def _living(self) -> list[tuple[int, Peer]]:
         with self._lock:
@@ -822,22 +861,19 @@ class StripeMember:
         return found
 
     def _check(self, table: _Table, slots: Tensor, out: Tensor) -> None:
-        stripes, numbers = table.stripes.parity_at(self._number, slots)
+        rows = _Rows([(table, slots)])
+        stripes, numbers = rows.stripes.parity_at(rows.of, self._number, slots)
         if bool(numbers.any()):
             raise ValueError("slots: of a second parity row, expected those of a first one")
         data = table.stripes.data
-        gathered = self._gathered(table, stripes, self._sources(), recover=False, is_condensed=True)
+        gathered = self._gathered(rows, stripes, self._sources(), recover=False, is_condensed=True)
         for number in range(table.stripes.parity):
-            self._gather_parity(table, stripes, number, gathered)
-        if len(gathered.generations) > 1:
-            raise OutOfStep(f"table {table.name!r:.100} is being cleared")
+            self._gather_parity(rows, stripes, number, gathered)
+        gathered.require_one_generation([table])
         are_all_known = torch.stack(gathered.is_known).all(0)
         out[are_all_known] = verdicts(gathered.rows, data)[are_all_known]
 
     # What the home has.
-
-    def _coded(self, table: _Table, slots: Tensor) -> Tensor:
-        return self._coded_rows([table], slots, [len(slots)])
 
     def _coded_rows(self, tables: Sequence[_Table], slots: Tensor, counts: Sequence[int]) -> Tensor:
         """Return rows of tables whose rows have one length; `counts` has how many of each."""
@@ -848,12 +884,6 @@ class StripeMember:
         coded = torch.empty(len(slots), size[1] + 1, dtype=torch.uint8, device="cpu")
         coded[:, -1] = torch.cat(self._home.fetch_all(wanted))
         coded[:, :-1] = records
-        return coded
-
-    def _coded_parity(self, table: _Table, slots: Tensor) -> Tensor:
-        coded = torch.zeros(len(slots), table.coded_bytes, dtype=torch.uint8, device="cpu")
-        if len(slots):
-            self._home.fetch(table.parity_name, slots, coded)
         return coded
 
     def _table(self, table: str) -> _Table:
@@ -870,6 +900,7 @@ class _Gathered(NamedTuple):
     Attributes:
         sources: the servers that were asked; see `StripeMember._sources`.
         is_condensed: whether the rows are.
+        generations: of each table, how often servers say that it had been cleared.
     """
 
     sources: Mapping[int, tuple[int, HasMembers]]
@@ -877,7 +908,17 @@ class _Gathered(NamedTuple):
     rows: tuple[Tensor, ...]
     is_known: tuple[Tensor, ...]
     moments: dict[int, Moment]
-    generations: set[int]
+    generations: list[set[int]]
+
+    def require_one_generation(self, tables: Sequence[_Table]) -> None:
+        """Refuse rows of before and after a table was cleared.
+
+        Raises:
+            OutOfStep: names the table.
+        """
+        for table, found in zip(tables, self.generations, strict=True):
+            if len(found) > 1:
+                raise OutOfStep(f"table {table.name!r:.100} is being cleared")
 
     def seen_by(self, server: int) -> dict[int, tuple[int, int]]:
         """The moments as a server with parity rows counts them; see `Peer.parity_rows`.
@@ -920,6 +961,14 @@ class _Table:
         self.is_known = torch.zeros(self.slots, dtype=torch.bool, device="cpu")
         self.is_parity_known = torch.zeros(self.parity_slots, dtype=torch.bool, device="cpu")
 
+    def are_known(self, slots: Tensor) -> Tensor:
+        """Return whether rows are known, bool [n]."""
+        return _flags(self.is_known, slots)
+
+    def are_parity_known(self, slots: Tensor) -> Tensor:
+        """Return whether parity rows are known, bool [n]."""
+        return _flags(self.is_parity_known, slots)
+
     def set_known(self, slots: Tensor) -> None:
         assert self.is_known is not None
         self.is_known[slots] = True
@@ -956,6 +1005,69 @@ class _Table:
         return Known(sum(one for one, _ in counts), sum(size for _, size in counts))
 
 
+#: Rows or parity rows of several tables whose rows have one length.
+_Part = list[tuple[_Table, Tensor]]
+
+
+class _Rows:
+    """Rows of several tables, as vectors over all of them.
+
+    Args:
+        parts: slots, int64 [n], of rows or of parity rows, in tables whose rows have one length.
+
+    Attributes:
+        tables: the tables.
+        of: int64 [n], the place of each row's table.
+        slots: int64 [n].
+        stripes: of the tables.
+    """
+
+    def __init__(self, parts: _Part) -> None:
+        self.tables = [table for table, _ in parts]
+        self.of = _repeated_places([len(slots) for _, slots in parts])
+        self.slots = torch.cat([slots for _, slots in parts])
+        self.stripes = TablesStripes([table.stripes for table in self.tables])
+
+    def wanted(self, of: Tensor, slots: Tensor) -> tuple[list[int], list[TableSlots]]:
+        """Return the places of the tables that have slots, and these slots.
+
+        Args:
+            of: int64 [m], ascending, the place of the table of each slot.
+            slots: int64 [m].
+        """
+        counts = torch.bincount(of, minlength=len(self.tables)).tolist()
+        parts = slots.split(counts)
+        places = [place for place, count in enumerate(counts) if count]
+        return places, [TableSlots(self.tables[place].name, parts[place]) for place in places]
+
+
+def _first_batch(missing: Iterable[tuple[_Table, Tensor]]) -> _Part:
+    """Return as many of these rows as one batch has, of tables whose rows have one length."""
+    found: _Part = []
+    left = 0
+    for table, slots in missing:
+        if not found:
+            left = table.batch_rows
+        if len(slots) and (not found or table.coded_bytes == found[0][0].coded_bytes):
+            found.append((table, slots[:left]))
+            left -= len(found[-1][1])
+            if not left or len(found) == _MOST_TABLES:
+                break
+    return found
+
+
+def _flags(flags: Tensor | None, slots: Tensor) -> Tensor:
+    """Return flags of slots; None: all flags are True."""
+    if flags is None:
+        return torch.ones(len(slots), dtype=torch.bool, device="cpu")
+    return flags[slots]
+
+
+def _repeated_places(counts: Sequence[int]) -> Tensor:
+    """Return counts[0] times 0, counts[1] times 1, …: int64 [sum of all]."""
+    return torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
+
+
 def _require_slots(slots: Tensor, count: int) -> None:
     """Refuse slots that are not ascending, or outside 0 … count - 1.
 
@@ -966,13 +1078,13 @@ def _require_slots(slots: Tensor, count: int) -> None:
         raise ValueError(f"slots: not ascending, or one outside 0 … {count - 1}")
 
 
-def _require_all(count: int, table: _Table) -> None:
+def _require_all(count: int, servers: int) -> None:
     """Refuse to decode before all servers have joined.
 
     Raises:
         OutOfStep: messages of a lost server may be taken back at some servers only.
     """
-    if count < table.stripes.servers:
+    if count < servers:
         raise OutOfStep("a server that was lost has no successor yet")
 
 

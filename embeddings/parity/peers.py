@@ -17,6 +17,7 @@ __all__ = [
     "Peer",
     "Sent",
     "TableShare",
+    "TableSlots",
 ]
 
 #: A moment in the life of a server: its incarnation, and for each receiver that one's incarnation
@@ -82,43 +83,58 @@ class Differences:
     rows: Tensor
 
 
+class TableSlots(NamedTuple):
+    """Rows or parity rows of one table.
+
+    Attributes:
+        table: name of the table.
+        slots: int64 [n], ascending: slots of rows, or of parity rows.
+    """
+
+    table: str
+    slots: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class Members:
     """Rows or parity rows of stripes, as one server has them at one moment.
+
+    Those of the first table that was asked for come first.
 
     Attributes:
         is_known: bool [n]: False for those that the server has lost and not recovered yet.
         rows: uint8 [n, record_bytes + 1]; the last byte of a row is 1 if it was ever written.
             Zeros where nothing was written, and where nothing is known. Or [n, 8], condensed.
         moment: of the server.
-        generation: how often the table had been cleared.
+        generations: how often each table had been cleared.
     """
 
     is_known: Tensor
     rows: Tensor
     moment: Moment
-    generation: int
+    generations: Sequence[int]
 
 
 class HasMembers(Protocol):
-    """Has rows and parity rows: a server of this process, or another one. See `Peer`."""
+    """Has rows and parity rows: a server of this process, or another one. See `Peer`.
+
+    A call may be about several tables, each at most once, whose rows have one length.
+    """
 
     def rows(
-        self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
+        self, wanted: Sequence[TableSlots], *, recover: bool, is_condensed: bool = False
     ) -> Members:
         """Return rows, once all messages about them have arrived at their receivers.
 
         Args:
-            table: name of the table.
-            slots: int64 [n], ascending.
+            wanted: the rows.
             recover: whether the server first recovers those that it has lost.
             is_condensed: whether `stripe_check.condensed` of the rows is wanted.
         """
 
     def parity_rows(
         self,
-        table: str,
-        slots: Tensor,
+        wanted: Sequence[TableSlots],
         at: Mapping[int, tuple[int, int]],
         *,
         is_condensed: bool = False,
@@ -126,8 +142,7 @@ class HasMembers(Protocol):
         """Return parity rows as they were at given moments of their sources.
 
         Args:
-            table: name of the table.
-            slots: parity slots, int64 [n], ascending.
+            wanted: the parity rows.
             at: source -> its incarnation, and the number of its last message that counts.
             is_condensed: whether `stripe_check.condensed` of the rows is wanted.
         """
@@ -149,15 +164,14 @@ class Peer(HasMembers, Protocol):
             messages: in the order of their numbers. If the call fails, some may have arrived.
         """
 
-    def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
+    def decoded(self, wanted: Sequence[TableSlots], lost: int) -> Members:
         """Compute rows that another server has lost, from all servers' rows and parity rows.
 
         All rows of the answer are known. Its moment is that of the server that decodes.
 
         Args:
-            table: name of the table.
+            wanted: rows of that server, in tables whose rows have one length.
             lost: number of that server. Its rows do not change before it has the answer.
-            slots: of its rows, int64 [n], ascending.
         """
 
     def close(self) -> None:

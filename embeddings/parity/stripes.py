@@ -22,7 +22,7 @@ from torch import Tensor
 
 from recpoint.errors import SettingsError
 
-__all__ = ["MOST_PARITY", "Parity", "Receiver", "Stripes", "stripes_of"]
+__all__ = ["MOST_PARITY", "Parity", "Receiver", "Stripes", "TablesStripes", "stripes_of"]
 
 MOST_PARITY: Final = 2
 #: A cycle has the stripes of so many rounds over the servers, so that the servers' shares of rows
@@ -202,38 +202,69 @@ class Stripes:
         stripes, numbers = self._cycle.parity.of(server, slots + self._parity_before[server])
         return stripes - self._shift, numbers
 
-    @staticmethod
-    def receivers(
-        tables: Sequence[Stripes], server: int, of: Tensor, slots: Tensor
-    ) -> tuple[Tensor, list[Receiver]]:
-        """Return the servers that have parity rows of rows of one server, in several tables.
+
+class TablesStripes:
+    """Where the rows and parity rows of several tables are, whose stripes have the same form.
+
+    A row is named by the place of its table, `of`, and its slot. All tensors are int64 [n], or
+    shapes that expand to each other.
+
+    Args:
+        tables: one or more, on the same hosts.
+    """
+
+    def __init__(self, tables: Sequence[Stripes]) -> None:
+        first = tables[0]
+        self.data, self.parity, self.servers = first.data, first.parity, first.servers
+        self._cycle = first._cycle
+        self._count = len(tables)
+        self._rows, self._shift = (
+            torch.tensor(listed, dtype=torch.int64, device="cpu")
+            for listed in ([one.rows for one in tables], [one._shift for one in tables])
+        )
+        self._data_before = torch.stack([one._data_before for one in tables])
+        self._parity_before = torch.stack([one._parity_before for one in tables])
+
+    def slots_in(self, of: Tensor, stripes: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return servers and slots of rows of stripes; see `Stripes.slots_in`."""
+        servers, slots = self._cycle.data.at(stripes + self._shift[of], positions)
+        return servers, slots - self._data_before[of, servers]
+
+    def members_at(self, of: Tensor, server: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the stripes of a server's slots, and their positions there."""
+        stripes, positions = self._cycle.data.of(server, slots + self._data_before[of, server])
+        return stripes - self._shift[of], positions.contiguous()
+
+    def has_row(self, of: Tensor, stripes: Tensor, positions: Tensor) -> Tensor:
+        """Return whether a row is there: the last stripe may have fewer rows."""
+        return stripes * self.data + positions < self._rows[of]
+
+    def parity_in(self, of: Tensor, stripes: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """Return servers and parity slots of a parity row of each stripe."""
+        numbers = torch.full_like(stripes, number)
+        servers, slots = self._cycle.parity.at(stripes + self._shift[of], numbers)
+        return servers, slots - self._parity_before[of, servers]
+
+    def parity_at(self, of: Tensor, server: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the stripes of a server's parity slots, and which parity rows these are."""
+        stripes, numbers = self._cycle.parity.of(server, slots + self._parity_before[of, server])
+        return stripes - self._shift[of], numbers
+
+    def receivers(self, of: Tensor, stripes: Tensor) -> list[Receiver]:
+        """Return the servers that have parity rows of stripes.
 
         Args:
-            tables: all tables, whose stripes have the same form on the same hosts.
-            server: number of the server that has the rows.
-            of: int64 [n], ascending, the table of each row.
-            slots: int64 [n], the slot of each row; those of a table ascend.
-
-        Returns:
-            The rows' positions in their stripes, int64 [n], and all receivers.
+            of: ascending.
+            stripes: those of a table ascend.
         """
-        cycle, count = tables[0]._cycle, len(tables)
-        rows_before = torch.stack([one._data_before[server] for one in tables])
-        parity_before = torch.stack([one._parity_before for one in tables])
-        stripes, positions = cycle.data.of(server, slots + rows_before[of])
-        found = [
-            cycle.parity.at(stripes, torch.full_like(stripes, number))
-            for number in range(tables[0].parity)
-        ]
+        found = [self.parity_in(of, stripes, number) for number in range(self.parity)]
         servers, places = (torch.cat(of_all) for of_all in zip(*found, strict=True))
-        table = of.repeat(len(found))
-        group = servers * count + table
-        places = places - parity_before[table, servers]
+        group = servers * self._count + of.repeat(self.parity)
         # By server and table, then by slot.
         order = places.argsort(stable=True)
         order = order[group[order].argsort(stable=True)]
-        counts = torch.bincount(group, minlength=tables[0].servers * count).view(-1, count)
-        return positions.contiguous(), [
+        counts = torch.bincount(group, minlength=self.servers * self._count).view(-1, self._count)
+        return [
             Receiver(number, of_tables, places[chosen], chosen)
             for number, (of_tables, chosen) in enumerate(
                 zip(counts.tolist(), order.split(counts.sum(1).tolist()), strict=True)

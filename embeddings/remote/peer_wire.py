@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.parity.peers import Differences, Members, Moment, Sent, TableShare
+from recpoint.embeddings.parity.peers import (
+    Differences,
+    Members,
+    Moment,
+    Sent,
+    TableShare,
+    TableSlots,
+)
 from recpoint.embeddings.remote.wire import (
     DECODED,
     DIFFERENCES,
@@ -66,47 +73,55 @@ def differences_request(
     return [*request.pieces, *slots, *(given.rows for _, given in messages)]
 
 
-def rows_note(table: str, *, recover: bool, is_condensed: bool) -> dict[str, object]:
+def rows_note(*, recover: bool, is_condensed: bool) -> dict[str, object]:
     """Return what a request for `Peer.rows` says."""
-    return {"table": table, "recover": recover, "condensed": is_condensed}
+    return {"recover": recover, "condensed": is_condensed}
 
 
-def parity_rows_note(
-    table: str, at: Mapping[int, tuple[int, int]], *, is_condensed: bool
-) -> dict[str, object]:
+def parity_rows_note(at: Mapping[int, tuple[int, int]], *, is_condensed: bool) -> dict[str, object]:
     """Return what a request for `Peer.parity_rows` says."""
     moments = [[source, *moment] for source, moment in at.items()]
-    return {"table": table, "at": moments, "condensed": is_condensed}
+    return {"at": moments, "condensed": is_condensed}
 
 
 def members_request(
-    kind: int, note: Mapping[str, object], slots: Tensor, row_bytes: int, incarnation: int
+    kind: int,
+    note: Mapping[str, object],
+    wanted: Sequence[TableSlots],
+    row_bytes: int,
+    incarnation: int,
 ) -> list[bytes | Tensor]:
     """Return what to send to a server of this incarnation.
 
     Args:
         kind: ROWS, PARITY_ROWS or DECODED.
         note: what the request says.
-        slots: int64 [n].
+        wanted: rows or parity rows.
         row_bytes: of the rows in the answer.
         incarnation: of the server.
     """
     request = Request(
         kind=kind,
-        text=text_of(note),
-        parts=[Part(row_bytes, len(slots))],
+        text=text_of({**note, "tables": [one.table for one in wanted]}),
+        parts=[Part(row_bytes, len(one.slots)) for one in wanted],
         incarnation=incarnation,
     )
-    return [*request.pieces, slots.contiguous()]
+    return [*request.pieces, *(one.slots.contiguous() for one in wanted)]
 
 
-def received_members(answer: Answer, stream: Stream, count: int, row_bytes: int) -> Members:
+def received_members(
+    answer: Answer, stream: Stream, wanted: Sequence[TableSlots], row_bytes: int
+) -> Members:
     """Receive the rest of an answer with members.
 
     Raises:
         Malformed: it is none.
     """
     said = parse(answer.text)
+    count = sum(len(one.slots) for one in wanted)
+    generations = said.get("generations")
+    if not isinstance(generations, list) or len(generations) != len(wanted):
+        raise Malformed("another number of tables than was asked for")
     if answer.count != count:
         raise Malformed("another number of rows than was asked for")
     bits = np.frombuffer(stream.receive(-(-count // 8)), dtype=np.uint8)
@@ -117,7 +132,7 @@ def received_members(answer: Answer, stream: Stream, count: int, row_bytes: int)
         is_known=is_known,
         rows=rows,
         moment=_moment(said.get("moment")),
-        generation=_number(said.get("generation")),
+        generations=[_number(one) for one in generations],
     )
 
 
@@ -135,26 +150,32 @@ def answer_peer(
     if request.kind == DIFFERENCES:
         member.receive(_messages(note.get("messages"), rows))
         return Answer().pieces
-    table = _table_of(note)
-    if len(rows) != 1:
-        raise Malformed("rows of several tables")
-    ((slots, _),) = rows
+    tables = note.get("tables")
+    if (
+        not isinstance(tables, list)
+        or len(tables) != len(rows)
+        or not all(isinstance(table, str) for table in tables)
+    ):
+        raise Malformed("rows without names of tables")
+    wanted = [
+        TableSlots(table, slots.clone()) for table, (slots, _) in zip(tables, rows, strict=True)
+    ]
     is_condensed = note.get("condensed") is True
     if request.kind == DECODED:
-        found = member.decoded(table, _number(note.get("lost")), slots.clone())
+        found = member.decoded(wanted, _number(note.get("lost")))
     elif request.kind == ROWS:
         recover = note.get("recover") is True
-        found = member.rows(table, slots.clone(), recover=recover, is_condensed=is_condensed)
+        found = member.rows(wanted, recover=recover, is_condensed=is_condensed)
     else:
         at = {source: (its, last) for source, its, last in _numbers(note.get("at"), 3)}
-        found = member.parity_rows(table, slots.clone(), at, is_condensed=is_condensed)
+        found = member.parity_rows(wanted, at, is_condensed=is_condensed)
     row_bytes = request.parts[0].record_bytes
     if found.rows.shape[1] != row_bytes:
         raise ValueError(f"rows of {row_bytes} bytes, expected {found.rows.shape[1]}")
     incarnation, last = found.moment
     moment = [incarnation, [[receiver, *sent] for receiver, sent in last.items()]]
-    said = {"moment": moment, "generation": found.generation}
-    head = Answer(text=text_of(said), count=len(slots))
+    said = {"moment": moment, "generations": found.generations}
+    head = Answer(text=text_of(said), count=len(found.rows))
     return [*head.pieces, np.packbits(found.is_known.numpy()).tobytes(), found.rows]
 
 
@@ -168,13 +189,6 @@ def _messages(
     ):
         raise Malformed("another number of messages than of rows")
     return [(_sent(note), _differences(note, *one)) for note, one in zip(notes, rows, strict=True)]
-
-
-def _table_of(note: Mapping[str, object]) -> str:
-    table = note.get("table")
-    if not isinstance(table, str):
-        raise Malformed("no name of a table")
-    return table
 
 
 def _sent(note: Mapping[str, object]) -> Sent:

@@ -30,7 +30,7 @@ from recpoint.embeddings.home import FrozenRows, Home, TableRows
 from recpoint.embeddings.home_in_files import FileHome
 from recpoint.embeddings.home_in_memory import MemoryHome
 from recpoint.embeddings.parity.member import StripeMember
-from recpoint.embeddings.parity.peers import OutOfStep
+from recpoint.embeddings.parity.peers import OutOfStep, TableSlots
 from recpoint.embeddings.parity.stripes import Parity, stripes_of
 from recpoint.embeddings.remote.part_stager import NamedRows, PartStager
 from recpoint.embeddings.remote.placement import placement_of
@@ -216,10 +216,10 @@ class EmbeddingServer(Transport):
                 return [self._fetch_frozen(one, frozen) for one in wanted]
             # A successor may not have its tables before it is opened.
             member = self._opened() if self._is_protected else None
-            for table, slots, _ in wanted:
-                self._table(table)
-                if member is not None:
-                    member.recover(table, slots)
+            for one in wanted:
+                self._table(one.table)
+            if member is not None:
+                member.recover([TableSlots(table, slots) for table, slots, _ in wanted])
             return self._home.fetch_all(wanted)
 
     def _fetch_frozen(self, wanted: TableRows, number: int) -> Tensor:
@@ -243,10 +243,10 @@ class EmbeddingServer(Transport):
             self._require(incarnation)
             # A successor may not have its tables before it is opened.
             member = self._opened() if self._is_protected else None
-            for table, slots, _ in changed:
-                self._table(table)
-                if member is not None:
-                    member.recover(table, slots)
+            for one in changed:
+                self._table(one.table)
+            if member is not None:
+                member.recover([TableSlots(table, slots) for table, slots, _ in changed])
             self._write(changed, member, trainer, batch)
             if member is not None:
                 member.flush()  # also for a call that comes again: it is acknowledged below

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from torch import Tensor
-
-from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent
+from recpoint.embeddings.parity.peers import (
+    Differences,
+    Members,
+    OutOfStep,
+    Peer,
+    Sent,
+    TableSlots,
+)
 from recpoint.embeddings.parity.stripe_check import CONDENSED_BYTES
 from recpoint.embeddings.remote.peer_wire import (
     differences_request,
@@ -69,40 +74,41 @@ class TcpPeer(Peer):
         self._call(ask)
 
     def rows(
-        self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
+        self, wanted: Sequence[TableSlots], *, recover: bool, is_condensed: bool = False
     ) -> Members:
         """See `Peer`."""
-        row_bytes = CONDENSED_BYTES if is_condensed else self._row_bytes[table]
-        note = rows_note(table, recover=recover, is_condensed=is_condensed)
-        return self._members(ROWS, note, slots, row_bytes)
+        note = rows_note(recover=recover, is_condensed=is_condensed)
+        return self._members(ROWS, note, wanted, is_condensed)
 
     def parity_rows(
         self,
-        table: str,
-        slots: Tensor,
+        wanted: Sequence[TableSlots],
         at: Mapping[int, tuple[int, int]],
         *,
         is_condensed: bool = False,
     ) -> Members:
         """See `Peer`."""
-        row_bytes = CONDENSED_BYTES if is_condensed else self._row_bytes[table]
-        note = parity_rows_note(table, at, is_condensed=is_condensed)
-        return self._members(PARITY_ROWS, note, slots, row_bytes)
+        note = parity_rows_note(at, is_condensed=is_condensed)
+        return self._members(PARITY_ROWS, note, wanted, is_condensed)
 
-    def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
+    def decoded(self, wanted: Sequence[TableSlots], lost: int) -> Members:
         """See `Peer`."""
-        note = {"table": table, "lost": lost}
-        return self._members(DECODED, note, slots, self._row_bytes[table])
+        return self._members(DECODED, {"lost": lost}, wanted, False)
 
     def _members(
-        self, kind: int, note: Mapping[str, object], slots: Tensor, row_bytes: int
+        self,
+        kind: int,
+        note: Mapping[str, object],
+        wanted: Sequence[TableSlots],
+        is_condensed: bool,
     ) -> Members:
-        count = len(slots)
-        pieces = members_request(kind, note, slots, row_bytes, self._incarnation)
+        count = sum(len(one.slots) for one in wanted)
+        row_bytes = CONDENSED_BYTES if is_condensed else self._row_bytes[wanted[0].table]
+        pieces = members_request(kind, note, wanted, row_bytes, self._incarnation)
 
         def ask(stream: Stream) -> Members:
             stream.send(pieces)
-            return received_members(received(stream, most=count), stream, count, row_bytes)
+            return received_members(received(stream, most=count), stream, wanted, row_bytes)
 
         return self._call(ask)
 

@@ -32,7 +32,7 @@ from recpoint.embeddings.home_in_memory import MemoryHome
 from recpoint.embeddings.parity.differences import Unsettled
 from recpoint.embeddings.parity.leader import Leader, LedServer, State
 from recpoint.embeddings.parity.member import Known, StripeMember
-from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent
+from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent, TableSlots
 from recpoint.embeddings.parity.stripe_check import Verdict
 from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
 from recpoint.errors import ServerLost
@@ -100,32 +100,29 @@ class Line(Peer):
             self._call(receive, may_come_again=True)
 
     def rows(
-        self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
+        self, wanted: Sequence[TableSlots], *, recover: bool, is_condensed: bool = False
     ) -> Members:
         if self._network.is_busy(self._target.number):
             raise _lost(self._target)  # it takes too long
         return self._call(
-            lambda: self._target.protects.rows(
-                table, slots, recover=recover, is_condensed=is_condensed
-            )
+            lambda: self._target.protects.rows(wanted, recover=recover, is_condensed=is_condensed)
         )
 
     def parity_rows(
         self,
-        table: str,
-        slots: Tensor,
+        wanted: Sequence[TableSlots],
         at: Mapping[int, tuple[int, int]],
         *,
         is_condensed: bool = False,
     ) -> Members:
         return self._call(
-            lambda: self._target.protects.parity_rows(table, slots, at, is_condensed=is_condensed)
+            lambda: self._target.protects.parity_rows(wanted, at, is_condensed=is_condensed)
         )
 
-    def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
+    def decoded(self, wanted: Sequence[TableSlots], lost: int) -> Members:
         if self._network.is_busy(self._target.number):
             raise _lost(self._target)
-        return self._call(lambda: self._target.protects.decoded(table, lost, slots))
+        return self._call(lambda: self._target.protects.decoded(wanted, lost))
 
     def close(self) -> None:
         """Nothing is open."""
@@ -429,14 +426,19 @@ class ParityMachine(RuleBasedStateMachine):
         server = self.servers[self.choose.randrange(self.count)]
         if self.network.is_busy(server.number):
             return
-        table = self.choose.choice(sorted(self.stripes))
-        stripes = self.stripes[table]
-        slots = len(stripes.slots_of(server.number, range(self.rows)))
+        tables = sorted(self.stripes)
+        slots: dict[str, Tensor] = {}
+        ids: list[Row] = []
+        for table in self.choose.sample(tables, self.choose.randint(1, len(tables))):
+            stripes = self.stripes[table]
+            most = len(stripes.slots_of(server.number, range(self.rows)))
+            if not most:
+                continue
+            chosen = sorted({self.choose.randrange(most) for _ in range(count)})
+            slots[table] = torch.tensor(chosen, dtype=torch.int64)
+            ids += [(table, one) for one in stripes.ids(server.number, slots[table]).tolist()]
         if not slots:
             return
-        chosen = sorted({self.choose.randrange(slots) for _ in range(count)})
-        here = torch.tensor(chosen, dtype=torch.int64)
-        ids = [(table, one) for one in stripes.ids(server.number, here).tolist()]
         # A row whose write failed is written again as it was.
         records = {
             one: self.pending.get(one) or bytes([next(self.versions) % 251 + 1] * RECORD_BYTES)
@@ -445,7 +447,7 @@ class ParityMachine(RuleBasedStateMachine):
         self.pending.update(records)
         self.network.busy.add(server.number)
         try:
-            self.send(server, table, here, [records[one] for one in ids])
+            self.send(server, slots, [records[one] for one in ids])
         except (ServerLost, OutOfStep, Killed):
             return
         finally:
@@ -453,11 +455,15 @@ class ParityMachine(RuleBasedStateMachine):
         for one in ids:
             self.acknowledged[one] = self.pending.pop(one)
 
-    def send(self, server: Process, table: str, slots: Tensor, records: list[bytes]) -> None:
+    def send(self, server: Process, slots: Mapping[str, Tensor], records: list[bytes]) -> None:
+        """Write rows of several tables in one call; `records` has those of each in turn."""
         self.require_open(server)
-        server.protects.recover(table, slots)
+        server.protects.recover([TableSlots(*one) for one in slots.items()])
         rows = torch.tensor([list(one) for one in records], dtype=torch.uint8)
-        server.protects.write([TableRows(table, slots, rows)])
+        parts = rows.split([len(one) for one in slots.values()])
+        server.protects.write(
+            [TableRows(*one, part) for one, part in zip(slots.items(), parts, strict=True)]
+        )
         server.protects.flush()
         self.require_open(server)
 
@@ -490,7 +496,7 @@ class ParityMachine(RuleBasedStateMachine):
             # What happens meanwhile is in this thread: it must not wait for this recovery.
             self.network.busy.add(number)
             try:
-                server.protects.recover(table, slots)
+                server.protects.recover([TableSlots(table, slots)])
             finally:
                 self.network.busy.discard(number)
             self.require_open(server)
@@ -571,7 +577,7 @@ class ParityMachine(RuleBasedStateMachine):
         if slots and server.member is not None and server is not self.servers[server.number]:
             here = torch.arange(slots, dtype=torch.int64)
             try:
-                server.protects.recover(TABLE, here)
+                server.protects.recover([TableSlots(TABLE, here)])
                 records = torch.full((slots, RECORD_BYTES), 252, dtype=torch.uint8)
                 server.protects.write([TableRows(TABLE, here, records)])
                 server.protects.flush()
@@ -710,7 +716,7 @@ class ParityMachine(RuleBasedStateMachine):
             coded.append(torch.tensor([list(whole)], dtype=torch.uint8))
         for number, expected in enumerate(erasure.encode(coded, self.form.parity)):
             server, slot = stripes.parity_in(at, number)
-            held = self.servers[int(server)].protects.parity_rows(table, slot, {})
+            held = self.servers[int(server)].protects.parity_rows([TableSlots(table, slot)], {})
             assert torch.equal(held.rows, expected), (table, stripe, number)
 
     def teardown(self) -> None:
@@ -733,7 +739,7 @@ class ParityMachine(RuleBasedStateMachine):
             split = self.stripes[table].split(torch.tensor([row]))
             for number, (positions, slots) in enumerate(split):
                 if len(positions):
-                    self.send(self.servers[number], table, slots, [record])
+                    self.send(self.servers[number], {table: slots}, [record])
             self.acknowledged[table, row] = self.pending.pop((table, row))
         self.check_stripes()
 

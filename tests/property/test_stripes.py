@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
+from recpoint.embeddings.parity.stripes import Parity, Stripes, TablesStripes, stripes_of
 from recpoint.errors import SettingsError
 
 
@@ -74,13 +74,23 @@ def test_receivers_of_rows_are_those_of_their_parity_rows(
         torch.tensor(column, dtype=torch.int64)
         for column in ([t for t, _ in listed], [s for _, s in listed])
     )
-    positions, receivers = Stripes.receivers(tables, server, of, slots)
+    form = TablesStripes(tables)
+    stripes, positions = form.members_at(of, server, slots)
+    receivers = form.receivers(of, stripes)
+    every = torch.arange(tables[0].data)
+    where = form.slots_in(of.view(-1, 1), stripes.view(-1, 1), every)
+    has_row = form.has_row(of.view(-1, 1), stripes.view(-1, 1), every)
     expected: dict[tuple[int, int, int], int] = {}
     for row, (table, slot) in enumerate(listed):
         stripe, position = tables[table].members_at(server, torch.tensor([slot]))
-        assert int(positions[row]) == int(position)
+        assert (int(stripes[row]), int(positions[row])) == (int(stripe), int(position))
+        alone = tables[table].slots_in(stripe, every)
+        assert all(torch.equal(one[row], other) for one, other in zip(where, alone, strict=True))
+        assert torch.equal(has_row[row], tables[table].has_row(stripe, every))
         for number in range(tables[0].parity):
             at, place = tables[table].parity_in(stripe, number)
+            back = form.parity_at(of[row : row + 1], int(at), place)
+            assert [int(one) for one in back] == [int(stripe), number]
             expected[int(at), table, int(place)] = row + number * len(listed)
     found: dict[tuple[int, int, int], int] = {}
     for receiver in receivers:

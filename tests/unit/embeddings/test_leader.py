@@ -11,11 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from recpoint.embeddings.parity.differences import Unsettled
 from recpoint.embeddings.parity.leader import State
-from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent, TableShare
+from recpoint.embeddings.parity.peers import (
+    Differences,
+    Members,
+    OutOfStep,
+    Peer,
+    Sent,
+    TableShare,
+    TableSlots,
+)
 from recpoint.embeddings.parity.stripes import Parity, stripes_of
 from recpoint.embeddings.remote.led_server import CommandedServer, Servers
 from recpoint.embeddings.remote.protected_home import ProtectedHome
@@ -90,24 +97,23 @@ class Disturbed(Peer):
         self._peer.differences(messages)
 
     def rows(
-        self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
+        self, wanted: Sequence[TableSlots], *, recover: bool, is_condensed: bool = False
     ) -> Members:
         self._disturb()
-        return self._peer.rows(table, slots, recover=recover, is_condensed=is_condensed)
+        return self._peer.rows(wanted, recover=recover, is_condensed=is_condensed)
 
     def parity_rows(
         self,
-        table: str,
-        slots: Tensor,
+        wanted: Sequence[TableSlots],
         at: Mapping[int, tuple[int, int]],
         *,
         is_condensed: bool = False,
     ) -> Members:
-        return self._peer.parity_rows(table, slots, at, is_condensed=is_condensed)
+        return self._peer.parity_rows(wanted, at, is_condensed=is_condensed)
 
-    def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
+    def decoded(self, wanted: Sequence[TableSlots], lost: int) -> Members:
         self._disturb()
-        return self._peer.decoded(table, lost, slots)
+        return self._peer.decoded(wanted, lost)
 
     def close(self) -> None:
         self._peer.close()
@@ -416,7 +422,7 @@ def test_a_report_about_many_writes_comes_in_parts_that_fit() -> None:
         assert numbers == list(range(1, count + 1)), "not the write of one message"
     led.take_back(1, 101, numbers)
     assert max(sizes) < 1 << 16
-    found = server.member(incarnation).parity_rows("items", torch.tensor([0]), {})
+    found = server.member(incarnation).parity_rows([TableSlots("items", torch.tensor([0]))], {})
     assert found.rows[0].tolist() == [count % 256] * (RECORD_BYTES + 1)
     assert led.lose(1, 101) is None
     server.end()

@@ -15,7 +15,15 @@ from recpoint.embeddings.home import Home, TableRows
 from recpoint.embeddings.home_in_memory import MemoryHome
 from recpoint.embeddings.parity.differences import Added, Inbox, Outbox, Writes
 from recpoint.embeddings.parity.member import StripeMember
-from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent, TableShare
+from recpoint.embeddings.parity.peers import (
+    Differences,
+    Members,
+    OutOfStep,
+    Peer,
+    Sent,
+    TableShare,
+    TableSlots,
+)
 from recpoint.embeddings.parity.stripes import Parity, stripes_of
 from recpoint.embeddings.remote.peer_wire import differences_request
 from recpoint.errors import HomeError
@@ -43,21 +51,20 @@ class Kept(Peer):
         self.sent += [given for _, given in messages]
 
     def rows(
-        self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
+        self, wanted: Sequence[TableSlots], *, recover: bool, is_condensed: bool = False
     ) -> Members:
         pytest.fail("nobody asks for rows here")
 
     def parity_rows(
         self,
-        table: str,
-        slots: Tensor,
+        wanted: Sequence[TableSlots],
         at: Mapping[int, tuple[int, int]],
         *,
         is_condensed: bool = False,
     ) -> Members:
         pytest.fail("nobody asks for rows here")
 
-    def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
+    def decoded(self, wanted: Sequence[TableSlots], lost: int) -> Members:
         pytest.fail("nobody asks for rows here")
 
     def close(self) -> None:
@@ -188,7 +195,7 @@ def test_a_message_that_fails_in_the_middle_is_added_once(is_lost: bool) -> None
 
     def parity(table: str, at: int | None = None) -> list[int]:
         moments = {} if at is None else {1: (1, at)}
-        return here.parity_rows(table, torch.tensor([0]), moments).rows[0].tolist()
+        return here.parity_rows([TableSlots(table, torch.tensor([0]))], moments).rows[0].tolist()
 
     assert parity("a", 1) == parity("b", 1) == [9] * 4, "what message 2 has added is left out"
     if is_lost:
@@ -228,7 +235,7 @@ def test_differences_that_fit_no_table_are_refused(
     with pytest.raises(ValueError, match="5 bytes a row, expected 6"):
         here.receive([(message(1), difference(RECORD_BYTES))])
     here.receive([(message(1), difference())])
-    assert here.parity_rows(TABLE, torch.tensor([0]), {}).rows.all()
+    assert here.parity_rows([TableSlots(TABLE, torch.tensor([0]))], {}).rows.all()
 
 
 def message(number: int, incarnation: int = 1, settled: int = 0) -> Sent:
@@ -297,4 +304,4 @@ def test_a_late_call_about_a_lost_server_drops_no_successor() -> None:
     here.flush()
     assert successor.sent and not successor.is_closed and not first.sent
     # 1 was taken back, and the successor's two messages take each other away.
-    assert not here.parity_rows(TABLE, torch.tensor([0]), {}).rows.any()
+    assert not here.parity_rows([TableSlots(TABLE, torch.tensor([0]))], {}).rows.any()

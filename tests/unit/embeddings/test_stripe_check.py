@@ -16,7 +16,7 @@ from torch import Tensor
 from recpoint.embeddings.home import Checked, TableRows
 from recpoint.embeddings.home_in_memory import MemoryHome
 from recpoint.embeddings.parity.member import StripeMember
-from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent
+from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent, TableSlots
 from recpoint.embeddings.parity.stripe_check import Verdict, condensed, verdicts
 from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
 from recpoint.embeddings.remote.protected_home import ProtectedHome
@@ -126,24 +126,23 @@ class Near(Peer):
         self._members[self._number].receive(messages)
 
     def rows(
-        self, table: str, slots: Tensor, *, recover: bool, is_condensed: bool = False
+        self, wanted: Sequence[TableSlots], *, recover: bool, is_condensed: bool = False
     ) -> Members:
         member = self._members[self._number]
-        return member.rows(table, slots, recover=recover, is_condensed=is_condensed)
+        return member.rows(wanted, recover=recover, is_condensed=is_condensed)
 
     def parity_rows(
         self,
-        table: str,
-        slots: Tensor,
+        wanted: Sequence[TableSlots],
         at: Mapping[int, tuple[int, int]],
         *,
         is_condensed: bool = False,
     ) -> Members:
         member = self._members[self._number]
-        return member.parity_rows(table, slots, at, is_condensed=is_condensed)
+        return member.parity_rows(wanted, at, is_condensed=is_condensed)
 
-    def decoded(self, table: str, lost: int, slots: Tensor) -> Members:
-        return self._members[self._number].decoded(table, lost, slots)
+    def decoded(self, wanted: Sequence[TableSlots], lost: int) -> Members:
+        return self._members[self._number].decoded(wanted, lost)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -178,4 +177,4 @@ def test_a_server_that_others_take_for_lost_compares_and_decodes_nothing() -> No
     lost = torch.arange(len(stripes.slots_of(0, range(30))))
     servers, _ = stripes.parity_in(stripes.members_at(0, lost)[0], 0)
     with pytest.raises(OutOfStep, match="does not send to server 3"):
-        members[holder].decoded("items", 0, lost[servers == holder])
+        members[holder].decoded([TableSlots("items", lost[servers == holder])], 0)
