@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Final, NamedTuple, Protocol
 
 from recpoint.catalog.store.contract import now_ms
-from recpoint.embeddings.parity.member import Known
+from recpoint.embeddings.parity.own_tables import Known
 from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.parity.recovery import Led, Recovery
 from recpoint.errors import ClusterLost, HomeError

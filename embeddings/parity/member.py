@@ -14,10 +14,10 @@ except for the rows that it has not reached.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,6 +32,15 @@ from recpoint.embeddings.parity.differences import (
     Writes,
 )
 from recpoint.embeddings.parity.frozen_while_lost import FrozenWhileLost
+from recpoint.embeddings.parity.gathering import Gathering, Together, chosen_rows
+from recpoint.embeddings.parity.own_tables import (
+    Batch,
+    Known,
+    OwnTable,
+    Part,
+    first_batch,
+    places_of,
+)
 from recpoint.embeddings.parity.peers import (
     Differences,
     HasMembers,
@@ -44,39 +53,18 @@ from recpoint.embeddings.parity.peers import (
     TableSlots,
 )
 from recpoint.embeddings.parity.stripe_check import (
-    CONDENSED_BYTES,
     Verdict,
     condensed,
     verdicts,
 )
 from recpoint.embeddings.parity.stripes import Stripes, TablesStripes
-from recpoint.errors import HomeError, ServerLost
+from recpoint.errors import HomeError
 from recpoint.kernels import erasure, row_gather
 
-__all__ = ["Known", "StripeMember", "TableHere", "Together"]
+__all__ = ["StripeMember", "TableHere"]
 
-T = TypeVar("T")
-
-#: Bytes of rows that one call between servers carries.
-_BATCH_BYTES: Final = 2 << 20
-#: Tables of one batch, at most: as many as a request names.
-_MOST_TABLES: Final = 128
 #: How often a batch is tried again because servers had moved on meanwhile.
 _TRIES: Final = 20
-
-
-class Together(Protocol):
-    """Makes calls, at the same time if it can."""
-
-    def __call__(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Return the calls' results once all have ended. Raises what the first raises."""
-
-
-class Known(NamedTuple):
-    """How many rows and parity rows a server has to know, and knows."""
-
-    known: int
-    all: int
 
 
 class TableHere(NamedTuple):
@@ -120,7 +108,7 @@ class StripeMember:
         self._together = together
         self.difference_rows = 0
         self.is_open = False
-        self._tables: dict[str, _Table] = {}
+        self._tables: dict[str, OwnTable] = {}
         self._writes = Writes()
         self._peers: dict[int, Peer] = {}
         self._outboxes: dict[int, Outbox] = {}
@@ -250,7 +238,7 @@ class StripeMember:
                 return
             if not (is_lost or self.is_open):
                 raise OutOfStep(f"server {self._number + 1} has not joined the other servers yet")
-            made = _Table(table, stripes, record_bytes, self._number)
+            made = OwnTable(table, stripes, record_bytes, self._number)
             made.generation = generation
             if is_lost:
                 made.lose_all()
@@ -336,7 +324,7 @@ class StripeMember:
         change = self._coded_rows(tables, slots, counts)
         change[:, :-1] ^= records
         change[:, -1] ^= 1
-        of = _repeated_places(counts)
+        of = places_of(counts)
         is_changed = torch.from_numpy(change.numpy().max(axis=1, initial=0) > 0)
         if not bool(is_changed.all()):
             slots, change, of = slots[is_changed], change[is_changed], of[is_changed]
@@ -352,7 +340,7 @@ class StripeMember:
                     for table, count in zip(tables, of_tables, strict=True)
                     if count
                 ]
-                rows = _chosen_rows(change, chosen)
+                rows = chosen_rows(change, chosen)
                 messages[receiver] = Differences(tables=shares, slots=places, rows=rows)
         return messages
 
@@ -395,7 +383,7 @@ class StripeMember:
             here.frozen.append(frozen)
             return frozen
 
-    def _forget_frozen(self, table: _Table, frozen: FrozenWhileLost) -> None:
+    def _forget_frozen(self, table: OwnTable, frozen: FrozenWhileLost) -> None:
         with self._lock:
             if frozen in table.frozen:
                 table.frozen.remove(frozen)
@@ -528,7 +516,7 @@ class StripeMember:
             found = self._members(tables, torch.cat(known), rows)
         return replace(found, rows=condensed(found.rows)) if is_condensed else found
 
-    def _tables_of(self, wanted: Sequence[TableSlots]) -> list[_Table]:
+    def _tables_of(self, wanted: Sequence[TableSlots]) -> list[OwnTable]:
         """Return the tables of a call.
 
         Raises:
@@ -541,7 +529,7 @@ class StripeMember:
             raise ValueError("tables: expected different ones, whose rows have one length")
         return tables
 
-    def _members(self, tables: Sequence[_Table], is_known: Tensor, rows: Tensor) -> Members:
+    def _members(self, tables: Sequence[OwnTable], is_known: Tensor, rows: Tensor) -> Members:
         return Members(
             is_known=is_known,
             rows=rows,
@@ -555,7 +543,7 @@ class StripeMember:
         }
 
     def _fold(
-        self, table: _Table, slots: Tensor, rows: Tensor, at: Mapping[int, tuple[int, int]]
+        self, table: OwnTable, slots: Tensor, rows: Tensor, at: Mapping[int, tuple[int, int]]
     ) -> None:
         """Add to parity rows the differences that came after moments of their sources.
 
@@ -601,14 +589,14 @@ class StripeMember:
             while missing := self._missing(lost):
                 _repeated(partial(self._recover, missing))
 
-    def _missing(self, wanted: Sequence[tuple[_Table, Tensor]]) -> _Part:
+    def _missing(self, wanted: Sequence[tuple[OwnTable, Tensor]]) -> Part:
         """Return those of these rows that are lost, as many as one batch has."""
         with self._lock:
             missing = [
                 (here, slots[:0] if here.is_known is None else slots[~here.is_known[slots]])
                 for here, slots in wanted
             ]
-        return _first_batch(missing)
+        return first_batch(missing)
 
     def recover_next(self) -> bool:
         """Recover one batch of lost rows or lost parity rows; returns False if none is lost.
@@ -618,17 +606,17 @@ class StripeMember:
         """
         with self._lock:
             tables = list(self._tables.values())
-            missing = _first_batch((here, here.first_missing()) for here in tables)
+            missing = first_batch((here, here.first_missing()) for here in tables)
         if missing:
             self.recover([TableSlots(here.name, slots) for here, slots in missing])
             return True
         with self._lock:
-            missing = _first_batch((here, here.first_missing_parity()) for here in tables)
+            missing = first_batch((here, here.first_missing_parity()) for here in tables)
         if missing:
             _repeated(partial(self._recover_parity, missing))
         return bool(missing)
 
-    def _recover(self, missing: _Part) -> None:
+    def _recover(self, missing: Part) -> None:
         """Recover rows that are lost. The caller holds `_recovering`."""
         generations = [table.generation for table, _ in missing]
         coded = self._decoded(missing)
@@ -640,13 +628,13 @@ class StripeMember:
                 if bool((part[:, -1] > 1).any()):
                     self._refuse_misfit(table)
                 chosen = part[:, -1].nonzero().view(-1)  # that were ever written
-                found, records = slots[chosen], _chosen_rows(part[:, :-1].contiguous(), chosen)
+                found, records = slots[chosen], chosen_rows(part[:, :-1].contiguous(), chosen)
                 self._home.write_back(table.name, found, records, batch=0)
                 for frozen in table.frozen:
                     frozen.reveal(found, records)
                 table.set_known(slots)
 
-    def _refuse_misfit(self, table: _Table) -> NoReturn:
+    def _refuse_misfit(self, table: OwnTable) -> NoReturn:
         raise HomeError(
             f"table {table.name!r} on embedding server {self._number + 1}",
             found="rows and parity that do not fit each other",
@@ -654,14 +642,14 @@ class StripeMember:
             next_step="restore the last checkpoint, and look at the memory of the machines",
         )
 
-    def _decoded(self, missing: _Part) -> Tensor:
+    def _decoded(self, missing: Part) -> Tensor:
         """Return lost rows of this server, coded.
 
         The server with the first parity row of a stripe decodes its lost row. So each server
         receives a share of the rows that are needed, and this one only those that it has lost.
         """
         living = self._living()
-        rows = _Rows(missing)
+        rows = Batch(missing)
         _require_all(len(living) + 1, rows.stripes.servers)
         stripes, _ = rows.stripes.members_at(rows.of, self._number, rows.slots)
         decodes, _ = rows.stripes.parity_in(rows.of, stripes, 0)
@@ -681,7 +669,7 @@ class StripeMember:
     def decoded(self, wanted: Sequence[TableSlots], lost: int) -> Members:
         """Compute rows that a server has lost; see `Peer.decoded`."""
         tables = self._tables_of(wanted)
-        rows = _Rows([(here, one.slots) for here, one in zip(tables, wanted, strict=True)])
+        rows = Batch([(here, one.slots) for here, one in zip(tables, wanted, strict=True)])
         form = rows.stripes
         # Once for all: if a server is lost meanwhile, its call fails, or tells a moment. If it were
         # left out, one parity row could have a message of it, and another one could not.
@@ -693,52 +681,27 @@ class StripeMember:
             _require_slots(one.slots, len(here.stripes.slots_of(lost, range(here.stripes.rows))))
         stripes, own = form.members_at(rows.of, lost, rows.slots)
         del sources[lost]  # it has not these rows
-        gathered = self._gathered(rows, stripes, sources, recover=False)
-        for number in range(form.parity):
-            if number == 0 or bool((torch.stack(gathered.is_known).sum(0) < form.data).any()):
-                self._gather_parity(rows, stripes, number, gathered)
-        gathered.require_one_generation(tables)
+        gathering = Gathering(rows, stripes, sources, self._together, recover=False)
+        found = gathering.lost_rows(own, lost)
+        gathering.require_one_generation()
         with self._lock:
             moment = self._moment()
         return Members(
             is_known=torch.ones(len(rows.slots), dtype=torch.bool, device="cpu"),
-            rows=self._decode(rows, gathered, own, lost),
+            rows=found,
             moment=moment,
             generations=[here.generation for here in tables],
         )
 
-    def _decode(self, wanted: _Rows, gathered: _Gathered, own: Tensor, lost: int) -> Tensor:
-        """Return the rows at positions `own` of stripes, int64 [n], from the others' members."""
-        data = wanted.stripes.data
-        rows, is_known = gathered.rows, gathered.is_known
-        if bool((torch.stack(is_known[: data + 1]).sum(0) == data).all()):
-            # The sum of all others and P. The place of the lost row itself has zeros.
-            return erasure.combine(rows[: data + 1], [1] * (data + 1))
-        out = torch.empty_like(rows[0])
-        # Stripes that have lost the same members are decoded together.
-        for first, chosen in _groups([own, *is_known]):
-            known = [member for member, flags in enumerate(is_known) if flags[first]]
-            if len(known) < data:
-                _refuse_too_few(wanted.tables[int(wanted.of[first])], lost)
-            survivors = {member: _chosen_rows(rows[member], chosen) for member in known}
-            position = int(own[first])
-            decoded = erasure.decode(survivors, data, [position])[position]
-            row_gather.scatter(decoded, chosen, out)
-        return out
-
-    def _recover_parity(self, missing: _Part) -> None:
+    def _recover_parity(self, missing: Part) -> None:
         """Compute parity rows that are lost. One thread at a time does this."""
-        rows = _Rows(missing)
+        rows = Batch(missing)
         stripes, numbers = rows.stripes.parity_at(rows.of, self._number, rows.slots)
         generations = [table.generation for table, _ in missing]
         # Lost rows of these stripes are recovered at their servers first.
-        gathered = self._gathered(rows, stripes, self._sources(), recover=True)
-        data = rows.stripes.data
-        if not all(bool(known.all()) for known in gathered.is_known[:data]):
-            raise OutOfStep("rows of a server that has not been started again yet")
-        coded = erasure.encode(gathered.rows[:data], rows.stripes.parity)
-        out = torch.stack(coded)[numbers, torch.arange(len(rows.slots), device="cpu")]
-        at = gathered.seen_by(self._number)
+        gathering = Gathering(rows, stripes, self._sources(), self._together, recover=True)
+        out = gathering.parity_rows(numbers)
+        at = gathering.seen_by(self._number)
         parts = out.split([len(slots) for _, slots in missing])
         with self._lock:
             for (table, slots), part, generation in zip(missing, parts, generations, strict=True):
@@ -747,80 +710,6 @@ class StripeMember:
                 self._fold(table, slots, part, at)
                 self._home.write_back(table.parity_name, slots, part, batch=0)
                 table.set_parity_known(slots)
-
-    def _gathered(
-        self,
-        wanted: _Rows,
-        stripes: Tensor,
-        sources: Mapping[int, tuple[int, HasMembers]],
-        *,
-        recover: bool,
-        is_condensed: bool = False,
-    ) -> _Gathered:
-        """Return the rows of stripes; parity rows are not known yet.
-
-        Args:
-            wanted: of which tables the stripes are.
-            stripes: int64 [n]; those of a table ascend.
-            sources: the servers that are asked; see `_sources`.
-            recover: as for `Peer.rows`.
-            is_condensed: as for `Peer.rows`.
-        """
-        form, n = wanted.stripes, len(stripes)
-        row_bytes = CONDENSED_BYTES if is_condensed else wanted.tables[0].coded_bytes
-        members = form.data + form.parity
-        rows = torch.zeros(members * n, row_bytes, dtype=torch.uint8, device="cpu")
-        is_known = torch.zeros(members * n, dtype=torch.bool, device="cpu")
-        positions = torch.arange(form.data, dtype=torch.int64, device="cpu")
-        of = wanted.of.view(-1, 1)
-        servers, slots = form.slots_in(of, stripes.view(-1, 1), positions)
-        has_row = form.has_row(of, stripes.view(-1, 1), positions)
-        is_known[: form.data * n] = ~has_row.t().reshape(-1)
-        servers = torch.where(has_row, servers, -1).view(-1)
-        slots = slots.view(-1)
-        moments: dict[int, Moment] = {}
-        generations: list[set[int]] = [set() for _ in wanted.tables]
-        asked, calls = [], []
-        for number, (_, peer) in sources.items():
-            # A server has at most one row of a stripe, so its slots ascend with the stripes.
-            chosen = (servers == number).nonzero().view(-1)
-            if len(chosen):
-                stripe = torch.div(chosen, form.data, rounding_mode="floor")
-                at = (chosen - stripe * form.data) * n + stripe
-                tables, some = wanted.wanted(wanted.of[stripe], slots[chosen])
-                asked.append((number, at, tables))
-                ask = partial(peer.rows, recover=recover, is_condensed=is_condensed)
-                calls.append(partial(ask, some))
-        for (number, at, tables), found in zip(asked, self._together(calls), strict=True):
-            moments[number] = found.moment
-            for table, generation in zip(tables, found.generations, strict=True):
-                generations[table].add(generation)
-            row_gather.scatter(found.rows, at, rows)
-            is_known[at] = found.is_known
-        of_members = rows.view(members, n, row_bytes).unbind(), is_known.view(members, n).unbind()
-        return _Gathered(sources, is_condensed, *of_members, moments, generations)
-
-    def _gather_parity(
-        self, wanted: _Rows, stripes: Tensor, number: int, gathered: _Gathered
-    ) -> None:
-        """Add a parity row of each stripe, as of the rows' moments; see `_gathered`."""
-        member = wanted.stripes.data + number
-        rows = gathered.rows[member]
-        server, place = wanted.stripes.parity_in(wanted.of, stripes, number)
-        asked, calls = [], []
-        for one, (_, peer) in gathered.sources.items():
-            chosen = (server == one).nonzero().view(-1)
-            if not len(chosen):
-                continue
-            tables, some = wanted.wanted(wanted.of[chosen], place[chosen])
-            asked.append((chosen, tables))
-            ask = partial(peer.parity_rows, is_condensed=gathered.is_condensed)
-            calls.append(partial(ask, some, gathered.seen_by(one)))
-        for (chosen, tables), found in zip(asked, self._together(calls), strict=True):
-            row_gather.scatter(found.rows, chosen, rows)
-            gathered.is_known[member][chosen] = found.is_known
-            for table, generation in zip(tables, found.generations, strict=True):
-                gathered.generations[table].add(generation)
 
     def _living(self) -> list[tuple[int, Peer]]:
         with self._lock:
@@ -860,212 +749,45 @@ class StripeMember:
             _repeated(partial(self._check, here, slots[part], found[part]))
         return found
 
-    def _check(self, table: _Table, slots: Tensor, out: Tensor) -> None:
-        rows = _Rows([(table, slots)])
+    def _check(self, table: OwnTable, slots: Tensor, out: Tensor) -> None:
+        rows = Batch([(table, slots)])
         stripes, numbers = rows.stripes.parity_at(rows.of, self._number, slots)
         if bool(numbers.any()):
             raise ValueError("slots: of a second parity row, expected those of a first one")
-        data = table.stripes.data
-        gathered = self._gathered(rows, stripes, self._sources(), recover=False, is_condensed=True)
+        gathering = Gathering(
+            rows, stripes, self._sources(), self._together, recover=False, is_condensed=True
+        )
         for number in range(table.stripes.parity):
-            self._gather_parity(rows, stripes, number, gathered)
-        gathered.require_one_generation([table])
-        are_all_known = torch.stack(gathered.is_known).all(0)
-        out[are_all_known] = verdicts(gathered.rows, data)[are_all_known]
+            gathering.ask_for_parity(number)
+        gathering.require_one_generation()
+        members, is_known = gathering.members()
+        are_all_known = is_known.all(0)
+        out[are_all_known] = verdicts(members.unbind(), table.stripes.data)[are_all_known]
 
     # What the home has.
 
-    def _coded_rows(self, tables: Sequence[_Table], slots: Tensor, counts: Sequence[int]) -> Tensor:
+    def _coded_rows(
+        self, tables: Sequence[OwnTable], slots: Tensor, counts: Sequence[int]
+    ) -> Tensor:
         """Return rows of tables whose rows have one length; `counts` has how many of each."""
         size = len(slots), tables[0].record_bytes
-        records = torch.zeros(size, dtype=torch.uint8, device="cpu")
+        records = torch.empty(size, dtype=torch.uint8, device="cpu")
         parts = zip(tables, slots.split(counts), records.split(counts), strict=True)
         wanted = [TableRows(table.name, *part) for table, *part in parts]
         coded = torch.empty(len(slots), size[1] + 1, dtype=torch.uint8, device="cpu")
-        coded[:, -1] = torch.cat(self._home.fetch_all(wanted))
+        has = torch.cat(self._home.fetch_all(wanted))
+        if not bool(has.all()):
+            records[~has] = 0  # a fetch leaves them alone
+        coded[:, -1] = has
         coded[:, :-1] = records
         return coded
 
-    def _table(self, table: str) -> _Table:
+    def _table(self, table: str) -> OwnTable:
         with self._lock:
             here = self._tables.get(table)
         if here is None:
             raise OutOfStep(f"no table {table!r:.100} yet")
         return here
-
-
-class _Gathered(NamedTuple):
-    """Members of stripes: for each position its rows, and whether they are known.
-
-    Attributes:
-        sources: the servers that were asked; see `StripeMember._sources`.
-        is_condensed: whether the rows are.
-        generations: of each table, how often servers say that it had been cleared.
-    """
-
-    sources: Mapping[int, tuple[int, HasMembers]]
-    is_condensed: bool
-    rows: tuple[Tensor, ...]
-    is_known: tuple[Tensor, ...]
-    moments: dict[int, Moment]
-    generations: list[set[int]]
-
-    def require_one_generation(self, tables: Sequence[_Table]) -> None:
-        """Refuse rows of before and after a table was cleared.
-
-        Raises:
-            OutOfStep: names the table.
-        """
-        for table, found in zip(tables, self.generations, strict=True):
-            if len(found) > 1:
-                raise OutOfStep(f"table {table.name!r:.100} is being cleared")
-
-    def seen_by(self, server: int) -> dict[int, tuple[int, int]]:
-        """The moments as a server with parity rows counts them; see `Peer.parity_rows`.
-
-        Raises:
-            OutOfStep: a source sends to another incarnation of the server, or to none.
-        """
-        its_incarnation, _ = self.sources[server]
-        seen: dict[int, tuple[int, int]] = {}
-        for source, (incarnation, last) in self.moments.items():
-            if source == server:
-                continue  # none of its rows is in a stripe whose parity it has
-            to, number = last.get(server, (0, 0))
-            if to != its_incarnation:
-                raise OutOfStep(f"server {source + 1} does not send to server {server + 1}")
-            seen[source] = incarnation, number
-        return seen
-
-
-class _Table:
-    """A table's part on one server."""
-
-    def __init__(self, name: str, stripes: Stripes, record_bytes: int, server: int) -> None:
-        self.name = name
-        self.parity_name = f"{name}\0parity"
-        self.stripes = stripes
-        self.record_bytes = record_bytes
-        self.coded_bytes = record_bytes + 1
-        self.generation = 0
-        self.slots = len(stripes.slots_of(server, range(stripes.rows)))
-        self.parity_slots = stripes.parity_slots(server)
-        self.batch_rows = max(1, _BATCH_BYTES // self.coded_bytes)
-        self.is_known: Tensor | None = None  # None: all are
-        self.is_parity_known: Tensor | None = None
-        self._first = self._first_parity = 0  # all before are known
-        self.frozen: list[FrozenWhileLost] = []
-
-    def lose_all(self) -> None:
-        """Know no row and no parity row any more."""
-        self.is_known = torch.zeros(self.slots, dtype=torch.bool, device="cpu")
-        self.is_parity_known = torch.zeros(self.parity_slots, dtype=torch.bool, device="cpu")
-
-    def are_known(self, slots: Tensor) -> Tensor:
-        """Return whether rows are known, bool [n]."""
-        return _flags(self.is_known, slots)
-
-    def are_parity_known(self, slots: Tensor) -> Tensor:
-        """Return whether parity rows are known, bool [n]."""
-        return _flags(self.is_parity_known, slots)
-
-    def set_known(self, slots: Tensor) -> None:
-        assert self.is_known is not None
-        self.is_known[slots] = True
-
-    def set_parity_known(self, slots: Tensor) -> None:
-        assert self.is_parity_known is not None
-        self.is_parity_known[slots] = True
-
-    def first_missing(self) -> Tensor:
-        """Return the first slots whose rows are lost, int64 [n]; if none is, note that."""
-        found, self._first = _first_false(self.is_known, self._first, self.batch_rows)
-        if not len(found):
-            self.is_known = None
-        return found
-
-    def first_missing_parity(self) -> Tensor:
-        """Return the first parity slots that are lost, int64 [n]; if none is, note that."""
-        found, self._first_parity = _first_false(
-            self.is_parity_known, self._first_parity, self.batch_rows
-        )
-        if not len(found):
-            self.is_parity_known = None
-        return found
-
-    @property
-    def known(self) -> Known:
-        counts = [
-            (size if flags is None else int(flags.sum()), size)
-            for flags, size in (
-                (self.is_known, self.slots),
-                (self.is_parity_known, self.parity_slots),
-            )
-        ]
-        return Known(sum(one for one, _ in counts), sum(size for _, size in counts))
-
-
-#: Rows or parity rows of several tables whose rows have one length.
-_Part = list[tuple[_Table, Tensor]]
-
-
-class _Rows:
-    """Rows of several tables, as vectors over all of them.
-
-    Args:
-        parts: slots, int64 [n], of rows or of parity rows, in tables whose rows have one length.
-
-    Attributes:
-        tables: the tables.
-        of: int64 [n], the place of each row's table.
-        slots: int64 [n].
-        stripes: of the tables.
-    """
-
-    def __init__(self, parts: _Part) -> None:
-        self.tables = [table for table, _ in parts]
-        self.of = _repeated_places([len(slots) for _, slots in parts])
-        self.slots = torch.cat([slots for _, slots in parts])
-        self.stripes = TablesStripes([table.stripes for table in self.tables])
-
-    def wanted(self, of: Tensor, slots: Tensor) -> tuple[list[int], list[TableSlots]]:
-        """Return the places of the tables that have slots, and these slots.
-
-        Args:
-            of: int64 [m], ascending, the place of the table of each slot.
-            slots: int64 [m].
-        """
-        counts = torch.bincount(of, minlength=len(self.tables)).tolist()
-        parts = slots.split(counts)
-        places = [place for place, count in enumerate(counts) if count]
-        return places, [TableSlots(self.tables[place].name, parts[place]) for place in places]
-
-
-def _first_batch(missing: Iterable[tuple[_Table, Tensor]]) -> _Part:
-    """Return as many of these rows as one batch has, of tables whose rows have one length."""
-    found: _Part = []
-    left = 0
-    for table, slots in missing:
-        if not found:
-            left = table.batch_rows
-        if len(slots) and (not found or table.coded_bytes == found[0][0].coded_bytes):
-            found.append((table, slots[:left]))
-            left -= len(found[-1][1])
-            if not left or len(found) == _MOST_TABLES:
-                break
-    return found
-
-
-def _flags(flags: Tensor | None, slots: Tensor) -> Tensor:
-    """Return flags of slots; None: all flags are True."""
-    if flags is None:
-        return torch.ones(len(slots), dtype=torch.bool, device="cpu")
-    return flags[slots]
-
-
-def _repeated_places(counts: Sequence[int]) -> Tensor:
-    """Return counts[0] times 0, counts[1] times 1, …: int64 [sum of all]."""
-    return torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
 
 
 def _require_slots(slots: Tensor, count: int) -> None:
@@ -1086,58 +808,6 @@ def _require_all(count: int, servers: int) -> None:
     """
     if count < servers:
         raise OutOfStep("a server that was lost has no successor yet")
-
-
-def _refuse_too_few(table: _Table, lost: int) -> None:
-    raise ServerLost(
-        f"rows of table {table.name!r} on embedding server {lost + 1}",
-        found=f"more lost members of a stripe than the {table.stripes.parity} that parity "
-        "makes up for",
-        expected="that the lost servers are recovered before more are lost",
-        next_step="restore the last checkpoint",
-    )
-
-
-def _first_false(flags: Tensor | None, start: int, most: int) -> tuple[Tensor, int]:
-    """Return where flags are False from a start on, at most so many, and where to go on."""
-    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-    if flags is None:
-        return nothing, start
-    while start < len(flags):
-        part = flags[start : start + most]
-        found = (~part).nonzero().view(-1) + start
-        if len(found):
-            return found, start
-        start += len(part)
-    return nothing, start
-
-
-def _groups(columns: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """Return where columns have the same values.
-
-    Args:
-        columns: int64 or bool [n] each, 1 or more rows.
-
-    Returns:
-        For each different row of values its first place, and all its places, int64 [m], ascending.
-    """
-    which = torch.zeros(len(columns[0]), dtype=torch.int64, device="cpu")
-    for column in columns:
-        # Most columns have one value. The others divide the groups so far.
-        if bool((column != column[0]).any()):
-            kinds, at = torch.unique(column, return_inverse=True)
-            which = torch.unique(which * len(kinds) + at, return_inverse=True)[1]
-    groups = [(which == one).nonzero().view(-1) for one in range(int(which.max()) + 1)]
-    return [(int(chosen[0]), chosen) for chosen in groups]
-
-
-def _chosen_rows(rows: Tensor, chosen: Tensor) -> Tensor:
-    """Return rows[chosen], where `chosen` ascends without duplicates."""
-    if len(chosen) == len(rows):
-        return rows
-    found = torch.empty(len(chosen), rows.shape[1], dtype=torch.uint8, device="cpu")
-    row_gather.gather(rows, chosen, found)
-    return found
 
 
 def _of_tables(given: Differences, names: Container[str]) -> Differences:

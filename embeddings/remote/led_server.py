@@ -10,7 +10,7 @@ from typing import Final
 from recpoint.embeddings.home_tables import TableForm
 from recpoint.embeddings.parity.differences import Unsettled
 from recpoint.embeddings.parity.leader import LedServer
-from recpoint.embeddings.parity.member import Known
+from recpoint.embeddings.parity.own_tables import Known
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.remote.served_home import Link, ServedTable
 from recpoint.embeddings.remote.transport import Greeting, Transport

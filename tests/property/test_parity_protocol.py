@@ -31,7 +31,8 @@ from recpoint.embeddings.home import TableRows
 from recpoint.embeddings.home_in_memory import MemoryHome
 from recpoint.embeddings.parity.differences import Unsettled
 from recpoint.embeddings.parity.leader import Leader, LedServer, State
-from recpoint.embeddings.parity.member import Known, StripeMember
+from recpoint.embeddings.parity.member import StripeMember
+from recpoint.embeddings.parity.own_tables import Known
 from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent, TableSlots
 from recpoint.embeddings.parity.stripe_check import Verdict
 from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of

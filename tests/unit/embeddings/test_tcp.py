@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from recpoint.embeddings.home import Home, TableRows
-from recpoint.embeddings.parity.peers import OutOfStep
+from recpoint.embeddings.parity.peers import OutOfStep, TableSlots
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.remote.protected_home import made_home
 from recpoint.embeddings.remote.served_home import ServedHome
@@ -181,7 +181,7 @@ def test_closing_a_peer_ends_calls_to_a_server_that_is_silent(when: str) -> None
 
     def ask() -> None:
         try:
-            peer.rows("t", torch.tensor([0]), recover=False)
+            peer.rows([TableSlots("t", torch.tensor([0]))], recover=False)
         except OutOfStep as error:
             ended.append(error)
 
@@ -199,7 +199,7 @@ def test_calls_between_servers_take_as_long_as_they_are_told() -> None:
     with fake_server(lambda stream: prove_server(stream, TOKEN)) as (host, port):
         peer = reach_with(TOKEN, timeout_seconds=0.2)(host, port, 1, {"t": 8})
         with pytest.raises(ServerLost, match=r"0\.2 s"):
-            peer.rows("t", torch.tensor([0]), recover=False)
+            peer.rows([TableSlots("t", torch.tensor([0]))], recover=False)
         peer.close()
 
 
