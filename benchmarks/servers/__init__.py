@@ -17,8 +17,10 @@ from the moment when its rows are there. `_10m` is 10 M rows of 48 values, `_30m
 - `vs_torch_rpc`, `vs_torch_rpc_best`: over a textbook parameter server on torch RPC, at 1 Gbit/s
   and on that link. Its servers take the steps, so that no optimizer state goes over the network.
 - `moved_2k`, `moved_16k`: rows that come over the network, of those without a cache, with 4 M slots
-  and a window of 200, counted on the plan alone. A row that comes leaves later. `moved_wire`: bytes
-  on the trainer's link both ways, with headers, of those without a cache, in the measured rounds.
+  and a window of 200, counted on the plan alone. A row that comes leaves later. `moved_2k_least`,
+  `moved_16k_least`: those that come for the first time, so no cache moves fewer. `moved_wire`:
+  bytes on the trainer's link both ways, with headers, of those without a cache, in the measured
+  rounds.
 
 Two trainers share the rows of tables of 48 values, of at most 400,000 rows each, with Adagrad:
 

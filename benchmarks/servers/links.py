@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from benchmarks.criteo_plan import criteo_reader, drawn, plan_alone
+from benchmarks.criteo_plan import criteo_reader, drawn, new_rows, plan_alone
 from benchmarks.report import Report, Spread, ratio, spread_of
 from benchmarks.servers.network import ShapedNetwork
 from benchmarks.servers.nodes import Servers
@@ -36,7 +36,8 @@ COMPARED_KEYS = (
     "vs_torch_rpc_best",
     "moved_wire",
 )
-COUNTED_KEYS = ("moved_2k", "moved_16k")
+_MOVED_KEYS = ("moved_2k", "moved_16k")
+COUNTED_KEYS = (*_MOVED_KEYS, *(f"{key}_least" for key in _MOVED_KEYS))
 
 #: Headings of the table for people.
 COLUMNS = (
@@ -104,19 +105,23 @@ class LinkSizes:
 
 def count_moved(report: Report, name: str, shape: Shape, sizes: LinkSizes) -> None:
     """Counts rows that are moved, on the plan alone."""
-    for key, lines, count in zip(COUNTED_KEYS, sizes.plan_lines, sizes.plan_batches, strict=True):
+    for key, lines, count in zip(_MOVED_KEYS, sizes.plan_lines, sizes.plan_batches, strict=True):
         reader = criteo_reader(lines=lines, rows=shape.rows)
         batches = [one.sparse for one in drawn(reader, range(count))]
         plan = plan_alone(reader.tables, batches, capacity=sizes.plan_capacity, window=sizes.window)
         # The first half fills the cache.
         half = count // 2
-        unique = sum(len(ids.unique()) for batch in batches[half:] for ids in batch)
+        tables = [[ids.unique() for ids in table] for table in zip(*batches, strict=True)]
+        unique = sum(len(ids) for table in tables for ids in table[half:])
+        new = sum(new_rows(table, half) for table in tables)
         fetched, written = sum(plan.fetched[half:]), sum(plan.written[half:])
         # Each row that comes leaves later, when the cache is full.
         report.figures[f"{key}_{name}"] = fetched / unique
+        report.figures[f"{key}_least_{name}"] = new / unique
         report.notes.append(
             f"{key}_{name}: {sum(reader.tables.values()):,} rows; of {unique / (count - half):,.0f}"
-            f" rows a batch, {fetched / unique:.4f} come and {written / unique:.4f} leave"
+            f" rows a batch, {fetched / unique:.4f} come and {written / unique:.4f} leave; "
+            f"{new / unique:.4f} come for the first time, so no cache moves fewer"
         )
 
 

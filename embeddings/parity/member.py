@@ -63,6 +63,9 @@ from recpoint.kernels import erasure, row_gather
 
 __all__ = ["StripeMember", "TableHere"]
 
+#: How long the background waits for calls that ask for lost rows, before each batch. So it goes on
+#: however often rows are asked for.
+_GIVE_WAY_SECONDS: Final = 0.05
 #: How often a batch is tried again because servers had moved on meanwhile.
 _TRIES: Final = 20
 
@@ -119,6 +122,9 @@ class StripeMember:
         # Held while lost rows are recovered. The calls to peers that are made meanwhile never need
         # the lock of this kind of the other server, so none waits for the other.
         self._recovering = threading.Lock()
+        self._asking = 0  # calls that wait for lost rows; guarded by `_lock`
+        self._nobody_asks = threading.Event()
+        self._nobody_asks.set()
         for server, (its, peer) in peers.items():
             self.join(server, its, peer)
 
@@ -583,13 +589,25 @@ class StripeMember:
         ]
         for here, slots in lost:
             _require_slots(slots, here.slots)
-        if not lost:
-            return
+        if not self._missing(lost):
+            return  # without a wait for what is being recovered
+        with self._lock:
+            self._asking += 1
+            self._nobody_asks.clear()
+        try:
+            self._recover_all(lost)
+        finally:
+            with self._lock:
+                self._asking -= 1
+                if not self._asking:
+                    self._nobody_asks.set()
+
+    def _recover_all(self, wanted: Part) -> None:
         with self._recovering:
-            while missing := self._missing(lost):
+            while missing := self._missing(wanted):
                 _repeated(partial(self._recover, missing))
 
-    def _missing(self, wanted: Sequence[tuple[OwnTable, Tensor]]) -> Part:
+    def _missing(self, wanted: Part) -> Part:
         """Return those of these rows that are lost, as many as one batch has."""
         with self._lock:
             missing = [
@@ -601,14 +619,17 @@ class StripeMember:
     def recover_next(self) -> bool:
         """Recover one batch of lost rows or lost parity rows; returns False if none is lost.
 
+        It lets those go first who ask for lost rows, for a while.
+
         Raises:
             ServerLost, OutOfStep: as for `recover`. The call may be repeated.
         """
+        self._nobody_asks.wait(_GIVE_WAY_SECONDS)
         with self._lock:
             tables = list(self._tables.values())
             missing = first_batch((here, here.first_missing()) for here in tables)
         if missing:
-            self.recover([TableSlots(here.name, slots) for here, slots in missing])
+            self._recover_all(missing)
             return True
         with self._lock:
             missing = first_batch((here, here.first_missing_parity()) for here in tables)
