@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
 from typing import TypeVar
@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recpoint.embeddings.home import Checked, TableRows
-from recpoint.embeddings.home_in_memory import MemoryHome
-from recpoint.embeddings.parity.member import StripeMember
-from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent, TableSlots
+from recpoint.embeddings.parity.peers import OutOfStep, TableSlots
 from recpoint.embeddings.parity.stripe_check import Verdict, condensed, verdicts
 from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
 from recpoint.embeddings.remote.protected_home import ProtectedHome
@@ -25,6 +23,7 @@ from recpoint.embeddings.remote.server import EmbeddingServer
 from recpoint.errors import HomeError
 from recpoint.kernels import erasure
 from recpoint.testing.homes import ids_of, records_of
+from tests.near_members import near_members
 from tests.protected_servers import flip_bit, protected
 
 T = TypeVar("T")
@@ -115,54 +114,10 @@ def test_without_parity_nothing_is_compared() -> None:
             assert frozen.check(all_rows()) == Checked()
 
 
-class Near(Peer):
-    """Calls a member of the same process."""
-
-    def __init__(self, members: dict[int, StripeMember], number: int) -> None:
-        self._members = members
-        self._number = number
-
-    def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
-        self._members[self._number].receive(messages)
-
-    def rows(
-        self, wanted: Sequence[TableSlots], *, recover: bool, is_condensed: bool = False
-    ) -> Members:
-        member = self._members[self._number]
-        return member.rows(wanted, recover=recover, is_condensed=is_condensed)
-
-    def parity_rows(
-        self,
-        wanted: Sequence[TableSlots],
-        at: Mapping[int, tuple[int, int]],
-        *,
-        is_condensed: bool = False,
-    ) -> Members:
-        member = self._members[self._number]
-        return member.parity_rows(wanted, at, is_condensed=is_condensed)
-
-    def decoded(self, wanted: Sequence[TableSlots], lost: int) -> Members:
-        return self._members[self._number].decoded(wanted, lost)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-def one_by_one(calls: Sequence[Callable[[], T]]) -> list[T]:
-    return [call() for call in calls]
-
-
 def test_a_server_that_others_take_for_lost_compares_and_decodes_nothing() -> None:
     """It answers, and others write without its parity: its parity rows are no proof any more."""
+    members = near_members({"items": RECORD_BYTES}, rows=30)
     stripes = stripes_of("items", rows=30, parity=Parity(data=2), hosts="abc")
-    members: dict[int, StripeMember] = {}
-    for number in range(3):
-        home = MemoryHome()
-        home.add_table("items", rows=stripes.slots(number), record_bytes=RECORD_BYTES)
-        others = {one: (one + 1, Near(members, one)) for one in range(3) if one != number}
-        members[number] = StripeMember(number, number + 1, home, others, together=one_by_one)
-        members[number].is_open = True
-        members[number].add_table("items", stripes, RECORD_BYTES)
     holder = 2
     slots = torch.arange(stripes.parity_slots(holder))
     assert set(members[holder].check("items", slots).tolist()) == {Verdict.FITS}
