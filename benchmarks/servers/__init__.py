@@ -30,9 +30,10 @@ Two trainers share the rows of tables of 48 values, of at most 400,000 rows each
 - `critical_share`: of the rows whose gradients go from one trainer to the other, those for which a
   step waits. `next_batch_share`: those that the next batch looks up, counted on the batches; the
   others could wait. `exchanged_share`: the rows that go, of the unique rows of a batch.
-- `stall_vs_plain`: stall of a checkpoint over that of one trainer with all tables in memory, after
-  as many batches. `coordination_ms`: the part of it in which a rank does nothing for its own cut:
-  it agrees with the others, and waits for them. Changed rows are sent to the servers afterwards.
+- `stall_vs_plain`: stall of a checkpoint, coordination apart, over that of one trainer with all
+  tables in memory, after as many batches. `coordination_ms`: the part of a stall in which a rank
+  does nothing for its own cut: it agrees with the others, and waits for them.
+  `whole_stall_vs_plain`: with that part. Changed rows are sent to the servers afterwards.
 - `tcp_*`, `ray_*`: rate of a stream to one server on this machine, time and CPU of all roles for a
   batch of 14,000 rows that are read and written.
 """
