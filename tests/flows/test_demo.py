@@ -44,9 +44,11 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(
     demo = tmp_path / "demo"
     is_served = any("--servers" in one for one in more)
     has_parity = "--parity=2+1" in more
+    # With rows at servers, training goes on until a checkpoint is staged, up to forty steps.
+    steps = 240 if is_served else 120
     ended = subprocess.run(
         [sys.executable, "-m", "recpoint", "demo", f"--dir={demo}", "--stop-server"]
-        + ["--steps=120", "--interval=20", f"--ranks={ranks}", *more],
+        + [f"--steps={steps}", "--interval=20", f"--ranks={ranks}", *more],
         capture_output=True,
         text=True,
         timeout=900,
@@ -61,8 +63,8 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(
     assert document["resumed_bit_identical"] is True
     assert set(document["digests_equal"].values()) == {True}
     assert document["auc"] == document["auc_uninterrupted"]
-    assert (document["steps"], document["ranks"]) == (120, ranks)
-    assert 60 <= document["killed_at_step"] < 120
+    assert (document["steps"], document["ranks"]) == (steps, ranks)
+    assert steps // 2 <= document["killed_at_step"] < steps
     assert 0 < document["restored_step"] <= document["killed_at_step"]
     assert document["restored_step"] % 20 == 0
     assert document["persisted_by_prefect"] > 0
@@ -93,7 +95,7 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(
     if is_served:
         assert document["cache"]["misses"] == 0 < document["cache"]["written_rows"]
         assert all(manifest.cache is not None for manifest in manifests)
-    assert manifests[0].step == 120
+    assert manifests[0].step == steps
     assert {manifest.ranks for manifest in manifests} == {ranks}
     # A rewind begins a generation, too; with parity there is none.
     assert run.generation_numbers() == ([1, 2, 3] if is_served and not has_parity else [1, 2])

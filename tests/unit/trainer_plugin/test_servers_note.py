@@ -99,19 +99,25 @@ def seen(place: Place) -> ServersSeen | None:
     return RunWatch(run, staging=place.staging).refresh().servers
 
 
+def seen_as_told(place: Place) -> AllServers | None:
+    """What a page sees and the note says; None: the note was written anew in between."""
+    servers, now = with_sizes(place), seen(place)
+    assert now is not None and now.trainer_lives
+    return servers if servers == now.servers == with_sizes(place) else None
+
+
 def test_what_it_says_is_what_a_page_sees(place: Place, running: list[EmbeddingServer]) -> None:
     with ServedHome(running) as home:
         trained = Trained(home, place)
         with trained.begun():
             trained.train(20)  # so many that both tables have rows in the home
-            servers = until(lambda: with_sizes(place))
+            until(lambda: with_sizes(place))
+            servers = until(lambda: seen_as_told(place))
             assert [(one.state, one.known_rows) for one in servers.each] == [
                 ("up", one.rows) for one in servers.each
             ]
             assert (servers.parity, servers.has_given_up) == (0, False)
             assert [one.pid for one in servers.each] == [one.pid for one in home.greetings]
-            now = seen(place)
-            assert now is not None and now.servers == servers and now.trainer_lives
             running[1].end()
             until(lambda: states(place) == ["up", "lost"])
         now = seen(place)
