@@ -94,7 +94,11 @@ class _Region:
     def exclusive_or(self, ids: Tensor, records: Tensor) -> None:
         """Store the records of `ids` XOR these; a place that was never written has zeros."""
         erasure.apply(self._records, ids, records)
-        self._note(ids)
+        try:
+            self._note(ids)
+        except BaseException:  # no memory for it; what was added is taken away again
+            erasure.apply(self._records, ids, records)
+            raise
 
     def _note(self, ids: Tensor) -> None:
         """Note that the home has the records of `ids`."""

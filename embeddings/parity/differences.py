@@ -10,8 +10,8 @@ receiver also keeps some older messages: they tell what a parity row was at an e
 sender.
 
 A message has differences of several tables. They are added to parity rows table by table, and each
-may fail, as a disk may be full. `Added` counts the tables, so that a message that comes again is
-added once.
+may fail, for want of memory for instance. `Added` counts the tables, so a message that comes again
+goes on where it failed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KEPT_BYTES: Final = 64 << 20
 #: tables. Measured.
 _MESSAGE_BYTES: Final = 2_048
 _SHARE_BYTES: Final = 192
-_TABLE_BYTES: Final = 192
+_TABLE_BYTES: Final = 384
 #: Shares of writes in one answer. As text, each takes less than 64 bytes.
 _MOST_SHARES: Final = 512
 
@@ -200,7 +200,7 @@ class OfTable(NamedTuple):
 
 
 class Added:
-    """Differences that were added to parity rows, or those of the first tables of them.
+    """Differences that were added to parity rows, of all tables or of the first ones.
 
     Args:
         given: the differences. They are kept as they are.
@@ -212,6 +212,9 @@ class Added:
     def __init__(self, given: Differences) -> None:
         self._given = given
         self._ends = [0, *itertools.accumulate(share.rows for share in given.tables)]
+        self._places = {
+            (share.table, share.generation): place for place, share in enumerate(given.tables)
+        }
         self.tables = 0
 
     @property
@@ -249,10 +252,8 @@ class Added:
 
     def of_table(self, table: str, generation: int) -> OfTable | None:
         """Return what was added to a table; None: nothing."""
-        for number, share in enumerate(self._given.tables[: self.tables]):
-            if share.table == table and share.generation == generation:
-                return self.part(number)
-        return None
+        place = self._places.get((table, generation), self.tables)
+        return self.part(place) if place < self.tables else None
 
 
 class Inbox:
@@ -263,13 +264,13 @@ class Inbox:
 
     Attributes:
         applied: number of the last message.
-        coming: the message after that, if some of its tables were added and one has failed.
+        half_added: the message after that, if one of its tables has failed.
     """
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
         self.applied = 0
-        self.coming: Added | None = None
+        self.half_added: Added | None = None
         self._settled = 0
         self._kept: OrderedDict[int, tuple[Sent, Added]] = OrderedDict()
         self._kept_bytes = 0
@@ -289,7 +290,7 @@ class Inbox:
     def add(self, sent: Sent, added: Added) -> None:
         """Keep a new message, whose differences were added to parity rows."""
         self.applied = sent.number
-        self.coming = None
+        self.half_added = None
         self._settled = max(self._settled, sent.settled)
         self._kept[sent.number] = sent, added
         self._kept_bytes += _size_bytes(sent, added)
@@ -304,18 +305,22 @@ class Inbox:
         """Return what was added to parity rows after a message, oldest first.
 
         Raises:
-            OutOfStep: not all of that is kept any more, or another incarnation has sent it.
+            OutOfStep: the message has not arrived, or another incarnation has sent it, or not all
+                that came after it is kept any more.
         """
         if incarnation != self.incarnation:
             raise OutOfStep("a moment of another incarnation")
+        if number > self.applied:
+            # Its sender has taken this server for lost, and did not wait until it had arrived.
+            raise OutOfStep(f"message {number}, which has not arrived")
         if number < self.applied and number + 1 not in self._kept:
             raise OutOfStep(f"message {number} of {self.applied}, which is too long ago")
         # Few of those that are kept came after: they are at the end.
         later = itertools.takewhile(lambda one: one > number, reversed(self._kept))
         for one in reversed(list(later)):
             yield self._kept[one][1]
-        if self.coming is not None:
-            yield self.coming
+        if self.half_added is not None:
+            yield self.half_added
 
     def unsettled(self, receiver: int, incarnation: int) -> Unsettled:
         """Return what may have to be taken back if the sender is lost.

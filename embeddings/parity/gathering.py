@@ -1,8 +1,9 @@
 """Collects the members of stripes from the servers, and computes members of them.
 
-A lost row is the sum of the other members of its stripe, and so is a lost parity row. Usually all
-other rows are known: then what the servers send is added up as it comes. Otherwise the members are
-put in their places, and `kernels.erasure` finds the lost one from those that are left.
+A lost row is the sum of the other rows of its stripe and the first parity row. Usually all of them
+are known: then the servers' answers are added up as they are. Otherwise the members are put in
+their places, and `kernels.erasure` finds the lost one from those that are left. A lost parity row
+is a sum of all rows, in a second one each times its coefficient.
 """
 
 from __future__ import annotations
@@ -258,7 +259,7 @@ def _are_known(answers: Sequence[_Answer]) -> bool:
 
 
 def chosen_rows(rows: Tensor, chosen: Tensor) -> Tensor:
-    """Return rows[chosen], where `chosen` ascends without duplicates."""
+    """Return rows[chosen]; `chosen` has no duplicates, and ascends if it has all rows."""
     if len(chosen) == len(rows):
         return rows
     found = torch.empty(len(chosen), rows.shape[1], dtype=torch.uint8, device="cpu")

@@ -37,7 +37,7 @@ from recpoint.embeddings.parity.own_tables import (
     Batch,
     Known,
     OwnTable,
-    Part,
+    RowsOfTables,
     first_batch,
     places_of,
 )
@@ -63,8 +63,8 @@ from recpoint.kernels import erasure, row_gather
 
 __all__ = ["StripeMember", "TableHere"]
 
-#: How long the background waits for calls that ask for lost rows, before each batch. So it goes on
-#: however often rows are asked for.
+#: How long the background waits for calls that ask for lost rows, before each batch. It waits no
+#: longer, because such calls may come one after another.
 _GIVE_WAY_SECONDS: Final = 0.05
 #: How often a batch is tried again because servers had moved on meanwhile.
 _TRIES: Final = 20
@@ -171,9 +171,6 @@ class StripeMember:
                 for sent, _ in outbox.waiting:
                     self._writes.arrived(sent.write, server)
                 outbox.waiting.clear()
-            if inbox.coming is not None:  # it has not arrived
-                inbox.coming.take_back(self._add)
-                inbox.coming = None
             unsettled = inbox.unsettled(self._number, self._incarnation)
         if peer is not None:
             peer.close()
@@ -199,6 +196,9 @@ class StripeMember:
                 return
             if server in self._peers:
                 raise OutOfStep(f"server {server + 1} is not lost")
+            if inbox.half_added is not None:  # it has not arrived
+                inbox.half_added.take_back(self._add)
+                inbox.half_added = None
             for number in numbers:
                 added = inbox.kept(number)
                 if added is not None:
@@ -312,11 +312,10 @@ class StripeMember:
                 written += 1
         finally:
             # This needs no memory to speak of, so rows and messages stay together.
-            if written == len(changed):
-                self._queue(messages)
-            elif written:
+            if written < len(changed):
                 names = {one.table for one in changed[:written]}
-                self._queue({to: _of_tables(given, names) for to, given in messages.items()})
+                messages = {to: _of_tables(given, names) for to, given in messages.items()}
+            self._queue({to: given for to, given in messages.items() if given.tables})
 
     def _messages(self, changed: Sequence[TableRows]) -> dict[int, Differences]:
         """Return a message for each server that has parity of rows that are about to be stored.
@@ -434,19 +433,26 @@ class StripeMember:
             raise OutOfStep(f"server {sent.source + 1} has not joined")
         if not inbox.is_new(sent):
             return
-        added = inbox.coming
-        if added is None:
-            # The caller's memory is used again.
-            added = Added(replace(given, rows=given.rows.clone(), slots=given.slots.clone()))
-            self._require_differences(given, added)
+        added = inbox.half_added or self._copied(given)
         try:
             added.add(self._add)
         except BaseException:
-            inbox.coming = added  # and goes on when the message comes again
+            inbox.half_added = added  # and goes on when the message comes again
             raise
         inbox.add(sent, added)
 
-    def _require_differences(self, given: Differences, added: Added) -> None:
+    def _copied(self, given: Differences) -> Added:
+        """Return differences that can be kept: the caller's memory is used again.
+
+        Raises:
+            OutOfStep, ValueError: see `_require_differences`.
+        """
+        self._require_differences(given)
+        # One text for a table's name, however many messages are kept.
+        shares = [share._replace(table=self._tables[share.table].name) for share in given.tables]
+        return Added(Differences(tables=shares, rows=given.rows.clone(), slots=given.slots.clone()))
+
+    def _require_differences(self, given: Differences) -> None:
         """Refuse differences that do not fit this server's parity rows.
 
         Raises:
@@ -458,6 +464,7 @@ class StripeMember:
             raise ValueError(f"differences: {len(given.slots)} slots, expected {count}")
         if len({share.table for share in given.tables}) != len(given.tables):
             raise ValueError("differences: of one table twice, expected each table at most once")
+        added = Added(given)
         for number in range(added.count):
             part = added.part(number)
             here = self._tables.get(part.table)
@@ -485,12 +492,12 @@ class StripeMember:
         self, wanted: Sequence[TableSlots], *, recover: bool, is_condensed: bool = False
     ) -> Members:
         """Return rows of this server to another one; see `Peer.rows`."""
-        if recover:
-            self.recover(wanted)
         tables = self._tables_of(wanted)
         slots = torch.cat([one.slots for one in wanted])
         for table, one in zip(tables, wanted, strict=True):
             _require_slots(one.slots, table.slots)
+        if recover:
+            self.recover(wanted)
         with self._lock:
             coded = self._coded_rows(tables, slots, [len(one.slots) for one in wanted])
             known = [table.are_known(one.slots) for table, one in zip(tables, wanted, strict=True)]
@@ -578,6 +585,9 @@ class StripeMember:
     def recover(self, wanted: Sequence[TableSlots]) -> None:
         """Recover those of these rows that are lost, from the other servers.
 
+        Args:
+            wanted: rows of any tables, each at most once.
+
         Raises:
             ServerLost: more servers are lost than parity makes up for, or one does not answer.
             OutOfStep: servers have moved on; the call may be repeated.
@@ -602,12 +612,16 @@ class StripeMember:
                 if not self._asking:
                     self._nobody_asks.set()
 
-    def _recover_all(self, wanted: Part) -> None:
-        with self._recovering:
-            while missing := self._missing(wanted):
-                _repeated(partial(self._recover, missing))
+    def _recover_all(self, wanted: RowsOfTables) -> None:
+        is_more = True
+        while is_more:
+            with self._recovering:  # for a batch, so that others get their turns
+                missing = self._missing(wanted)
+                is_more = bool(missing)
+                if is_more:
+                    _repeated(partial(self._recover, missing))
 
-    def _missing(self, wanted: Part) -> Part:
+    def _missing(self, wanted: RowsOfTables) -> RowsOfTables:
         """Return those of these rows that are lost, as many as one batch has."""
         with self._lock:
             missing = [
@@ -637,7 +651,7 @@ class StripeMember:
             _repeated(partial(self._recover_parity, missing))
         return bool(missing)
 
-    def _recover(self, missing: Part) -> None:
+    def _recover(self, missing: RowsOfTables) -> None:
         """Recover rows that are lost. The caller holds `_recovering`."""
         generations = [table.generation for table, _ in missing]
         coded = self._decoded(missing)
@@ -663,7 +677,7 @@ class StripeMember:
             next_step="restore the last checkpoint, and look at the memory of the machines",
         )
 
-    def _decoded(self, missing: Part) -> Tensor:
+    def _decoded(self, missing: RowsOfTables) -> Tensor:
         """Return lost rows of this server, coded.
 
         The server with the first parity row of a stripe decodes its lost row. So each server
@@ -714,7 +728,7 @@ class StripeMember:
             generations=[here.generation for here in tables],
         )
 
-    def _recover_parity(self, missing: Part) -> None:
+    def _recover_parity(self, missing: RowsOfTables) -> None:
         """Compute parity rows that are lost. One thread at a time does this."""
         rows = Batch(missing)
         stripes, numbers = rows.stripes.parity_at(rows.of, self._number, rows.slots)
@@ -794,9 +808,9 @@ class StripeMember:
         size = len(slots), tables[0].record_bytes
         records = torch.empty(size, dtype=torch.uint8, device="cpu")
         parts = zip(tables, slots.split(counts), records.split(counts), strict=True)
-        wanted = [TableRows(table.name, *part) for table, *part in parts]
+        # Not `fetch_all`: it may wait for threads that read for trainers, and others wait for this.
+        has = torch.cat([self._home.fetch(table.name, *part) for table, *part in parts])
         coded = torch.empty(len(slots), size[1] + 1, dtype=torch.uint8, device="cpu")
-        has = torch.cat(self._home.fetch_all(wanted))
         if not bool(has.all()):
             records[~has] = 0  # a fetch leaves them alone
         coded[:, -1] = has

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from recpoint.embeddings.parity.frozen_while_lost import FrozenWhileLost
-from recpoint.embeddings.parity.peers import TableSlots
+from recpoint.embeddings.parity.peers import MOST_TABLES, TableSlots
 from recpoint.embeddings.parity.stripes import Stripes, TablesStripes
 
-__all__ = ["Batch", "Known", "OwnTable", "Part", "first_batch", "places_of"]
+__all__ = ["Batch", "Known", "OwnTable", "RowsOfTables", "first_batch", "places_of"]
 
 #: Bytes of rows that one call between servers carries.
 _BATCH_BYTES: Final = 2 << 20
-#: Tables of one batch, at most: as many as a request names.
-_MOST_TABLES: Final = 128
 
 
 class Known(NamedTuple):
@@ -115,7 +113,7 @@ class OwnTable:
 
 
 #: Rows or parity rows of several tables whose rows have one length.
-Part = list[tuple[OwnTable, Tensor]]
+RowsOfTables = list[tuple[OwnTable, Tensor]]
 
 
 class Batch:
@@ -131,7 +129,7 @@ class Batch:
         stripes: of the tables.
     """
 
-    def __init__(self, parts: Part) -> None:
+    def __init__(self, parts: RowsOfTables) -> None:
         self.tables = [table for table, _ in parts]
         self.of = places_of([len(slots) for _, slots in parts])
         self.slots = torch.cat([slots for _, slots in parts])
@@ -150,9 +148,9 @@ class Batch:
         return places, [TableSlots(self.tables[place].name, parts[place]) for place in places]
 
 
-def first_batch(missing: Iterable[tuple[OwnTable, Tensor]]) -> Part:
+def first_batch(missing: Iterable[tuple[OwnTable, Tensor]]) -> RowsOfTables:
     """Return as many of these rows as one batch has, of tables whose rows have one length."""
-    found: Part = []
+    found: RowsOfTables = []
     left = 0
     for table, slots in missing:
         if not found:
@@ -160,7 +158,7 @@ def first_batch(missing: Iterable[tuple[OwnTable, Tensor]]) -> Part:
         if len(slots) and (not found or table.coded_bytes == found[0][0].coded_bytes):
             found.append((table, slots[:left]))
             left -= len(found[-1][1])
-            if not left or len(found) == _MOST_TABLES:
+            if not left or len(found) == MOST_TABLES:
                 break
     return found
 

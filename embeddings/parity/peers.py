@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from torch import Tensor
 
 __all__ = [
+    "MOST_TABLES",
     "Differences",
     "HasMembers",
     "Members",
@@ -19,6 +20,9 @@ __all__ = [
     "TableShare",
     "TableSlots",
 ]
+
+#: Tables of one call, at most.
+MOST_TABLES: Final = 128
 
 #: A moment in the life of a server: its incarnation, and for each receiver that one's incarnation
 #: and the number of the last message that it had sent there.

@@ -171,10 +171,6 @@ class Stripes:
         stripes, positions = self._cycle.data.of(server, slots + self._data_before[server])
         return stripes - self._shift, positions
 
-    def has_row(self, stripes: Tensor, positions: Tensor) -> Tensor:
-        """Return whether a row is there, bool [n]: the last stripe may have fewer rows."""
-        return stripes * self.data + positions < self.rows
-
     def parity_slots(self, server: int) -> int:
         """Return how many parity rows are on a server; they begin at 0."""
         after = self._cycle.parity.before(self.count + self._shift)[server]
@@ -196,11 +192,6 @@ class Stripes:
         at = (stripe + self._shift) % self._cycle.stripes
         of_all = torch.cat([self._cycle.data.servers[at], self._cycle.parity.servers[at]])
         return [int(server) for server in of_all]
-
-    def parity_at(self, server: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the stripes of a server's parity slots, and which parity rows: int64 [n] each."""
-        stripes, numbers = self._cycle.parity.of(server, slots + self._parity_before[server])
-        return stripes - self._shift, numbers
 
 
 class TablesStripes:

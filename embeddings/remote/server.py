@@ -255,8 +255,6 @@ class EmbeddingServer(Transport):
         self, changed: Sequence[TableRows], member: StripeMember | None, trainer: int, batch: int
     ) -> None:
         tables = {one.table: self._table(one.table) for one in changed}
-        if len(tables) != len(changed):
-            raise ValueError("rows: of one table twice, expected each table at most once")
         with ExitStack() as locks:
             for _, here in sorted(tables.items()):  # in one order, so that no two calls wait
                 locks.enter_context(here.lock)

@@ -4,11 +4,12 @@ A connection begins with a proof, in both directions, that the other side knows 
 fresh random numbers, so nothing that was overheard can be used again). Records are not encrypted.
 Then each request has one answer:
 
-    request: header, for each table a part, text, slots (int64) of all parts, and for a write, for
+    request: header, parts, text, slots (int64) of all parts, and for a write, for
              differences or for new rows to stage their records
     answer:  header, text, and for a fetch a bit for each slot, and the records that are there
 
-A part says how many slots there are, and the bytes of a record. A server that asks another one for
+A part says how many slots there are, and the bytes of a record. It is about one table, and of
+differences about one message, which may have several tables. A server that asks another one for
 its rows gets a bit for each slot that is known, and all records. The answer to a check has a byte
 for each slot, and so has the answer to a request to stage rows.
 
@@ -34,7 +35,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.parity.peers import OutOfStep
+from recpoint.embeddings.parity.peers import MOST_TABLES, OutOfStep
 from recpoint.embeddings.remote.server import MOST_REQUEST_BYTES
 from recpoint.errors import HomeError, RecpointError, ServerLost
 
@@ -80,7 +81,7 @@ STAGE: Final = 11
 STAGE_NEW: Final = 12
 
 #: Parts of one request.
-MOST_PARTS: Final = 128
+MOST_PARTS: Final = MOST_TABLES
 
 _GREETING: Final = b"recpoint embedding server 5\n"
 _NONCE_BYTES: Final = 32
@@ -212,7 +213,7 @@ def _proof(token: bytes, side: bytes, of_server: bytes, of_client: bytes) -> byt
 
 
 class Part(NamedTuple):
-    """What a request has of one table: bytes of a record, and number of slots."""
+    """What a request has of one table or message: bytes of a record, and number of slots."""
 
     record_bytes: int
     rows: int
@@ -225,7 +226,7 @@ class Request:
     Attributes:
         kind: HELLO, COMMAND, FETCH, …
         text: JSON.
-        parts: one for each table; none for HELLO and COMMAND.
+        parts: one for each table or message; none for HELLO and COMMAND.
         incarnation: of the server that is meant; 0 if unused, as the others are.
         number: of the frozen reader, or of the trainer.
         batch: of a write; of rows to stage, how many were named before.

@@ -35,7 +35,7 @@ from recpoint.embeddings.parity.member import StripeMember
 from recpoint.embeddings.parity.own_tables import Known
 from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent, TableSlots
 from recpoint.embeddings.parity.stripe_check import Verdict
-from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
+from recpoint.embeddings.parity.stripes import Parity, Stripes, TablesStripes, stripes_of
 from recpoint.errors import ServerLost
 from recpoint.kernels import erasure
 
@@ -314,10 +314,16 @@ BUSY = st.lists(
 )
 
 
+def record_bytes(table: str) -> int:
+    """Tables have rows of two lengths, so one write has messages of its own for each."""
+    return RECORD_BYTES + (2 if table.endswith("1") else 0)
+
+
 def first_parity(stripes: Stripes, server: int) -> torch.Tensor:
     """The slots of a server that have first parity rows."""
     slots = torch.arange(stripes.parity_slots(server), dtype=torch.int64)
-    return slots[stripes.parity_at(server, slots)[1] == 0]
+    of = torch.zeros_like(slots)
+    return slots[TablesStripes([stripes]).parity_at(of, server, slots)[1] == 0]
 
 
 class ParityMachine(RuleBasedStateMachine):
@@ -374,9 +380,9 @@ class ParityMachine(RuleBasedStateMachine):
     def add_table(self, server: Process, table: str, generation: int, is_lost: bool) -> None:
         stripes = self.stripes[table]
         slots = stripes.slots(server.number)
-        server.home.add_table(table, rows=slots, record_bytes=RECORD_BYTES)
+        server.home.add_table(table, rows=slots, record_bytes=record_bytes(table))
         server.protects.add_table(
-            table, stripes, RECORD_BYTES, generation=generation, is_lost=is_lost
+            table, stripes, record_bytes(table), generation=generation, is_lost=is_lost
         )
 
     # What trainers do.
@@ -442,7 +448,8 @@ class ParityMachine(RuleBasedStateMachine):
             return
         # A row whose write failed is written again as it was.
         records = {
-            one: self.pending.get(one) or bytes([next(self.versions) % 251 + 1] * RECORD_BYTES)
+            one: self.pending.get(one)
+            or bytes([next(self.versions) % 251 + 1] * record_bytes(one[0]))
             for one in ids
         }
         self.pending.update(records)
@@ -460,11 +467,12 @@ class ParityMachine(RuleBasedStateMachine):
         """Write rows of several tables in one call; `records` has those of each in turn."""
         self.require_open(server)
         server.protects.recover([TableSlots(*one) for one in slots.items()])
-        rows = torch.tensor([list(one) for one in records], dtype=torch.uint8)
-        parts = rows.split([len(one) for one in slots.values()])
-        server.protects.write(
-            [TableRows(*one, part) for one, part in zip(slots.items(), parts, strict=True)]
-        )
+        left = iter(records)
+        changed = []
+        for table, chosen in slots.items():
+            rows = [list(next(left)) for _ in chosen]
+            changed.append(TableRows(table, chosen, torch.tensor(rows, dtype=torch.uint8)))
+        server.protects.write(changed)
         server.protects.flush()
         self.require_open(server)
 
@@ -501,7 +509,7 @@ class ParityMachine(RuleBasedStateMachine):
             finally:
                 self.network.busy.discard(number)
             self.require_open(server)
-            record = torch.zeros(1, RECORD_BYTES, dtype=torch.uint8)
+            record = torch.zeros(1, record_bytes(table), dtype=torch.uint8)
             has = server.home.fetch(table, slots, record)
             return bytes(record[0].tolist()) if bool(has[0]) else None
         raise AssertionError("a row is nowhere")
@@ -713,7 +721,7 @@ class ParityMachine(RuleBasedStateMachine):
             found = self.found(table, row) if row < self.rows else None
             if row < self.rows:
                 self.check(table, row, found)
-            whole = bytes(RECORD_BYTES + 1) if found is None else found + b"\1"
+            whole = bytes(record_bytes(table) + 1) if found is None else found + b"\1"
             coded.append(torch.tensor([list(whole)], dtype=torch.uint8))
         for number, expected in enumerate(erasure.encode(coded, self.form.parity)):
             server, slot = stripes.parity_in(at, number)

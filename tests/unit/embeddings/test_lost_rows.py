@@ -12,7 +12,7 @@ from torch import Tensor
 from recpoint.embeddings.home import TableRows
 from recpoint.embeddings.parity import member as member_module
 from recpoint.embeddings.parity.member import StripeMember
-from recpoint.embeddings.parity.own_tables import OwnTable, Part, first_batch
+from recpoint.embeddings.parity.own_tables import OwnTable, RowsOfTables, first_batch
 from recpoint.embeddings.parity.peers import Members, TableSlots
 from recpoint.embeddings.parity.stripes import Parity, stripes_of
 from recpoint.testing.homes import ids_of, records_of
@@ -141,7 +141,7 @@ def test_the_background_lets_a_read_of_lost_rows_go_first(
     monkeypatch.setattr(member_module, "_GIVE_WAY_SECONDS", 60.0)
     batches: list[threading.Thread] = []  # the thread that has looked for one
 
-    def noted(missing: Iterable[tuple[OwnTable, Tensor]]) -> Part:
+    def noted(missing: Iterable[tuple[OwnTable, Tensor]]) -> RowsOfTables:
         batches.append(threading.current_thread())
         return first_batch(missing)
 

@@ -168,6 +168,7 @@ def test_differences_of_a_write_that_fails_in_the_middle_are_those_of_the_rows_s
         here.write(rows)
     here.flush()
     sent = [given for peer in peers.values() for given in peer.sent]
+    assert all(given.tables for given in sent)
     assert {one.table for given in sent for one in given.tables} == {"a"}
     assert sum(len(given.slots) for given in sent) == 6
     for peer in peers.values():
@@ -200,16 +201,15 @@ def test_a_message_that_fails_in_the_middle_is_added_once(is_lost: bool) -> None
     assert parity("a", 1) == parity("b", 1) == [9] * 4, "what message 2 has added is left out"
     if is_lost:
         home.full = {"a\0parity"}
-        with pytest.raises(HomeError, match="no room"):
-            here.lose(1, 1)
-        home.full = set()
         report = here.lose(1, 1)
         assert report is not None and report.applied == 1
-        assert parity("a") == parity("b") == [9] * 4
-        home.full = {"a\0parity"}
         for _ in range(2):
             with pytest.raises(HomeError, match="no room"):
                 here.take_back(1, 1, [1])
+        home.full = {"b\0parity"}
+        with pytest.raises(HomeError, match="no room"):
+            here.take_back(1, 1, [1])
+        assert parity("a") == parity("b") == [9] * 4, "message 1 is left"
         home.full = set()
         here.take_back(1, 1, [1])
     else:
@@ -235,7 +235,13 @@ def test_differences_that_fit_no_table_are_refused(
     with pytest.raises(ValueError, match="5 bytes a row, expected 6"):
         here.receive([(message(1), difference(RECORD_BYTES))])
     here.receive([(message(1), difference())])
-    assert here.parity_rows([TableSlots(TABLE, torch.tensor([0]))], {}).rows.all()
+    slots = TableSlots(TABLE, torch.tensor([0]))
+    assert here.parity_rows([slots], {}).rows.all()
+    with pytest.raises(OutOfStep, match="message 2, which has not arrived"):
+        here.parity_rows([slots], {1: (1, 2)})
+    for wanted in ([], [slots, slots]):
+        with pytest.raises(ValueError, match="expected different ones"):
+            here.rows(wanted, recover=True)
 
 
 def message(number: int, incarnation: int = 1, settled: int = 0) -> Sent:
