@@ -233,7 +233,9 @@ class Gathering:
         return out
 
     def members(self) -> tuple[Tensor, Tensor]:
-        """Return all members, and whether they are known; a row that no stripe has is known.
+        """Return all members, and whether they are known.
+
+        A place without a row, in the last stripe, counts as known.
 
         Returns:
             uint8 [members, n, row_bytes], zeros where nothing is known, and bool [members, n].
