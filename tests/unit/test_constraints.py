@@ -1,0 +1,107 @@
+"""The pinned versions can be installed on every Python that pyproject.toml names.
+
+They are checked against the metadata of the installed distributions, for the oldest patch of each
+Python: Debian 12 has 3.11.2.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+OLDEST_PATCHES = [
+    f"{declared[1]}.0"
+    for text in PROJECT["classifiers"]
+    if (declared := re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", text))
+]
+
+#: Requirements that `make install` replaces: it installs TorchRec without its dependencies.
+REPLACED = {("torchrec", "fbgemm-gpu"), ("torchrec", "torchmetrics")}
+
+
+@cache
+def pins() -> dict[str, str]:
+    """The pinned version of each distribution."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = (line.split("==") for line in lines if not line.startswith("#"))
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+@cache
+def installed() -> dict[str, metadata.Distribution]:
+    """Each pinned distribution that is installed; the first of a name is the one that is used."""
+    distributions: dict[str, metadata.Distribution] = {}
+    for distribution in metadata.distributions():
+        name = canonicalize_name(distribution.metadata["Name"])
+        if name in pins():
+            distributions.setdefault(name, distribution)
+    return distributions
+
+
+@cache
+def conditional_requirements() -> list[tuple[str, Requirement]]:
+    """What each pinned distribution requires somewhere without extras, beside its name."""
+    return [
+        (name, Requirement(text))
+        for name, distribution in installed().items()
+        for text in distribution.requires or ()
+        if "extra ==" not in text
+    ]
+
+
+def requirements(python: str) -> Iterator[tuple[str, Requirement]]:
+    """What each pinned distribution requires on a Python without extras, beside its name."""
+    environment = {"python_version": python.rpartition(".")[0], "python_full_version": python}
+    for name, requirement in conditional_requirements():
+        marker = requirement.marker
+        if marker is None or marker.evaluate({**environment, "extra": ""}):
+            yield name, requirement
+
+
+def test_the_pythons_are_those_that_readme_promises() -> None:
+    first, last = OLDEST_PATCHES[0], OLDEST_PATCHES[-1]
+    assert f"Python {first[:-2]} to {last[:-2]}" in (ROOT / "README.md").read_text()
+    supported = SpecifierSet(PROJECT["requires-python"])
+    assert all(python in supported for python in OLDEST_PATCHES)
+    assert len(OLDEST_PATCHES) > 1
+
+
+def test_the_installed_versions_are_the_pinned_ones() -> None:
+    """Otherwise the tests below would look at the metadata of other versions."""
+    versions = {name: found.version.partition("+")[0] for name, found in installed().items()}
+    pinned = {name: pins()[name] for name in versions}
+    assert versions == pinned, "Next: make install"
+    assert len(versions) > 0.9 * len(pins())
+
+
+@pytest.mark.parametrize("python", OLDEST_PATCHES)
+def test_each_pin_holds_for_the_oldest_patch(python: str) -> None:
+    refused = {
+        f"{name}=={found.version}": asked
+        for name, found in installed().items()
+        if (asked := found.metadata["Requires-Python"]) and python not in SpecifierSet(asked)
+    }
+    assert not refused, f"not for Python {python}"
+
+
+@pytest.mark.parametrize("python", OLDEST_PATCHES)
+def test_what_pins_require_is_pinned_and_fits(python: str) -> None:
+    """Some distributions are required by old patches alone, such as 3.11.2."""
+    unfit = [
+        f"{name} requires {requirement}; pinned: {pins().get(required)}"
+        for name, requirement in requirements(python)
+        if (name, required := canonicalize_name(requirement.name)) not in REPLACED
+        and not requirement.specifier.contains(pins().get(required, ""), prereleases=True)
+    ]
+    assert not unfit, f"on Python {python}"
