@@ -4,22 +4,31 @@ The gradients of rows that the next batch does not look up may arrive while that
 Their step is then made with the learning rate and the step count of their own batch. The rows are
 gathered into a tensor of their own, and an optimizer of the same class makes the step for it. So
 each row gets the bits that it would have got in the step of the whole table.
+
+That optimizer has copies of the settings and of the state, and nothing else. A step that depends on
+anything else is not delayed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from copy import deepcopy
+from itertools import chain
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import SGD, Optimizer
+from torch.optim import optimizer as torch_optimizers
 
 from recpoint.embeddings.optimizers import always_changes_all_rows
 from recpoint.embeddings.slots import TableSlots
 from recpoint.embeddings.trainers.row_exchange import Reduced
 
 __all__ = ["LaterStep"]
+
+#: What a GradScaler gives a fused optimizer for one step.
+_OF_GRAD_SCALER: Final = ("grad_scale", "found_inf")
 
 
 class LaterStep:
@@ -33,15 +42,16 @@ class LaterStep:
     def __init__(self, optimizer: Optimizer, slots: TableSlots) -> None:
         self._kind = type(optimizer)
         self._slots = slots
+        # Other entries of a group are the script's, and no step reads them.
         self._settings = {
-            name: value
+            name: _copied(group[name])
             for group in optimizer.param_groups
             if any(slots.weight is one for one in group["params"])
-            for name, value in group.items()
-            if name != "params"
+            for name in optimizer.defaults
+            if name in group
         }
         self._state = {
-            name: value.clone() if isinstance(value, Tensor) else value
+            name: _copied(value)
             for name, value in optimizer.state.get(slots.weight, {}).items()
             if name not in slots.states
         }
@@ -50,10 +60,14 @@ class LaterStep:
     def of(cls, optimizer: Optimizer, slots: TableSlots) -> LaterStep | None:
         """Return the step that the optimizer is about to make; None: it cannot be delayed.
 
-        A step can be delayed only if the optimizer is known to train each row by itself. The first
-        step of SparseAdam cannot be delayed either, because it makes the state.
+        A step can be delayed only if the optimizer is known to train each row by itself, and if no
+        hook can change the step or look at the rows after it. A fused step that divides by the
+        scale of a GradScaler cannot be delayed, and neither can the first step of SparseAdam,
+        because it makes the state.
         """
-        if always_changes_all_rows(optimizer, ()):
+        if always_changes_all_rows(optimizer, ()) or _has_hooks(optimizer):
+            return None
+        if any(getattr(optimizer, name, None) is not None for name in _OF_GRAD_SCALER):
             return None
         if type(optimizer) is not SGD and not optimizer.state.get(slots.weight):
             return None
@@ -85,3 +99,18 @@ class LaterStep:
         weight.index_copy_(0, at, rows)
         for name, state in states:
             state.index_copy_(0, at, optimizer.state[rows][name])
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Whether steps of the optimizer call hooks beside recpoint's, which change nothing."""
+    hooks = chain(
+        torch_optimizers._global_optimizer_pre_hooks.values(),
+        torch_optimizers._global_optimizer_post_hooks.values(),
+        optimizer._optimizer_step_pre_hooks.values(),
+        optimizer._optimizer_step_post_hooks.values(),
+    )
+    return any(not str(getattr(one, "__module__", "")).startswith("recpoint.") for one in hooks)

@@ -14,8 +14,7 @@ import gc
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
 from typing import Any, Final, NamedTuple
@@ -59,6 +58,7 @@ from tests.several_trainers import (
     present,
 )
 from tests.simulated_ranks import Fault, Killed, Network, Servers, Thread
+from tests.simulated_trainers import ranks_that_draw_in_turns
 
 _LONGEST_SECONDS: Final = 60.0
 _MOST_RETURNS: Final = 4
@@ -643,31 +643,6 @@ def test_whatever_dies_the_tables_end_as_without_it(
                 isinstance(error, (Killed, MemoryError, ServerLost)) for error in ended.errors
             ) or any(one.act != "kill" for one in network.happened), ended.errors
     check(number, ended)
-
-
-@contextmanager
-def ranks_that_draw_in_turns() -> Iterator[None]:
-    """Ranks are threads here, which share the generators that each process has for itself.
-
-    A reader puts its own generators in their place while it reads, which takes no other rank.
-    """
-    lock = threading.RLock()
-
-    def in_turns(call: Callable[..., Any]) -> Callable[..., Any]:
-        def locked(*given: Any) -> Any:
-            with lock:
-                return call(*given)
-
-        return locked
-
-    with pytest.MonkeyPatch.context() as patched:
-        for place, name in (
-            (rng, "capture_cpu"),
-            (rng.OwnGenerators, "__init__"),
-            (rng.OwnGenerators, "run"),
-        ):
-            patched.setattr(place, name, in_turns(getattr(place, name)))
-        yield
 
 
 def refuse_other_errors(errors: Sequence[BaseException | None]) -> None:
