@@ -136,6 +136,7 @@ class Cache:
         self._partly: set[str] = set()  # tables that are planned for the batch after `planned`
         self._views: list[SavesRows] = []  # whose rows in slots are not copied yet
         self._settled: _Frozen | None = None  # by `settle`, for the next view
+        self._reader: object = None  # whose batches are planned
         self._trained: set[str] = set()  # tables that a step has changed
         self._stepping: set[int] = set()  # ids of optimizers whose step holds `_dense`
         self._dense = threading.Lock()  # held while a step reads and writes all slots
@@ -159,6 +160,22 @@ class Cache:
         return oracle
 
     # What the Lookahead does.
+
+    def turn_to(self, reader: object) -> None:
+        """Plan the batches of this reader from now on, and forget those of the one before.
+
+        Args:
+            reader: stands for the reader; compared by identity.
+        """
+        if reader is not self._reader:
+            if self._reader is not None:
+                self.forget()
+            self._reader = reader
+
+    def turn_from(self, reader: object) -> None:
+        """Forget the batches of this reader, if they are planned."""
+        if reader is self._reader:
+            self.forget()
 
     def tell(self, count: int, ids: Callable[[int], Mapping[str, Tensor]]) -> int:
         """Learn which batches were read and not handed out.
@@ -328,7 +345,7 @@ class Cache:
 
     def _slots_of(self, rows: CachedRows, flat: Tensor, trains: bool) -> Tensor:
         hold = self.batch if trains else None
-        found = rows.oracle.slots_of(flat, hold=hold)
+        found = self._find(rows, flat, hold)
         ready = rows.slots.ready
         if found.numel() and not (int(found.min()) >= 0 and bool(ready[found].all())):
             missing = int(((found < 0) | ~ready[found]).sum())
@@ -339,6 +356,10 @@ class Cache:
         if trains:
             rows.note_lookup(flat, found, self.batch)
         return found
+
+    def _find(self, rows: CachedRows, flat: Tensor, hold: int | None) -> Tensor:
+        """Return the slots of rows, -1 for none; they stay until the batch `hold` is released."""
+        return rows.oracle.slots_of(flat, hold=hold)
 
     def _bring(self, rows: CachedRows, flat: Tensor, hold: int | None) -> Tensor:
         """Bring rows that are looked up outside a plan."""

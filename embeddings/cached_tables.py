@@ -242,6 +242,9 @@ def read_rows(
 class PlannedCache:
     """Tells a cache of the batches that are read, under the names that a reader has for tables.
 
+    Each reader has its own. The cache plans the batches of the reader that was asked last: an
+    evaluation in mid-epoch has the plans of the training forgotten, and made again afterwards.
+
     Args:
         cache: the cache.
         names: name of a table for the reader -> its name in the cache.
@@ -269,6 +272,7 @@ class PlannedCache:
             SettingsError: the next batch alone needs more slots than a table has.
             HomeError: the home has failed.
         """
+        self.cache.turn_to(self)
         known = self.cache.tell(len(batches), lambda at: self._own(batches[at]))
         for ids in batches[self.cache.expected - self.cache.batch : known]:
             self.cache.expect(self._own(ids))
@@ -301,8 +305,8 @@ class PlannedCache:
         self.cache.begin_batch()
 
     def forget(self) -> None:
-        """See `Cache.forget`."""
-        self.cache.forget()
+        """Forget the plans of batches that were not handed out, if they are this reader's."""
+        self.cache.turn_from(self)
 
 
 def planned_cache(model: nn.Module) -> PlannedCache | None:

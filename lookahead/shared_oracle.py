@@ -12,7 +12,7 @@ where every row is, and no rank has to ask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -97,6 +97,11 @@ class SharedOracle:
         self._done: dict[int, Taken] = {}  # ranks that have room for the batch that is planned next
         # For each slot of this rank, the last planned batch that needs its row.
         self._used = torch.zeros(self.capacity, dtype=torch.int64, device="cpu")
+        #: By planned batch that is not released: slots of the rows that this rank has for it.
+        self._needed: dict[int, Tensor] = {}
+        # Whether each slot has a row for the batch that was asked for last.
+        self._is_needed = torch.zeros(self.capacity, dtype=torch.bool, device="cpu")
+        self._asked = 0
 
     @property
     def capacity(self) -> int:
@@ -120,8 +125,10 @@ class SharedOracle:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of memory. They follow the capacities."""
-        return sum(one.size_bytes for one in self._maps) + self._used.nbytes
+        """Bytes of memory. They follow the capacities, and the rows of planned batches."""
+        own = self._used.nbytes + self._is_needed.nbytes
+        needed = sum(slots.nbytes for slots in self._needed.values())
+        return sum(one.size_bytes for one in self._maps) + own + needed
 
     def plan(self, ids: Sequence[Tensor]) -> Planned:
         """Plan the next batch, `planned` + 1.
@@ -214,6 +221,7 @@ class SharedOracle:
         own, borrowed, wanted = needs[self._rank]
         slots = self._maps[self._rank].find(wanted)
         self._used[slots] = batch
+        self._needed[batch] = slots
         _, *borrowed_slots = slots.split([own.numel(), *(ids.numel() for ids in borrowed)])
         lent = [other[1][self._rank] for other in needs]
         return Exchange(
@@ -247,6 +255,11 @@ class SharedOracle:
         if batch > self._planned:
             raise ValueError(f"batch: {batch}, expected {self._planned} or less, which are planned")
         self._released = max(self._released, batch)
+        self._drop_needed(lambda number: number <= batch)
+
+    def _drop_needed(self, is_over: Callable[[int], bool]) -> None:
+        for number in [number for number in self._needed if is_over(number)]:
+            del self._needed[number]
 
     def slots_of(self, ids: Tensor, *, hold: int | None = None) -> Tensor:
         """Return the slot of each row in this rank's cache, owned or borrowed.
@@ -266,6 +279,25 @@ class SharedOracle:
             slots[missing] = one.find(ids[missing].long() + self._rows)
         if hold is not None:
             slots[(slots >= 0) & (self._used[slots] < hold)] = -1
+        return slots
+
+    def slots_needed(self, ids: Tensor, *, batch: int) -> Tensor:
+        """Return the slot of each row that this rank has for a batch, owned or borrowed.
+
+        Args:
+            ids: int32 or int64 [k], on the CPU.
+            batch: planned, and not released.
+
+        Returns:
+            int64 [k]; -1 where the row is neither borrowed for the batch nor owned by this rank and
+            looked up by any rank, even if it has a slot for another batch.
+        """
+        if batch != self._asked:
+            self._asked = batch
+            self._is_needed.zero_()
+            self._is_needed[self._needed.get(batch, _NONE)] = True
+        slots = self.slots_of(ids)
+        slots[(slots >= 0) & ~self._is_needed[slots]] = -1
         return slots
 
     def held(self) -> tuple[Tensor, Tensor]:
@@ -294,3 +326,5 @@ class SharedOracle:
         self._planned = self._expected = keep
         self._kept = self._dropped = 0
         self._used.clamp_(max=keep)
+        self._drop_needed(lambda number: number > keep)
+        self._asked = 0

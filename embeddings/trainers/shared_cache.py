@@ -300,6 +300,11 @@ class SharedCache(Cache):
             self._wait_for_later_steps()
         return super()._slots_of(rows, flat, trains)
 
+    def _find(self, rows: CachedRows, flat: Tensor, hold: int | None) -> Tensor:
+        # The gradients of other rows would go to no owner.
+        oracle = _shared(rows)
+        return oracle.slots_of(flat) if hold is None else oracle.slots_needed(flat, batch=hold)
+
     def _bring(self, rows: CachedRows, flat: Tensor, hold: int | None) -> Never:
         """Refuse lookups outside a plan: other ranks would have to send rows for them."""
         slots = rows.slots

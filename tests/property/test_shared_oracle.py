@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 
 from recpoint.lookahead.oracle import CapacityError
-from recpoint.lookahead.shared_oracle import Planned, Rows, SharedOracle
+from recpoint.lookahead.shared_oracle import Exchange, Planned, Rows, SharedOracle
 
 ROWS = 24
 
@@ -111,6 +111,7 @@ class Job(RuleBasedStateMachine):
                     values[row] = self.slots[owner][lent[row]]
             for row in parts[rank]:
                 assert values[row] == (row, self.versions[row])
+            self.finds_what_the_batch_needs(rank, number, exchange, parts[rank])
         looked_up = {row for part in parts for row in part}
         owned = sorted(row for exchange in exchanges for row in exchange.own.ids.tolist())
         assert owned == sorted(looked_up), "each row has one owner"
@@ -119,6 +120,18 @@ class Job(RuleBasedStateMachine):
         for rank, exchange in enumerate(exchanges):
             for row, slot in _pairs(exchange.own):
                 self.slots[rank][slot] = (row, self.versions[row])
+
+    def finds_what_the_batch_needs(
+        self, rank: int, number: int, exchange: Exchange, part: list[int]
+    ) -> None:
+        """Rows that have slots for other batches are not found."""
+        expected = [-1] * ROWS
+        for rows in (exchange.own, *exchange.borrowed):
+            for row, slot in _pairs(rows):
+                expected[row] = slot
+        found = self.oracles[rank].slots_needed(_tensor(list(range(ROWS))), batch=number).tolist()
+        assert found == expected
+        assert all(found[row] >= 0 for row in part)
 
     @rule()
     def release(self) -> None:
