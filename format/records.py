@@ -22,6 +22,7 @@ __all__ = [
     "Record",
     "RunRecord",
     "StoredRecord",
+    "body_bytes",
     "check_version",
     "first_defect",
     "pack_record",
@@ -116,6 +117,11 @@ def pack_record(record: Record) -> bytes:
     if len(body) + 64 > MAX_RECORD_BYTES:
         raise ValueError(f"a record of {len(body)} bytes; at most {MAX_RECORD_BYTES} are read")
     return b'{"body":%b,"crc32c":%d}\n' % (body, crc32c.crc32c(body))
+
+
+def body_bytes(part: Part) -> int:
+    """Returns the bytes that `part` takes in a record."""
+    return len(_canonical(part.model_dump(mode="json")))
 
 
 def unpack_record(kind: type[RecordT], data: bytes, *, name: str, next_step: str) -> RecordT:

@@ -33,6 +33,7 @@ from recpoint.trainer_plugin.ranks.sharding import (
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.snapshot.cut import Cutter
 from recpoint.trainer_plugin.snapshot.memory_bound import MemoryBound
+from recpoint.trainer_plugin.snapshot.record_bound import RecordBound
 from recpoint.trainer_plugin.snapshot.staging import StagingArea
 from recpoint.trainer_plugin.state.lookahead import Lookahead
 from recpoint.trainer_plugin.state.model import ModelState
@@ -77,6 +78,7 @@ class Assembly(NamedTuple):
         cutter: cuts snapshots of tables and state.
         area: the staging area.
         memory: the most memory that snapshots take there.
+        records: estimates the records of coming checkpoints.
         replicas: checks the state that is equal on all ranks.
     """
 
@@ -87,6 +89,7 @@ class Assembly(NamedTuple):
     cutter: Cutter
     area: StagingArea
     memory: MemoryBound
+    records: RecordBound
     replicas: Replicas
 
 
@@ -269,4 +272,5 @@ def assemble(
         lambda: local_pieces(state.model.tensors()),
     )
     state.leave_to_others(replicas.stored_elsewhere)
-    return Assembly(shards, trackers, watch, state, cutter, area, memory, replicas)
+    records = RecordBound(ranks, cutter)
+    return Assembly(shards, trackers, watch, state, cutter, area, memory, records, replicas)

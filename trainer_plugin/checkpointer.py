@@ -191,7 +191,8 @@ class Checkpointer:
         self._tables, self._sources = trained.tables, trained.sources
         self._shards, self._trackers, self._watch = parts.shards, parts.trackers, parts.watch
         self._state, self._cutter, self._area = parts.state, parts.cutter, parts.area
-        self._memory, self._replicas = parts.memory, parts.replicas
+        self._memory, self._records = parts.memory, parts.records
+        self._replicas = parts.replicas
         self._end = AgreedEnd(self._ranks, wait_seconds=settings.timeouts.ranks_seconds)
         self._pipeline: Pipeline | None = None
         self._pace: Pace | None = None
@@ -218,6 +219,7 @@ class Checkpointer:
             share = self._memory.agree()
             self._area.refuse_if_small(share, jobs=settings.staging.jobs)
             self._area.warn_if_small(share)
+            self._records.refuse_if_large()
             self._watch.warn()
         except BaseException:  # such as a warning that a filter turns into an error
             self._ranks.close()  # so that the other ranks notice when they next ask
@@ -400,6 +402,7 @@ class Checkpointer:
             area=self._area,
             cutter=self._cutter,
             memory=self._memory,
+            records=self._records,
             trackers=self._trackers,
             settings=self._settings,
             ends=lambda: self._end.is_due,
@@ -576,7 +579,8 @@ class Checkpointer:
 
     def _act(self, pipeline: Pipeline, pace: Pace) -> None:
         pipeline.outcomes.fetch()
-        self._memory.follow()
+        if self._memory.follow():
+            self._records.warn_if_large()
         pace.step(self.batches_done)
         if pipeline.ahead is not None:
             pipeline.ahead.step(self.batches_done, pace.left(self.batches_done))

@@ -26,6 +26,7 @@ from recpoint.catalog.persist.ranks import (
     stored_fields,
     write_part,
 )
+from recpoint.catalog.persist.record_sizes import part_sizes
 from recpoint.catalog.persist.spool import empty_spool
 from recpoint.catalog.run.commit import (
     Committed,
@@ -51,6 +52,7 @@ from recpoint.errors import (
     NothingToRestore,
     ObjectNotFound,
     RanksMissing,
+    RecordTooLarge,
     RecpointError,
     RunRecordLost,
     StagingFull,
@@ -58,6 +60,7 @@ from recpoint.errors import (
     StaleWriter,
     StoreError,
 )
+from recpoint.format import records
 from recpoint.format.job import Job, Outcome
 from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import MANIFEST_KEY, attempt_prefix, parse_job_stem
@@ -259,6 +262,25 @@ class PersistJob:
             with suppress(StoreError):  # a sweep removes it later
                 remove_parts(run, job.ref, rank=job.rank)
         return committed(run, manifest, job.rank)
+
+    def refuse_too_large(self) -> None:
+        """Refuse a job whose part alone would exceed the limit of a manifest, before an upload.
+
+        A trainer of this release does not stage such a job.
+
+        Raises:
+            RecordTooLarge: the manifest would be larger than readers accept.
+        """
+        state = [one.bytes for one in self.job.segments if one.name.startswith(("tree", "tensor."))]
+        sizes = part_sizes(self.job.tables, part=self.job.rank, state_bytes=state)
+        if sizes.manifest_bytes > records.MAX_RECORD_BYTES:
+            raise RecordTooLarge(
+                str(self.path),
+                found=f"{sizes.chunks:,} chunks or more, whose manifest would take about "
+                f"{sizes.manifest_bytes:,} bytes",
+                expected=f"at most {records.MAX_RECORD_BYTES:,} bytes",
+                next_step="store fewer bits, or train fewer tables",
+            )
 
     # --- the steps of a group ---------------------------------------------------------------------
 
@@ -478,6 +500,7 @@ def drive(job: PersistJob, steps: Steps | None = None) -> Answer:
 
 
 def _store_groups(job: PersistJob, steps: Steps) -> None:
+    job.refuse_too_large()
     total = sum(group.staged_bytes for group in job.groups)
     done = 0
 

@@ -6,6 +6,8 @@ therefore writes the same bytes under the same keys.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,12 +23,16 @@ __all__ = [
     "GROUP_BYTES",
     "GROUP_SPOOL_BYTES",
     "PARAMETER_DTYPES",
+    "TENSORS_EACH",
     "Group",
     "RowBlock",
     "StateBlock",
     "StatePiece",
     "exact_row_bytes",
     "plan_groups",
+    "rows_of_chunk",
+    "stored_row_bytes",
+    "tensor_chunks",
 ]
 
 #: Most bytes of a chunk's body (format §3 asks for chunks of 32 MiB or less, header included).
@@ -45,7 +51,7 @@ GROUP_SPOOL_BYTES = 72 << 20
 PARAMETER_DTYPES: tuple[Dtype, ...] = ("F16", "F32")
 
 #: Most tensors of a chunk of state or samples: their names and shapes must fit into its header.
-_TENSORS_EACH = 4_000
+TENSORS_EACH = 4_000
 
 #: Most bytes of one row id in a row set: 8 bytes of a delta, and what zstd adds to incompressible
 #: data.
@@ -168,13 +174,34 @@ def _blocks(staged: StagedJob) -> list[tuple[RowBlock | StateBlock, int, int, bo
     return found
 
 
-def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBlock]:
+def rows_of_chunk(table: StagedTable) -> int:
+    """Return the most rows of a table in one chunk, or in the chunks of one quantized block."""
     ids = 0 if table.all_rows else _ID_BYTES
+    return max(
+        1,
+        min(CHUNK_BYTES // (stored_row_bytes(table) + ids), GROUP_BYTES // exact_row_bytes(table)),
+    )
+
+
+def tensor_chunks(sizes: Iterable[int]) -> int:
+    """Return how many chunks of state hold tensors of these sizes, in bytes, in this order."""
+    chunks = total = tensors = 0
+    for size in sizes:
+        # A large tensor is divided into pieces. All but the last of these fill a chunk each.
+        whole, left = (0, size) if size <= CHUNK_BYTES else divmod(size, CHUNK_BYTES)
+        for piece in (
+            *itertools.repeat(CHUNK_BYTES, whole),
+            *([left] if left or not whole else ()),
+        ):
+            if not chunks or total + piece > CHUNK_BYTES or tensors == TENSORS_EACH:
+                chunks, total, tensors = chunks + 1, 0, 0
+            total, tensors = total + piece, tensors + 1
+    return chunks
+
+
+def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBlock]:
     exact = exact_row_bytes(table)
     exact_stored = table.spec.dim * item_bytes(table.spec.dtype) + _state_bytes(table)
-    stored = exact_stored
-    if table.is_quantized:
-        stored = _codes_bytes(table) + _state_bytes(table)
     if exact + _ID_BYTES > MAX_CHUNK_BYTES - (1 << 20):
         raise MalformedObject(
             str(staged.path),
@@ -182,7 +209,7 @@ def _row_blocks(staged: StagedJob, index: int, table: StagedTable) -> list[RowBl
             expected=f"rows that fit a chunk of {MAX_CHUNK_BYTES} bytes",
             next_step="split the table's rows over several tables",
         )
-    rows_each = max(1, min(CHUNK_BYTES // (stored + ids), GROUP_BYTES // exact))
+    rows_each = rows_of_chunk(table)
     exact_rows_each = max(1, CHUNK_BYTES // (exact_stored + _ID_BYTES))
     numbers = 1
     if table.is_quantized:
@@ -213,7 +240,7 @@ def _tensor_blocks(
 
     for some in together:
         size = sum(_piece_bytes(staged, piece) for piece in some)
-        if pieces and (total + size > CHUNK_BYTES or len(pieces) + len(some) > _TENSORS_EACH):
+        if pieces and (total + size > CHUNK_BYTES or len(pieces) + len(some) > TENSORS_EACH):
             close()
             pieces, total = [], 0
         pieces += some
@@ -268,6 +295,13 @@ def _whole(name: str, segment: Segment) -> StatePiece:
 
 def _piece_bytes(staged: StagedJob, piece: StatePiece) -> int:
     return piece.count * item_bytes(staged.segments[piece.segment].dtype)
+
+
+def stored_row_bytes(table: StagedTable) -> int:
+    """Return the stored bytes of one row, without its id; the most if it is quantized."""
+    spec = table.spec
+    values = _codes_bytes(table) if table.is_quantized else spec.dim * item_bytes(spec.dtype)
+    return values + _state_bytes(table)
 
 
 def _codes_bytes(table: StagedTable) -> int:

@@ -27,6 +27,7 @@ from recpoint.errors import (
     MalformedObject,
     ObjectNotFound,
     RanksMissing,
+    RecordTooLarge,
     StoreError,
 )
 from recpoint.format.job import Job
@@ -138,19 +139,28 @@ def write_part(
 
     Raises:
         MalformedObject: the job's part does not keep to the format.
+        RecordTooLarge: the part is larger than readers accept.
         CommitConflict: the store has a part of another snapshot of this step.
         StoreError: the part could not be written.
     """
     job = staged.job
     try:
         part = _part(job, entries, quantization)
-        data = pack_record(part)
     except ValueError as error:
         raise MalformedObject(
             str(staged.path),
             found=str(error)[:200],
             expected="a job whose part keeps to the format",
             next_step="nothing: the job is rejected, and the trainer stages its rows again",
+        ) from error
+    try:
+        data = pack_record(part)
+    except ValueError as error:
+        raise RecordTooLarge(
+            PART_KEY.of(*_name_of(job)),
+            found=f"a part of {len(entries):,} chunks: {error!s:.200}",
+            expected=f"at most {MAX_RECORD_BYTES} bytes",
+            next_step="fewer bits, or fewer tables",
         ) from error
     name = _name_of(job)
     durable.step(f"part {PART_KEY.of(*name)}")
@@ -224,11 +234,11 @@ def _read_all(run: Run, job: Job) -> list[RankPart]:
         )
     total = sum(there.values())
     if total > MAX_PARTS_BYTES:
-        raise MalformedObject(
+        raise RecordTooLarge(
             prefix,
             found=f"parts of {total} bytes",
             expected=f"at most {MAX_PARTS_BYTES}",
-            next_step="write larger chunks, or fewer tables",
+            next_step="fewer bits, or fewer tables or ranks: each part repeats all tables",
         )
     parts = []
     for number in range(job.parts):

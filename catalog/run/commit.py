@@ -15,9 +15,9 @@ from recpoint.errors import (
     ForeignObject,
     FormatError,
     GenerationRecordLost,
-    MalformedObject,
     MissingLink,
     ObjectNotFound,
+    RecordTooLarge,
     StaleWriter,
 )
 from recpoint.format.manifest import ChunkEntry, Manifest, Quantizer
@@ -148,8 +148,8 @@ def commit(
         ChainError: the parent exists, and the two contradict each other.
         CommitConflict: another attempt has this step and generation.
         ForeignObject: the manifest is of another run.
-        FormatError: the manifest is too large, or the manifest of its parent or of this checkpoint
-            in the store is damaged.
+        RecordTooLarge: the manifest is larger than readers accept.
+        FormatError: the manifest of its parent, or of this checkpoint in the store, is damaged.
         StoreError: the store refuses, or after several tries it is unknown whether it wrote.
     """
     key = MANIFEST_KEY.of(manifest.step, manifest.generation)
@@ -192,12 +192,12 @@ def manifest_bytes(manifest: Manifest, *, next_step: str) -> bytes:
         next_step: what a person can do if it is too large.
 
     Raises:
-        MalformedObject: the record is larger than a reader accepts (format §4).
+        RecordTooLarge: the record is larger than a reader accepts (format §4).
     """
     try:
         return pack_record(manifest)
     except ValueError as error:
-        raise MalformedObject(
+        raise RecordTooLarge(
             Representation.of(manifest).key,
             found=f"a manifest of {len(manifest.chunks):,} chunks: {error!s:.200}",
             expected=f"at most {MAX_RECORD_BYTES} bytes: about 250,000 chunks",

@@ -30,7 +30,7 @@ from recpoint.errors import HomeError
 from recpoint.format.job import Job, StagedTable
 from recpoint.format.records import pack_record
 
-__all__ = ["ServedPart"]
+__all__ = ["ServedPart", "refuse_long_description"]
 
 T = TypeVar("T")
 
@@ -45,6 +45,25 @@ _FIRST_PAUSE_SECONDS: Final = 0.005
 _LONGEST_PAUSE_SECONDS: Final = 0.25
 #: How long a server may be out of step, because another one was lost.
 _PATIENCE_SECONDS: Final = 60.0
+
+
+def refuse_long_description(subject: str, tables: Sequence[StagedTable]) -> None:
+    """Refuse tables that take more text than servers accept with one command.
+
+    Raises:
+        HomeError: they do; `subject` names the checkpoint.
+    """
+    _refuse_longer(subject, sum(len(json.dumps(table.model_dump_json())) for table in tables))
+
+
+def _refuse_longer(subject: str, size_bytes: int) -> None:
+    if size_bytes > _MOST_TEXT_BYTES:
+        raise HomeError(
+            subject,
+            found=f"{size_bytes} bytes that describe its tables",
+            expected=f"at most {_MOST_TEXT_BYTES}, so that servers can stage it",
+            next_step="set Staging(at_servers=False)",
+        )
 
 
 class ServedPart:
@@ -205,14 +224,7 @@ class ServedPart:
             "tables": tables,
         }
         text = pack_record(Job(**described)).decode()
-        size = len(json.dumps(text))
-        if size > _MOST_TEXT_BYTES:
-            raise HomeError(
-                f"checkpoint of {job.ref}",
-                found=f"{size} bytes that describe its tables",
-                expected=f"at most {_MOST_TEXT_BYTES}, so that servers can stage it",
-                next_step="set Staging(at_servers=False)",
-            )
+        _refuse_longer(f"checkpoint of {job.ref}", len(json.dumps(text)))
         return {"attempt": self._attempt, "job": text, "root": str(root)}
 
     def _names(self, server: int, rows: Sequence[_Named]) -> dict[str, Value]:

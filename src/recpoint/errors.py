@@ -30,6 +30,7 @@ __all__ = [
     "ObjectNotFound",
     "RankLost",
     "RanksMissing",
+    "RecordTooLarge",
     "RecpointError",
     "RestoreError",
     "RetentionRefused",
@@ -155,6 +156,10 @@ class FormatError(RecpointError):
 
 class MalformedObject(FormatError):
     """A manifest, chunk, generation record or staged job that does not parse, or breaks a bound."""
+
+
+class RecordTooLarge(MalformedObject):
+    """A record that would be larger than readers accept, so it is not written."""
 
 
 class UnsupportedVersion(FormatError):

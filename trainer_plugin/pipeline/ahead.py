@@ -134,6 +134,11 @@ class Ahead:
             return link
         return window.frozen.link
 
+    def void(self, why: str) -> None:
+        """Have the checkpoint that is cut now copy all its rows in the stall."""
+        if self.window is not None:
+            self.window.void(why)
+
     def take_copied(self, tables: Sequence[StagedTable] | None) -> CopiedRows:
         """Return what was copied for the checkpoint that was just cut; its window is over.
 

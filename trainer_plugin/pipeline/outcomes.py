@@ -10,7 +10,7 @@ from collections.abc import Callable
 import recpoint.errors
 from recpoint.catalog.staging.agent import AgentTrouble, read_trouble
 from recpoint.catalog.store.run_url import name_run_in
-from recpoint.errors import CheckpointCancelled, RecpointError
+from recpoint.errors import CheckpointCancelled, RecordTooLarge, RecpointError
 from recpoint.format.records import CheckpointRef
 from recpoint.interrupts import is_interrupted
 from recpoint.trainer_plugin.pipeline.handoff import Answered, Event, Failed, Handoff, Staged
@@ -18,6 +18,7 @@ from recpoint.trainer_plugin.policy import superseded
 from recpoint.trainer_plugin.schedule.ledger import Ledger, Statistics
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.snapshot.cut import Cutter
+from recpoint.trainer_plugin.snapshot.record_bound import RecordBound
 from recpoint.trainer_plugin.snapshot.staging import StagingArea
 
 __all__ = ["Outcomes", "WaitingLog"]
@@ -165,6 +166,7 @@ class Outcomes:
         ledger: the checkpoints that wait for an outcome.
         area: the staging area.
         cutter: learns the quantizers of stored tables.
+        records: learns which checkpoints had too large records.
         settings: settings of the Checkpointer.
         statistics: counts the outcomes.
         waiting: logs when checkpoints that waited are stored again.
@@ -183,6 +185,7 @@ class Outcomes:
         ledger: Ledger,
         area: StagingArea,
         cutter: Cutter,
+        records: RecordBound,
         settings: Settings,
         statistics: Statistics,
         waiting: WaitingLog,
@@ -193,6 +196,7 @@ class Outcomes:
         self._ledger = ledger
         self._area = area
         self._cutter = cutter
+        self._records = records
         self._settings = settings
         self._statistics = statistics
         self._waiting = waiting
@@ -317,7 +321,9 @@ class Outcomes:
     def _rejected(self, event: Answered) -> None:
         outcome = event.outcome
         self._waiting.staged(self.last_safe)
-        self._ledger.lost(event.ref, outcome.error_type)
+        pending = self._ledger.lost(event.ref, outcome.error_type)
+        if pending is not None and outcome.error_type == RecordTooLarge.__name__:
+            self._records.rejected(pending.link.kind)
         self.superseded = self.superseded or superseded(outcome.error_type)
         if outcome.error_type == CheckpointCancelled.__name__:
             self._statistics.cancelled += 1

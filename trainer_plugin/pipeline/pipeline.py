@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from recpoint.catalog.run.run import Run, tell_ended
 from recpoint.embeddings.marks import Tracker
-from recpoint.errors import StagingError
+from recpoint.errors import RecordTooLarge, StagingError
 from recpoint.format.naming import shared_attempt
 from recpoint.interrupts import is_interrupted
 from recpoint.trainer_plugin.pipeline.ahead import Ahead
@@ -19,9 +19,11 @@ from recpoint.trainer_plugin.pipeline.outcomes import Outcomes, WaitingLog
 from recpoint.trainer_plugin.policy import FULL, Link
 from recpoint.trainer_plugin.ranks.agreement import (
     LOST_AT_ONCE,
+    NO_NEEDS,
     NOTHING,
     AgreedSchedule,
     Lost,
+    RecordNeeds,
     Replicas,
     Sketch,
     after_cut,
@@ -44,6 +46,7 @@ from recpoint.trainer_plugin.snapshot.cut import Cut, Cutter
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
 from recpoint.trainer_plugin.snapshot.memory_bound import MemoryBound
 from recpoint.trainer_plugin.snapshot.plan import CutRequest, new_attempt
+from recpoint.trainer_plugin.snapshot.record_bound import RecordBound
 from recpoint.trainer_plugin.snapshot.staging import StagingArea
 from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.state.lookahead import Lookahead
@@ -64,11 +67,13 @@ class Plan(NamedTuple):
         link: its place in the chain.
         tables: the tables that it holds.
         sketch: sketch of the state that must be equal on all ranks.
+        needs: what this rank would write into records.
     """
 
     link: Link
     tables: tuple[LiveTable, ...]
     sketch: Sketch
+    needs: RecordNeeds
 
 
 class _Agreed(NamedTuple):
@@ -77,12 +82,13 @@ class _Agreed(NamedTuple):
     Attributes:
         plan: plan of this rank; None: a rank cannot cut, so no rank cuts.
         again: a rank already has a checkpoint of this batch.
-        unlike: state that is stored once differs between ranks; the failure has been noted.
+        refused: state that is stored once differs between ranks, or records would be too large; the
+            failure has been noted.
     """
 
     plan: Plan | None
     again: bool
-    unlike: bool = False
+    refused: bool = False
 
 
 class Pipeline:
@@ -94,6 +100,7 @@ class Pipeline:
         area: the staging area.
         cutter: cuts snapshots.
         memory: the most memory that snapshots take.
+        records: estimates the records of coming checkpoints.
         trackers: trackers of the tables that this rank stores, by `Table.key`.
         settings: settings of the Checkpointer.
         ends: returns whether the process is about to end.
@@ -117,6 +124,7 @@ class Pipeline:
         area: StagingArea,
         cutter: Cutter,
         memory: MemoryBound,
+        records: RecordBound,
         trackers: Mapping[str, Tracker],
         settings: Settings,
         ends: Callable[[], bool],
@@ -132,6 +140,7 @@ class Pipeline:
         self._area = area
         self._cutter = cutter
         self._memory = memory
+        self._records = records
         self._trackers = trackers
         self._settings = settings
         self._ledger = Ledger(trackers, start.tip, start.base_history)
@@ -160,6 +169,7 @@ class Pipeline:
             ledger=self._ledger,
             area=area,
             cutter=cutter,
+            records=records,
             settings=settings,
             statistics=self.statistics,
             waiting=self._waiting,
@@ -226,7 +236,7 @@ class Pipeline:
         if self._ranks.several:
             heard = self._agreed(plan, batches_done, again=again)
             plan, again = heard.plan, heard.again
-            if heard.unlike:
+            if heard.refused:
                 return False  # the failure has been noted
         elif plan is None and (room or not able):
             self._due_until = None  # so that it is not tried again at every batch
@@ -262,13 +272,19 @@ class Pipeline:
             )
             if self.ahead is not None:
                 link = self.ahead.link_at_cut(link, tables)
+            needs = self._records.needs(link, tables, self.statistics.precision)
+            if not self._ranks.several:
+                fitting = self._records.fitting(link, [needs])
+                if self.ahead is not None and fitting != link:
+                    self.ahead.void("an increment's manifest would be too large")
+                link = fitting
             self.statistics.unmarked_rows = self._cutter.unmarked.found
             sketch = self._replicas.sketch() if self._ranks.several else NOTHING
         except Exception as error:
             # An error here must not stop training, as in _cut.
             self.outcomes.note_failure(error)
             return None
-        return Plan(link, tables, sketch)
+        return Plan(link, tables, sketch, needs)
 
     def _agreed(self, plan: Plan | None, batches_done: int, *, again: bool) -> _Agreed:
         """Agree with the other ranks on whether all cut, and on full or increment."""
@@ -281,6 +297,7 @@ class Pipeline:
             cuts=self._cuts,
             lost=self._ledger.take_lost(LOST_AT_ONCE),
             sketch=NOTHING if plan is None else plan.sketch,
+            needs=NO_NEEDS if plan is None else plan.needs,
         )
         self._drop(heard.lost)
         if plan is None or not heard.cut:
@@ -288,9 +305,14 @@ class Pipeline:
         if heard.unlike:
             # State that is stored once would be restored to all ranks, which is wrong for some.
             self.outcomes.note_failure(self._replicas.differences(heard.sketches))
-            return _Agreed(None, heard.again, unlike=True)
+            return _Agreed(None, heard.again, refused=True)
+        try:
+            link = self._records.fitting(plan.link if heard.increment else FULL, heard.needs)
+        except RecordTooLarge as error:  # on all ranks, which have heard the same
+            self.outcomes.note_failure(error)
+            return _Agreed(None, heard.again, refused=True)
         self._cuts = heard.number
-        return _Agreed(plan if heard.increment else plan._replace(link=FULL), heard.again)
+        return _Agreed(plan._replace(link=link), heard.again)
 
     def _drop(self, lost: Lost) -> bool:
         """Have the agent drop this rank's parts of lost checkpoints.

@@ -26,6 +26,8 @@ __all__ = [
     "LOST_AT_ONCE",
     "Lost",
     "NOTHING",
+    "NO_NEEDS",
+    "RecordNeeds",
     "Replicas",
     "Sketch",
     "after_cut",
@@ -257,6 +259,26 @@ def _unlike(
 LOST_AT_ONCE: Final = 4
 
 
+class RecordNeeds(NamedTuple):
+    """What one rank would write into records at a cut, in bytes.
+
+    Attributes:
+        increment_bytes: entries of its chunks in the manifest, if the checkpoint is an increment.
+        full_bytes: the same if it is a full.
+        tables_bytes: the tables in the manifest, which are the same on all ranks.
+        parts_bytes: the records of its parts of a full; 0 if the checkpoint has no parts.
+    """
+
+    increment_bytes: int
+    full_bytes: int
+    tables_bytes: int
+    parts_bytes: int
+
+
+#: The needs of a rank that cannot cut.
+NO_NEEDS: Final = RecordNeeds(0, 0, 0, 0)
+
+
 class Lost:
     """A set of checkpoints of which some rank has no part, so that they can never be complete."""
 
@@ -280,6 +302,7 @@ class CutAgreement:
         lost: checkpoints that some rank has lost since the last agreement.
         sketches: for each rank, the sketch of the state that is stored once; empty if some rank
             cannot cut.
+        needs: for each rank, what it would write into records; empty if some rank cannot cut.
     """
 
     cut: bool
@@ -288,6 +311,7 @@ class CutAgreement:
     number: int
     lost: Lost
     sketches: tuple[Sketch, ...]
+    needs: tuple[RecordNeeds, ...] = ()
 
     @property
     def unlike(self) -> bool:
@@ -305,6 +329,7 @@ def agree_on_cut(
     cuts: int,
     lost: Sequence[CheckpointRef],
     sketch: Sketch,
+    needs: RecordNeeds = NO_NEEDS,
 ) -> CutAgreement:
     """Agree on whether and what all ranks cut. Collective.
 
@@ -317,6 +342,7 @@ def agree_on_cut(
         cuts: number of cuts that this rank has begun since the start.
         lost: checkpoints that it has lost and not reported yet, at most `LOST_AT_ONCE`.
         sketch: its sketch of the state that is stored once.
+        needs: what it would write into records.
 
     Raises:
         SettingsError: ranks have done different numbers of batches.
@@ -326,7 +352,12 @@ def agree_on_cut(
     name = -1 if tip is None else _attempt(tip.ref)
     heard = ranks.exchange(
         "a checkpoint",
-        [link is not None, increment, name, again, cuts, *sketch.integers, *_padded_attempts(lost)],
+        [
+            *(link is not None, increment, name, again, cuts),
+            *sketch.integers,
+            *_padded_attempts(lost),
+            *needs,
+        ],
         batches_done=step,
     )
     cut = all(said[0] for said in heard)
@@ -335,8 +366,9 @@ def agree_on_cut(
         increment=all(said[1] for said in heard) and len({said[2] for said in heard}) == 1,
         again=any(said[3] for said in heard),
         number=1 + max(said[4] for said in heard),
-        lost=Lost(one for said in heard for one in said[7:]),
+        lost=Lost(one for said in heard for one in said[7 : 7 + LOST_AT_ONCE]),
         sketches=tuple(Sketch.of_integers(said[5], said[6]) for said in heard) if cut else (),
+        needs=tuple(RecordNeeds(*said[7 + LOST_AT_ONCE :]) for said in heard) if cut else (),
     )
 
 

@@ -100,6 +100,8 @@ class Cutter:
     Attributes:
         rule: whether the width of any table is chosen anew for each cut.
         unmarked: compares rows that nothing has marked.
+        state_bytes: bytes of the state tree and of each of its tensors when `size_bytes` was last
+            called.
 
     Raises:
         SettingsError: `Precision.tables` names a table that does not exist or is not trained.
@@ -139,6 +141,7 @@ class Cutter:
         self._at_servers = settings.staging.at_servers
         self._at_home: frozenset[str] = frozenset()  # cached tables that servers stage at this cut
         self._copy_share = settings.options.copy_share
+        self.state_bytes: tuple[int, ...] = ()
         self._has_large_state = False  # whether the state outside tables was large at the last cut
 
     def prepare_tables(self) -> None:
@@ -171,6 +174,7 @@ class Cutter:
         # An extra may draw random numbers here; a restarted training would then draw others.
         with rng.untouched():
             tree, tensors = state_tree.flatten(self._state.capture_fixed())
+        self.state_bytes = (len(tree), *(tensor.nbytes for tensor in tensors))
         tables = self._live.tables(None)
         parts = [self._part(live, len(live.held)) for live in tables]
         if self._at_servers:
@@ -180,6 +184,47 @@ class Cutter:
             [live.spec for live in tables], [live.held for live in tables]
         )
         return place_state(tree, tensors, place_tables(parts)[1])[1] + sample_bytes
+
+    def parts_of_full(
+        self, tables: Sequence[LiveTable] | None, precision: ChosenPrecision | None
+    ) -> list[TablePart]:
+        """Return the parts of this rank in a full; embedding servers stage theirs.
+
+        Args:
+            tables: the tables; None: as they are now.
+            precision: decision of the rule; None: the fewest bits that it may choose.
+        """
+        there = self._live.tables(None) if tables is None else tables
+        parts = []
+        for live in there:
+            part = self._part(live, len(live.held), None, precision)
+            if precision is None and live.table is not None and self._widths[live.key] is None:
+                part = replace(part, bits=min(CODE_BITS))
+            parts.append(replace(part, at_servers=self._at_servers and part.in_cache is not None))
+        return parts
+
+    def marked_counts(self, tables: Sequence[LiveTable]) -> list[int]:
+        """Count the rows that are marked in each table; waits for the devices of the tables.
+
+        While rows are copied before a cut, marks are in several places, so all rows count.
+        """
+        if any(tracker.aside is not None for tracker in self._trackers.values()):
+            return [len(live.held) for live in tables]
+        dirty = {name: tracker.marked() for name, tracker in self._trackers.items()}
+        return _marked(tables, dirty).counts
+
+    @property
+    def staging_home(self) -> ServedHome | None:
+        """The home whose embedding servers stage their own rows; None: none do."""
+        home = None if self._cache is None or not self._at_servers else self._cache.home
+        return home if isinstance(home, ServedHome) else None
+
+    @property
+    def at_servers(self) -> tuple[bool, ...]:
+        """Whether embedding servers stage the rows of each table."""
+        return tuple(
+            self._at_servers and isinstance(shard.table, CachedTable) for shard in self._shards
+        )
 
     def link(
         self, *, step: int, tip: Tip | None, base_history: BaseHistory | None

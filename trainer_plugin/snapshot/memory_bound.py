@@ -85,11 +85,16 @@ class MemoryBound:
                 raise
             return True  # a user's state that cannot be read; `follow` logs the error
 
-    def follow(self) -> None:
-        """Measure again if optimizers have created state. Never raises."""
+    def follow(self) -> bool:
+        """Measure again if optimizers have created state. Never raises.
+
+        Returns:
+            Whether it was measured again.
+        """
         try:
             if self._count() != self._entries:
                 self._grow(self._measured())
+                return True
         except Exception as error:
             # A user's state_dict or a driver failed. The cut meets the same error and counts it.
             _log.warning(
@@ -97,6 +102,7 @@ class MemoryBound:
                 "could not be measured: %s",
                 error,
             )
+        return False
 
     def cut(self, slot_bytes: int) -> None:
         """Raise the bound if a checkpoint took more of its slot: some state grows unannounced."""

@@ -26,6 +26,7 @@ from recpoint.embeddings.home import Home
 from recpoint.embeddings.home_in_memory import MemoryHome
 from recpoint.embeddings.initial import Uniform, fill
 from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.remote import served_part
 from recpoint.embeddings.remote.processes import servers
 from recpoint.embeddings.remote.protected_home import ProtectedHome
 from recpoint.embeddings.remote.served_home import ServedHome
@@ -33,6 +34,7 @@ from recpoint.embeddings.remote.server import EmbeddingServer
 from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
 from recpoint.errors import SettingsError
 from recpoint.format.manifest import Manifest
+from recpoint.trainer_plugin.snapshot import record_bound
 from tests.cached_training import plain_model, rows_of_plain
 from tests.polling import until
 from tests.protected_servers import protected
@@ -174,6 +176,27 @@ def test_the_slots_of_a_trainer_have_no_rows_of_servers(place: Place) -> None:
             {f"r{number:05d}" for number in range(4)} if at_servers else {"r00000"}
         )
     assert sizes[True] < sizes[False]
+
+
+def test_the_chunks_of_servers_count_towards_the_manifest_and_tables_towards_a_command(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(3) as home:
+        both = Both("adagrad", SMALL, home)
+        with checkpointing(both, place, **_WAITS) as ckpt:
+            estimated, _ = ckpt._records._joined(record_bound._AS_SET)
+            both.train(ckpt, 12)
+        stored = manifests(place)[-1]  # the oldest
+        assert stored.kind == "full"
+        assert {chunk.rank for chunk in stored.chunks} == {0, 1, 2, 3}
+        # The estimate leaves out the trainer's sample of the tables that servers stage.
+        assert estimated.chunks == len(stored.chunks) - 1, [chunk.key for chunk in stored.chunks]
+    monkeypatch.setattr(served_part, "_MOST_TEXT_BYTES", 300)
+    with served(3) as home:
+        both = Both("adagrad", SMALL, home)
+        message = r"Staging\(at_servers=True\): found \d+ bytes that describe its tables"
+        with pytest.raises(SettingsError, match=message):
+            both.checkpointer(place, at_servers=True)
 
 
 def test_a_server_that_cannot_stage_costs_a_checkpoint(

@@ -1,0 +1,328 @@
+"""Refuses checkpoints whose records would exceed the format's limit, before anything is staged.
+
+Otherwise the agent would find out after it uploaded everything. It would reject the checkpoint, and
+the next one would be a full again, which is rejected as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple
+
+from recpoint.catalog.persist.ranks import MAX_PARTS_BYTES
+from recpoint.catalog.persist.record_sizes import PartSizes, part_sizes
+from recpoint.embeddings.remote.served_part import refuse_long_description
+from recpoint.errors import HomeError, RecordTooLarge, SettingsError
+from recpoint.format import records
+from recpoint.format.history import ChosenPrecision
+from recpoint.format.job import StagedTable
+from recpoint.format.manifest import CODE_BITS, Kind
+from recpoint.trainer_plugin.policy import FULL, Link
+from recpoint.trainer_plugin.ranks.agreement import RecordNeeds
+from recpoint.trainer_plugin.ranks.ranks import Ranks
+from recpoint.trainer_plugin.snapshot.cut import Cutter
+from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
+
+__all__ = ["RecordBound"]
+
+_log = logging.getLogger("recpoint")
+
+
+class _Narrower(NamedTuple):
+    """A setting that stores fewer bits.
+
+    Attributes:
+        bits: bits of each value; None: as set.
+        state_bits: bits of each value of element-wise row states; None: as set.
+    """
+
+    bits: int | None
+    state_bits: Literal[16] | None
+
+    def __str__(self) -> str:
+        if self.bits is None:
+            return "bits=Precision(state=16)"
+        if self.state_bits is None:
+            return f"bits={self.bits}"
+        return f"bits=Precision(bits={self.bits}, state=16)"
+
+    def of(self, table: StagedTable) -> StagedTable:
+        """Return the table as it is staged with this setting."""
+        changes: dict[str, object] = {}
+        if self.bits is not None and self.bits < table.bits:
+            changes["bits"] = self.bits
+        if self.state_bits is not None:
+            changes["state_bits"] = self.state_bits
+        return table.model_copy(update=changes)
+
+
+_AS_SET: Final = _Narrower(None, None)
+#: What a person can change, from the least change on.
+_NARROWER: Final = (
+    _Narrower(None, 16),
+    *(_Narrower(bits, None) for bits in sorted(CODE_BITS, reverse=True)),
+    _Narrower(min(CODE_BITS), 16),
+)
+#: What helps otherwise. Each part stores a chunk or more of each table of which it has rows.
+_FEWER: Final = (
+    "train fewer tables, for instance one for several features, or on fewer ranks and embedding "
+    "servers: each of these names a chunk or more of each table of which it has rows"
+)
+_OR_FEWER: Final = f"store fewer bits: bits=, Precision(state=16). Or {_FEWER}"
+#: Stands for a size that is known only to be too large.
+_TOO_LARGE: Final = 1 << 40
+
+
+class _Fault(NamedTuple):
+    """What is too large, and what a person can do about it."""
+
+    found: str
+    next_step: str
+
+
+class RecordBound:
+    """Estimates the records of the coming checkpoints.
+
+    Args:
+        ranks: the ranks of the job.
+        cutter: knows what a checkpoint of this rank would stage.
+    """
+
+    def __init__(self, ranks: Ranks, cutter: Cutter) -> None:
+        self._ranks = ranks
+        self._cutter = cutter
+        # Tables, precision and state of the last estimates. Sizes of a full and of the largest
+        # increment.
+        self._known: tuple[object, PartSizes, PartSizes] | None = None
+        # By kind: tables, precision and state of a checkpoint that the agent rejected as too large.
+        self._rejected: dict[Kind, object] = {}
+        # Whether an increment of all rows may be too large, so that marked rows are counted.
+        self._is_near = False
+
+    def refuse_if_large(self) -> None:
+        """Refuse a model of which no full can ever be committed. Collective.
+
+        Raises:
+            SettingsError: records of a full would exceed the limit; or embedding servers cannot
+                stage so many tables.
+        """
+        with self._ranks.together("looking at the sizes of records"):
+            try:
+                self._refuse_long_description(self._staged(None, None))
+            except RecordTooLarge as error:
+                raise SettingsError(
+                    "Staging(at_servers=True)",
+                    found=error.found,
+                    expected=error.expected,
+                    next_step=error.next_step,
+                ) from error
+        whole, largest = self._joined(_AS_SET)
+        self._is_near = largest.manifest_bytes > records.MAX_RECORD_BYTES
+        fault = self._fault(whole)
+        if fault is None:
+            return
+        next_step = fault.next_step
+        for narrower in _NARROWER:
+            fewer, _ = self._joined(narrower)
+            if self._fault(fewer) is None:
+                next_step = f"set {narrower}, with which the manifest takes about "
+                next_step += f"{fewer.manifest_bytes:,} bytes"
+                break
+        raise SettingsError(
+            "Checkpointer(model)", found=fault.found, expected=_expected(), next_step=next_step
+        )
+
+    def warn_if_large(self) -> None:
+        """Log an error if no full of this rank can be committed now. Never raises.
+
+        Called when optimizers have created state, often long before the next checkpoint is due.
+        """
+        try:
+            fault = self._fault(self._sizes(self._staged(None, None)))
+        except Exception as error:
+            # A user's state or a driver failed. The cut meets the same error and counts it.
+            _log.warning("the sizes of records could not be estimated: %s", error)
+            return
+        if fault is not None:
+            _log.error("%s", _too_large(fault))
+
+    def needs(
+        self, link: Link, tables: Sequence[LiveTable], precision: ChosenPrecision | None
+    ) -> RecordNeeds:
+        """Return what this rank would write into records at a cut now.
+
+        Args:
+            link: the checkpoint's place in its chain.
+            tables: the tables as they are now.
+            precision: decision of the rule on precision; None: there is none.
+
+        Raises:
+            RecordTooLarge: this rank's job file would be too large; or embedding servers cannot
+                stage so many tables.
+        """
+        key = (tuple([live.spec for live in tables]), precision, self._cutter.state_bytes)
+        if self._known is None or self._known[0] != key:
+            staged = self._staged(tables, precision)
+            self._refuse_long_description(staged)
+            self._known = key, self._sizes(staged), self._sizes(_increment(staged, None))
+            if not self._ranks.several:
+                self._is_near = self._known[2].manifest_bytes > records.MAX_RECORD_BYTES
+        _, full, increment = self._known
+        if (fault := _fault_of_job(full)) is not None:
+            raise _too_large(fault)
+        if link.kind == "increment" and self._is_near:
+            counts = self._cutter.marked_counts(tables)
+            increment = self._sizes(_increment(self._staged(tables, precision), counts))
+        return RecordNeeds(
+            _TOO_LARGE if self._rejected.get("increment") == key else increment.entries_bytes,
+            _TOO_LARGE if self._rejected.get("full") == key else full.entries_bytes,
+            full.tables_bytes,
+            full.parts_bytes if self._has_parts else 0,
+        )
+
+    def fitting(self, link: Link, needs: Sequence[RecordNeeds]) -> Link:
+        """Return the link, or that of a full if an increment would be too large.
+
+        Args:
+            link: the place in the chain that all ranks agree on.
+            needs: what each rank would write, in rank order.
+
+        Raises:
+            RecordTooLarge: a full would be too large as well.
+        """
+        tables_bytes = max(one.tables_bytes for one in needs)
+        increment_bytes = tables_bytes + sum(one.increment_bytes for one in needs)
+        if increment_bytes > records.MAX_RECORD_BYTES:
+            self._is_near = True
+        elif link.kind == "increment":
+            return link
+        full_bytes = tables_bytes + sum(one.full_bytes for one in needs)
+        parts_bytes = sum(one.parts_bytes for one in needs)
+        found = ""
+        if full_bytes >= _TOO_LARGE:
+            found = "the same tables as in a full that the agent rejected as too large"
+        elif full_bytes > records.MAX_RECORD_BYTES:
+            found = f"a full with a manifest of about {full_bytes:,} bytes"
+        elif parts_bytes > MAX_PARTS_BYTES:
+            found = f"a full with parts of about {parts_bytes:,} bytes together"
+        if found:
+            raise _too_large(_Fault(found, _OR_FEWER))
+        return FULL
+
+    def rejected(self, kind: Kind) -> None:
+        """Note that the agent has rejected a checkpoint because a record of it is too large.
+
+        Estimates are the least sizes, so a checkpoint with quantized rows may turn out larger. No
+        further one of this kind is taken while tables, precision and state stay as they are.
+        """
+        if self._known is not None:
+            self._rejected[kind] = self._known[0]
+
+    @property
+    def _has_parts(self) -> bool:
+        return self._ranks.several or self._cutter.staging_home is not None
+
+    def _fault(self, sizes: PartSizes) -> _Fault | None:
+        """Return what is too large in the records of a full; None: nothing is."""
+        if sizes.manifest_bytes > records.MAX_RECORD_BYTES:
+            found = f"a full of {sizes.chunks:,} chunks or more, with a manifest of about "
+            return _Fault(found + f"{sizes.manifest_bytes:,} bytes", _OR_FEWER)
+        if self._has_parts and sizes.parts_bytes > MAX_PARTS_BYTES:
+            found = f"a full with parts of about {sizes.parts_bytes:,} bytes together"
+            return _Fault(found, _OR_FEWER)
+        return _fault_of_job(sizes)
+
+    def _joined(self, narrower: _Narrower) -> tuple[PartSizes, PartSizes]:
+        """Return the sizes of a full and of the largest increment, of all ranks. Collective."""
+        staged = [narrower.of(table) for table in self._staged(None, None)]
+        own = self._sizes(staged), self._sizes(_increment(staged, None))
+        full, increment = own
+        for rank, (other_full, other_increment) in enumerate(self._ranks.gather(own)):
+            if rank != self._ranks.rank:
+                full, increment = full.joined(other_full), increment.joined(other_increment)
+        return full, increment
+
+    def _staged(
+        self, tables: Sequence[LiveTable] | None, precision: ChosenPrecision | None
+    ) -> list[StagedTable]:
+        """Return the tables of a full as this rank's job describes them."""
+        return [part.staged for part in self._cutter.parts_of_full(tables, precision)]
+
+    def _sizes(self, staged: Sequence[StagedTable]) -> PartSizes:
+        """Return the sizes of this rank's part; rank 0 adds those of embedding servers."""
+        own = part_sizes(staged, part=self._ranks.rank, state_bytes=self._cutter.state_bytes)
+        home = self._cutter.staging_home
+        if home is None or self._ranks.rank:
+            return own
+        of_servers: dict[tuple[int, ...], int] = {}
+        for server in range(home.servers):
+            # Rows are dealt to all servers in turn, so each has about as many.
+            rows = tuple(
+                max(1, table.spec.rows // home.servers) * (server < table.spec.rows) * is_there
+                for table, is_there in zip(staged, self._cutter.at_servers, strict=True)
+            )
+            of_servers[rows] = of_servers.get(rows, 0) + 1
+        for rows, servers in of_servers.items():
+            of_server = part_sizes(
+                [_scattered(table, count) for table, count in zip(staged, rows, strict=True)],
+                part=self._ranks.count,
+            )
+            for _ in range(servers):
+                own = own.joined(of_server)
+        return own
+
+    def _refuse_long_description(self, staged: Sequence[StagedTable]) -> None:
+        if self._cutter.staging_home is not None:
+            try:
+                refuse_long_description("the next checkpoint", staged)
+            except HomeError as error:
+                raise RecordTooLarge(
+                    error.subject,
+                    found=error.found,
+                    expected=error.expected,
+                    next_step=error.next_step,
+                ) from error
+
+
+def _scattered(table: StagedTable, rows: int) -> StagedTable:
+    """Return a table as an embedding server stages it that has so many of its rows."""
+    changes = {"first_row": 0, "shard_rows": rows, "row_count": rows, "all_rows": False}
+    return table.model_copy(update={**changes, "scattered": True})
+
+
+def _increment(staged: Sequence[StagedTable], counts: Sequence[int] | None) -> list[StagedTable]:
+    """Return the tables of an increment.
+
+    Args:
+        staged: the tables of a full.
+        counts: for each table, how many rows the increment has; None: all rows.
+    """
+    return [
+        table.model_copy(update={"all_rows": False, "row_count": min(count, table.row_count)})
+        for table, count in zip(staged, counts or [t.row_count for t in staged], strict=True)
+    ]
+
+
+def _expected() -> str:
+    return (
+        f"at most {records.MAX_RECORD_BYTES:,} bytes, the largest record that readers accept: "
+        "about 250,000 chunks"
+    )
+
+
+def _fault_of_job(sizes: PartSizes) -> _Fault | None:
+    if sizes.job_bytes <= records.MAX_RECORD_BYTES:
+        return None
+    found = f"a full with a job file of about {sizes.job_bytes:,} bytes, which describes its tables"
+    return _Fault(found, "train fewer tables, for instance one for several features")
+
+
+def _too_large(fault: _Fault) -> RecordTooLarge:
+    return RecordTooLarge(
+        "the next checkpoint",
+        found=fault.found,
+        expected=_expected(),
+        next_step="nothing was staged, and no checkpoint will be until this changes: "
+        + fault.next_step,
+    )
