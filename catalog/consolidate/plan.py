@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, Self
 
 import zstandard
 
+from recpoint.catalog.consolidate.merged_manifest import MergedManifest
 from recpoint.catalog.consolidate.moves import BUFFERED_BYTES
 from recpoint.catalog.persist.plan import CHUNK_BYTES
 from recpoint.catalog.restore.rows import (
@@ -26,6 +27,7 @@ from recpoint.catalog.run.lineage import Representation
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import Doubts
 from recpoint.errors import ChainError, CommitConflict, SettingsError
+from recpoint.format import records
 from recpoint.format.manifest import ChunkEntry, Manifest, TableSpec
 from recpoint.format.naming import ManifestName
 from recpoint.format.records import pack_record
@@ -72,6 +74,7 @@ class MergeSizes:
             exact as `write_bytes`.
         restore_rows_after: stored rows that a restore reads after the merge, as exact as
             `write_rows`.
+        most_manifest_bytes: the most bytes of the merge's manifest (`merged_manifest`).
     """
 
     merged: int
@@ -84,11 +87,17 @@ class MergeSizes:
     restore_bytes_before: int
     restore_bytes_after: int
     restore_rows_after: int
+    most_manifest_bytes: int
 
     @property
     def into_full(self) -> bool:
         """Whether it merges the whole chain."""
         return self.links_after == 1
+
+    @property
+    def may_be_too_large(self) -> bool:
+        """Whether its manifest may be larger than readers accept (format §4)."""
+        return self.most_manifest_bytes > records.MAX_RECORD_BYTES
 
     @property
     def dead_rows(self) -> int | None:
@@ -108,7 +117,7 @@ def merge_sizes(manifests: Sequence[Manifest]) -> tuple[MergeSizes, ...]:
     before = sum(one.size_bytes for one in sizes) + state
     left_rows = sum(one.rows for one in sizes)
     left_bytes, merged_rows = before - state, 0
-    reading, live = _Reading(specs), LiveRows()
+    reading, live, record = _Reading(specs), LiveRows(), MergedManifest(specs)
     found = []
     for merged, (manifest, size) in enumerate(
         zip(reversed(manifests), reversed(sizes), strict=True), 1
@@ -117,6 +126,7 @@ def merge_sizes(manifests: Sequence[Manifest]) -> tuple[MergeSizes, ...]:
         left_rows -= size.rows
         merged_rows += size.rows
         reading.add(manifest.chunks)
+        record.add(manifest)
         if merged < len(manifests):
             live.add(manifest.chunks)
             written = live.most
@@ -135,6 +145,7 @@ def merge_sizes(manifests: Sequence[Manifest]) -> tuple[MergeSizes, ...]:
                     restore_bytes_before=before,
                     restore_bytes_after=left_bytes + written.size_bytes + state,
                     restore_rows_after=left_rows + written.rows,
+                    most_manifest_bytes=record.most_bytes,
                 )
             )
     return tuple(found)
@@ -582,8 +593,8 @@ def choose_consolidation(
     """Plan the merge of a checkpoint's chain that costs least for what it saves, by `weigh`.
 
     It chooses between a merge of the whole chain into a full, and a merge of the newest k links
-    into one increment for each k. Before the chain has reached a trigger, the plan is of a full and
-    does not pay.
+    into one increment for each k. Before the chain has reached a trigger, or if any merge may have
+    too large a manifest, the plan is of a full and does not pay.
 
     Args:
         run: the run.
@@ -601,6 +612,14 @@ def choose_consolidation(
     chain = chain_to_merge(run, name, avoid=avoid)
     whole = plan_merge_of(run, chain, links=None, triggers=triggers)
     best = cheapest(weigh(whole.merges, triggers))
+    if whole.pays and best is None:
+        size_bytes = whole.merges[-1].most_manifest_bytes
+        return replace(
+            whole,
+            pays=False,
+            reason=f"{whole.reason}, but no merge is sure to have a manifest that readers accept: "
+            f"that of a full may have {size_bytes:,} bytes of {records.MAX_RECORD_BYTES:,}",
+        )
     if best is None or best.sizes.into_full:
         return whole
     part = plan_merge_of(run, chain, links=best.sizes.merged, triggers=triggers)
@@ -622,7 +641,8 @@ def weigh(
     merge into a full removes all of the excess, but moves the bytes of everything. A merge of fewer
     links leaves alone rows that were merged before, or that the newest links rarely change.
 
-    A merge into an increment is allowed only if it leaves at least half of the way to each trigger
+    A merge whose manifest may be larger than readers accept is not allowed. A merge into an
+    increment is allowed only if it leaves at least half of the way to each trigger
     that was reached. Its savings are those known without reading chunks (`LiveRows`).
 
     Args:
@@ -639,6 +659,8 @@ def weigh(
         why_not, shares = "", [1.0] * merge.into_full
         if not reached:
             why_not = "no trigger is reached"
+        elif merge.may_be_too_large:
+            why_not = "may have too large a manifest"
         elif not merge.into_full:
             if too_long:
                 shares.append((merge.links_before - merge.links_after) / (merge.links_before - 1))

@@ -91,6 +91,7 @@ def merges_of(chain: list[Link]) -> list[MergeSizes]:
                 restore_bytes_before=before,
                 restore_bytes_after=before - read + written.size_bytes,
                 restore_rows_after=rows - read_rows + written.rows,
+                most_manifest_bytes=0,
             )
         )
     return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from recpoint.catalog.check.check import check
+from recpoint.catalog.consolidate import moves
 from recpoint.catalog.consolidate.merge import consolidate
 from recpoint.catalog.consolidate.plan import (
     ConsolidationPlan,
@@ -15,6 +17,7 @@ from recpoint.catalog.consolidate.plan import (
 )
 from recpoint.catalog.run.lineage import Representation
 from recpoint.catalog.run.run import Run
+from recpoint.format import records
 from recpoint.format.naming import MANIFEST_KEY
 from tests.catalog_builder import build, publish, tables
 from tests.consolidation import chain_of, name_of, require_same, restored, trained
@@ -79,6 +82,23 @@ def test_hot_rows_become_one_increment_that_takes_what_was_planned(run: Run) -> 
     assert not after.pays
     full_bytes = whole.restore_bytes_after
     assert after.restore_bytes_before / full_bytes < 1.25
+
+
+def test_a_merge_that_may_have_too_large_a_manifest_is_not_chosen(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So small a buffer may have each chunk of a source become chunks of the merge.
+    monkeypatch.setattr(moves, "BUFFERED_BYTES", 1)
+    triggers = ConsolidationTriggers(links=5)
+    best = chain_plan(run, increments=4, dirty_rows=10, triggers=triggers)
+    sizes = [one.most_manifest_bytes for one in best.merges]
+    for limit, merged in ((sizes[3], 4), (sizes[2], 4), (sizes[2] - 1, 3), (sizes[0] - 1, None)):
+        monkeypatch.setattr(records, "MAX_RECORD_BYTES", limit)
+        plan = choose_consolidation(run, best.target.name, triggers=triggers)
+        if merged is None:
+            assert not plan.pays and "no merge is sure to have a manifest that" in plan.reason
+        else:
+            assert plan.pays and len(plan.sources) == merged
 
 
 def test_spread_rows_of_which_nothing_is_known_become_a_full(run: Run) -> None:

@@ -42,6 +42,7 @@ def merges_of(full: int, links: Sequence[int], written: Sequence[int]) -> list[M
                 restore_bytes_before=before,
                 restore_bytes_after=before - read + write,
                 restore_rows_after=before - read + write,
+                most_manifest_bytes=0,
             )
         )
     return found

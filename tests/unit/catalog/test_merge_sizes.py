@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from recpoint.catalog.consolidate import moves
 from recpoint.catalog.consolidate.merge import consolidate
 from recpoint.catalog.consolidate.plan import merge_sizes, plan_consolidation
+from recpoint.catalog.persist import plan as persist_plan
 from recpoint.catalog.restore import rows
 from recpoint.catalog.run.run import Run
 from recpoint.format.manifest import Manifest
@@ -47,6 +49,27 @@ def test_every_merge_is_the_plan_for_so_many_links(run: Run, links: list[Manifes
         assert one.restore_rows_after == left_rows + one.write_rows
     assert merges[-1].dead_rows == merges[-1].merged_rows - 150
     assert {one.dead_rows for one in merges[:-1]} == {None}
+
+
+@pytest.mark.parametrize(
+    ("chunk_bytes", "buffered_bytes"), [(persist_plan.CHUNK_BYTES, 1), (700, 1_000)]
+)
+def test_a_manifest_is_no_larger_than_it_may_be(
+    run: Run,
+    links: list[Manifest],
+    monkeypatch: pytest.MonkeyPatch,
+    chunk_bytes: int,
+    buffered_bytes: int,
+) -> None:
+    # Few rows fill the buffer, so most chunks are written long before they are full.
+    for module in (moves, persist_plan):
+        monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(moves, "BUFFERED_BYTES", buffered_bytes)
+    for one in merge_sizes(links):
+        done = consolidate(run, plan_consolidation(run, name_of(links[-1]), links=one.merged))
+        (stored,) = run.store.list(done.key)
+        assert stored.size_bytes <= one.most_manifest_bytes <= 4 * stored.size_bytes
+        run.store.delete(done.key)
 
 
 def test_a_merge_takes_no_more_than_it_says(run: Run, links: list[Manifest]) -> None:
