@@ -23,6 +23,8 @@ from recpoint.kernels.bit_packing.widths import packed_width
 from recpoint.kernels.quantize import ExactRows, PackedRows, exact_rows_many, quantize_rows
 from recpoint.trainer_plugin.schedule.ledger import Pending
 from recpoint.trainer_plugin.settings import Precision
+from recpoint.trainer_plugin.snapshot import device_memory
+from recpoint.trainer_plugin.snapshot.device_memory import DeviceMemory
 
 __all__ = ["Codes", "DeviceDrain", "RowsToCode", "TableQuantizer"]
 
@@ -45,10 +47,12 @@ class DeviceDrain:
 
     Args:
         view: reads the rows of cached tables; None: no table is cached.
+        memory: says how much memory buffers may take on a device.
     """
 
-    def __init__(self, view: CacheView | None = None) -> None:
+    def __init__(self, view: CacheView | None = None, memory: DeviceMemory | None = None) -> None:
         self._view = view
+        self._memory = device_memory.of_this_process() if memory is None else memory
         self._gathers: list[tuple[Tensor, Tensor, Tensor]] = []
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._ready: dict[torch.device, torch.cuda.Event] = {}
@@ -67,7 +71,7 @@ class DeviceDrain:
         """
         if out.nbytes == 0:
             return
-        if out.nbytes <= SMALL_BYTES or out.nbytes <= spare_bytes(source.device):
+        if out.nbytes <= SMALL_BYTES or out.nbytes <= self._memory.spare_bytes(source.device):
             try:
                 buffer = torch.empty(out.shape, dtype=out.dtype, device=source.device)
             except torch.OutOfMemoryError:
@@ -77,7 +81,7 @@ class DeviceDrain:
                     buffer.copy_(source)
                 else:
                     self._gathers.append((source, ids, buffer))
-                self._waiting.append((buffer, out))
+                self.take(buffer, out)
                 return
         rows = max(1, PIECE_BYTES // max(1, out[0].nbytes))
         for start in range(0, out.shape[0], rows):
@@ -93,6 +97,7 @@ class DeviceDrain:
         """Have `buffer`, contiguous and no longer written to, arrive in `out`, on the host."""
         if out.nbytes:
             self._waiting.append((buffer, out))
+            self._memory.hold(buffer.device, buffer.nbytes)
 
     def fetch(self, table: str, ids: Tensor | None, outs: Sequence[Tensor]) -> None:
         """Have rows of a cached table arrive in `outs`; see `CacheView.fetch`."""
@@ -113,9 +118,17 @@ class DeviceDrain:
         return CheckedStripes(fits=checked.stripes, unknown=checked.unknown)
 
     def release(self) -> None:
-        """Give up what is held of a cache and its home, after a cut that failed."""
+        """Give up the buffers, and what is held of a cache and its home, after a failed cut."""
+        self._gathers.clear()
+        self._let_go()
         if self._view is not None:
             self._view.release()
+
+    def _let_go(self) -> None:
+        for buffer, _ in self._waiting:
+            self._memory.release(buffer.device, buffer.nbytes)
+        self._waiting.clear()
+        self._ready.clear()
 
     def release_training(self) -> None:
         """Launch the gathers; record on each device's current stream when its copies are done.
@@ -158,8 +171,7 @@ class DeviceDrain:
                 # The allocator must not hand the buffer to training while this stream reads it.
                 buffer.record_stream(stream)
                 _through(pinned, stream, _bytes(buffer), _bytes(out))
-        self._waiting.clear()
-        self._ready.clear()
+        self._let_go()
 
 
 def _through(pinned: Tensor, stream: torch.cuda.Stream, source: Tensor, out: Tensor) -> None:
@@ -173,13 +185,6 @@ def _through(pinned: Tensor, stream: torch.cuda.Stream, source: Tensor, out: Ten
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def spare_bytes(device: torch.device) -> int:
-    """Return half of the device's free bytes, plus the allocator's unused bytes."""
-    free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free // 2 + cached
 
 
 # The method by which each table is quantized, and quantizing on the table's device (format §7).
@@ -244,6 +249,12 @@ class RowsToCode(NamedTuple):
         """The live values: [rows, dim]."""
         return self.table.weight.detach()
 
+    @property
+    def code_bytes(self) -> int:
+        """Bytes that the codes take on a GPU."""
+        width = packed_width(self.table.dim, self.bits)
+        return self.row_count * (width + _ROW_BYTES_ON_DEVICE)
+
 
 class Codes(NamedTuple):
     """Quantized rows of one table, on the table's device.
@@ -274,12 +285,19 @@ class TableQuantizer:
         tables: tables in the order in which the job's tables are stored; None: this rank stores no
             row of it.
         precision: says where rows are quantized, and by which quantizer.
+        memory: says how much memory codes may take on a device.
 
     Attributes:
         wanted: whether any table may be quantized by this process.
     """
 
-    def __init__(self, tables: Sequence[Table | None], precision: Precision) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Table | None],
+        precision: Precision,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        self._memory = device_memory.of_this_process() if memory is None else memory
         self._tables = tuple(tables)
         self._on = precision.place
         self._name = precision.quantizer
@@ -365,7 +383,17 @@ class TableQuantizer:
         Waits once for each device of the tables, to learn whether rows must be kept exactly. If
         there are such rows, it waits once more for each table.
         """
-        packed = [_packed(one) for one in wanted]
+        packed: list[PackedRows | None] = []
+        taken_bytes: dict[torch.device, int] = {}
+        for one in wanted:
+            device = one.values.device
+            taken = taken_bytes.get(device, 0)
+            if not one.values.is_cpu and one.code_bytes > self._memory.spare_bytes(device) - taken:
+                packed.append(None)
+                continue
+            packed.append(_packed(one))
+            if packed[-1] is not None:
+                taken_bytes[device] = taken + one.code_bytes
         done = [(one, rows) for one, rows in zip(wanted, packed, strict=True) if rows is not None]
         try:
             exact = exact_rows_many(
@@ -390,15 +418,9 @@ class TableQuantizer:
 
 def _packed(wanted: RowsToCode) -> PackedRows | None:
     """Quantize rows; None if the device has no room for the codes."""
-    values = wanted.values
-    code_bytes = packed_width(wanted.table.dim, wanted.bits)
-    if values.is_cuda and wanted.row_count * (code_bytes + _ROW_BYTES_ON_DEVICE) > spare_bytes(
-        values.device
-    ):
-        return None
     method = kernel_method(wanted.method)
     try:
-        return quantize_rows(values, wanted.ids, wanted.bits, method, half_parameters=True)
+        return quantize_rows(wanted.values, wanted.ids, wanted.bits, method, half_parameters=True)
     except torch.OutOfMemoryError:
         return None  # the spare memory is in pieces that are too small
 
