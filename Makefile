@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Of `make docs`: small, since no page needs torch.
+DOCS_VENV := .venv-docs
+DOCS_INSTALLED := $(DOCS_VENV)/.installed
 # More workers than two cores: a test that waits for a server or for a poll leaves its core to others.
 # They go in the order of tests/conftest.py: xdist would put all groups first.
 TEST_WORKERS ?= 4
@@ -19,9 +22,9 @@ PYTEST_ARGS ?=
 # taken where there is plenty. `make test TEST_FILES=DIRECTORY` has them on the file system you name.
 # Some tests run processes of another user, who has to get through the directory: hence its mode.
 TEST_FILES ?= $(shell $(PYTHON) tests/scratch_directory.py)
-# Without what they ask for: that would be another torch, or the CUDA build of FBGEMM.
-TORCHREC := torchrec fbgemm-gpu-cpu torchmetrics tensordict pyre-extensions pyvers typing-inspect tqdm cloudpickle lightning-utilities \
-	mypy-extensions packaging
+# PyTorch's index of builds for CPUs, asked where there is no nvidia-smi. If it does not answer in
+# seconds, pip's own index is taken. `make TORCH_CPU_INDEX=` asks no index but that.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # Compiled once for all Pythons from 3.11 on, by the system's compiler or else Zig's from PyPI.
 NATIVE := kernels/native/_native.abi3.so
@@ -35,16 +38,16 @@ help: ## list the commands
 
 install: $(NATIVE) ## make .venv with pinned dependencies, compile the kernels
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(TORCHREC) \
-		|| echo "TorchRec does not install here: its tests are skipped"
+	@$(PYTHON) build_backend/install.py development $(VENV) --torch-cpu-index '$(TORCH_CPU_INDEX)'
+	@touch $@
+
+$(DOCS_INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) build_backend/install.py documentation $(DOCS_VENV)
 	@touch $@
 
 $(NATIVE): $(NATIVE_SOURCES) | $(INSTALLED)
 	@$(BIN)/python -c 'import recpoint.kernels.native' 2>/dev/null \
-		|| $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+		|| $(BIN)/python build_backend/install.py kernels $(VENV)
 	@touch $@
 
 demo: $(NATIVE) ## train on real purchases, kill the trainer with SIGKILL, restore, prove it
@@ -93,11 +96,11 @@ format: $(NATIVE) ## let ruff put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(NATIVE) ## build the documentation site into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+docs: $(DOCS_INSTALLED) ## build the documentation site into site/, without torch
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src $(DOCS_VENV)/bin/mkdocs build --strict
 
 fuzz: $(NATIVE) ## fuzz each parser a million times, outside CI (tests/fuzz)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt atheris
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt atheris
 	for target in records chunk tree; do \
 		$(BIN)/python tests/fuzz/fuzz_parsers.py $$target -runs=1000000 -max_len=8192 -rss_limit_mb=6000 || exit 1; done
 	$(BIN)/python tests/fuzz/fuzz_parsers.py row_set -runs=1000000 -max_len=512 -rss_limit_mb=6000
@@ -116,4 +119,4 @@ installations: ## install with and without a compiler in new environments, outsi
 	$(PYTHON) -u -m tests.installations
 
 clean: ## remove what was built here, .venv included
-	rm -rf $(NATIVE) $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .recpoint build dist site src/*.egg-info
+	rm -rf $(NATIVE) $(VENV) $(DOCS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .recpoint build dist site src/*.egg-info

@@ -1,19 +1,21 @@
-"""Installs recpoint in new environments, with and without a compiler, and runs the demo in each.
+"""Installs recpoint in new environments, and runs the demo in each.
 
-    python -m tests.installations [with] [without]
+    python -m tests.installations [with] [without] [debian]
 
 `make installations` runs it, outside `make test`: it installs packages, and takes minutes. Each
 environment is a new directory with a new virtual environment and the sources of what is committed
 here. `with` keeps PATH, whose compiler builds the kernels. `without` has a PATH of links to all
 programs except compilers, so the build takes Zig's from PyPI. `recpoint info` then has to name that
-compiler, and `recpoint demo`, which kills its trainer and resumes it, has to end bit-identical. The
-last lines are rows for tests/TUTORIAL_RUNS.md.
+compiler. `debian` runs `make demo` with Debian 12's own Python, 3.11.2, and no other variables than
+HOME and PATH; elsewhere than on Debian 12 it is not run. The demo, which kills its trainer and
+resumes it, has to end bit-identical. The last lines are rows for tests/TUTORIAL_RUNS.md.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tests.tutorials import ROOT, TORCH, export_commit, reader_environment
+from tests.tutorials import ROOT, TORCH, export_commit, reader_environment, run_or_show
 
 __all__ = ["COMPILERS", "without_compilers"]
 
@@ -48,11 +50,11 @@ def _install_and_play(directory: Path, environment: Mapping[str, str]) -> tuple[
     """Install the commit in `directory`, run the demo; the compiler, and how the demo ended."""
     programs = directory / "venv" / "bin"
     pip = [str(programs / "python"), "-m", "pip", "--disable-pip-version-check", "install"]
-    pip += ["--quiet", "-c", str(ROOT / "constraints.txt")]
+    pip += ["-c", str(ROOT / "constraints.txt")]
     sources = export_commit(directory)
 
     def run(*command: str) -> None:
-        subprocess.run(command, env=environment, check=True, timeout=_SECONDS, cwd=directory)
+        run_or_show(*command, seconds=_SECONDS, env=environment, cwd=directory)
 
     def document(*arguments: str) -> dict[str, Any]:
         done = subprocess.run(
@@ -69,17 +71,51 @@ def _install_and_play(directory: Path, environment: Mapping[str, str]) -> tuple[
     run(sys.executable, "-m", "venv", str(directory / "venv"))
     run(*pip, TORCH)
     run(*pip, f"{sources}[flows]")
-    why = next(kernel["why"] for kernel in document("info")["kernels"] if kernel["name"])
+    compiler = _compiled_by(document("info"))
     try:
         identical = document("demo")["resumed_bit_identical"] is True
     finally:
+        _stop_server(programs, environment)
+    return compiler, identical
+
+
+def _make_demo(directory: Path, environment: Mapping[str, str]) -> tuple[str, bool]:
+    """Run `make demo` in a clone of the commit, as on a bare Debian; as `_install_and_play`."""
+    clone = directory / "clone"
+    run_or_show("git", "clone", "--quiet", str(ROOT), str(clone), seconds=_SECONDS)
+    bare = {
+        name: value for name, value in environment.items() if name.startswith(("RECPOINT_", "HOME"))
+    }
+    bare["PATH"] = "/usr/bin:/bin"
+    programs = clone / ".venv" / "bin"
+    try:
+        output = run_or_show("make", "demo", seconds=_SECONDS, env=bare, cwd=clone)
+    finally:
+        _stop_server(programs, bare)
+    print(output, flush=True)
+    identical = json.loads(output.splitlines()[-1])["resumed_bit_identical"] is True
+    info = run_or_show(str(programs / "recpoint"), "info", "--json", seconds=_SECONDS, env=bare)
+    return f"{_compiled_by(json.loads(info))}; Debian 12's Python", identical
+
+
+def _compiled_by(info: dict[str, Any]) -> str:
+    why: str = next(kernel["why"] for kernel in info["kernels"] if kernel["name"])
+    return why.partition("compiled by ")[2]
+
+
+def _stop_server(programs: Path, environment: Mapping[str, str]) -> None:
+    if (programs / "recpoint").exists():
         stop = [str(programs / "recpoint"), "server", "stop"]
         subprocess.run(stop, env=environment, check=False, stdout=subprocess.DEVNULL)
-    return why.partition("compiled by ")[2], identical
+
+
+def _is_debian_12() -> bool:
+    system = platform.freedesktop_os_release()
+    return (system["ID"], system.get("VERSION_ID")) == ("debian", "12")
 
 
 def main(names: list[str]) -> int:
-    """Make the environments of these names, or both; the number of those that failed."""
+    """Make the environments of these names, or all; the number of those that failed."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=ROOT,
@@ -88,7 +124,10 @@ def main(names: list[str]) -> int:
         text=True,
     ).stdout.strip()
     rows, failed = [], 0
-    for name in names or ["with", "without"]:
+    for name in names or ["with", "without", "debian"]:
+        if name == "debian" and not _is_debian_12():
+            rows.append("`debian` was not run: this system is not Debian 12")
+            continue
         with tempfile.TemporaryDirectory(prefix="recpoint-installation.") as folder:
             directory = Path(folder)
             environment = reader_environment(directory, directory / "venv" / "bin")
@@ -100,7 +139,8 @@ def main(names: list[str]) -> int:
             begun = time.monotonic()
             compiler, outcome = "", "failed"
             try:
-                compiler, identical = _install_and_play(directory, environment)
+                play = _make_demo if name == "debian" else _install_and_play
+                compiler, identical = play(directory, environment)
                 zig = name == "without"
                 if identical and (not zig or "clang" in compiler):
                     outcome = '`"resumed_bit_identical": true`'
@@ -109,7 +149,7 @@ def main(names: list[str]) -> int:
             failed += outcome == "failed"
             seconds = time.monotonic() - begun
         day = datetime.now(UTC).date()
-        what = compiler if name == "with" else f"none: {compiler} from PyPI"
+        what = f"none: {compiler} from PyPI" if name == "without" else compiler
         rows.append(f"| {what} | {day} | {commit} | {seconds:.0f} | {outcome} |")
         print(rows[-1], flush=True)
     print("\n".join(rows))

@@ -37,7 +37,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
     "PAGES",
@@ -49,6 +49,7 @@ __all__ = [
     "missing_line",
     "pip_installs",
     "reader_environment",
+    "run_or_show",
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -257,12 +258,35 @@ def export_commit(directory: Path) -> Path:
     return sources
 
 
+def run_or_show(*command: str, seconds: float, **options: Any) -> str:
+    """Run a program and return what it printed; if it fails, print that.
+
+    Raises:
+        subprocess.SubprocessError: it failed, or did not end in time.
+    """
+    ended = subprocess.run(
+        command,
+        check=False,
+        timeout=seconds,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+    if ended.returncode:
+        print(ended.stdout, flush=True)
+        raise subprocess.CalledProcessError(ended.returncode, command)
+    return str(ended.stdout)
+
+
 def _build_wheel(directory: Path) -> Path:
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
-    subprocess.run(
-        [*pip, "--no-deps", f"--wheel-dir={directory}", str(export_commit(directory))],
-        check=True,
-        timeout=_INSTALL_SECONDS,
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel"]
+    run_or_show(
+        *pip,
+        "--no-deps",
+        f"--wheel-dir={directory}",
+        str(export_commit(directory)),
+        seconds=_INSTALL_SECONDS,
     )
     (wheel,) = directory.glob("recpoint-*.whl")
     return wheel
@@ -270,11 +294,11 @@ def _build_wheel(directory: Path) -> Path:
 
 def _install(page: list[Block], python: Path, wheel: Path) -> None:
     """Install what the page tells its reader to install."""
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    pip += ["-c", str(ROOT / "constraints.txt")]
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install"]
+    pinned = ["-c", str(ROOT / "constraints.txt")]
 
     def install(*what: str) -> None:
-        subprocess.run([*pip, *what], check=True, timeout=_INSTALL_SECONDS)
+        run_or_show(*pip, *pinned, *what, seconds=_INSTALL_SECONDS)
 
     install(TORCH)
     for words in pip_installs(page):
@@ -283,8 +307,7 @@ def _install(page: list[Block], python: Path, wheel: Path) -> None:
             extras = _EXTRAS.search(recpoint)
             install(f"{wheel}[{extras[1]}]" if extras else str(wheel))
         elif "--no-deps" in words:  # versions that constraints.txt may not have
-            command = [*pip[:-2], *words[2:]]
-            subprocess.run(command, check=True, timeout=_INSTALL_SECONDS)
+            run_or_show(*pip, *words[2:], seconds=_INSTALL_SECONDS)
         elif not words[2].startswith("torch"):
             install(*words[2:])
 
