@@ -137,6 +137,7 @@ class Cache:
         self._views: list[SavesRows] = []  # whose rows in slots are not copied yet
         self._settled: _Frozen | None = None  # by `settle`, for the next view
         self._reader: object = None  # whose batches are planned
+        self._turn = 0  # how many times that became another one
         self._trained: set[str] = set()  # tables that a step has changed
         self._stepping: set[int] = set()  # ids of optimizers whose step holds `_dense`
         self._dense = threading.Lock()  # held while a step reads and writes all slots
@@ -171,18 +172,20 @@ class Cache:
             if self._reader is not None:
                 self.forget()
             self._reader = reader
+            self._turn += 1
 
     def turn_from(self, reader: object) -> None:
         """Forget the batches of this reader, if they are planned."""
         if reader is self._reader:
             self.forget()
 
-    def tell(self, count: int, ids: Callable[[int], Mapping[str, Tensor]]) -> int:
+    def tell(self, count: int, ids: Callable[[int], Mapping[str, Tensor]], *, window: int) -> int:
         """Learn which batches were read and not handed out.
 
         Args:
             count: number of these batches.
             ids: returns the ids of one of them, as for `plan`.
+            window: number of batches that the reader is to hold.
 
         Returns:
             How many of them can be expected and planned.
@@ -244,7 +247,7 @@ class Cache:
                 self._partly.add(name)
         finally:
             # What is planned for some tables is under way all the same, also after an error.
-            self._arrivals.setdefault(number, []).append(self._start(moves))
+            self._arrivals.setdefault(number, []).append(self._start(moves, number))
         if len(self._partly) < len(self.tables):
             return False
         self._partly.clear()
@@ -404,7 +407,7 @@ class Cache:
         """Begin to bring rows outside a plan; None: there is no room."""
         with held():
             step = _alone(rows).claim(ids, hold=hold)
-            return None if step is None else self._start([(rows, step)])
+            return None if step is None else self._start([(rows, step)], self.batch)
 
     def _bring_padding(self, rows: CachedRows) -> None:
         slots = rows.slots
@@ -429,11 +432,11 @@ class Cache:
 
     # What the home thread does.
 
-    def _start(self, moves: Sequence[tuple[CachedRows, Step]]) -> Future[None]:
-        """Have the home thread write back and fetch the rows of steps, at most one a table."""
+    def _start(self, moves: Sequence[tuple[CachedRows, Step]], batch: int) -> Future[None]:
+        """Have the home thread move the rows of a batch's steps, at most one a table."""
         for rows, step in moves:
             rows.slots.ready[step.fetched_slots] = False
-        return self._thread.submit(self._guarded(lambda: self._move(moves)))
+        return self._thread.submit(self._guarded(lambda: self._move(moves, batch)))
 
     def _guarded(self, act: Callable[[], None]) -> Callable[[], None]:
         def guarded() -> None:
@@ -450,18 +453,18 @@ class Cache:
         if self._error is not None:
             raise self._error
 
-    def _move(self, moves: Sequence[tuple[CachedRows, Step]]) -> None:
+    def _move(self, moves: Sequence[tuple[CachedRows, Step]], batch: int) -> None:
         leaving = [(rows, step) for rows, step in moves if step.evicted_slots.numel()]
         self._write_back([one for one in map(self._changed, leaving) if one is not None])
         for rows, step in leaving:
             rows.slots.ids[step.evicted_slots] = -1
-        self._wait_for_write_backs()
+        self._wait_for_write_backs(batch)
         entering = [(rows, step) for rows, step in moves if step.fetched_ids.numel()]
         found = self._read_home([(rows, step.fetched_ids) for rows, step in entering])
         for (rows, step), (records, there) in zip(entering, found, strict=True):
             self._put(rows, step.fetched_ids, step.fetched_slots, records, there)
 
-    def _wait_for_write_backs(self) -> None:
+    def _wait_for_write_backs(self, batch: int) -> None:
         """Return when no row that enters a slot next is still being written back.
 
         The home thread writes rows back itself, before.

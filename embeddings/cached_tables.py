@@ -260,20 +260,21 @@ class PlannedCache:
         """Number of batches that are planned and were not handed out."""
         return self.cache.planned - self.cache.batch
 
-    def plan(self, batches: Sequence[Mapping[str, Tensor]], *, fetched: int) -> None:
+    def plan(self, batches: Sequence[Mapping[str, Tensor]], *, fetched: int, window: int) -> None:
         """Plan batches, as far as there is room.
 
         Args:
             batches: all that were read and not handed out, in order: table name -> ids.
             fetched: rows of so many of them are fetched now. Rows of the others stay if they are in
                 slots. A row that came early would take a slot in which another row could stay.
+            window: number of batches that the reader is to hold; the same on all ranks.
 
         Raises:
             SettingsError: the next batch alone needs more slots than a table has.
             HomeError: the home has failed.
         """
         self.cache.turn_to(self)
-        known = self.cache.tell(len(batches), lambda at: self._own(batches[at]))
+        known = self.cache.tell(len(batches), lambda at: self._own(batches[at]), window=window)
         for ids in batches[self.cache.expected - self.cache.batch : known]:
             self.cache.expect(self._own(ids))
         for ids in batches[self.ahead : min(fetched, known)]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from recpoint.embeddings.remote.server import EmbeddingServer
@@ -157,7 +156,7 @@ class Network:
         )
         self._opened: Counter[Thread] = Counter()
         self._closed: set[_Port] = set()
-        self._mail: defaultdict[tuple[_Port, int], deque[tuple[str, Tensor]]] = defaultdict(deque)
+        self._mail: defaultdict[tuple[_Port, int], deque[Tensor]] = defaultdict(deque)
 
     def channel(self, rank: int, name: str) -> Channel:
         """Open a channel."""
@@ -220,15 +219,15 @@ class Network:
                 for rank in range(self.count):
                     self._hears[port._replace(rank=rank)].notify_all()
 
-    def send(self, port: _Port, target: int, said: tuple[str, Tensor]) -> None:
+    def send(self, port: _Port, target: int, sent: Tensor) -> None:
         with self._lock:
             self.require_alive(port.rank)
             if port in self._closed:
                 raise _lost(port, target)
-            self._mail[port, target].append(said)  # which nobody reads, if the other has left
+            self._mail[port, target].append(sent)  # which nobody reads, if the other has left
             self._hears[port._replace(rank=target)].notify_all()
 
-    def receive(self, port: _Port, source: int) -> tuple[str, Tensor]:
+    def receive(self, port: _Port, source: int) -> Tensor:
         """Wait for what the source has sent.
 
         Raises:
@@ -266,27 +265,20 @@ class _SimulatedChannel(Channel):
         self.rank, self.count = port.rank, network.count
         self._network, self._port = network, port
 
-    def meet(self) -> None:
-        nothing = torch.empty(0, dtype=torch.uint8)
-        self._exchange("meet", [nothing] * self.count, [0] * self.count)
-
     def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        return self._exchange("swap", parts, sizes)
-
-    def _exchange(self, kind: str, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         thread = Thread(self.rank, self._port.name)
         for rank, part in enumerate(parts):
             self._network.cross(thread)
             if rank != self.rank:
-                self._network.send(self._port, rank, (kind, part.clone()))
+                self._network.send(self._port, rank, part.clone())
         received = []
         for rank, size in enumerate(sizes):
-            said, part = (
-                (kind, parts[rank].clone())
+            part = (
+                parts[rank].clone()
                 if rank == self.rank
                 else self._network.receive(self._port, rank)
             )
-            assert (said, len(part)) == (kind, size), (self._port, rank, said, len(part), size)
+            assert len(part) == size, (self._port, rank, len(part), size)
             received.append(part)
         self._network.cross(thread)
         return received

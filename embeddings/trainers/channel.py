@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from torch import Tensor
 from recpoint.errors import RankLost
 
 __all__ = ["Channel", "GlooChannel"]
+
+#: The last byte of each message; a place that nothing has come to has a zero.
+_END: Final = 1
 
 
 class Channel(ABC):
@@ -32,10 +35,6 @@ class Channel(ABC):
 
     rank: int
     count: int
-
-    @abstractmethod
-    def meet(self) -> None:
-        """Wait until all ranks are here."""
 
     @abstractmethod
     def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
@@ -89,19 +88,13 @@ class GlooChannel(Channel):
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def meet(self) -> None:
-        """See `Channel`."""
-        try:
-            dist.barrier(group=self._open_group())
-        except RuntimeError as error:
-            raise self._lost(error) from error
-
     def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """See `Channel`."""
-        # One byte more for each rank: without any, ranks would not wait for each other.
+        # One byte more for each rank: without any, ranks would not wait for each other. It is also
+        # the end of a message: gloo says nothing of one that is shorter than its place.
         extended = [size + 1 for size in sizes]
-        received = torch.empty(sum(extended), dtype=torch.uint8, device="cpu")
-        sent = [torch.cat([part, part.new_zeros(1)]) for part in parts]
+        received = torch.zeros(sum(extended), dtype=torch.uint8, device="cpu")
+        sent = [torch.cat([part, part.new_full((1,), _END)]) for part in parts]
         try:
             dist.all_to_all_single(
                 received,
@@ -112,7 +105,11 @@ class GlooChannel(Channel):
             )
         except RuntimeError as error:
             raise self._lost(error) from error
-        return [one[:-1] for one in received.split(extended)]
+        found = received.split(extended)
+        short = [rank for rank, one in enumerate(found) if one[-1] != _END]
+        if short:
+            raise self._lost(f"messages of ranks {short} are shorter than this rank has planned")
+        return [one[:-1] for one in found]
 
     def close(self) -> None:
         """See `Channel`."""
@@ -126,7 +123,7 @@ class GlooChannel(Channel):
             raise RuntimeError("this rank has left the others")
         return self._group
 
-    def _lost(self, error: Exception) -> RankLost:
+    def _lost(self, error: object) -> RankLost:
         return RankLost(
             f"rank {self.rank} of {self.count}",
             found=f"no {self._name} from the other ranks: {error}",

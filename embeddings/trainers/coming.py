@@ -18,15 +18,16 @@ from torch import Tensor
 
 from recpoint.embeddings.call_thread import CallThread
 from recpoint.embeddings.trainers.channel import Channel
-from recpoint.errors import SettingsError
+from recpoint.errors import RanksDiffer, SettingsError
 
-__all__ = ["ComingIds"]
+__all__ = ["ComingIds", "Reading"]
 
 #: Ids of one batch: name of a table -> for each rank int64 [n], ascending, all different.
 _Ids = dict[str, list[Tensor]]
 
-#: Batch that training is at, first batch told, number of batches, last batch that is over.
-_HEADER: Final = 4
+#: Batch that training is at, turn, window, first batch told, number of batches, last batch that is
+#: over.
+_HEADER: Final = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +45,24 @@ class _Heard:
     batches: tuple[dict[int, tuple[Tensor, ...]], ...]
 
 
+class Reading(NamedTuple):
+    """How a rank reads ahead.
+
+    Attributes:
+        turn: how many times the cache has turned to another reader.
+        window: the reader's window, in batches.
+    """
+
+    turn: int
+    window: int
+
+
 class _Said(NamedTuple):
     """What one rank said: see `_HEADER`, and the ids of each batch for each table."""
 
     at: int
+    turn: int
+    window: int
     first: int
     over: int
     batches: list[tuple[Tensor, ...]]
@@ -101,7 +116,13 @@ class ComingIds:
                 del one[number]
 
     def tell(
-        self, batches: Sequence[Mapping[str, Tensor]], *, at: int, over: int, waits: bool
+        self,
+        batches: Sequence[Mapping[str, Tensor]],
+        *,
+        at: int,
+        reading: Reading,
+        over: int,
+        waits: bool,
     ) -> None:
         """Tell all ranks of batches that were read on this rank, and learn of theirs.
 
@@ -109,17 +130,18 @@ class ComingIds:
             batches: the batches after `told`, in order: name of a table -> ids, int32 or int64 [n],
                 on the CPU, within the table.
             at: the last batch that was handed out on this rank.
+            reading: how this rank reads ahead.
             over: the last batch whose training is over on this rank.
             waits: whether to wait for what the ranks tell in this very call.
 
         Raises:
-            SettingsError: the ranks are at different batches.
+            RanksDiffer: the ranks are at different batches, or read them in different ways.
             RankLost: a rank did not answer.
         """
         first = self._own + 1
         self._own += len(batches)
         self._pending.append(
-            self._thread.submit(partial(self._exchanged, list(batches), at, first, over))
+            self._thread.submit(partial(self._exchanged, list(batches), at, reading, first, over))
         )
         while len(self._pending) > (0 if waits else 1):
             heard = self._pending[0].result()
@@ -158,16 +180,16 @@ class ComingIds:
         return has_ended
 
     def _exchanged(
-        self, batches: list[Mapping[str, Tensor]], at: int, first: int, over: int
+        self, batches: list[Mapping[str, Tensor]], at: int, reading: Reading, first: int, over: int
     ) -> _Heard:
         try:
-            return self._exchange(batches, at, first, over)
+            return self._exchange(batches, at, reading, first, over)
         except BaseException:
             self._channel.close()  # what is left of this exchange must not meet the next one
             raise
 
     def _exchange(
-        self, batches: list[Mapping[str, Tensor]], at: int, first: int, over: int
+        self, batches: list[Mapping[str, Tensor]], at: int, reading: Reading, first: int, over: int
     ) -> _Heard:
         # By this thread, because it takes a while.
         own = [
@@ -177,20 +199,13 @@ class ComingIds:
         ]
         counts = [ids.numel() for ids in own]
         header = torch.tensor(
-            [at, first, len(batches), over, *counts], dtype=torch.int64, device="cpu"
+            [at, *reading, first, len(batches), over, *counts], dtype=torch.int64, device="cpu"
         )
         width = torch.int32 if max(self._rows.values()) <= 1 << 31 else torch.int64
         ids = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *own]).to(width)
         sent = torch.cat([header.view(torch.uint8), ids.view(torch.uint8)])
         said = [self._parsed(one, width) for one in self._channel.gather(sent)]
-        begun = [one.at for one in said]
-        if len(set(begun)) > 1:
-            raise SettingsError(
-                "the batches of all ranks",
-                found=f"ranks that were given {[number - 1 for number in begun]} batches",
-                expected="ranks that begin epochs, evaluate and restore at the same batches",
-                next_step="run the same loop on each rank",
-            )
+        _refuse_differing(said)
         return _Heard(
             told=tuple(one.first + len(one.batches) - 1 for one in said),
             over=min(one.over for one in said),
@@ -199,10 +214,32 @@ class ComingIds:
 
     def _parsed(self, sent: Tensor, width: torch.dtype) -> _Said:
         # Cloned, because numbers must lie at addresses that fit their size.
-        at, first, count, over = sent[: 8 * _HEADER].clone().view(torch.int64).tolist()
+        at, turn, window, first, count, over = (
+            sent[: 8 * _HEADER].clone().view(torch.int64).tolist()
+        )
         end = 8 * (_HEADER + count * len(self._rows))
         counts = sent[8 * _HEADER : end].clone().view(torch.int64).tolist()
         parts = sent[end:].clone().view(width).long().split(counts)
         step = len(self._rows)
         batches = [parts[one * step : (one + 1) * step] for one in range(count)]
-        return _Said(at, first, over, batches)
+        return _Said(at, turn, window, first, over, batches)
+
+
+def _refuse_differing(said: Sequence[_Said]) -> None:
+    if len({one.window for one in said}) > 1:
+        raise RanksDiffer(
+            "Lookahead.window",
+            found=f"{[one.window for one in said]} on ranks 0 to {len(said) - 1}",
+            expected="the same window on all ranks, because each plans the caches of all",
+            next_step="build the Lookahead with one window on all ranks",
+        )
+    if len({(one.at, one.turn) for one in said}) > 1:
+        given = [one.at - 1 for one in said]
+        raise RanksDiffer(
+            "the batches of all ranks",
+            found=f"ranks that were given {given} batches"
+            if len(set(given)) > 1
+            else "ranks that read with different Lookaheads",
+            expected="ranks that begin epochs, evaluate and restore at the same batches",
+            next_step="run the same loop on each rank",
+        )

@@ -25,10 +25,10 @@ from recpoint.embeddings.optimizers import always_changes_all_rows
 from recpoint.embeddings.slots import TableSlots
 from recpoint.embeddings.trainers.row_exchange import Reduced
 
-__all__ = ["LaterStep"]
+__all__ = ["OF_GRAD_SCALER", "LaterStep"]
 
 #: What a GradScaler gives a fused optimizer for one step.
-_OF_GRAD_SCALER: Final = ("grad_scale", "found_inf")
+OF_GRAD_SCALER: Final = ("grad_scale", "found_inf")
 
 
 class LaterStep:
@@ -67,7 +67,7 @@ class LaterStep:
         """
         if always_changes_all_rows(optimizer, ()) or _has_hooks(optimizer):
             return None
-        if any(getattr(optimizer, name, None) is not None for name in _OF_GRAD_SCALER):
+        if any(getattr(optimizer, name, None) is not None for name in OF_GRAD_SCALER):
             return None
         if type(optimizer) is not SGD and not optimizer.state.get(slots.weight):
             return None

@@ -16,7 +16,15 @@ from recpoint.embeddings.slots import TableSlots
 from recpoint.embeddings.trainers.channel import Channel
 from recpoint.lookahead.shared_oracle import Exchange, Rows
 
-__all__ = ["LocalGradient", "Outgoing", "Reduced", "divided", "exchange_values", "merged"]
+__all__ = [
+    "LocalGradient",
+    "Outgoing",
+    "Reduced",
+    "counts_of",
+    "divided",
+    "exchange_values",
+    "merged",
+]
 
 #: What gradient a rank has for a table: each rank sends one of these as a byte.
 _NONE: Final = 0
@@ -65,6 +73,17 @@ def _row_bytes(slots: TableSlots) -> int:
 
 def _nothing() -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def counts_of(by_table: Sequence[Sequence[Rows]], ranks: int) -> Tensor:
+    """Return how many rows there are of each rank for each table: int64 [ranks, tables].
+
+    Args:
+        by_table: for each table the rows of each rank.
+        ranks: number of ranks.
+    """
+    counts = [[rows[rank].ids.numel() for rows in by_table] for rank in range(ranks)]
+    return torch.tensor(counts, dtype=torch.int64, device="cpu").view(ranks, len(by_table))
 
 
 def merged(exchanges: Sequence[Exchange]) -> Exchange:
@@ -179,6 +198,10 @@ class Outgoing:
         rank: this rank.
         ranks: number of ranks.
         tables: gradient and exchange of each table, in the same order on all ranks.
+
+    Attributes:
+        sent_rows: int64 [ranks, tables]: of how many rows each rank is sent gradients.
+        awaited_rows: int64 [ranks, tables]: of how many rows each rank sends gradients here.
     """
 
     def __init__(
@@ -187,6 +210,9 @@ class Outgoing:
         self._rank, self._ranks = rank, ranks
         self._tables = [(local.slots, exchange) for local, exchange in tables]
         self._own = [local.of(exchange.own) for local, exchange in tables]
+        exchanges = [exchange for _, exchange in tables]
+        self.sent_rows = counts_of([one.borrowed for one in exchanges], ranks)
+        self.awaited_rows = counts_of([one.lent for one in exchanges], ranks)
         kinds = torch.tensor([local.kind for local, _ in tables], dtype=torch.uint8, device="cpu")
         self._parts: list[Tensor] = []
         for other in range(ranks):

@@ -36,18 +36,24 @@ from recpoint.embeddings.call_thread import CallThread
 from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.slots import TableSlots
 from recpoint.embeddings.trainers.channel import Channel, GlooChannel
-from recpoint.embeddings.trainers.coming import ComingIds
+from recpoint.embeddings.trainers.coming import ComingIds, Reading
 from recpoint.embeddings.trainers.data_parallel import refuse_averaged
 from recpoint.embeddings.trainers.later_step import LaterStep
 from recpoint.embeddings.trainers.row_exchange import (
     LocalGradient,
     Outgoing,
     Reduced,
-    divided,
+    counts_of,
     exchange_values,
     merged,
 )
-from recpoint.errors import HomeError, RankLost, SettingsError
+from recpoint.embeddings.trainers.step_agreement import (
+    TableStep,
+    agree_on_step,
+    numbers_of_step,
+)
+from recpoint.embeddings.trainers.turns import Act, Turns, refuse_other_counts
+from recpoint.errors import HomeError, RankLost, RanksDiffer, SettingsError
 from recpoint.interrupts import held
 from recpoint.lookahead.oracle import Step
 from recpoint.lookahead.shared_oracle import Exchange, SharedOracle
@@ -55,6 +61,9 @@ from recpoint.lookahead.shared_oracle import Exchange, SharedOracle
 __all__ = ["SharedCache"]
 
 _END_SECONDS: Final = 10.0
+
+#: Of what is done at any batch.
+_NO_BATCH: Final = 1
 
 
 class SharedCache(Cache):
@@ -96,6 +105,8 @@ class SharedCache(Cache):
             slots.borrowed = torch.full((slots.capacity + 2,), -1, dtype=torch.int64, device="cpu")
             ends = [slots.rows * one // self._count for one in (self._rank, self._rank + 1)]
             rows.part = range(*ends)
+        self._numbers = numbers_of_step(len(tables))  # that ranks say before they exchange rows
+        self._take_turns()
         super().__init__(home, tables, row_local=row_local)
         self._coming = self._new_coming(ids_channel)
         self._over = self.batch  # the last batch whose training is over on this rank
@@ -126,6 +137,16 @@ class SharedCache(Cache):
         self._home_channel = self._open_channel("sign of a home thread")
         return self._open_channel("ids of coming batches")
 
+    def _take_turns(self) -> None:
+        """Have each thread say what it does before it exchanges bytes."""
+        self._turns = Turns(self._rows_channel, self._numbers)
+        self._later_turns = Turns(self._later_channel, self._numbers)
+        self._home_turns = Turns(self._home_channel)
+
+    def _agree(self, act: Act, numbers: Tensor | None = None) -> Tensor:
+        """Wait until all ranks do the same after the same batch; see `Turns.agree`. Collective."""
+        return self._turns.agree(act, self.batch, numbers)
+
     def _new_oracle(self, rows: CachedRows) -> SharedOracle:
         slots = rows.slots
         oracle = SharedOracle(self._capacities[slots.name], rank=self._rank, rows=slots.rows)
@@ -138,13 +159,13 @@ class SharedCache(Cache):
 
     # What the Lookahead does.
 
-    def tell(self, count: int, ids: Callable[[int], Mapping[str, Tensor]]) -> int:
+    def tell(self, count: int, ids: Callable[[int], Mapping[str, Tensor]], *, window: int) -> int:
         """Learn which batches were read on all ranks; see `Cache.tell`. Collective."""
         self.end_failed_step()
         with self._leaving():
-            return self._tell(count, ids)
+            return self._tell(count, ids, window)
 
-    def _tell(self, count: int, ids: Callable[[int], Mapping[str, Tensor]]) -> int:
+    def _tell(self, count: int, ids: Callable[[int], Mapping[str, Tensor]], window: int) -> int:
         self._raise_error()
         new = []
         for at in range(self._coming.told - self.batch, count):
@@ -157,7 +178,11 @@ class SharedCache(Cache):
             )
         # A batch whose gradients no step has applied yet is not over.
         waits = self.planned == self.batch
-        self._coming.tell(new, at=self.batch, over=self._over, waits=waits)
+        if waits:
+            # A rank that makes a step would never tell its ids.
+            self._turns.agree(Act.READ_IDS, self.batch + 1)
+        reading = Reading(self._turn, window)
+        self._coming.tell(new, at=self.batch, reading=reading, over=self._over, waits=waits)
         for rows in self.tables.values():
             rows.oracle.release(min(self._coming.over, rows.oracle.planned))
         if waits:
@@ -218,6 +243,9 @@ class SharedCache(Cache):
                 (rows.slots, self._exchanges[name][self.batch])
                 for name, rows in self.tables.items()
             ]
+            sent = counts_of([one.lent for _, one in tables], self._count)
+            awaited = counts_of([one.borrowed for _, one in tables], self._count)
+            refuse_other_counts("values of rows", self._agree(Act.BEGIN_BATCH, sent), awaited)
             exchange_values(self._rows_channel, tables)
             for slots, exchange in tables:
                 ids = torch.cat([rows.ids for rows in exchange.borrowed])
@@ -244,7 +272,7 @@ class SharedCache(Cache):
         """
         try:
             yield
-        except (HomeError, RankLost) as error:
+        except (HomeError, RankLost, RanksDiffer) as error:
             self._leave()
             if isinstance(error, RankLost) and isinstance(self._error, HomeError):
                 raise self._error from None
@@ -345,15 +373,15 @@ class SharedCache(Cache):
 
         return super()._guarded(guarded)
 
-    def _wait_for_write_backs(self) -> None:
-        self._home_channel.meet()
+    def _wait_for_write_backs(self, batch: int) -> None:
+        self._home_turns.agree(Act.MOVE_ROWS, batch)
 
     def _copy_storage(self, rows: CachedRows) -> None:
         if self._rank == 0:
             super()._copy_storage(rows)
         else:
             rows.drop_storage()
-        self._home_channel.meet()
+        self._home_turns.agree(Act.COPY_TABLE, _NO_BATCH)
 
     # What steps of optimizers do.
 
@@ -388,24 +416,27 @@ class SharedCache(Cache):
             return
         now: list[tuple[LocalGradient, Exchange]] = []
         later: list[tuple[LocalGradient, Exchange]] = []
-        steps: list[LaterStep] = []
+        later_steps: list[LaterStep] = []
         is_next_known = self._coming.known > self.batch
         coming = self._coming.of(self.batch + 1) if is_next_known else {}
-        for rows in trained:
-            slots = rows.slots
-            exchange = merged(self._pending(slots.name))
-            local = LocalGradient(slots, self._count)
-            step = LaterStep.of(optimizer, slots) if is_next_known else None
-            if step is not None:
-                at_once, rest = divided(exchange, torch.unique(torch.cat(coming[slots.name])))
-                later.append((local, rest))
-                steps.append(step)
-            else:
-                at_once = exchange
-            now.append((local, at_once))
-            self._stats.reduced_rows += _count_lent(exchange)
-            self._stats.reduced_at_once += _count_lent(at_once)
-            self._changing[slots.name] = exchange.own.slots
+        steps = {
+            rows.slots.name: TableStep.of(
+                merged(self._pending(rows.slots.name)),
+                LaterStep.of(optimizer, rows.slots) if is_next_known else None,
+                partial(_together, coming.get(rows.slots.name, [])),
+            )
+            for rows in trained
+        }
+        steps = agree_on_step(partial(self._agree, Act.STEP), optimizer, list(self.tables), steps)
+        for name, step in steps.items():
+            local = LocalGradient(self.tables[name].slots, self._count)
+            now.append((local, step.at_once))
+            if step.late is not None and step.later_step is not None:
+                later.append((local, step.late))
+                later_steps.append(step.later_step)
+            self._stats.reduced_rows += _count_lent(step.exchange)
+            self._stats.reduced_at_once += _count_lent(step.at_once)
+            self._changing[name] = step.exchange.own.slots
         to_follow = Outgoing(self._rank, self._count, later)
         found = Outgoing(self._rank, self._count, now).reduce(self._rows_channel)
         for (local, _), reduced in zip(now, found, strict=True):
@@ -413,9 +444,9 @@ class SharedCache(Cache):
             if reduced is None:
                 del self._changing[slots.name]
             else:
-                self._put_gradient(slots, merged(self._pending(slots.name)), reduced)
-        if steps:
-            self._to_follow = to_follow, steps
+                self._put_gradient(slots, steps[slots.name].exchange, reduced)
+        if later_steps:
+            self._to_follow = to_follow, later_steps
 
     def _put_gradient(self, slots: TableSlots, exchange: Exchange, reduced: Reduced) -> None:
         weight, there = slots.weight, reduced.there
@@ -436,8 +467,10 @@ class SharedCache(Cache):
         following, self._following = self._following, []
         self._wait(following)
 
-    def _follow_up(self, outgoing: Outgoing, steps: Sequence[LaterStep]) -> None:
+    def _follow_up(self, batch: int, outgoing: Outgoing, steps: Sequence[LaterStep]) -> None:
         try:
+            sent = self._later_turns.agree(Act.LATER_STEP, batch, outgoing.sent_rows)
+            refuse_other_counts("late gradients of rows", sent, outgoing.awaited_rows)
             for step, reduced in zip(steps, outgoing.reduce(self._later_channel), strict=True):
                 if reduced is not None:
                     step.make(reduced)
@@ -482,7 +515,9 @@ class SharedCache(Cache):
                 self._stepped.add(name)
                 self._thread.submit(self._guarded(partial(self.put_at_home, rows)))
         if self._to_follow is not None:
-            following = self._later_thread.submit(partial(self._follow_up, *self._to_follow))
+            following = self._later_thread.submit(
+                partial(self._follow_up, self.batch, *self._to_follow)
+            )
             self._to_follow = None
             self._following.append(following)
             self._following_batch = self.batch
@@ -499,7 +534,7 @@ class SharedCache(Cache):
         """
         with self._leaving():
             found = super().rows_of(name, ids)
-            self._rows_channel.meet()
+            self._agree(Act.END_READ)
         return found
 
     def _settle_for_reading(self) -> None:
@@ -522,13 +557,15 @@ class SharedCache(Cache):
         self.end_failed_step()
         with self._leaving():
             self._raise_error()
+            self._agree(Act.CUT)  # before the home threads meet for it
             self._wait_for_later_steps()
             return self._begin_settling()
 
     def _freeze_all(self, frozen: dict[str, FrozenRows | None]) -> None:
-        self._home_channel.meet()  # all ranks have written their rows
+        self._home_turns.agree(Act.WRITE_CUT, _NO_BATCH)  # all ranks have written their rows
         super()._freeze_all(frozen)
-        self._home_channel.meet()  # later write-backs of any rank are not in it
+        # Later write-backs of any rank are not in it.
+        self._home_turns.agree(Act.FREEZE_CUT, _NO_BATCH)
 
     def stages_at_home(self, name: str) -> bool:
         """See `Cache.stages_at_home`. All ranks answer alike, because they step together."""
@@ -555,10 +592,11 @@ class SharedCache(Cache):
             self._wait([self._thread.submit(lambda: None)])  # until the home thread has left, too
             self._coming.end(within_seconds=0.0)
             self._coming = self._new_coming(self._open_channels())
+            self._take_turns()
         with self._leaving():
-            self._rows_channel.meet()  # no rank writes rows back any more
+            self._turns.agree(Act.RESTORE, _NO_BATCH)  # no rank writes rows back any more
             super().restored()
-            self._rows_channel.meet()
+            self._turns.agree(Act.END_RESTORE, _NO_BATCH)
         self._drop(lambda _: True)
         self._borrowed.clear()
         self._changing.clear()
@@ -585,6 +623,11 @@ class SharedCache(Cache):
 def _count_lent(exchange: Exchange) -> int:
     lent = torch.unique(torch.cat([rows.ids for rows in exchange.lent]))
     return len(lent)
+
+
+def _together(ids: Sequence[Tensor]) -> Tensor:
+    found: Tensor = torch.unique(torch.cat([NO_IDS, *ids]))
+    return found
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

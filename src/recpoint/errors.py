@@ -29,6 +29,7 @@ __all__ = [
     "ObjectExists",
     "ObjectNotFound",
     "RankLost",
+    "RanksDiffer",
     "RanksMissing",
     "RecordTooLarge",
     "RecpointError",
@@ -234,6 +235,10 @@ class NothingValidated(RetentionRefused):
 
 class RankLost(RecpointError):
     """Another process that trains the same model did not answer, or failed where all had to act."""
+
+
+class RanksDiffer(SettingsError):
+    """Ranks that share rows do different things at one time, such as a step on some of them."""
 
 
 class CheckpointCancelled(RecpointError):

@@ -106,8 +106,7 @@ def _home(servers: Sequence[tuple[str, int]], rank: int, ranks: int) -> ServedHo
 
 
 def _announce_all() -> None:
-    for method in ("meet", "swap"):
-        _announce(GlooChannel, method, _collective)
+    _announce(GlooChannel, "swap", _collective)
     for method in _CALLS:
         _announce(TcpTransport, method, _call)
 

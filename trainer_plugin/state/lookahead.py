@@ -495,7 +495,9 @@ class Lookahead:
             self._own.run(self._read_two)
         if self._cache is not None:
             self._cache.plan(
-                [one.ids or {} for one in self._held], fetched=fetched_batches(self.window)
+                [one.ids or {} for one in self._held],
+                fetched=fetched_batches(self.window),
+                window=self.window,
             )
         return self._hand_out()
 
