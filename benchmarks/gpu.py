@@ -189,6 +189,20 @@ def _marks(bench: _Bench) -> None:
         host = bench.wall_seconds(mark, wait=False)
         bench.row_of_time(f"{name}, until the call returns", host)
     bench.report.put("mark_2m_us", max(slowest))
+    _mark_features(bench, bitmaps)
+
+
+def _mark_features(bench: _Bench, bitmaps: list[Tensor]) -> None:
+    dirty_bitmap = bench.kernels["dirty_bitmap"].triton
+    ids = torch.cat(_batches(bench, skewed=True)[0])
+    bags = [(n, n + 1) for n in range(_TABLES)]
+    offsets = torch.arange(_TABLES + 1, device=bench.device) * (ids.numel() // _TABLES)
+    rows = [bench.rows] * _TABLES
+    mark = partial(dirty_bitmap.mark_features, bitmaps, ids, offsets, bags, rows=rows)
+    mark()  # brings the table of addresses to the device
+    name = f"mark 2 M ids of {_TABLES} features of one lookup, skewed"
+    bench.row_of_time(f"{name}, marked before", bench.device_seconds(mark))
+    bench.row_of_time(f"{name}, until the call returns", bench.wall_seconds(mark, wait=False))
 
 
 def _collects(bench: _Bench) -> None:

@@ -78,6 +78,13 @@ def _bitmaps(kernels: Any, device: torch.device, rows: int, generator: torch.Gen
     compared += _require("count_many", triton.count_many(found), reference.count_many(expected))
     collected = triton.collect_many(found, rows=lengths)
     compared += _require("collect_many", collected, reference.collect_many(expected, rows=lengths))
+    counts = [0, 1, 40, lengths[3] // 2, 3, lengths[5] // 4]
+    drawn = [_ids(length, n, generator) for length, n in zip(lengths, counts, strict=True)]
+    features, offsets = torch.cat(drawn), torch.tensor([0, *counts]).cumsum(0)
+    bags = [(n, n + 1) for n in range(len(lengths))]
+    triton.mark_features(found, features.to(device), offsets.to(device), bags, rows=lengths)
+    reference.mark_features(expected, features, offsets, bags, rows=lengths)
+    compared += _require("mark_features", found, expected)
     one = _ids(lengths[3], lengths[3] // 3, generator)
     triton.mark(found[3], one.to(device), rows=lengths[3])
     reference.mark(expected[3], one, rows=lengths[3])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recpoint.embeddings.tables import Table
-from recpoint.errors import ScriptingRefused
+from recpoint.errors import ScriptingRefused, SettingsError
 
 __all__ = [
     "AfterLookupHook",
@@ -23,7 +23,13 @@ __all__ = [
     "RewritingLookup",
     "changes_of",
     "outside_graphs",
+    "refuse_capture",
 ]
+
+#: Whether the current CUDA stream is being captured; asks no device in a build without CUDA.
+_is_capturing: Callable[[], bool] = (
+    torch.cuda.is_current_stream_capturing if torch.backends.cuda.is_built() else lambda: False
+)
 
 #: Whether `torch.compiler.disable` takes a reason, as it does from torch 2.7 on.
 _SAYS_WHY: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
@@ -85,6 +91,25 @@ class AfterLookupHook(LookupHook):
         """Tell the marker that a lookup has returned; see `LookupMarker.after_lookup`."""
         if self._marker is not None:
             self._marker.after_lookup(module, args, kwargs)
+
+
+def refuse_capture(what: str) -> None:
+    """Refuse the capture of a CUDA graph: its replays would change rows, and nothing marks them.
+
+    Args:
+        what: what is being captured.
+
+    Raises:
+        SettingsError: the current CUDA stream is being captured.
+    """
+    if _is_capturing():
+        raise SettingsError(
+            what,
+            found="capture of a CUDA graph, whose replays call no hook",
+            expected="a call that Python makes for each batch, so that changed rows are marked",
+            next_step="capture dense layers only, and leave the lookups of tables, their backward "
+            "passes and the steps of their optimizers out of the graph",
+        )
 
 
 def outside_graphs(

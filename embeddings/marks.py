@@ -36,12 +36,13 @@ from recpoint.embeddings.lookups import (
     RewritingLookup,
     changes_of,
     outside_graphs,
+    refuse_capture,
 )
-from recpoint.embeddings.tables import Table
+from recpoint.embeddings.tables import Marker, Table
 from recpoint.interrupts import came_from_handler
 from recpoint.kernels import dirty_bitmap
 
-__all__ = ["Dirty", "Tracker"]
+__all__ = ["Dirty", "Tracker", "mark_features"]
 
 _log = logging.getLogger("recpoint")
 
@@ -249,6 +250,9 @@ class Tracker:
             if rewritten or not (self._known or self._whole):
                 self._before_compiled_lookup(module, args, kwargs, True)  # calls this method again
             return
+        if rewritten or not (self._known or self._whole):
+            # The rows of the others are marked after steps, which are refused in a capture.
+            refuse_capture(f"a lookup of table {self.table.key!r}")
         try:
             ids = args[0] if args else kwargs["input"]
             if rewritten:
@@ -612,6 +616,33 @@ class Tracker:
                 self.surprise,
             )
             self.surprise = None
+
+
+def mark_features(
+    markers: Sequence[Marker], ids: Tensor, offsets: Tensor, bags: Sequence[tuple[int, int]]
+) -> None:
+    """Mark rows of many features of one lookup, which are about to be changed with it.
+
+    Nothing waits for a GPU, and one launch marks all features.
+
+    Args:
+        markers: for each feature, the marker of its table; those that are no trackers have no row.
+        ids: int32 or int64 [n], all ids of the lookup.
+        offsets: int32 or int64 [bags + 1]: where the ids of each bag begin.
+        bags: for each feature, its first bag and the end of its bags.
+    """
+    known = [
+        (one, where) for one, where in zip(markers, bags, strict=True) if isinstance(one, Tracker)
+    ]
+    dirty_bitmap.mark_features(
+        [tracker.bitmap for tracker, _ in known],
+        ids,
+        offsets,
+        [where for _, where in known],
+        rows=[tracker.rows for tracker, _ in known],
+    )
+    for tracker, _ in known:
+        tracker.applied()
 
 
 def _rows_not_zero(gradient: Tensor) -> Tensor:

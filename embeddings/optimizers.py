@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
 
+from recpoint.embeddings.lookups import refuse_capture
 from recpoint.embeddings.marks import Tracker
 from recpoint.format.dtypes import dtype_name
 from recpoint.interrupts import came_from_handler
@@ -344,9 +345,13 @@ class OptimizerWatch:
                     hook.remove()
 
     def _hook(self, look: Callable[[int], None], number: int) -> Callable[..., None]:
-        """Wrap `look` as a hook of that optimizer: an error makes all tables dirty instead."""
+        """Wrap `look` as a hook of that optimizer: an error makes all tables dirty instead.
+
+        The hook raises SettingsError if the step is captured in a CUDA graph.
+        """
 
         def hook(*_: Any) -> None:
+            refuse_capture(f"a step of the tables' {type(self._optimizers[number]).__name__}")
             try:
                 look(number)
             except BaseException as error:  # it is always safe to mark all rows instead

@@ -24,6 +24,7 @@ __all__ = [
     "count_many",
     "mark",
     "mark_all",
+    "mark_features",
     "mark_many",
     "mark_new",
     "mark_nonzero",
@@ -99,6 +100,44 @@ def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequenc
 
         with torch.cuda.device_of(bitmaps[0]):  # Triton launches on the current device
             triton.mark_many(bitmaps, ids, rows=rows)
+    else:
+        raise unsupported_device("bitmaps", bitmaps[0])
+
+
+def mark_features(
+    bitmaps: Sequence[Tensor],
+    ids: Tensor,
+    offsets: Tensor,
+    bags: Sequence[tuple[int, int]],
+    *,
+    rows: Sequence[int],
+) -> None:
+    """Set the bits of the ids of many features that lie in one tensor, one feature after another.
+
+    A feature has the bags from its first up to its end, and bag b the ids from `offsets[b]` up to
+    `offsets[b + 1]`. The features of one call are those of one lookup in many tables. An id of -1
+    marks nothing. Any other id out of range marks row 0, which FBGEMM trains in its place.
+
+    On a GPU this is one launch, and nothing waits for the device.
+
+    Args:
+        bitmaps: for each feature, the bitmap of its table, all on one device; one may come twice.
+        ids: int32 or int64 [n], on that device.
+        offsets: int32 or int64 [bags + 1], ascending, on that device.
+        bags: for each feature, its first bag and the end of its bags.
+        rows: for each feature, the rows of its table, 1 or more.
+
+    Raises:
+        ValueError: a bitmap does not fit its rows; ids or offsets are not int32 or int64 vectors;
+            or the numbers of bitmaps, bags and rows do not fit.
+    """
+    if not bitmaps or bitmaps[0].is_cpu:
+        cpu.mark_features(bitmaps, ids, offsets, bags, rows=rows)
+    elif bitmaps[0].is_cuda:
+        from recpoint.kernels.dirty_bitmap import triton
+
+        with torch.cuda.device_of(bitmaps[0]):  # Triton launches on the current device
+            triton.mark_features(bitmaps, ids, offsets, bags, rows=rows)
     else:
         raise unsupported_device("bitmaps", bitmaps[0])
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from recpoint.kernels.arguments import require
 from recpoint.kernels.dirty_bitmap.shapes import (
     require_bitmap,
+    require_features,
     require_fit,
     require_pair,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "count",
     "mark",
     "mark_all",
+    "mark_features",
     "mark_many",
     "mark_new",
     "mark_nonzero",
@@ -105,6 +107,28 @@ def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequenc
     """`mark` for several tables. If an id is out of range, the tables before it are marked."""
     for bitmap, some, length in zip(bitmaps, ids, rows, strict=True):
         mark(bitmap, some, rows=length)
+
+
+def mark_features(
+    bitmaps: Sequence[Tensor],
+    ids: Tensor,
+    offsets: Tensor,
+    bags: Sequence[tuple[int, int]],
+    *,
+    rows: Sequence[int],
+) -> None:
+    """Set the bits of the ids of many features that lie in one tensor; see the reference."""
+    require_features(bitmaps, ids, offsets, bags, rows)
+    bounds = offsets[torch.tensor(bags, dtype=torch.int64, device="cpu")].tolist()
+    for bitmap, (start, stop), limit in zip(bitmaps, bounds, rows, strict=True):
+        if stop <= start:
+            continue
+        own = ids[start:stop]
+        try:
+            mark(bitmap, own, rows=limit)
+        except IndexError:  # nothing is marked yet
+            own = own[own != -1]
+            mark(bitmap, own.where((own >= 0) & (own < limit), 0), rows=limit)
 
 
 def mark_new(bitmap: Tensor, ids: Tensor | range, *, rows: int) -> Tensor:

@@ -15,6 +15,7 @@ __all__ = [
     "count_many",
     "mark",
     "mark_all",
+    "mark_features",
     "mark_many",
     "mark_new",
     "mark_nonzero",
@@ -51,6 +52,27 @@ def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequenc
     """`mark` for several tables; at an id out of range, the tables before it are marked."""
     for bitmap, some, length in zip(bitmaps, ids, rows, strict=True):
         mark(bitmap, some, rows=length)
+
+
+def mark_features(
+    bitmaps: Sequence[Tensor],
+    ids: Tensor,
+    offsets: Tensor,
+    bags: Sequence[tuple[int, int]],
+    *,
+    rows: Sequence[int],
+) -> None:
+    """Set the bits of the ids of many features.
+
+    A feature has the bags from its first up to its end, and bag b the ids from `offsets[b]` up to
+    `offsets[b + 1]`. The features of one call are those of one lookup in many tables. An id of -1
+    marks nothing. Any other id out of range marks row 0, which FBGEMM trains in its place.
+    """
+    wanted, starts = ids.tolist(), offsets.tolist()
+    for bitmap, (first, end), limit in zip(bitmaps, bags, rows, strict=True):
+        of_feature = wanted[starts[first] : starts[end]]
+        found = {row if 0 <= row < limit else 0 for row in of_feature if row != -1}
+        _write(bitmap, _read(bitmap) | found)
 
 
 def mark_new(bitmap: Tensor, ids: Tensor | range, *, rows: int) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["require_bitmap", "require_fit", "require_pair"]
+__all__ = ["require_bitmap", "require_features", "require_fit", "require_pair"]
 
 
 def require_bitmap(name: str, bitmap: Tensor) -> None:
@@ -21,6 +23,34 @@ def require_fit(bitmap: Tensor, rows: int) -> None:
     require_bitmap("bitmap", bitmap)
     if bitmap.numel() != (rows + 31) // 32 or rows < 0:
         raise ValueError(f"bitmap: {bitmap.numel()} words, expected ceil({rows} / 32)")
+
+
+def require_features(
+    bitmaps: Sequence[Tensor],
+    ids: Tensor,
+    offsets: Tensor,
+    bags: Sequence[tuple[int, int]],
+    rows: Sequence[int],
+) -> None:
+    """Refuse ids of features that are not as `mark_features` takes them."""
+    for bitmap, count in zip(bitmaps, rows, strict=True):
+        require_fit(bitmap, count)
+        if count == 0 or bitmap.device != bitmaps[0].device:
+            raise ValueError(
+                f"bitmaps: {count} rows on {bitmap.device} beside {bitmaps[0].device}, expected 1 "
+                "row or more, on one device a call"
+            )
+    for name, tensor in (("ids", ids), ("offsets", offsets)):
+        if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != 1:
+            raise ValueError(
+                f"{name}: {tensor.dtype} {tuple(tensor.shape)}, expected a vector of int32 or int64"
+            )
+    within = all(0 <= first <= end < offsets.numel() for first, end in bags)
+    if len(bags) != len(bitmaps) or not within:
+        raise ValueError(
+            f"bags: {list(bags)!s:.200}, expected two ascending indexes of {offsets.numel()} "
+            f"offsets for each of {len(bitmaps)} features"
+        )
 
 
 def require_pair(a: Tensor, b: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from recpoint.kernels.descriptors import Launch, entry_and_part, plan
 from recpoint.kernels.dirty_bitmap.shapes import (
     require_bitmap,
+    require_features,
     require_fit,
     require_pair,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "count_many",
     "mark",
     "mark_all",
+    "mark_features",
     "mark_many",
     "merge",
     "swap",
@@ -92,6 +94,38 @@ def _mark_many(
             narrow = tl.load(short, mask=inside & (wide == 0), other=-1).to(tl.int64)
             row = tl.where(wide, row, narrow)
         _set_bits(bitmap, row, rows, inside, BLOCK)
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids"])
+def _mark_features(
+    table, offsets, ids, n, SLOTS: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr
+):
+    # How many ids a feature has is known on the device only. So each program finds its feature: it
+    # reads where all features begin and end, and adds up how many programs those before take.
+    slot = tl.arange(0, SLOTS)
+    fields = table + SLOTS + slot
+    start = tl.load(offsets + tl.load(fields)).to(tl.int64)
+    stop = tl.load(offsets + tl.load(fields + SLOTS)).to(tl.int64)
+    # Unused slots begin and end at the first bag. No bound reaches past the ids.
+    start = tl.minimum(tl.maximum(start, 0), n)
+    stop = tl.minimum(tl.maximum(stop, start), n)
+    parts = (stop - start + (BLOCK * ROUNDS - 1)) // (BLOCK * ROUNDS)
+    ends = tl.cumsum(parts, axis=0)
+    program = tl.program_id(0).to(tl.int64)
+    own = (ends > program) & (ends - parts <= program)
+    if tl.sum(own.to(tl.int32), axis=0) > 0:
+        begin = start + (program - (ends - parts)) * (BLOCK * ROUNDS)
+        first = tl.sum(tl.where(own, begin, 0), axis=0)
+        end = tl.sum(tl.where(own, stop, 0), axis=0)
+        feature = table + SLOTS + tl.sum(tl.where(own, slot, 0), axis=0)
+        bitmap = tl.load(feature + 2 * SLOTS).to(tl.pointer_type(tl.int32))
+        rows = tl.load(feature + 3 * SLOTS)
+        rounds = tl.minimum(ROUNDS, tl.cdiv(end - first, BLOCK)).to(tl.int32)
+        for number in range(rounds):
+            at = first + number * BLOCK + tl.arange(0, BLOCK)
+            row = tl.load(ids + at, mask=at < end, other=-1).to(tl.int64)
+            row = tl.where((row < -1) | (row >= rows), 0, row)
+            _set_bits(bitmap, row, rows, at < end, BLOCK)
 
 
 @triton.jit
@@ -197,6 +231,38 @@ def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequenc
             launch.table, SLOTS=launch.slots, NARROW=narrow, WIDE=wide,
             BLOCK=_IDS_BLOCK, ROUNDS=_ROUNDS, num_warps=_MARK_WARPS,
         )  # fmt: skip
+
+
+def mark_features(
+    bitmaps: Sequence[Tensor],
+    ids: Tensor,
+    offsets: Tensor,
+    bags: Sequence[tuple[int, int]],
+    *,
+    rows: Sequence[int],
+) -> None:
+    """Set the bits of the ids of many features that lie in one tensor, in one launch.
+
+    See the reference. Bounds that do not ascend mark no id outside `ids`, and touch no other
+    memory. Nothing waits for the device.
+    """
+    require_features(bitmaps, ids, offsets, bags, rows)
+    if not bitmaps or not ids.numel():
+        return
+    device = bitmaps[0].device
+    ids = ids.to(device, non_blocking=True).contiguous()
+    offsets = offsets.to(device, non_blocking=True).contiguous()
+    entries = [
+        (first, end, bitmap.data_ptr(), limit)
+        for (first, end), bitmap, limit in zip(bags, bitmaps, rows, strict=True)
+    ]
+    launch = plan(entries, [1] * len(entries), device)
+    # Each feature leaves at most one program that is not full.
+    programs = triton.cdiv(ids.numel(), _IDS_BLOCK * _ROUNDS) + len(entries)
+    _mark_features[(programs,)](
+        launch.table, offsets, ids, ids.numel(), SLOTS=launch.slots,
+        BLOCK=_IDS_BLOCK, ROUNDS=_ROUNDS, num_warps=_MARK_WARPS,
+    )  # fmt: skip
 
 
 def _require_same_device(bitmap: Tensor, first: Tensor) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
 
+from recpoint.kernels import dirty_bitmap
 from recpoint.kernels.dirty_bitmap import reference, triton
 
 pytestmark = pytest.mark.gpu
@@ -106,6 +108,86 @@ def test_many_tables_are_marked_and_collected_at_once(device: torch.device, seed
     for part, wanted in zip(found, wanted_ids, strict=True):
         assert part.dtype == torch.int64
         assert torch.equal(part.cpu(), wanted)
+
+
+#: Ids of the features of one lookup: none, few, several blocks; in tables of these rows.
+FEATURES = [(0, 5), (3, 33), (9_000, 700), (0, 1), (4_096, 64), (4_097, 40_000), (1, 700), (70, 1)]
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("bags_each", [1, 3, None])
+def test_features_of_one_lookup_are_found_on_the_device(
+    device: torch.device,
+    ids_dtype: torch.dtype,
+    offsets_dtype: torch.dtype,
+    bags_each: int | None,
+) -> None:
+    torch.manual_seed(3)
+    # Each feature has bags of its own number, or all have the same.
+    bags: list[tuple[int, int]] = []
+    lengths: list[int] = []
+    for number, (count, _) in enumerate(FEATURES):
+        here = 1 + number % 3 if bags_each is None else bags_each
+        split = torch.randint(0, count + 1, (here - 1,)).sort().values.tolist()
+        lengths += [end - first for first, end in pairwise([0, *split, count])]
+        bags.append((len(lengths) - here, len(lengths)))
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(offsets_dtype)
+    parts = [torch.randint(0, rows, (count,), dtype=ids_dtype) for count, rows in FEATURES]
+    parts[2][::7], parts[2][1::7], parts[4][0] = -1, -5, 2**30  # pruned, and out of range
+    ids = torch.cat(parts)
+    rows = [rows for _, rows in FEATURES]
+    # Features 2 and 6 look up one table.
+    expected = [torch.zeros((count + 31) // 32, dtype=torch.int32) for count in rows]
+    expected[6] = expected[2]
+    bitmaps = [bitmap.to(device, copy=True) for bitmap in expected]
+    bitmaps[6] = bitmaps[2]
+    for _ in range(2):
+        triton.mark_features(bitmaps, ids.to(device), offsets.to(device), bags, rows=rows)
+        reference.mark_features(expected, ids, offsets, bags, rows=rows)
+    on_cpu = [torch.zeros_like(bitmap) for bitmap in expected]
+    on_cpu[6] = on_cpu[2]
+    dirty_bitmap.mark_features(on_cpu, ids, offsets, bags, rows=rows)
+    for found, also, wanted in zip(bitmaps, on_cpu, expected, strict=True):
+        assert torch.equal(found.cpu(), wanted) and torch.equal(also, wanted)
+    is_marked = [reference.count(bitmap) > 0 for bitmap in expected]
+    assert is_marked == [False, True, True, False, True, True, True, True]
+
+
+def test_nothing_of_a_lookup_is_read_on_the_host(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bitmaps = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)]
+    ids = torch.tensor([1, 2, 3], device=device)
+    offsets = torch.tensor([0, 1, 3], device=device)
+
+    def reads(*_: object) -> None:
+        raise AssertionError("this waits for the device")
+
+    with monkeypatch.context() as patch:
+        for name in ("tolist", "item", "__bool__", "__int__", "__index__"):
+            patch.setattr(torch.Tensor, name, reads)
+        triton.mark_features(bitmaps, ids, offsets, [(0, 1), (1, 2)], rows=[9, 9])
+    assert [bitmap.item() for bitmap in bitmaps] == [0b10, 0b1100]
+
+
+def test_more_features_than_the_fewest_slots_and_bounds_past_the_ids(device: torch.device) -> None:
+    rows = [2] * 40
+    bitmaps = [torch.zeros(1, dtype=torch.int32, device=device) for _ in rows]
+    ids = torch.ones(40, dtype=torch.int64, device=device)
+    offsets = torch.arange(41, device=device)
+    triton.mark_features(bitmaps, ids, offsets, [*pairwise(range(41))], rows=rows)
+    assert [bitmap.item() for bitmap in bitmaps] == [2] * 40
+    triton.mark_features(
+        bitmaps[:2], ids[:3] * 0, offsets[:3] * 100 - 50, [(0, 1), (1, 2)], rows=[2, 2]
+    )
+    assert [bitmap.item() for bitmap in bitmaps[:3]] == [3, 2, 2]
+    triton.mark_features(bitmaps, ids[:0], offsets * 0, [*pairwise(range(41))], rows=rows)
+    triton.mark_features([], ids, offsets, [], rows=[])
+    with pytest.raises(ValueError, match="bags"):
+        triton.mark_features(bitmaps[:2], ids, offsets, [(0, 2), (2, 1)], rows=[2, 2])
+    with pytest.raises(ValueError, match="ids"):
+        triton.mark_features(bitmaps[:1], ids.float(), offsets, [(0, 1)], rows=[2])
 
 
 def test_a_strided_column_of_a_batch_is_marked_where_it_lies(device: torch.device) -> None:

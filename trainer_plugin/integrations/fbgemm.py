@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -28,6 +27,8 @@ from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbeddingBag,
 )
 
+from recpoint.embeddings.lookups import refuse_capture
+from recpoint.embeddings.marks import mark_features
 from recpoint.embeddings.tables import Marker
 from recpoint.errors import SettingsError
 from recpoint.interrupts import came_from_handler
@@ -232,6 +233,7 @@ class _ForwardHook:
         sizes = given.get("batch_size_per_feature_per_rank")
 
         def before_backward(_gradient: Tensor) -> None:
+            refuse_capture("the backward pass of TorchRec's fused tables")
             try:
                 self._mark(ids, offsets, sizes)
             except Exception as error:
@@ -249,43 +251,25 @@ class _ForwardHook:
         output.register_hook(before_backward)
 
     def _mark(self, ids: Tensor, offsets: Tensor, sizes: Sequence[Sequence[int]] | None) -> None:
-        bounds = feature_bounds(offsets, len(self._table_of), sizes)
-        for table, (start, stop) in zip(self._table_of, pairwise(bounds), strict=True):
-            if stop > start:
-                _mark_one(self._markers[table], ids[start:stop])
+        bags = feature_bags(offsets.numel() - 1, len(self._table_of), sizes)
+        mark_features([self._markers[table] for table in self._table_of], ids, offsets, bags)
 
     def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
         return _ForwardHook, ()
 
 
-def _mark_one(marker: Marker, ids: Tensor) -> None:
-    try:
-        marker.looked_up(ids)
-    except IndexError:
-        try:
-            marker.looked_up(ids[ids != -1])  # -1 stands for a pruned row, which FBGEMM skips
-        except IndexError:
-            marker.mark_all()  # FBGEMM trains row 0 in place of any other id out of range
-    marker.applied()
-
-
-def feature_bounds(
-    offsets: Tensor, features: int, sizes: Sequence[Sequence[int]] | None
-) -> list[int]:
-    """Return where the ids of each feature begin, and where the last ones end: [features + 1].
+def feature_bags(
+    bags: int, features: int, sizes: Sequence[Sequence[int]] | None
+) -> list[tuple[int, int]]:
+    """Return the first bag of each feature and the end of its bags.
 
     Args:
-        offsets: [bags + 1], where the ids of each bag begin, feature by feature.
+        bags: number of all bags, which come feature by feature.
         features: number of features.
         sizes: for each feature, its bags on each rank; None: all features have equally many bags.
     """
-    if sizes is None:
-        bags = (offsets.numel() - 1) // features
-        found: list[int] = offsets[:: max(bags, 1)].tolist() if bags else [0] * (features + 1)
-        return found
-    firsts = torch.tensor([0, *(sum(ranks) for ranks in sizes)], device="cpu").cumsum(0)
-    found = offsets[firsts.to(offsets.device)].tolist()
-    return found
+    each = [bags // features] * features if sizes is None else [sum(ranks) for ranks in sizes]
+    return list(pairwise(accumulate(each, initial=0)))
 
 
 def _refused(owner: str, found: str, expected: str, next_step: str) -> SettingsError:

@@ -68,6 +68,10 @@ def test_the_other_kernels_of_bitmaps_and_packing_compile() -> None:
     from recpoint.kernels.bit_packing import triton as packing
     from recpoint.kernels.dirty_bitmap import triton as kernels
 
+    sizes = {"SLOTS": 64, "BLOCK": 1024, "ROUNDS": 4}
+    for narrow, wide in (("*i32", "*i64"), ("*i64", "*i32")):
+        code = compiled(kernels._mark_features, sizes, ids=wide, offsets=narrow, n="i64")
+        assert re.search(r"(atom|red)\.global\.\S*relaxed\S*\.or\.b32", code)
     scan = {"SLOTS": 64, "BLOCK": 512}
     assert "st.global" in compiled(kernels._count_many, scan)
     assert "st.global.b64" in compiled(kernels._collect_many, scan)
