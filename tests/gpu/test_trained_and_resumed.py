@@ -89,3 +89,27 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         train(resumed, ckpt, 5)
         ckpt.close(final=False)
     assert everything(resumed) == expected
+
+
+def test_no_kernel_is_compiled_in_a_stall(device: torch.device, tmp_path: Path) -> None:
+    if device.type != "cuda":
+        pytest.skip("nothing is compiled for a CPU")
+    from recpoint.kernels.dirty_bitmap import triton as bitmaps
+    from recpoint.kernels.row_gather import triton as gathers
+
+    kernels = (bitmaps._count_many, bitmaps._collect_many, gathers._move_many)
+
+    def versions() -> list[int]:
+        return [sum(len(cache[0]) for cache in one.device_caches.values()) for one in kernels]
+
+    training = build("sparse adam", device, 1)
+    place = Place(str(tmp_path / "run"), tmp_path / "staging")
+    with place.agent(), checkpointer(training, place, interval_batches=10**6) as ckpt:
+        ckpt.restore()
+        compiled = versions()
+        assert min(compiled) > 0
+        for _ in range(3):
+            train(training, ckpt, 2)
+            assert ckpt.checkpoint()
+            ckpt._pipeline.outcomes.wait(float("inf"), until_below=1)  # type: ignore[union-attr]
+        assert versions() == compiled

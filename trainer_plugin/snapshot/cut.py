@@ -51,6 +51,7 @@ from recpoint.trainer_plugin.snapshot.plan import (
 )
 from recpoint.trainer_plugin.snapshot.seal import ServedTables, Snapshot
 from recpoint.trainer_plugin.snapshot.unmarked_rows import UnmarkedRows
+from recpoint.trainer_plugin.snapshot.warm_up import compile_kernels
 from recpoint.trainer_plugin.snapshot.window import Frozen, Window
 from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.state.training_state import TrainingState
@@ -145,9 +146,10 @@ class Cutter:
         self._has_large_state = False  # whether the state outside tables was large at the last cut
 
     def prepare_tables(self) -> None:
-        """Move large tables and their existing row states to large pages. Called before training.
+        """Move large tables to large pages, and compile GPU kernels. Called before training.
 
-        This makes lookups faster, too. Row states that optimizers create later are not moved.
+        Large pages make lookups faster, too. Existing row states are moved, and row states that
+        optimizers create later are not.
         """
         tables = self._live.tables(None)
         for live in tables:
@@ -156,6 +158,7 @@ class Cutter:
         self._follow_row_states(tables)
         self.unmarked.check(tables, self._trackers)
         self._quantizer.prepare(self._widths)
+        compile_kernels(tables)
 
     def remember_quantizers(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
         """Remember the quantizers of the tables of a checkpoint that is stored."""
