@@ -21,6 +21,7 @@ from recpoint.catalog.consolidate.merge import NOTHING_DONE, blamed_source, pass
 from recpoint.catalog.consolidate.plan import ConsolidationPlan, ConsolidationTriggers
 from recpoint.catalog.run.chain import DAMAGE, PassedOver
 from recpoint.catalog.run.leases import reading
+from recpoint.catalog.store.store import open_store
 from recpoint.errors import RecpointError, SettingsError
 from recpoint.flows.parameters import (
     NO_RESULTS,
@@ -44,6 +45,7 @@ from recpoint.tasks.consolidate import (
 )
 from recpoint.tasks.job_name import run_tag
 from recpoint.tasks.reports import TAG, emit, run_title
+from recpoint.tasks.run_tags import tag_flow_run
 from recpoint.units import bytes_text
 
 __all__ = ["consolidate", "run_consolidate"]
@@ -110,6 +112,7 @@ async def consolidate(
     triggers = ConsolidationTriggers.chosen(
         links=after_links, restore_ratio=after_ratio, dead_share=after_dead_share
     )
+    await tag_flow_run(open_store(run_url).url)
     # Prefect takes a task's tags for names of concurrency limits and asks the server for each.
     with TagsContext(current_tags=set()):
         return await _consolidate(

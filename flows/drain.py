@@ -7,6 +7,7 @@ never be committed; a job that has to wait stays staged.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from prefect.states import Completed
 
 from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AtWork, at_work
-from recpoint.errors import StagingError
+from recpoint.errors import RecpointError, StagingError
 from recpoint.flows.agent.agent import run_agent
 from recpoint.flows.parameters import NO_RESULTS, StagingArea
+from recpoint.tasks.run_tags import tag_flow_run
 
 __all__ = ["drain"]
 
@@ -45,6 +47,7 @@ async def drain(staging: StagingArea | None = None) -> State[Any]:
         OSError: the staging area cannot be read.
     """
     root = area.default_staging_root() if staging is None else Path(staging)
+    await tag_flow_run(*await asyncio.to_thread(_runs_with_jobs, root))
     return Completed(message=await asyncio.to_thread(_drain, root))
 
 
@@ -66,6 +69,17 @@ def _drain(root: Path) -> str:
 
 def _left_to(other: AtWork, root: Path, jobs: int) -> str:
     return f"left to the {other.kind} that serves {root}: {jobs} jobs"
+
+
+def _runs_with_jobs(root: Path) -> list[str]:
+    """Return the URLs of the runs with staged jobs; jobs that cannot be read name no run."""
+    urls: set[str] = set()
+    for run_dir in area.run_directories(root):
+        for job_file in area.staged_jobs(run_dir):
+            with suppress(RecpointError, OSError):
+                urls.add(area.read_job(job_file).run_url)
+                break
+    return sorted(urls)
 
 
 def _count(root: Path) -> int:

@@ -50,6 +50,7 @@ from recpoint.format.job import Job, Outcome
 from recpoint.tasks.job_name import job_log, job_name, run_tag
 from recpoint.tasks.persist import Waiting, commit, encode, quantize, upload
 from recpoint.tasks.reports import TAG, ProgressBar, artifact_key, emit, report
+from recpoint.tasks.run_tags import tag_flow_run
 from recpoint.units import bytes_text, counted
 
 __all__ = ["Tried", "end_flow_run", "persist", "run_persist"]
@@ -237,6 +238,7 @@ async def persist(job_path: JobPath) -> State[Any]:
                     log.warning("not now: %s", error)
                     raise
                 return _tell_rejected(None, reject_job(job_path, error), log)
+            await tag_flow_run(begun.job.job.run_url)
             try:
                 return await _persist(begun, log)
             except RecpointError as error:
@@ -411,5 +413,5 @@ def end_flow_run(flow_run: UUID, outcome: Outcome | None) -> None:
 
 def _bar(job: Job) -> ProgressBar:
     key = f"g{job.generation}-step-{job.step}-r{job.rank}-persist-progress"
-    words = f"Staged bytes that are stored of step {job.step}"
+    words = f"Step {job.step}, rank {job.rank}: staged bytes that are stored"
     return ProgressBar(artifact_key(job.run_url, job.run, key), words)

@@ -11,9 +11,11 @@ from prefect.states import Completed
 from pydantic import Field
 
 from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.store.store import open_store
 from recpoint.flows.parameters import NO_RESULTS, GenerationNumber, RunUrl, StepNumber
 from recpoint.tasks.publish import PublishOutcome, publish_checkpoint
 from recpoint.tasks.reports import artifact_key, emit
+from recpoint.tasks.run_tags import tag_flow_run
 
 __all__ = ["publish"]
 
@@ -67,6 +69,7 @@ async def publish(
             is deleting it.
         RecpointError: the checkpoint does not restore, or the store cannot be read.
     """
+    await tag_flow_run(open_store(run_url).url)
     held = step is not None if hold is None else hold
     done = await publish_checkpoint(
         run_url,
@@ -106,7 +109,8 @@ async def _show(run_url: str, done: PublishOutcome) -> None:
     await Artifact(
         type="table",
         key=artifact_key(run_url, done.run, "published"),
-        description=f"`{url}`: step {done.record.checkpoint.step} is published",
+        description=f"Step {done.record.checkpoint.step} is published "
+        f"(publication {done.record.number}): `{url}`",
         data=[
             {
                 "publication": record.number,

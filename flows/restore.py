@@ -46,6 +46,7 @@ from recpoint.tasks.consolidate import open_run
 from recpoint.tasks.job_name import run_tag
 from recpoint.tasks.reports import TAG, run_title
 from recpoint.tasks.restore import finish_restore, plan_restore, report_restore, restore_shard
+from recpoint.tasks.run_tags import tag_flow_run
 from recpoint.units import bytes_text
 
 __all__ = ["restore", "run_restore"]
@@ -109,6 +110,7 @@ async def restore(
         validated_only=validated_only,
         validated_within=validated_within,
     )
+    await tag_flow_run(open_store(run_url).url)
     # Prefect takes a task's tags for names of concurrency limits and asks the server for each.
     with TagsContext(current_tags=set()):
         lease = ExitStack()

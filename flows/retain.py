@@ -18,6 +18,7 @@ from recpoint.catalog.store.store import open_store
 from recpoint.flows.parameters import NO_RESULTS, GraceSeconds, RunUrl, StagingArea
 from recpoint.tasks.reports import artifact_key, emit
 from recpoint.tasks.retain import Retained, retain_store
+from recpoint.tasks.run_tags import tag_flow_run
 
 __all__ = ["Best", "Keep", "retain"]
 
@@ -129,7 +130,9 @@ async def retain(
     """
     policy = keep.policy()
     root = area.default_staging_root() if staging is None else Path(staging)
-    run_dir = area.run_directory(root, open_store(run_url).url)
+    store_url = open_store(run_url).url
+    await tag_flow_run(store_url)
+    run_dir = area.run_directory(root, store_url)
     staged_here = await asyncio.to_thread(area.staged_attempts, run_dir)
     found = await retain_store(run_url, policy, grace_seconds, sorted(staged_here), dry_run)
     if found.refused:
@@ -149,6 +152,6 @@ async def _show(run_url: str, found: Retained, *, dry_run: bool) -> None:
     await Artifact(
         type="table",
         key=artifact_key(run_url, found.run, "retention"),
-        description=f"`{url}`: {found.summary}{' (dry run)' if dry_run else ''}{more}",
+        description=f"{found.summary}{' (dry run)' if dry_run else ''}: `{url}`.{more}",
         data=rows,
     ).acreate()

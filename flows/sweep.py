@@ -24,7 +24,8 @@ from recpoint.flows.parameters import NO_RESULTS, GraceSeconds, RunUrl, StagingA
 from recpoint.tasks.job_name import run_tag
 from recpoint.tasks.persist import RETRIES, may_heal
 from recpoint.tasks.reports import TAG, artifact_key
-from recpoint.units import bytes_text
+from recpoint.tasks.run_tags import tag_flow_run
+from recpoint.units import bytes_text, counted
 
 __all__ = ["run_sweep", "sweep"]
 
@@ -91,15 +92,19 @@ async def sweep(
     """
     require_grace(grace_seconds, why=GRACE_NEEDED)
     root = area.default_staging_root() if staging is None else Path(staging)
-    run_dir = area.run_directory(root, open_store(run_url).url)
+    store_url = open_store(run_url).url
+    await tag_flow_run(store_url)
+    run_dir = area.run_directory(root, store_url)
     run_id, found = await sweep_store(run_url, grace_seconds, run_dir, include_newest, dry_run)
+    message = found.partition("\n")[0]
+    url = run_url.replace("`", "'")  # a backtick would end the code span
     await Artifact(
         type="markdown",
         key=artifact_key(run_url, run_id, "sweep"),
-        description="What the last sweeps found" + (" (dry run)" if dry_run else ""),
+        description=f"{message.rstrip('.:')}: `{url}`",
         data=found,
     ).acreate()
-    return Completed(message=found.partition("\n")[0])
+    return Completed(message=message)
 
 
 def run_sweep(run_url: str, **settings: Any) -> State[Any]:
@@ -126,7 +131,8 @@ def _sweep_store(
     )
     lines = _lines(swept.plan) + _staged_lines(swept.work) + _slot_lines(swept.slots)
     if swept.result is None:
-        return swept.run.id, f"Would remove:\n\n{lines}"
+        objects = len(swept.plan.objects) + len(swept.plan.unfinished)
+        return swept.run.id, f"Would remove {counted(objects, 'object')}:\n\n{lines}"
     return swept.run.id, f"{swept_words(swept)}.\n\n{lines}"
 
 

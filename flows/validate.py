@@ -21,6 +21,7 @@ from recpoint.errors import NothingToRestore
 from recpoint.flows.parameters import NO_RESULTS, GenerationNumber, RunUrl, StepNumber
 from recpoint.format.naming import ManifestName, ValidationLevel
 from recpoint.tasks.reports import CheckpointEvent, artifact_key, emit
+from recpoint.tasks.run_tags import tag_flow_run
 from recpoint.tasks.validate import evaluate, validate_checkpoint
 from recpoint.units import stripes_text
 
@@ -68,7 +69,9 @@ async def validate(
         NothingToRestore: there is no such checkpoint.
         RecpointError: the store cannot be read, or the function failed; nothing is recorded.
     """
-    run = await asyncio.to_thread(lambda: Run.open(open_store(run_url)))
+    store = open_store(run_url)
+    await tag_flow_run(store.url)
+    run = await asyncio.to_thread(Run.open, store)
     name = await asyncio.to_thread(_checkpoint, run, step, generation)
     found = await validate_checkpoint(run_url, *name, level)
     metrics: dict[str, float] = {}
@@ -152,6 +155,6 @@ async def _show(
     await Artifact(
         type="table",
         key=artifact_key(run.url, run.id, f"g{name.generation}-step-{name.step}-validation"),
-        description=f"Step {name.step} of `{url}`: **{found.result}** ({found.level}{more})",
+        description=f"Step {name.step} **{found.result}** ({found.level}{more}): `{url}`",
         data=rows,
     ).acreate()

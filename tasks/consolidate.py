@@ -109,7 +109,7 @@ def _merge(run_url: str, plan: ConsolidationPlan, part: int) -> tuple[ChunkEntry
         artifact_key(
             run_url, run.id, f"consolidation-g{generation}-step-{step}-part-{part}-progress"
         ),
-        f"Bytes read of part {part + 1} of {len(plan.parts)}",
+        f"Part {part + 1} of {len(plan.parts)} of step {step}: bytes read for a consolidation",
     )
     read = 0
 
@@ -165,7 +165,7 @@ async def report_merge(
     await Artifact(
         type="table",
         key=artifact_key(run_url, run_id, f"consolidation-g{generation}-step-{step}"),
-        description=f"Consolidation of checkpoint {step} of `{url}`",
+        description=f"Step {step} consolidated ({outcome}): `{url}`",
         data=[
             {"what": what, "value": value}
             for what, value in merge_rows(plan, outcome, written_bytes, seconds)

@@ -302,6 +302,7 @@ async def report(job: PersistJob, committed: Committed) -> None:
     # A backtick would end the code span, and the text after it would be taken for markup.
     url = checkpoint.run_url.replace("`", "'")
     key = partial(artifact_key, checkpoint.run_url, checkpoint.run_id)
+    lag_seconds = _lag_seconds(checkpoint)
     async with get_client() as client:
         await asyncio.gather(
             # Made once: a job is reported after its removal, so never a second time.
@@ -317,11 +318,12 @@ async def report(job: PersistJob, committed: Committed) -> None:
             _update(
                 client,
                 key(f"r{name.rank}-lag"),
-                f"`{url}`, step {name.step}: a trainer that dies now loses "
-                f"**{duration_text(_lag_seconds(checkpoint))}** and the "
+                f"Step {name.step} of `{url}`: a trainer that dies now loses "
+                f"**{duration_text(lag_seconds)}** and the "
                 f"{checkpoint.interval_batches:,} batches of an interval, and what it has trained "
                 "since.",
-                f"How far the last checkpoint of `{url}` was behind",
+                f"{duration_text(lag_seconds)} behind at step {name.step}, rank {name.rank}: "
+                f"`{url}`",
             ),
         )
 

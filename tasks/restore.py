@@ -61,8 +61,7 @@ async def plan_restore(
 ) -> tuple[ShardPlan, bool]:
     """Choose a checkpoint; returns the plan of its files, and whether all are in place already.
 
-    Once it is chosen, the files of `instead_of` are removed, because that checkpoint turned out to
-    be damaged.
+    Once it is chosen, the files of `instead_of` are removed, because that checkpoint is damaged.
     """
 
     def plan() -> tuple[ShardPlan, bool]:
@@ -101,9 +100,7 @@ async def restore_shard(
 
 def _restore(run_url: str, target_url: str, plan: ShardPlan, part: int) -> RestoreReport | None:
     run, shard = open_run(run_url), plan.shards[part]
-    bar = ProgressBar(
-        _key(run, plan, f"restore-part-{part}-progress"), f"Bytes read for {shard.file}"
-    )
+    bar = ProgressBar(_key(run, plan, f"restore-part-{part}-progress"), f"{shard.file}: bytes read")
     report = write_shard(run, open_store(target_url), plan, shard, on_progress=bar.show)
     bar.finish()
     return report
@@ -145,7 +142,7 @@ async def report_restore(
         key=artifact_key(
             run_url, plan.run, f"restore-g{plan.name.generation}-step-{plan.name.step}"
         ),
-        description=f"Restore of step {plan.name.step} of `{url}` into `{target}`",
+        description=f"Step {plan.name.step} restored into `{target}` ({outcome}): `{url}`",
         data=[{"what": what, "value": value} for what, value in rows],
     ).acreate()
 

@@ -10,6 +10,7 @@ from prefect.cache_policies import NO_CACHE
 
 from recpoint.catalog.retention.keep import RetentionPolicy
 from recpoint.catalog.retention.prune import PrunePlan, execute, plan_prune
+from recpoint.catalog.retention.sweep import spared_words
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import NothingValidated
@@ -66,7 +67,7 @@ def _retain(
     result = execute(run, made)
     summary = (
         f"{len(result.marked)} marked, {len(result.deleted)} manifests deleted, "
-        f"{bytes_text(result.removed_bytes)} freed, {len(result.spared)} turned out to be needed"
+        f"{bytes_text(result.removed_bytes)} freed{spared_words(result.spared)}"
     )
     held = f"; nothing deleted while {made.held[0]} reads" if made.held else ""
     return Retained(run.id, summary + held, rows)

@@ -78,4 +78,4 @@ def _evaluate(run_url: str, name: ManifestName, function: str) -> dict[str, floa
 
 def _bar(run: Run, name: ManifestName, what: str) -> ProgressBar:
     key = artifact_key(run.url, run.id, f"g{name.generation}-step-{name.step}-{what}-progress")
-    return ProgressBar(key, f"Bytes read for the {what.partition('-')[0]} of step {name.step}")
+    return ProgressBar(key, f"Step {name.step}: bytes read for the {what.partition('-')[0]}")

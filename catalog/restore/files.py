@@ -379,8 +379,8 @@ def _of_table(table: LogicalTable, tied: Mapping[str, str], include: Include) ->
 # Checks the place that safetensors files are restored into, and removes files from it.
 #
 # A file is recognized by its header and its length. After the index exists, the files are final and
-# none is removed. Before that, the files of a checkpoint that turned out to be damaged are removed
-# for those of another checkpoint.
+# none is removed. Before that, the files of a damaged checkpoint are removed for those of another
+# checkpoint.
 
 
 # Twice the time that a task of the flow may spend on one file.

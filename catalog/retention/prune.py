@@ -452,7 +452,7 @@ class PruneResult:
         marked: keys of manifests that were marked.
         unmarked: keys of manifests whose marks were removed.
         deleted: keys of manifests that were deleted, in this order.
-        spared: keys of manifests that turned out to be needed, each with what needs it.
+        spared: keys of manifests that were due and are needed now, each with what needs it.
         swept: chunks, uploads and the like that were removed.
     """
 

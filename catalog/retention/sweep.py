@@ -39,6 +39,7 @@ __all__ = [
     "last_sweep",
     "note_sweep",
     "plan_sweep",
+    "spared_words",
     "swept_ms",
 ]
 
@@ -278,6 +279,22 @@ class SweepResult:
     def removed_bytes(self) -> int:
         """Bytes freed."""
         return sum(swept.size_bytes for swept in self.removed)
+
+
+def spared_words(spared: Sequence[tuple[str, str]]) -> str:
+    """Name the first object that was to be removed and is needed now, for a line of a report.
+
+    Args:
+        spared: keys or prefixes of such objects, each with the reason.
+
+    Returns:
+        The words, with "; " before them; empty if there is none.
+    """
+    if not spared:
+        return ""
+    key, reason = spared[0]
+    others = f", and {len(spared) - 1} more" if len(spared) > 1 else ""
+    return f"; not removed, because it is needed now: {key} ({reason}){others}"
 
 
 class _Listing(NamedTuple):

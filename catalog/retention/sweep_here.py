@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Final
 
 from recpoint.catalog.retention.staged import StagedWork, run_is_gone
-from recpoint.catalog.retention.sweep import SweepPlan, SweepResult, execute, plan_sweep
+from recpoint.catalog.retention.sweep import (
+    SweepPlan,
+    SweepResult,
+    execute,
+    plan_sweep,
+    spared_words,
+)
 from recpoint.catalog.run.facts import OnStep, unwatched
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
@@ -147,10 +153,8 @@ def swept_words(swept: SweptHere) -> str:
     """Return one line of what a sweep removed and kept, and what a person has to do about it."""
     plan, result = swept.plan, swept.result
     assert result is not None
-    said = [
-        f"Removed {len(result.removed)} objects, {result.removed_bytes} bytes",
-        f"{len(result.spared)} turned out to be needed",
-    ]
+    removed = f"Removed {len(result.removed)} objects, {result.removed_bytes} bytes"
+    said = [removed + spared_words(result.spared)]
     if plan.lost:
         more = f" (and {len(plan.lost) - 1} more)" if len(plan.lost) > 1 else ""
         said.append(f"chunks were kept, since {plan.lost[0]}{more}: recpoint check {swept.run.url}")

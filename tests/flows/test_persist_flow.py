@@ -139,7 +139,8 @@ def test_a_job_is_committed_and_everything_carries_its_name(run: Run, tmp_path: 
     table = shown[f"{ours}g1-step-2-r0"]
     assert table.type == "table" and "increment (chain of 2)" in str(table.data)
     lag = shown[f"{ours}r0-lag"]
-    assert "step 2" in str(lag.data) and "batches" in str(lag.data)
+    assert str(lag.data).lstrip('"').startswith("Step 2 of") and "batches" in str(lag.data)
+    assert "behind at step 2, rank 0: `" in str(lag.description)
     assert len(artifacts(f"{ours}r0-lag")) == 1  # brought up to date in place
 
 

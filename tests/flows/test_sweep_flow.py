@@ -75,7 +75,7 @@ def test_orphans_go_and_staged_attempts_stay(run: Run, tmp_path: Path) -> None:
     data = [str(one.data).strip('"') for one in sorted(shown, key=_created)]
     assert [text.partition(",")[0].partition(":")[0] for text in data] == [
         "Removed 0 objects",
-        "Would remove",
+        f"Would remove {len(orphan.chunks)} objects",
         f"Removed {len(orphan.chunks)} objects",
         "Removed 0 objects",
     ]

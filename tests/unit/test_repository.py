@@ -57,6 +57,19 @@ def test_the_front_page_is_short_and_names_only_files_that_are_there() -> None:
     assert len(re.findall(r"`[\w./-]+\.md`", page)) == len(links)
 
 
+def test_no_page_guesses_the_port_of_the_local_server() -> None:
+    """If port 4200 is taken, the server takes another. `recpoint server env` names it."""
+    pages = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*"), ROOT / "flows/prefect.yaml"]
+    texts = {page: page.read_text(errors="replace") for page in pages if page.is_file()}
+    guesses = [
+        str(page.relative_to(ROOT))
+        for page, text in texts.items()
+        if re.search(r"PREFECT_API_URL=\S*(4200|RECPOINT_SERVER_PORT)", text)
+    ]
+    assert len(texts) > 50 and not guesses
+    assert "recpoint server env" in texts[ROOT / "docs/tutorials/prefect.md"]
+
+
 def test_the_changelog_can_be_read_to_its_end() -> None:
     """Each release says what it has, not how it came about."""
     releases = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]

@@ -20,7 +20,7 @@ from recpoint.catalog.retention.prune import (
     require_grace,
 )
 from recpoint.catalog.retention.staged import discard_staged, staged_losses, there_is_a_run
-from recpoint.catalog.retention.sweep import GRACE_NEEDED
+from recpoint.catalog.retention.sweep import GRACE_NEEDED, spared_words
 from recpoint.catalog.retention.sweep_here import SweptHere, sweep_here
 from recpoint.catalog.run import pins
 from recpoint.catalog.run.run import Run
@@ -314,7 +314,9 @@ def sweep_run(
     ]
     if swept.result is not None:
         freed = bytes_text(swept.result.removed_bytes)
-        views.append(terminal.shown(f"removed {len(swept.result.removed)} objects, {freed}"))
+        spared = spared_words(swept.result.spared)
+        text = f"removed {len(swept.result.removed)} objects, {freed}{spared}"
+        views.append(terminal.shown(text))
     return Result(_sweep_document(swept, url), *views)
 
 
@@ -459,6 +461,7 @@ def retain(
     text = (
         f"marked {len(result.marked)}, deleted {len(result.deleted)} manifests and "
         f"{len(result.swept.removed)} other objects, {bytes_text(result.removed_bytes)}"
+        f"{spared_words(result.spared)}"
     )
     return Result(_retention_document(run.url, made, result), *views, terminal.shown(text))
 

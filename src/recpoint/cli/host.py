@@ -306,7 +306,12 @@ def start_server(json_output: JsonOption = False) -> Result:
         if prefect_server.running_server() is None:
             break
         time.sleep(0.2)
-    document = {"running": up, "pid": local.pid, "ui": prefect_server.ui_url(local.url)}
+    document = {
+        "running": up,
+        "pid": local.pid,
+        "ui": prefect_server.ui_url(local.url),
+        "api": local.url,
+    }
     if not up:
         log = prefect_server.server_directory() / "server.log"
         text = terminal.shown(f"the server does not answer; see {log}", style="red")
@@ -325,10 +330,31 @@ def stop_server(json_output: JsonOption = False) -> Result:
     return Result({"stopped": stopped}, terminal.shown(text))
 
 
+@server.command("env")
+@command
+def server_environment(json_output: JsonOption = False) -> Result:
+    """Print the variable that has Prefect's commands use this server.
+
+    In a shell: eval "$(recpoint server env)".
+    """
+    from recpoint.flows import prefect_server
+
+    local = prefect_server.running_server()
+    if local is None:
+        raise SettingsError(
+            "recpoint server env",
+            found="no local Prefect server",
+            expected="the one that an agent starts if no Prefect API is configured",
+            next_step="recpoint server start",
+        )
+    line = f"export PREFECT_API_URL={local.url}"
+    return Result({"PREFECT_API_URL": local.url}, terminal.shown(line))
+
+
 @server.command("status")
 @command
 def server_status(json_output: JsonOption = False) -> Result:
-    """Say whether the local Prefect server runs and answers."""
+    """Say whether the local Prefect server runs and answers, and where."""
     from recpoint.flows import prefect_server
 
     local = prefect_server.running_server()
@@ -336,7 +362,13 @@ def server_status(json_output: JsonOption = False) -> Result:
         return Result({"running": False, "answers": False}, terminal.shown("not running"))
     answers = prefect_server.is_healthy(local.url, timeout_seconds=_PATIENCE_SECONDS)
     ui = prefect_server.ui_url(local.url)
-    document = {"running": True, "answers": answers, "pid": local.pid, "ui": ui}
+    document = {
+        "running": True,
+        "answers": answers,
+        "pid": local.pid,
+        "ui": ui,
+        "api": local.url,
+    }
     state = "up" if answers else "starting, or hanging"
     return Result(document, terminal.shown(f"{state}: {ui} (process {local.pid})"))
 

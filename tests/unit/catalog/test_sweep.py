@@ -13,7 +13,7 @@ from recpoint.catalog.check.check import check
 from recpoint.catalog.consolidate.merge import merge_part
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.retention import sweep
-from recpoint.catalog.retention.sweep import SweepPlan, execute, plan_sweep
+from recpoint.catalog.retention.sweep import SweepPlan, execute, plan_sweep, spared_words
 from recpoint.catalog.retention.sweep_here import knows_what_is_staged
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
@@ -226,6 +226,9 @@ class TestBetweenPlanAndDeed:
         result = execute(run, plan)
         assert result.removed == ()
         assert result.spared[0].reason == "a manifest names it now"
+        prefix = result.spared[0].prefix
+        words = f"not removed, because it is needed now: {prefix} (a manifest names it now)"
+        assert spared_words(result.spared) == f"; {words}" and not spared_words(())
         assert check(run, level="full").ok
 
     def test_a_commit_while_planning_spares_its_chunks(self, run: Run, orphan: Checkpoint) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,26 @@ def test_no_server_is_no_error(recpoint: Invoke) -> None:
     assert recpoint("server", "status").stdout == "not running\n"
     ended = recpoint("server", "stop", "--json")
     assert (ended.code, ended.json) == (0, {"stopped": False})
+
+
+def test_env_names_the_port_that_the_server_has(recpoint: Invoke, tmp_path: Path) -> None:
+    """Not 4200, which another server may have."""
+    refused = recpoint("server", "env", "--json")
+    assert (refused.code, refused.json["next_step"]) == (2, "recpoint server start")
+    ended = recpoint("server", "env")
+    assert (ended.code, ended.stdout) == (2, "")
+    (tmp_path / "home" / "prefect").mkdir(parents=True)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        stat = Path(f"/proc/{process.pid}/stat").read_text()
+        note = {"pid": process.pid, "port": 4273, "started": stat.rpartition(")")[2].split()[19]}
+        (tmp_path / "home" / "prefect" / "server.json").write_text(json.dumps(note))
+        try:
+            line = recpoint("server", "env").stdout
+            document = recpoint("server", "env", "--json").json
+        finally:
+            process.kill()
+    assert line == "export PREFECT_API_URL=http://127.0.0.1:4273/api\n"
+    assert document == {"PREFECT_API_URL": "http://127.0.0.1:4273/api"}
 
 
 @pytest.mark.parametrize(
