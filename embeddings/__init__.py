@@ -14,10 +14,10 @@ tables of a home), `home_in_memory.py`, `home_directory.py`, `home_log.py` and `
 `slot_gradients.py` (their gradients), `cached_rows.py` (which of them must stay), `settling.py`
 (the rows of a cut, as they were then), `call_thread.py` (a thread that does calls in order),
 `cache.py` (brings rows before their first use, and writes them back after their last),
-`cached_tables.py` (puts a model's tables into a cache), `initial.py` (first
-values of rows) and `cache_view.py` (all rows of one moment, for a checkpoint). `remote/` has homes
-in server processes, `parity/` computes the rows of a lost server from those of the others, and
-`trainers/` has the caches of several ranks that share a home.
+`cached_tables.py` (puts a model's tables into a cache), `clipping.py` (clips gradients by one norm
+on all ranks), `initial.py` (first values of rows) and `cache_view.py` (all rows of one moment, for
+a checkpoint). `remote/` has homes in server processes, `parity/` computes the rows of a lost server
+from those of the others, and `trainers/` has the caches of several ranks that share a home.
 """
 
 from __future__ import annotations
@@ -26,17 +26,29 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from recpoint.embeddings.cached_tables import cached, read_rows
+    from recpoint.embeddings.clipping import clip_grad_norm_
     from recpoint.embeddings.homes import FileLimits, local
     from recpoint.embeddings.initial import Uniform, fill
     from recpoint.embeddings.remote.processes import servers
     from recpoint.embeddings.remote.ray_servers import ray
 
-__all__ = ["FileLimits", "Uniform", "cached", "fill", "local", "ray", "read_rows", "servers"]
+__all__ = [
+    "FileLimits",
+    "Uniform",
+    "cached",
+    "clip_grad_norm_",
+    "fill",
+    "local",
+    "ray",
+    "read_rows",
+    "servers",
+]
 
 _PUBLIC = {
     "FileLimits": "homes",
     "Uniform": "initial",
     "cached": "cached_tables",
+    "clip_grad_norm_": "clipping",
     "fill": "initial",
     "local": "homes",
     "ray": "remote.ray_servers",

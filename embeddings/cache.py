@@ -42,7 +42,7 @@ from recpoint.interrupts import held
 from recpoint.lookahead.oracle import CapacityError, Oracle, Step
 from recpoint.lookahead.shared_oracle import SharedOracle
 
-__all__ = ["Cache", "CacheStats"]
+__all__ = ["Cache", "CacheStats", "caches_of"]
 
 
 #: Rows that are copied to the home at a time.
@@ -154,6 +154,11 @@ class Cache:
             lost_servers=self.home.lost_servers,
             lost_rows=self.home.lost_rows,
         )
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The slots of all tables, as the optimizers and the modules have them."""
+        return [rows.slots.weight for rows in self.tables.values()]
 
     def _new_oracle(self, rows: CachedRows) -> Oracle | SharedOracle:
         oracle = Oracle(rows.slots.capacity)
@@ -1021,6 +1026,13 @@ def _before_step(
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     for cache in _caches_of(optimizer):
         cache.after_step(optimizer)
+
+
+def caches_of(parameters: Iterable[Tensor]) -> list[Cache]:
+    """Return the caches that have the slots of some of these parameters, in their order."""
+    by_weight = {id(weight): cache for cache in list(_caches) for weight in cache.weights}
+    found = [by_weight[id(one)] for one in parameters if id(one) in by_weight]
+    return list(dict.fromkeys(found))
 
 
 def _caches_of(optimizer: Optimizer) -> list[Cache]:

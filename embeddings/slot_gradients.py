@@ -50,6 +50,8 @@ class SlotGradients:
         self._version = 0  # of the gradient, when the step began
         #: The last step's gradient, not kept alive by this, and its version.
         self._applied: tuple[weakref.ref[Tensor], int] | None = None
+        #: The gradient that all ranks have averaged before the step, and its version.
+        self._averaged: tuple[weakref.ref[Tensor], int] | None = None
         self._hooks = hooks = _Hooks(self)
         # A frozen table may be trained later. torch refuses hooks of a tensor that is frozen.
         trained = slots.weight.requires_grad
@@ -94,6 +96,15 @@ class SlotGradients:
         entered, self._entered = self._entered, None
         self._total = None
         self.refuse_applied()
+        if self.is_averaged:
+            raise SettingsError(
+                f"cached table {self._slots.name!r}",
+                found="a backward pass after clip_grad_norm_ and before the step",
+                expected="all backward passes of a step before its gradients are clipped",
+                next_step="call clip_grad_norm_ right before optimizer.step(), or zero_grad() if "
+                "the step is left out",
+            )
+        self._averaged = None  # it was dropped, and may have been set to zero in place
         if gradient is not entered:
             raise SettingsError(
                 f"cached table {self._slots.name!r}",
@@ -145,6 +156,20 @@ class SlotGradients:
                 next_step="call optimizer.zero_grad() between a step and the next backward pass",
             )
 
+    def note_averaged(self) -> None:
+        """Take note that the gradient is the average of all ranks."""
+        gradient = self._slots.weight.grad
+        self._averaged = None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether the gradient is the average of all ranks, and no step has applied it."""
+        gradient = self._slots.weight.grad
+        if self._averaged is None or gradient is None or gradient is not self._averaged[0]():
+            return False
+        version = self._averaged[1]
+        return gradient._version == version or not _is_zeroed(gradient, version)
+
     def begin_step(self, *, summed: bool) -> None:
         """Take note that a step is about to apply the gradient.
 
@@ -165,7 +190,7 @@ class SlotGradients:
         weight = self._slots.weight
         given, self._given = self._given, None
         gradient = weight.grad
-        self._applied = None
+        self._applied = self._averaged = None
         # The hooks of an optimizer run before this, and may call zero_grad().
         if gradient is None or _is_zeroed(gradient, self._version):
             return
@@ -174,8 +199,8 @@ class SlotGradients:
         self._applied = weakref.ref(gradient), gradient._version
 
     def forget(self) -> None:
-        """Forget the gradient that a step has applied."""
-        self._applied = None
+        """Forget the gradient that a step has applied, or that ranks have averaged."""
+        self._applied = self._averaged = None
 
 
 def _is_zeroed(gradient: Tensor, version: int) -> bool:

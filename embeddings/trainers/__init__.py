@@ -3,6 +3,6 @@
 Read the modules in this order: `channel` (how ranks exchange bytes), `turns` (what ranks do next,
 before they exchange bytes for it), `coming` (ids of coming batches), `row_exchange` (values and
 gradients of rows), `later_step` (steps of rows whose gradients come late), `step_agreement` (what
-all ranks do in a step), `data_parallel` (what must not be averaged), `shared_cache` (the cache of
-one rank).
+all ranks do in a step), `data_parallel` (what must not be averaged, and what must be),
+`shared_cache` (the cache of one rank).
 """

@@ -18,8 +18,10 @@ another's cache later, so the home threads of all trainers meet after the write-
 
 from __future__ import annotations
 
+import logging
+import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -37,7 +39,7 @@ from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.slots import TableSlots
 from recpoint.embeddings.trainers.channel import Channel, GlooChannel
 from recpoint.embeddings.trainers.coming import ComingIds, Reading
-from recpoint.embeddings.trainers.data_parallel import refuse_averaged
+from recpoint.embeddings.trainers.data_parallel import digest_of_gradients, refuse_averaged
 from recpoint.embeddings.trainers.later_step import LaterStep
 from recpoint.embeddings.trainers.row_exchange import (
     LocalGradient,
@@ -60,7 +62,12 @@ from recpoint.lookahead.shared_oracle import Exchange, SharedOracle
 
 __all__ = ["SharedCache"]
 
+_log = logging.getLogger("recpoint")
+
 _END_SECONDS: Final = 10.0
+
+#: By which norms of the same float32 values may differ, if ranks add them in another order.
+_ROUNDING: Final = 1e-5
 
 #: Of what is done at any batch.
 _NO_BATCH: Final = 1
@@ -125,6 +132,7 @@ class SharedCache(Cache):
         self._following_batch = 0  # the batch of these steps
         self._stepped: set[str] = set()  # tables that the home has to know
         self._wrappers: WeakSet[nn.Module] = WeakSet()  # that leave the slots alone
+        self._has_warned = False  # of gradients of dense layers that differ between ranks
 
     def _open_channels(self) -> Channel:
         """Open a channel for each thread; returns that of ids. Collective.
@@ -419,16 +427,28 @@ class SharedCache(Cache):
         later_steps: list[LaterStep] = []
         is_next_known = self._coming.known > self.batch
         coming = self._coming.of(self.batch + 1) if is_next_known else {}
-        steps = {
-            rows.slots.name: TableStep.of(
-                merged(self._pending(rows.slots.name)),
-                LaterStep.of(optimizer, rows.slots) if is_next_known else None,
-                partial(_together, coming.get(rows.slots.name, [])),
-            )
-            for rows in trained
-        }
-        steps = agree_on_step(partial(self._agree, Act.STEP), optimizer, list(self.tables), steps)
+        steps = {}
+        for rows in trained:
+            name, exchange = rows.slots.name, merged(self._pending(rows.slots.name))
+            if rows.gradients.is_averaged:
+                steps[name] = TableStep(exchange=exchange, at_once=exchange, is_averaged=True)
+                continue
+            later_step = LaterStep.of(optimizer, rows.slots) if is_next_known else None
+            next_ids = partial(_together, coming.get(name, []))
+            steps[name] = TableStep.of(exchange, later_step, next_ids)
+        steps, others = agree_on_step(
+            partial(self._agree, Act.STEP),
+            optimizer,
+            list(self.tables),
+            steps,
+            digest=self._digest(optimizer),
+        )
+        if others:
+            self._notice_other_gradients(others)
         for name, step in steps.items():
+            self._changing[name] = step.exchange.own.slots
+            if step.is_averaged:
+                continue
             local = LocalGradient(self.tables[name].slots, self._count)
             now.append((local, step.at_once))
             if step.late is not None and step.later_step is not None:
@@ -436,17 +456,155 @@ class SharedCache(Cache):
                 later_steps.append(step.later_step)
             self._stats.reduced_rows += _count_lent(step.exchange)
             self._stats.reduced_at_once += _count_lent(step.at_once)
-            self._changing[name] = step.exchange.own.slots
-        to_follow = Outgoing(self._rank, self._count, later)
-        found = Outgoing(self._rank, self._count, now).reduce(self._rows_channel)
-        for (local, _), reduced in zip(now, found, strict=True):
-            slots = local.slots
-            if reduced is None:
-                del self._changing[slots.name]
-            else:
-                self._put_gradient(slots, steps[slots.name].exchange, reduced)
+        to_follow = Outgoing(self._rank, self._count, later)  # before gradients are replaced
+        for name in self._put_averages(now, steps):
+            del self._changing[name]
         if later_steps:
             self._to_follow = to_follow, later_steps
+
+    def _digest(self, optimizer: Optimizer) -> int:
+        """Return a digest of the gradients that all ranks must have alike at a step."""
+        if self._wrappers:
+            # Added up, because a set has no order.
+            return sum(
+                digest_of_gradients(self._dense_of(ddp.parameters())) for ddp in self._wrappers
+            )
+        if self._has_warned:
+            return 0
+        every = (one for group in optimizer.param_groups for one in group["params"])
+        return digest_of_gradients(self._dense_of(every))
+
+    def _dense_of(self, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+        slots = {id(one) for one in self.weights}
+        return (one for one in parameters if id(one) not in slots)
+
+    def _notice_other_gradients(self, ranks: Sequence[int]) -> None:
+        """Refuse, or warn once, that replicas of the dense layers will drift apart.
+
+        DistributedDataParallel gives all ranks the same bits. What a script averages may be in
+        pieces that are not known as such.
+
+        Raises:
+            RanksDiffer: DistributedDataParallel has averaged the gradients.
+        """
+        error = RanksDiffer(
+            "the gradients of dense layers at an optimizer's step",
+            found=f"other values on ranks {list(ranks)} than on rank 0",
+            expected="averages, which are the same on all ranks: replicas drift apart otherwise",
+            next_step="clip gradients with recpoint.embeddings.clip_grad_norm_(): torch's clips "
+            "each rank by another factor, because each has gradients of its own batch for the "
+            "tables; or see what else changes gradients on some ranks",
+        )
+        if self._wrappers:
+            raise error
+        self._has_warned = True
+        _log.warning("%s", error)
+
+    def _put_averages(
+        self,
+        gradients: Sequence[tuple[LocalGradient, Exchange]],
+        steps: Mapping[str, TableStep],
+    ) -> list[str]:
+        """Exchange gradients, and put averages in their place; tables of which there are none."""
+        if not gradients:
+            return []
+        without = []
+        found = Outgoing(self._rank, self._count, gradients).reduce(self._rows_channel)
+        for (local, _), reduced in zip(gradients, found, strict=True):
+            if reduced is None:
+                without.append(local.slots.name)
+            else:
+                self._put_gradient(local.slots, steps[local.slots.name].exchange, reduced)
+        return without
+
+    def average_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Put the gradients of all ranks in place of this rank's before the step. Collective.
+
+        The step exchanges none of them. `scale_averaged` must follow.
+
+        Args:
+            parameters: those among them that are slots.
+
+        Returns:
+            The gradients of the rows that this rank owns, for each table.
+        """
+        self.end_failed_step()
+        tables = self._to_average(parameters)
+        for rows in tables:
+            rows.gradients.refuse_applied()
+        if not tables:
+            return []
+        steps = {}
+        for rows in tables:
+            exchange = merged(self._pending(rows.slots.name))
+            steps[rows.slots.name] = TableStep(
+                exchange=exchange, at_once=exchange, is_averaged=rows.gradients.is_averaged
+            )
+        with self._leaving():
+            agree_on_step(
+                partial(self._agree, Act.AVERAGE),
+                None,
+                list(self.tables),
+                steps,
+                digest=0,  # the norms of dense gradients are compared next
+            )
+            now = []
+            for name, step in steps.items():
+                if not step.is_averaged:
+                    now.append((LocalGradient(self.tables[name].slots, self._count), step.exchange))
+                    self._stats.reduced_rows += _count_lent(step.exchange)
+                    self._stats.reduced_at_once += _count_lent(step.exchange)
+            self._put_averages(now, steps)
+        return [rows.slots.weight.grad for rows in tables if rows.slots.weight.grad is not None]
+
+    def _to_average(self, parameters: Iterable[Tensor]) -> list[CachedRows]:
+        ids = {id(one) for one in parameters}
+        return [
+            rows
+            for name, rows in self.tables.items()
+            if id(rows.slots.weight) in ids and self._pending(name)
+        ]
+
+    def agree_on_norms(self, tables: float, dense: float) -> tuple[list[float], float]:
+        """Return the norms of the tables' gradients on all ranks, and that of all others.
+
+        Collective.
+
+        Args:
+            tables: norm of the gradients of rows that this rank owns.
+            dense: norm of all other gradients, of which all ranks have the averages.
+
+        Raises:
+            RanksDiffer: norms of the other gradients differ.
+            RankLost: a rank does not answer.
+        """
+        own = torch.tensor([tables, dense], dtype=torch.float64, device="cpu").view(torch.int64)
+        with self._leaving():
+            heard = self._agree(Act.AGREE_ON_NORM, own.expand(self._count, 2))
+            of_tables, of_dense = heard.contiguous().view(torch.float64).T.tolist()
+            if not all(_is_like(one, of_dense[0]) for one in of_dense):
+                raise RanksDiffer(
+                    "clip_grad_norm_()",
+                    found=f"gradients of dense layers with the norms {of_dense} on the ranks",
+                    expected="averaged gradients, which are the same on all ranks",
+                    next_step="train the dense layers with DistributedDataParallel, or average "
+                    "their gradients before clip_grad_norm_()",
+                )
+        return of_tables, of_dense[0]
+
+    def scale_averaged(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
+        """Multiply the gradients that `average_gradients` has put into place.
+
+        Args:
+            parameters: as there.
+            factor: a scalar.
+        """
+        for rows in self._to_average(parameters):
+            gradient = rows.slots.weight.grad
+            if gradient is not None:
+                values = gradient._values() if gradient.is_sparse else gradient
+                values.mul_(factor.to(values.device))
+                rows.gradients.note_averaged()
 
     def _put_gradient(self, slots: TableSlots, exchange: Exchange, reduced: Reduced) -> None:
         weight, there = slots.weight, reduced.there
@@ -623,6 +781,13 @@ class SharedCache(Cache):
 def _count_lent(exchange: Exchange) -> int:
     lent = torch.unique(torch.cat([rows.ids for rows in exchange.lent]))
     return len(lent)
+
+
+def _is_like(norm: float, other: float) -> bool:
+    """Whether two ranks may have computed both from the same gradients."""
+    return math.isclose(norm, other, rel_tol=_ROUNDING) or (
+        not math.isfinite(norm) and not math.isfinite(other)
+    )
 
 
 def _together(ids: Sequence[Tensor]) -> Tensor:

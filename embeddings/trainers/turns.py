@@ -34,6 +34,8 @@ class Act(IntEnum):
     COPY_TABLE = 10
     WRITE_CUT = 11
     FREEZE_CUT = 12
+    AVERAGE = 13
+    AGREE_ON_NORM = 14
 
 
 _SAID: Final = {
@@ -49,6 +51,8 @@ _SAID: Final = {
     Act.COPY_TABLE: "copies a table to its home",
     Act.WRITE_CUT: "has written the rows of a checkpoint",
     Act.FREEZE_CUT: "has frozen the home for a checkpoint",
+    Act.AVERAGE: "clips gradients after batch {}",
+    Act.AGREE_ON_NORM: "has averaged gradients to clip them after batch {}",
 }
 
 #: Before the numbers of a header: the act, and the number of the batch.
@@ -103,7 +107,7 @@ def _differing(acts: list[tuple[Act, int]]) -> RanksDiffer:
     by_act: dict[str, list[int]] = {}
     for rank, (act, batch) in enumerate(acts):
         by_act.setdefault(_SAID[act].format(batch - 1), []).append(rank)
-    leaves_out = any(act is Act.STEP for act, _ in acts)
+    leaves_out = any(act in (Act.STEP, Act.AVERAGE) for act, _ in acts)
     return RanksDiffer(
         f"the training loops of {len(acts)} ranks",
         found="; ".join(f"rank {str(ranks)[1:-1]} {act}" for act, ranks in by_act.items()),

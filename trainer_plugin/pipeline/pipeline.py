@@ -29,6 +29,7 @@ from recpoint.trainer_plugin.ranks.agreement import (
     after_cut,
     agree_on_cut,
     agree_on_lost,
+    drift_between,
     incomplete,
 )
 from recpoint.trainer_plugin.ranks.ranks import Ranks
@@ -155,6 +156,7 @@ class Pipeline:
         )
         self._last_cut = start.batches_done
         self._cuts = 0
+        self._has_warned_of_drift = False
         self._ends = ends
         # A due checkpoint waits for the agent to drop an earlier one until this monotonic time.
         self._due_until: float | None = None
@@ -306,6 +308,10 @@ class Pipeline:
             # State that is stored once would be restored to all ranks, which is wrong for some.
             self.outcomes.note_failure(self._replicas.differences(heard.sketches))
             return _Agreed(None, heard.again, refused=True)
+        drift = None if self._has_warned_of_drift else drift_between(heard.sketches)
+        if drift is not None:
+            self._has_warned_of_drift = True
+            _log.warning("%s", drift)
         try:
             link = self._records.fitting(plan.link if heard.increment else FULL, heard.needs)
         except RecordTooLarge as error:  # on all ranks, which have heard the same

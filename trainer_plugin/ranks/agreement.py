@@ -35,6 +35,7 @@ __all__ = [
     "agree_on_lost",
     "agree_on_settings",
     "are_alike",
+    "drift_between",
     "incomplete",
     "incomplete_parts",
 ]
@@ -59,9 +60,15 @@ _SAMPLE: Final = 1024
 #: this. Tensors of other random values differ by about 1/sqrt(sample size).
 _DRIFT: Final = 1e-4
 
+#: Sketches of the same bits differ by less, in whichever order a rank adds them. One last bit of
+#: one value makes a larger difference.
+_ROUNDING: Final = 1e-11
+
 _NEXT: Final = (
     "train state that all ranks share with DDP, or in pieces with fully_shard or TorchRec; put "
-    "state that each rank has for itself into extras, or train it in a separate run"
+    "state that each rank has for itself into extras, or train it in a separate run. If ranks "
+    "share rows of tables, clip gradients with recpoint.embeddings.clip_grad_norm_(): torch's "
+    "clips each rank by another factor"
 )
 
 
@@ -83,6 +90,10 @@ class Sketch(NamedTuple):
     def is_like(self, other: Sketch) -> bool:
         """Whether both may summarize the same values."""
         return abs(self.total - other.total) <= _DRIFT
+
+    def has_bits_of(self, other: Sketch) -> bool:
+        """Whether both may summarize values of the same bits."""
+        return abs(self.total - other.total) <= _ROUNDING
 
     @property
     def integers(self) -> tuple[int, int]:
@@ -317,6 +328,22 @@ class CutAgreement:
     def unlike(self) -> bool:
         """Whether state that is stored once differs between ranks; if it does, no rank cuts."""
         return not are_alike(self.sketches)
+
+
+def drift_between(sketches: Sequence[Sketch]) -> str | None:
+    """Return a warning that replicas of all ranks are alike and not equal; None: they are equal.
+
+    Args:
+        sketches: the sketches of all ranks, in rank order.
+    """
+    others = [n for n, one in enumerate(sketches) if not one.has_bits_of(sketches[0])]
+    if not others:
+        return None
+    return (
+        f"the model: found values on {_listed(others)} that differ slightly from those on rank 0; "
+        "expected the same bits, unless the ranks have other processors. The checkpoint has the "
+        f"values of one rank. Next: {_NEXT}"
+    )
 
 
 def agree_on_cut(

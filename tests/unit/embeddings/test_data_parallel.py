@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recpoint import Lookahead
+from recpoint.embeddings import clip_grad_norm_
 from recpoint.embeddings.cached_tables import cached
 from recpoint.embeddings.remote.processes import servers
-from recpoint.errors import SettingsError
+from recpoint.errors import RanksDiffer, SettingsError
 from tests.cached_training import Batches, as_bits, cached_model, plain_model, rows_of_plain
 from tests.several_trainers import (
     Case,
@@ -71,6 +74,8 @@ def test_what_would_average_slots_is_refused(tmp_path: Path) -> None:
         said = json.loads((tmp_path / "ranks" / f"said-{rank}").read_text())
         assert "call cached() first" in said["wrapped before"]
         assert "a module that contains the model given to cached()" in said["a module around it"]
+        assert "recpoint.embeddings.clip_grad_norm_()" in said["clipped by torch"]
+        assert said["replicas"] is True
 
 
 # What each rank does.
@@ -93,8 +98,8 @@ def _whole(case: Case, rank: int) -> Found:
     return Found(rows_of_plain(model, optimizers[0]), model.top.weight.detach(), losses)
 
 
-def _refused() -> dict[str, str]:
-    said = {}
+def _refused() -> dict[str, Any]:
+    said: dict[str, Any] = {}
     with servers(count=1) as home:
         before = DistributedDataParallel(nn.ModuleDict({"users": nn.Embedding(40, 4)}))
         with pytest.raises(SettingsError) as caught:
@@ -105,6 +110,22 @@ def _refused() -> dict[str, str]:
         with pytest.raises(SettingsError) as caught:
             around(Batches(4).batch(0))
         said["a module around it"] = str(caught.value)
+        trained = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        reader = iter(Lookahead(Batches(8, seed=dist.get_rank()), model, window=3))
+        for clip in (clip_grad_norm_, clip_grad_norm_, nn.utils.clip_grad_norm_):
+            trained(next(reader)).sum().backward()
+            clip(model.parameters(), 0.01)
+            if clip is nn.utils.clip_grad_norm_:
+                with pytest.raises(RanksDiffer) as differing:
+                    optimizer.step()
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+        said["clipped by torch"] = str(differing.value)
+        every = [torch.empty_like(model.top.weight) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, model.top.weight.detach())
+        said["replicas"] = all(torch.equal(one, every[0]) for one in every)
         cache.close()
     return said
 

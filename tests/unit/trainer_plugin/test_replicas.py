@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpoint.trainer_plugin.ranks.agreement import NOTHING, Replicas, Sketch, are_alike
+from recpoint.trainer_plugin.ranks.agreement import (
+    NOTHING,
+    Replicas,
+    Sketch,
+    are_alike,
+    drift_between,
+)
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 
 
@@ -87,6 +93,16 @@ def test_what_differs_by_more_than_rounding_is_not_alike(
     change(there)
     assert sketch(here).is_like(sketch(there)) is like
     assert sketch(there).is_like(sketch({name: one.clone() for name, one in there.items()}))
+
+
+def test_a_drift_that_has_begun_is_told() -> None:
+    same, drifts = tensors(), tensors()
+    assert drift_between([sketch(tensors()), sketch(same)]) is None
+    drifts["norm"][0] = torch.nextafter(drifts["norm"][0], torch.tensor(torch.inf))
+    told = drift_between([sketch(same), sketch(same), sketch(drifts)])
+    assert told is not None and are_alike([sketch(same), sketch(drifts)])
+    assert "values on rank 2 that differ slightly from those on rank 0" in told
+    assert "recpoint.embeddings.clip_grad_norm_()" in told
 
 
 def test_its_integers_bring_it_back() -> None:
