@@ -18,7 +18,6 @@ another's cache later, so the home threads of all trainers meet after the write-
 
 from __future__ import annotations
 
-import logging
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,10 +25,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Final, Never
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from recpoint.embeddings.cache import Cache
@@ -39,7 +37,7 @@ from recpoint.embeddings.home import FrozenRows, Home
 from recpoint.embeddings.slots import TableSlots
 from recpoint.embeddings.trainers.channel import Channel, GlooChannel
 from recpoint.embeddings.trainers.coming import ComingIds, Reading
-from recpoint.embeddings.trainers.data_parallel import digest_of_gradients, refuse_averaged
+from recpoint.embeddings.trainers.data_parallel import DenseLayers
 from recpoint.embeddings.trainers.later_step import LaterStep
 from recpoint.embeddings.trainers.row_exchange import (
     LocalGradient,
@@ -61,8 +59,6 @@ from recpoint.lookahead.oracle import Step
 from recpoint.lookahead.shared_oracle import Exchange, SharedOracle
 
 __all__ = ["SharedCache"]
-
-_log = logging.getLogger("recpoint")
 
 _END_SECONDS: Final = 10.0
 
@@ -131,8 +127,9 @@ class SharedCache(Cache):
         self._following: list[Future[None]] = []
         self._following_batch = 0  # the batch of these steps
         self._stepped: set[str] = set()  # tables that the home has to know
-        self._wrappers: WeakSet[nn.Module] = WeakSet()  # that leave the slots alone
-        self._has_warned = False  # of gradients of dense layers that differ between ranks
+        self._dense_layers = DenseLayers(
+            {name: rows.slots.weight for name, rows in self.tables.items()}
+        )
 
     def _open_channels(self) -> Channel:
         """Open a channel for each thread; returns that of ids. Collective.
@@ -326,8 +323,7 @@ class SharedCache(Cache):
 
     def slots_of(self, name: str, ids: Tensor, *, trains: bool) -> Tensor:
         """Return the slots of the rows that a lookup reads; see `Cache.slots_of`."""
-        slots = {one: rows.slots.weight for one, rows in self.tables.items()}
-        refuse_averaged(slots, self._wrappers)
+        self._dense_layers.refuse_averaged_slots()
         return super().slots_of(name, ids, trains=trains)
 
     def _slots_of(self, rows: CachedRows, flat: Tensor, trains: bool) -> Tensor:
@@ -441,10 +437,10 @@ class SharedCache(Cache):
             optimizer,
             list(self.tables),
             steps,
-            digest=self._digest(optimizer),
+            digest=self._dense_layers.digest_of_gradients(optimizer),
         )
         if others:
-            self._notice_other_gradients(others)
+            self._dense_layers.notice_other_gradients(others)
         for name, step in steps.items():
             self._changing[name] = step.exchange.own.slots
             if step.is_averaged:
@@ -461,44 +457,6 @@ class SharedCache(Cache):
             del self._changing[name]
         if later_steps:
             self._to_follow = to_follow, later_steps
-
-    def _digest(self, optimizer: Optimizer) -> int:
-        """Return a digest of the gradients that all ranks must have alike at a step."""
-        if self._wrappers:
-            # Added up, because a set has no order.
-            return sum(
-                digest_of_gradients(self._dense_of(ddp.parameters())) for ddp in self._wrappers
-            )
-        if self._has_warned:
-            return 0
-        every = (one for group in optimizer.param_groups for one in group["params"])
-        return digest_of_gradients(self._dense_of(every))
-
-    def _dense_of(self, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-        slots = {id(one) for one in self.weights}
-        return (one for one in parameters if id(one) not in slots)
-
-    def _notice_other_gradients(self, ranks: Sequence[int]) -> None:
-        """Refuse, or warn once, that replicas of the dense layers will drift apart.
-
-        DistributedDataParallel gives all ranks the same bits. What a script averages may be in
-        pieces that are not known as such.
-
-        Raises:
-            RanksDiffer: DistributedDataParallel has averaged the gradients.
-        """
-        error = RanksDiffer(
-            "the gradients of dense layers at an optimizer's step",
-            found=f"other values on ranks {list(ranks)} than on rank 0",
-            expected="averages, which are the same on all ranks: replicas drift apart otherwise",
-            next_step="clip gradients with recpoint.embeddings.clip_grad_norm_(): torch's clips "
-            "each rank by another factor, because each has gradients of its own batch for the "
-            "tables; or see what else changes gradients on some ranks",
-        )
-        if self._wrappers:
-            raise error
-        self._has_warned = True
-        _log.warning("%s", error)
 
     def _put_averages(
         self,

@@ -113,6 +113,11 @@ def _refused() -> dict[str, Any]:
         trained = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         reader = iter(Lookahead(Batches(8, seed=dist.get_rank()), model, window=3))
+        with trained.no_sync():  # each rank has gradients of its own, and the tables' are averaged
+            trained(next(reader)).sum().backward()
+        tables = torch.optim.SGD([model.users.weight, model.items.weight], lr=0.1)
+        tables.step()
+        optimizer.zero_grad()
         for clip in (clip_grad_norm_, clip_grad_norm_, nn.utils.clip_grad_norm_):
             trained(next(reader)).sum().backward()
             clip(model.parameters(), 0.01)
