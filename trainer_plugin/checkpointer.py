@@ -580,7 +580,7 @@ class Checkpointer:
     def _act(self, pipeline: Pipeline, pace: Pace) -> None:
         pipeline.outcomes.fetch()
         if self._memory.follow():
-            self._records.warn_if_large()
+            self._records.warn_if_large(pipeline.statistics.precision)
         pace.step(self.batches_done)
         if pipeline.ahead is not None:
             pipeline.ahead.step(self.batches_done, pace.left(self.batches_done))

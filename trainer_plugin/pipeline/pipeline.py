@@ -211,6 +211,7 @@ class Pipeline:
     def prepare(self) -> None:
         """Do work that must not lengthen a stall: move tables, reserve a slot, start the thread."""
         self._cutter.prepare_tables()
+        self._records.measure(self.statistics.precision)
         try:
             self._area.free_slot(set()).reserve(self._cutter.size_bytes())
         except StagingError as error:

@@ -17,7 +17,7 @@ from recpoint.errors import HomeError, RecordTooLarge, SettingsError
 from recpoint.format import records
 from recpoint.format.history import ChosenPrecision
 from recpoint.format.job import StagedTable
-from recpoint.format.manifest import CODE_BITS, Kind
+from recpoint.format.manifest import CODE_BITS, Kind, TableSpec
 from recpoint.trainer_plugin.policy import FULL, Link
 from recpoint.trainer_plugin.ranks.agreement import RecordNeeds
 from recpoint.trainer_plugin.ranks.ranks import Ranks
@@ -81,6 +81,22 @@ class _Fault(NamedTuple):
     next_step: str
 
 
+class _Estimates(NamedTuple):
+    """What is known of the next checkpoint's records.
+
+    Attributes:
+        key: what the estimates follow from: tables, precision and state.
+        full: sizes of a full.
+        largest_increment: sizes of an increment of all rows.
+        refusal: why embedding servers cannot stage so many tables; None: they can.
+    """
+
+    key: object
+    full: PartSizes
+    largest_increment: PartSizes
+    refusal: RecordTooLarge | None
+
+
 class RecordBound:
     """Estimates the records of the coming checkpoints.
 
@@ -92,9 +108,7 @@ class RecordBound:
     def __init__(self, ranks: Ranks, cutter: Cutter) -> None:
         self._ranks = ranks
         self._cutter = cutter
-        # Tables, precision and state of the last estimates. Sizes of a full and of the largest
-        # increment.
-        self._known: tuple[object, PartSizes, PartSizes] | None = None
+        self._known: _Estimates | None = None
         # By kind: tables, precision and state of a checkpoint that the agent rejected as too large.
         self._rejected: dict[Kind, object] = {}
         # Whether an increment of all rows may be too large, so that marked rows are counted.
@@ -133,17 +147,25 @@ class RecordBound:
             "Checkpointer(model)", found=fault.found, expected=_expected(), next_step=next_step
         )
 
-    def warn_if_large(self) -> None:
-        """Log an error if no full of this rank can be committed now. Never raises.
+    def measure(self, precision: ChosenPrecision | None = None) -> None:
+        """Estimate the records of the next checkpoint now, so that its stall need not."""
+        parts = self._cutter.parts_of_full(None, precision)
+        key = self._key([part.spec for part in parts], precision)
+        self._known = self._estimated(key, [part.staged for part in parts])
+
+    def warn_if_large(self, precision: ChosenPrecision | None) -> None:
+        """Measure again, and log an error if no full of this rank can be committed. Never raises.
 
         Called when optimizers have created state, often long before the next checkpoint is due.
         """
         try:
-            fault = self._fault(self._sizes(self._staged(None, None)))
+            self.measure(precision)
         except Exception as error:
             # A user's state or a driver failed. The cut meets the same error and counts it.
             _log.warning("the sizes of records could not be estimated: %s", error)
             return
+        assert self._known is not None
+        fault = self._fault(self._known.full)
         if fault is not None:
             _log.error("%s", _too_large(fault))
 
@@ -161,14 +183,13 @@ class RecordBound:
             RecordTooLarge: this rank's job file would be too large; or embedding servers cannot
                 stage so many tables.
         """
-        key = (tuple([live.spec for live in tables]), precision, self._cutter.state_bytes)
-        if self._known is None or self._known[0] != key:
-            staged = self._staged(tables, precision)
-            self._refuse_long_description(staged)
-            self._known = key, self._sizes(staged), self._sizes(_increment(staged, None))
-            if not self._ranks.several:
-                self._is_near = self._known[2].manifest_bytes > records.MAX_RECORD_BYTES
-        _, full, increment = self._known
+        key = self._key([live.spec for live in tables], precision)
+        known = self._known
+        if known is None or known.key != key:
+            known = self._known = self._estimated(key, self._staged(tables, precision))
+        full, increment = known.full, known.largest_increment
+        if known.refusal is not None:
+            raise known.refusal
         if (fault := _fault_of_job(full)) is not None:
             raise _too_large(fault)
         if link.kind == "increment" and self._is_near:
@@ -217,7 +238,22 @@ class RecordBound:
         further one of this kind is taken while tables, precision and state stay as they are.
         """
         if self._known is not None:
-            self._rejected[kind] = self._known[0]
+            self._rejected[kind] = self._known.key
+
+    def _key(self, specs: Sequence[TableSpec], precision: ChosenPrecision | None) -> object:
+        """Return what the estimates follow from. The same objects are compared by identity."""
+        return tuple(specs), precision, self._cutter.state_bytes
+
+    def _estimated(self, key: object, staged: Sequence[StagedTable]) -> _Estimates:
+        full, increment = self._sizes(staged), self._sizes(_increment(staged, None))
+        if not self._ranks.several:
+            self._is_near = increment.manifest_bytes > records.MAX_RECORD_BYTES
+        refusal = None
+        try:
+            self._refuse_long_description(staged)
+        except RecordTooLarge as error:
+            refusal = error
+        return _Estimates(key, full, increment, refusal)
 
     @property
     def _has_parts(self) -> bool:
