@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +69,14 @@ class MemoryHome(Home):
             table.close()
 
 
+class _FirstTime(NamedTuple):
+    """Rows that are written for the first time, and pages that they are the first to touch."""
+
+    ids: Tensor
+    record_pages: Tensor
+    flag_pages: Tensor
+
+
 class _Region:
     """A place for each of `rows` records, and a flag for each that was written."""
 
@@ -87,43 +95,51 @@ class _Region:
         return self._has[ids]
 
     def put(self, ids: Tensor, records: Tensor) -> None:
-        """Store the records of `ids`."""
+        """Store the records of `ids`, or raise and change nothing."""
+        first = self._first_time(ids)
         row_gather.scatter(records, ids, self._records)
-        self._note(ids)
+        self._note(first)
 
     def exclusive_or(self, ids: Tensor, records: Tensor) -> None:
-        """Store the records of `ids` XOR these; a place that was never written has zeros."""
+        """Store the records of `ids` XOR these, or raise and change nothing.
+
+        A place that was never written has zeros.
+        """
+        first = self._first_time(ids)
         erasure.apply(self._records, ids, records)
-        try:
-            self._note(ids)
-        except BaseException:  # no memory for it; what was added is taken away again
-            erasure.apply(self._records, ids, records)
-            raise
+        self._note(first)
 
-    def _note(self, ids: Tensor) -> None:
-        """Note that the home has the records of `ids`."""
-        has = self._has[ids]
-        if has.all():
-            return  # their pages were counted when they were first written
-        ids = ids[~has]
-        self._has[ids] = True
-        first = ids * self._record_bytes // _PAGE_BYTES
-        last = ((ids + 1) * self._record_bytes - 1) // _PAGE_BYTES
-        self.record_pages += self._touch(0, first, last)
-        flag = ids // _PAGE_BYTES
-        self.flag_pages += self._touch(1, flag, flag)
+    def _first_time(self, ids: Tensor) -> _FirstTime:
+        """Return what `_note` is about to note. This takes all memory that a change needs."""
+        ids = ids[~self._has[ids]]
+        if not ids.numel():
+            return _FirstTime(ids, ids, ids)
+        return _FirstTime(
+            ids,
+            self._new_pages(
+                0,
+                ids * self._record_bytes // _PAGE_BYTES,
+                ((ids + 1) * self._record_bytes - 1) // _PAGE_BYTES,
+            ),
+            self._new_pages(1, ids // _PAGE_BYTES, ids // _PAGE_BYTES),
+        )
 
-    def _touch(self, which: int, first: Tensor, last: Tensor) -> int:
-        """Note pages first … last of each row as written; returns how many are new."""
-        pages, new = self._pages[which], 0
-        while first.numel():
-            found = torch.unique_consecutive(first)  # ids ascend
-            found = found[~pages[found]]
-            pages[found] = True
-            new += found.numel()
-            more = first < last
+    def _new_pages(self, which: int, first: Tensor, last: Tensor) -> Tensor:
+        """Return those of the pages first … last of each row that were never written, ascending."""
+        touched = [first]
+        while bool((more := first < last).any()):
             first, last = first[more] + 1, last[more]
-        return new
+            touched.append(first)
+        pages: Tensor = torch.unique(torch.cat(touched))
+        return pages[~self._pages[which][pages]]
+
+    def _note(self, first: _FirstTime) -> None:
+        """Note that rows are written. It allocates nothing, so it does not fail."""
+        self._has.index_fill_(0, first.ids, True)
+        self._pages[0].index_fill_(0, first.record_pages, True)
+        self._pages[1].index_fill_(0, first.flag_pages, True)
+        self.record_pages += first.record_pages.numel()
+        self.flag_pages += first.flag_pages.numel()
 
     def get(self, ids: Tensor, out: Tensor, has: Tensor | None = None) -> None:
         """Copy the records of `ids` to `out`, or only those that `has`, bool [n], names."""
@@ -148,14 +164,15 @@ class _Frozen(FrozenRows):
         ids, has = ids[inside], has[inside]
         new = ~self._is_saved[ids - self.rows.start]
         ids, has = ids[new], has[new]
-        self._is_saved[ids - self.rows.start] = True
-        ids = ids[has]
+        places, ids = ids - self.rows.start, ids[has]
         if ids.numel():
             records = torch.empty(
                 len(ids), self._form.record_bytes, dtype=torch.uint8, device="cpu"
             )
             live.get(ids, records)
             self._saved.put(ids - self.rows.start, records)
+        # Last: if there was no memory to save a row, the live record is still the frozen one.
+        self._is_saved.index_fill_(0, places, True)
 
     def fetch(self, ids: Tensor, out: Tensor) -> Tensor:
         table = self._table
