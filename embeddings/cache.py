@@ -757,6 +757,9 @@ class Cache:
 
     # What checkpoints do.
 
+    def announce_cut(self) -> None:
+        """Say that this trainer takes a checkpoint next, or ends; for others that share rows."""
+
     def settle(self) -> Callable[[], None]:
         """Prepare for a view, which must follow before any row changes.
 

@@ -657,6 +657,19 @@ class SharedCache(Cache):
         with held():
             self.settle()()
 
+    def announce_cut(self) -> None:
+        """Wait until all ranks take a checkpoint next, or end. Collective.
+
+        A rank that makes a step instead would wait for this one, and this one for that rank. The
+        loss of the home or of a rank is raised by what comes next.
+
+        Raises:
+            RanksDiffer: ranks do different things.
+        """
+        self.end_failed_step()
+        with suppress(HomeError, RankLost), self._leaving():
+            self._agree(Act.ANNOUNCE_CUT)
+
     def settle(self) -> Callable[[], None]:
         """Have all rows that have changed written to the home, and the home frozen. Collective.
 

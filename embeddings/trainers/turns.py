@@ -36,6 +36,7 @@ class Act(IntEnum):
     FREEZE_CUT = 12
     AVERAGE = 13
     AGREE_ON_NORM = 14
+    ANNOUNCE_CUT = 15
 
 
 _SAID: Final = {
@@ -43,7 +44,7 @@ _SAID: Final = {
     Act.READ_IDS: "asks for batch {}, of which it knows no ids",
     Act.STEP: "makes an optimizer's step after batch {}",
     Act.LATER_STEP: "makes the late part of an optimizer's step after batch {}",
-    Act.CUT: "takes a checkpoint or reads rows after batch {}",
+    Act.CUT: "copies or reads rows after batch {}",
     Act.END_READ: "has read rows after batch {}",
     Act.RESTORE: "restores a checkpoint",
     Act.END_RESTORE: "has begun anew for a restore",
@@ -52,6 +53,7 @@ _SAID: Final = {
     Act.WRITE_CUT: "has written the rows of a checkpoint",
     Act.FREEZE_CUT: "has frozen the home for a checkpoint",
     Act.AVERAGE: "clips gradients after batch {}",
+    Act.ANNOUNCE_CUT: "takes a checkpoint or ends after batch {}",
     Act.AGREE_ON_NORM: "has averaged gradients to clip them after batch {}",
 }
 

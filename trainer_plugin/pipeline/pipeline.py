@@ -227,7 +227,11 @@ class Pipeline:
 
         Returns:
             Whether the checkpoint was cut and handed over.
+
+        Raises:
+            RanksDiffer: ranks that share rows do different things.
         """
+        self._cutter.announce()
         able = self.outcomes.has_thread()
         again = self._ledger.newest_step == batches_done
         if self.outcomes.superseded:
@@ -472,7 +476,11 @@ class Pipeline:
         Waits for outcomes at most `Timeouts.close_seconds`, and only shortly if no agent runs.
         Always waits until each checkpoint that was cut is staged, because the process may end after
         this.
+
+        Raises:
+            RanksDiffer: ranks that share rows do different things.
         """
+        self._cutter.announce()
         deadline = time.monotonic() + self._settings.timeouts.close_seconds
         self._due_until = None  # the last checkpoint waits for room instead
         if self._ranks.several:

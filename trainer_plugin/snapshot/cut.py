@@ -293,6 +293,15 @@ class Cutter:
             share=self._copy_share,
         )
 
+    def announce(self) -> None:
+        """Say that this rank takes a checkpoint next, or ends training; see `Cache.announce_cut`.
+
+        Raises:
+            RanksDiffer: ranks that share rows do different things.
+        """
+        if self._cache is not None:
+            self._cache.announce_cut()
+
     def settle(self) -> Callable[[], None]:
         """Prepare for a cut, which must follow before training goes on.
 

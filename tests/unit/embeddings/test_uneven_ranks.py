@@ -17,19 +17,30 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import SGD, Adagrad
 
 from recpoint import Lookahead
+from recpoint.embeddings.cached_tables import cache_of
 from recpoint.embeddings.remote.processes import servers
 from recpoint.embeddings.trainers.channel import GlooChannel
 from recpoint.embeddings.trainers.turns import refuse_other_counts
 from recpoint.errors import RankLost, RanksDiffer
 from tests.cached_training import (
     Batches,
+    Model,
     Rows,
     cached_model,
     plain_model,
     rows_of_cache,
     rows_of_plain,
 )
-from tests.several_trainers import added, join, loss_of, present, run_ranks
+from tests.several_trainers import (
+    Case,
+    Part,
+    added,
+    checkpoints_of,
+    join,
+    loss_of,
+    present,
+    run_ranks,
+)
 from tests.simulated_trainers import Trainer, on_threads
 
 UNEVEN_RANK = 1
@@ -126,7 +137,7 @@ CASES: dict[str, tuple[Callable[[Trainer], None], list[str]]] = {
     ),
     "rows are read": (
         rows_read_on_one_rank,
-        ["rank 0, 2 asks for batch 4", "rank 1 takes a checkpoint or reads rows after batch 3"],
+        ["rank 0, 2 asks for batch 4", "rank 1 copies or reads rows after batch 3"],
     ),
     "an evaluation in place of a batch": (
         an_evaluation_in_place_of_a_batch,
@@ -215,29 +226,43 @@ def _rank(directory: Path, rank: int, ranks: int) -> None:
     _short_message(rank)
     with servers(count=1) as home:
         model, cache = cached_model({"users": 203, "items": 303}, home)
-        reader = iter(Lookahead(Batches(seed=rank), model, window=4))
         optimizer = SGD([model.users.weight, model.items.weight], lr=0.5, fused=True)
-        scaler = ShardedGradScaler("cpu", init_scale=4.0)
+        with pytest.raises(RanksDiffer) as differing:
+            _train(directory, rank, model, optimizer)
+        for part in (
+            "rank 0 makes an optimizer's step after batch 5",
+            "rank 1 takes a checkpoint or ends after batch 5",
+        ):
+            assert part in str(differing.value)
+        cache.close()
+    dist.destroy_process_group()
 
-        def train(number: int, *, leaves_out: bool) -> None:
-            loss = loss_of(model, next(reader))
+
+def _train(directory: Path, rank: int, model: Model, optimizer: SGD) -> None:
+    """Train with an overflow that ranks share; a rank leaves out a step before a checkpoint."""
+    place, cache = directory.parent, cache_of(model)
+    case = Case(
+        run=str(place / "run"),
+        staging=str(place / "staging"),
+        interval=BATCHES + 1,
+        wait_seconds=1.0,
+    )
+    reader = Lookahead(Part(12, seed=rank), model, window=4)
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    with checkpoints_of(case, model, [optimizer], reader) as checkpoints:
+        assert checkpoints is not None and cache is not None
+        for number, batch in enumerate(checkpoints.batches(total=BATCHES + 3), 1):
+            loss = loss_of(model, batch)
             if rank == UNEVEN_RANK and number == OVERFLOWING:
                 loss = loss * math.inf
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
-            if not leaves_out:
+            if rank != UNEVEN_RANK or number != BATCHES + 1:
                 scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-
-        for number in range(1, BATCHES + 1):
-            train(number, leaves_out=False)
-        assert rows_of_cache(cache).differences(_without_the_overflow(ranks)) == []
-        with pytest.raises(RanksDiffer, match="rank 0 makes an optimizer's step after batch 5"):
-            for number in range(BATCHES + 1, BATCHES + 3):
-                train(number, leaves_out=rank == UNEVEN_RANK)
-        cache.close()
-    dist.destroy_process_group()
+            if number == BATCHES:
+                assert rows_of_cache(cache).differences(_without_the_overflow()) == []
 
 
 BATCHES = 4
@@ -255,12 +280,12 @@ def _short_message(rank: int) -> None:
     channel.close()
 
 
-def _without_the_overflow(ranks: int) -> Rows:
+def _without_the_overflow() -> Rows:
     model = plain_model()
     optimizer = SGD([model.users.weight, model.items.weight], lr=0.5, fused=True)
     for number in range(1, BATCHES + 1):
         parts: list[list[Tensor]] = []
-        for rank in range(ranks):
+        for rank in range(2):
             model.zero_grad()
             loss_of(model, Batches(seed=rank).batch(number - 1)).backward()
             parts.append([present(model.users.weight.grad), present(model.items.weight.grad)])
