@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -51,6 +52,10 @@ class OptimizerState:
         self._model = model
         self.optimizers = tuple(optimizers)
         self._tables = tuple(tables)
+        # Keys of each optimizer's groups before training; groups may be added later.
+        self._settings = [
+            [frozenset(group) for group in optimizer.param_groups] for optimizer in self.optimizers
+        ]
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters in the groups of all optimizers, as they are now."""
@@ -164,6 +169,9 @@ class OptimizerState:
     ) -> None:
         """Restore every optimizer.
 
+        A setting that the checkpoint lacks keeps its value, because a later version of the
+        optimizer may have added it. A setting that the optimizer lacks is kept in its group.
+
         Args:
             saved: as `capture` returned it.
             rows: parameter name -> its row states, which have been restored already.
@@ -171,9 +179,12 @@ class OptimizerState:
         names = parameter_names(self._model)
         by_name = {names[id(p)]: p for p in self._model.parameters()}
         groups = self._torch_groups()
-        for optimizer, there in zip(self.optimizers, saved, strict=True):
-            for group, stored in zip(optimizer.param_groups, there["groups"], strict=True):
-                _restore_group(group, stored)
+        for optimizer, settings, there in zip(self.optimizers, self._settings, saved, strict=True):
+            pairs = zip(optimizer.param_groups, there["groups"], strict=True)
+            for position, (group, stored) in enumerate(pairs):
+                # A group that was added since has all of its keys as settings.
+                before = settings[position] if position < len(settings) else frozenset(group)
+                _restore_group(group, stored, before | optimizer.defaults.keys())
             optimizer.state.clear()
             for name, entry in there["state"].items():
                 mine = by_name[name]
@@ -259,8 +270,18 @@ def _class_name(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def _restore_group(group: dict[str, Any], stored: Mapping[str, Any]) -> None:
-    for key in [key for key in group if key != "params" and key not in stored]:
+def _restore_group(
+    group: dict[str, Any], stored: Mapping[str, Any], settings: Collection[str]
+) -> None:
+    """Restore the settings of one group.
+
+    Args:
+        group: the group.
+        stored: the group as the checkpoint holds it.
+        settings: keys that keep their values if `stored` lacks them. Steps have added all others,
+            so a rewind to a checkpoint before these steps removes them.
+    """
+    for key in [key for key in group if key not in settings and key not in stored]:
         del group[key]
     for key, value in stored.items():
         if key == "params":
@@ -268,7 +289,8 @@ def _restore_group(group: dict[str, Any], stored: Mapping[str, Any]) -> None:
         current = group.get(key)
         if isinstance(current, Tensor) and isinstance(value, Tensor):
             # In place: a CUDA graph or a scheduler may read the learning rate from this tensor.
-            current.copy_(value)
+            with torch.no_grad():
+                current.copy_(value)
         else:
             group[key] = value
 
@@ -321,10 +343,27 @@ def _restored(
                 value = restored_like(parameter, value, name=str(key))
             if isinstance(value, Tensor) and key not in entry["on_host"]:
                 value = value.to(parameter.device)
-            state[key] = value
+            state[key] = _laid_out_like(parameter, value)
         else:
             state[key] = rows[key]
     return state
+
+
+def _laid_out_like(parameter: Tensor, value: Any) -> Any:
+    """Return a state of the parameter's shape with the strides that torch's optimizers give it.
+
+    torch's fused optimizers pair the elements of parameter and state by their places in memory.
+    """
+    if (
+        not isinstance(value, Tensor)
+        or is_piece(value)
+        or value.layout is not torch.strided
+        or parameter.layout is not torch.strided
+        or value.shape != parameter.shape
+        or value.stride() == parameter.stride()
+    ):
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _brief(groups: list[list[str]]) -> str:
