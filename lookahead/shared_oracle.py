@@ -101,7 +101,7 @@ class SharedOracle:
         self._needed: dict[int, Tensor] = {}
         # Whether each slot has a row for the batch that was asked for last.
         self._is_needed = torch.zeros(self.capacity, dtype=torch.bool, device="cpu")
-        self._asked = 0
+        self._asked, self._asked_slots = 0, _NONE
 
     @property
     def capacity(self) -> int:
@@ -293,9 +293,9 @@ class SharedOracle:
             looked up by any rank, even if it has a slot for another batch.
         """
         if batch != self._asked:
-            self._asked = batch
-            self._is_needed.zero_()
-            self._is_needed[self._needed.get(batch, _NONE)] = True
+            self._is_needed[self._asked_slots] = False
+            self._asked, self._asked_slots = batch, self._needed.get(batch, _NONE)
+            self._is_needed[self._asked_slots] = True
         slots = self.slots_of(ids)
         slots[(slots >= 0) & ~self._is_needed[slots]] = -1
         return slots
