@@ -35,7 +35,10 @@ from recpoint.format.manifest import Kind
 from recpoint.format.servers import AllServers
 from recpoint.interrupts import Hold, held
 from recpoint.trainer_plugin.assembly import assemble, look_at
-from recpoint.trainer_plugin.loop import Bound, Loop, Uncounted
+from recpoint.trainer_plugin.batches.count import BatchCount
+from recpoint.trainer_plugin.batches.loop import Bound, Loop, Uncounted
+from recpoint.trainer_plugin.batches.pipelined import Pipelined
+from recpoint.trainer_plugin.batches.signs import TrainingSigns
 from recpoint.trainer_plugin.pipeline.pipeline import Pipeline
 from recpoint.trainer_plugin.pipeline.reader_pace import Pace
 from recpoint.trainer_plugin.policy import Policy, PolicyName, as_policy
@@ -200,11 +203,14 @@ class Checkpointer:
         self._uncounted: Uncounted | None = None  # until the first batch is counted
         self._closed = False
         self._is_busy = False  # True during a call that others must not interrupt
+        self._signs = TrainingSigns(model, trained.optimizers)
+        self._count = BatchCount(self._signs, reader, most_in_flight=settings.options.in_flight)
         self._loop = Loop(
             self._state,
+            self._count,
             batches_done=lambda: self.batches_done,
-            step=self._step,
-            count=self._count_batch,
+            note_done=self._note_done,
+            act=self._act_if_due,
             rewind=self._rewind,
         )
         self._rewinds = 0
@@ -382,6 +388,8 @@ class Checkpointer:
         for source in self._sources:
             source.track(self._trackers)
         self._watch.install()
+        self._signs.install()
+        self._count.begin()
         self._memory.measure()
         share = self._memory.agree()
         self._area.clear_other_ranks(share.ranks, start.generation)
@@ -503,9 +511,11 @@ class Checkpointer:
 
         Call it after `restore`. Both bounds count from the beginning of the run, across restarts: a
         job that was killed trains the batches that are left, and a finished job trains none. A
-        batch counts as done when the loop asks for the next batch, or leaves by `break`. The reader
-        is iterated once for each epoch. Before each epoch, `set_epoch` is called with the epoch's
-        number, from 0 on, on the reader, its samplers and its dataset if they have that method.
+        batch counts as done when its optimizer step is done: the loop shows that when it asks for
+        the next batch, or leaves by `break`. No checkpoint is cut while gradients wait for a step.
+        The reader is iterated once for each epoch. Before each epoch, `set_epoch` is called with
+        the epoch's number, from 0 on, on the reader, its samplers and its dataset if they have that
+        method.
 
         Args:
             reader: the source of batches; None: the Checkpointer's reader. Pass it if the reader is
@@ -514,10 +524,16 @@ class Checkpointer:
             epochs: number of passes over the reader; give this or `total`.
             total: number of batches, over as many passes as they take.
 
+        A pipeline of TorchRec or a prefetcher takes batches before it trains them. A pipeline is
+        recognized, unless it needs `pipelined`; for a prefetcher, `Options.in_flight` says how many
+        batches it takes. Checkpoints then hold the position after the last batch trained.
+
         Raises:
             SettingsError: not exactly one bound was given; there is no reader; `restore` was not
                 called; with `epochs`: checkpoints do not hold the position within the epoch; or,
-                from the loop: the reader ends before the bound is reached.
+                from the loop: the reader ends before the bound is reached; the loop reads ahead
+                otherwise than `Options.in_flight` says; or it asks for batches in another thread or
+                in the middle of a step.
             RecpointError, BaseException: from the loop, for the reasons that `step` gives.
         """
         self._running("batches()")
@@ -533,10 +549,38 @@ class Checkpointer:
         self._loop.check(bound, has_position=self._has_position)
         return self._loop.run(source, bound)
 
+    def pipelined(self, pipeline: Any) -> Pipelined:
+        """Return the train pipeline so that each call of its `progress` counts one batch.
+
+            pipeline = checkpoints.pipelined(TrainPipelineSemiSync(model, optimizer, device))
+            batches = checkpoints.batches(epochs=3)
+            while True:
+                try:
+                    pipeline.progress(batches)
+                except StopIteration:
+                    break
+
+        Checkpoints are cut between two calls of `progress`. This is right for each pipeline of
+        TorchRec, and for any other object with such a `progress`, however far it reads ahead. Do
+        not call `step` then. Call it after `restore`.
+
+        Args:
+            pipeline: has `progress(iterator)`, which trains one batch, or raises StopIteration.
+
+        Raises:
+            SettingsError: `restore` was not called; the pipeline moves rows out of their tables; or
+                the reader is neither a `ResumableLoader` nor a `Lookahead`.
+        """
+        self._running("pipelined()")
+        self._count.drive(pipeline)
+        return Pipelined(pipeline, self._loop.settle, self._loop.progressed)
+
     def step(self) -> None:
         """Count one more batch, and take a checkpoint if one is due.
 
-        Call it after the optimizers have stepped. A loop over `batches` calls it itself.
+        Call it after the optimizers have stepped. A loop over `batches` needs no call. If batches
+        are read ahead, call it for each batch, also for one that is left out. A checkpoint that is
+        due waits while gradients wait for an optimizer step.
 
         Raises:
             SettingsError: `restore` was not called; this is a forked child of the process that
@@ -551,11 +595,14 @@ class Checkpointer:
                 expected="no call of step() in that loop",
                 next_step="remove step() from the loop",
             )
-        self._step()
+        self._running("step()")
+        self._count.stepped()
+        self._note_done()
+        if self._count.is_between_steps:
+            self._act_if_due()
 
-    def _step(self) -> None:
+    def _act_if_due(self) -> None:
         pipeline, pace = self._running("step()")
-        self._count()
         if (
             pace.is_over(self.batches_done)
             or pipeline.outcomes.has_news()
@@ -567,11 +614,9 @@ class Checkpointer:
         if self._end.is_done:
             self._end.hand_on()
 
-    def _count_batch(self) -> None:
-        if not self._is_over():
-            self._count()
-
-    def _count(self) -> None:
+    def _note_done(self) -> None:
+        if self._is_over():
+            return
         self.batches_done += 1
         if self._uncounted is not None:
             self._uncounted.end()
@@ -593,14 +638,22 @@ class Checkpointer:
 
         Returns:
             Whether the checkpoint was cut. It is not cut while earlier checkpoints wait (see
-            `Staging.when_busy`), after an error, a second time at the same batch, or during another
-            call of this object (from a `state_dict` or a signal handler).
+            `Staging.when_busy`), after an error, a second time at the same batch, before the step
+            of the batch that a loop over `batches` is working on, or during another call of this
+            object (from a `state_dict` or a signal handler).
         """
         if self._is_busy:
             # It would be written into the slot that another checkpoint is being written to.
             _log.info("no checkpoint at batch %d: another call is in progress", self.batches_done)
             return False
         pipeline, pace = self._running("checkpoint()")
+        if not self._loop.count_now():
+            _log.info(
+                "no checkpoint at batch %d: the next batch is in training, and its optimizer step "
+                "is not done",
+                self.batches_done,
+            )
+            return False
         return self._whole(lambda _: self._take(pipeline, pace))
 
     def _take(self, pipeline: Pipeline, pace: Pace) -> bool:
@@ -734,7 +787,7 @@ class Checkpointer:
         pipeline = self._pipeline
         self._is_busy, self._close_wanted = True, None
         try:
-            if pipeline is not None and final:
+            if pipeline is not None and (final or told):
                 self._loop.leave()
             if self._uncounted is not None and (final or told):
                 self._uncounted.warn()
@@ -756,6 +809,8 @@ class Checkpointer:
 
     def _untrack(self) -> None:
         self._watch.remove()
+        self._signs.remove()
+        self._count.end()
         for source in self._sources:
             source.untrack()
         for tracker in self._trackers.values():

@@ -194,6 +194,8 @@ WHEN_BUSY: tuple[WhenBusy, ...] = ("skip", "wait", "cancel")
 _MAX_SLOTS = 1_000
 _MOST_ROWS = (1 << 63) - 1
 _MOST_REWINDS = 1_000_000
+#: Batches that a training loop takes before it trains them.
+MOST_IN_FLIGHT = 1023
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,6 +392,12 @@ class Options:
             in this process, when an embedding server is lost. The loop then yields the batches
             after that checkpoint again, and `stats` begins anew. With several ranks, all go back
             together. 0: the loop raises ServerLost, or RankLost if another rank has found it first.
+        in_flight: how many batches the training loop takes before it trains them, beside the one in
+            training, as a prefetcher does: 0 to 1,023. Checkpoints hold the position of the last
+            batch that is trained, and memory holds one position for each batch that is taken, some
+            10 KB and the loader's own state. 0: the loop takes no batch ahead, so a batch that it
+            has left out counts as trained. None: a pipeline of TorchRec is recognized, and any
+            other loop that takes a batch ahead is refused.
 
     Raises:
         SettingsError: a value is not allowed; the message names the field.
@@ -402,6 +410,7 @@ class Options:
     announce: bool = True
     copy_share: float = 0.5
     rewinds: int = 0
+    in_flight: int | None = None
 
     def __post_init__(self) -> None:
         row_local = tuple(several("Options.row_local_optimizers", self.row_local_optimizers))
@@ -420,6 +429,9 @@ class Options:
             announce=checked_flag("Options.announce", self.announce),
             copy_share=checked_number("Options.copy_share", self.copy_share, highest=1, zero=False),
             rewinds=checked_whole("Options.rewinds", self.rewinds, 0, _MOST_REWINDS),
+            in_flight=None
+            if self.in_flight is None
+            else checked_whole("Options.in_flight", self.in_flight, 0, MOST_IN_FLIGHT),
         )
 
 
@@ -460,6 +472,7 @@ class Settings:
             "Timeouts.ranks_seconds": self.timeouts.ranks_seconds,
             "Options.handle_sigterm": self.options.handle_sigterm,
             "Options.rewinds": self.options.rewinds,
+            "Options.in_flight": self.options.in_flight,
         }
 
     def check_ranks(self, count: int) -> None:

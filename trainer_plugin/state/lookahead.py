@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
@@ -27,6 +27,7 @@ from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.setting_checks import checked_whole
 from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.state.batch_ids import Ids, bytes_of, check_names, ids_of, tables_of
+from recpoint.trainer_plugin.state.in_flight import InFlight, Taken
 from recpoint.trainer_plugin.state.reader import (
     Divisible,
     ResumableLoader,
@@ -255,6 +256,9 @@ class Lookahead:
     Attributes:
         reader: the reader inside.
         window: number of batches to hold.
+        before_fetch: if set, called each time before a batch is handed out.
+        in_flight: the batches that were handed out and not trained, if these are counted.
+        begun: whether a batch has been asked for since the last `iter`.
 
     Raises:
         SettingsError: the reader cannot be read ahead: it has no `state_dict`, is not iterable, was
@@ -281,6 +285,9 @@ class Lookahead:
             )
         self.reader = reader
         self.window = checked_whole("Lookahead.window", window, 1, _MOST_WINDOW)
+        self.before_fetch: Callable[[], None] | None = None
+        self.in_flight = InFlight()
+        self.begun = False
         self._ids = ids
         self._tables = None if model is None else tables_of(model)
         self._cache: PlannedCache | None = None if model is None else planned_cache(model)
@@ -313,6 +320,9 @@ class Lookahead:
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over an epoch of the reader; it begins with its first batch."""
+        if not self.in_flight.reads_ahead:
+            self.in_flight.forget()
+        self.begun = False
         return _Epoch(self)
 
     def set_epoch(self, epoch: int) -> None:
@@ -389,12 +399,24 @@ class Lookahead:
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the batch that training is at.
+        """Return the position after the batches that were trained.
+
+        Batches that were handed out count as trained, except those in `in_flight`.
 
         Returns:
             `lookahead`: 1; `reader`: a state of the reader inside; `forward`: number of batches to
             read from there, 0 to 15; `generators`: states of the reader's own generators there.
         """
+        if not self.in_flight:
+            return self._position()
+        position = self.in_flight.oldest.position
+        if isinstance(position, Exception):
+            raise position
+        found: dict[str, Any] = position
+        return found
+
+    def _position(self) -> dict[str, Any]:
+        """Return the position after the batches that were handed out."""
         before = self._before if self._loaded is None else self._loaded
         if isinstance(before, Exception):
             raise before
@@ -426,6 +448,7 @@ class Lookahead:
         ahead = was_ahead(state_dict)
         if ahead:
             _check_version(state_dict)
+        self.in_flight.forget()
         self._forget()
         self._told = None
         self._follows_global = not ahead
@@ -444,6 +467,7 @@ class Lookahead:
             rank: as there.
             ranks: as there.
         """
+        self.in_flight.forget()
         self._forget()
         self._told = self._loaded = None
         self._own.run_beside_gpus(lambda: self.reader.load_state_dicts(states, rank, ranks))
@@ -480,7 +504,11 @@ class Lookahead:
     # Reading.
 
     def _next(self, epoch: _Epoch) -> Any:
+        if self.before_fetch is not None:
+            self.before_fetch()
+        self.begun = True
         if self._cache is not None:
+            self._refuse_in_flight()
             self._cache.end_batch()
         if self._open is not epoch:
             self._turn_to(epoch)
@@ -501,6 +529,22 @@ class Lookahead:
             )
         return self._hand_out()
 
+    def _refuse_in_flight(self) -> None:
+        """Refuse to hand out a batch while another one is in flight: a cache has rows of one.
+
+        Raises:
+            SettingsError: the training loop reads ahead.
+        """
+        if self.in_flight:
+            raise SettingsError(
+                "Lookahead(reader)",
+                found="a batch that was handed out and not trained, and tables in a cache, which "
+                "holds the rows of one batch for training",
+                expected="a training loop that trains each batch before it takes the next",
+                next_step="train without a prefetcher or a pipeline: the Lookahead itself reads "
+                "ahead and fetches rows before their batch",
+            )
+
     @property
     def _has_room(self) -> bool:
         """Whether another batch may be read, before one is handed out."""
@@ -510,6 +554,7 @@ class Lookahead:
         if self._held:
             if self._cache is not None:
                 self._cache.begin_batch()
+            self.in_flight.take(self._taken())
             one = self._held.popleft()
             self._held_bytes -= one.bytes
             self._given += 1
@@ -521,6 +566,7 @@ class Lookahead:
             return one.batch
         last, self._last = self._last, None
         if last is _END:
+            self.in_flight.has_ended = True
             self._anchors.clear()
             self._batches = self._open = self._loaded = self._before = None
             self._is_torn = False
@@ -530,6 +576,17 @@ class Lookahead:
             raise last
         finally:
             del last  # its traceback refers to this frame: a cycle
+
+    def _taken(self) -> Taken:
+        """Return the batch that is about to be handed out, with its position if it is kept."""
+        if not self.in_flight.reads_ahead:
+            return Taken(None)
+        try:
+            return Taken(self._position())
+        except Exception as error:  # raised by the user's reader
+            if came_from_handler(error):
+                raise
+            return Taken(error)  # `state_dict` raises it if it is called
 
     def _turn_to(self, epoch: _Epoch) -> None:
         """Hand out by another iterator from now on: begin an epoch, if the reader does then."""

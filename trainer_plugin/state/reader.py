@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from recpoint.errors import SettingsError
 from recpoint.interrupts import came_from_handler, let_into
 from recpoint.trainer_plugin.state import rng
+from recpoint.trainer_plugin.state.in_flight import InFlight, Taken
 
 __all__ = [
     "Divisible",
@@ -313,12 +315,17 @@ class ResumableLoader:
     global generators of Python, numpy and torch, and generators that are attributes of the loader,
     its samplers or its dataset.
 
+    A prefetcher or a pipeline takes batches before it trains them. The position is then that of the
+    last batch that was trained, and a restore reads the batches after it again, each with the
+    global generators as they were when it was first read.
+
     Args:
         loader: an iterable of batches; each `iter` of it is an epoch.
 
     Attributes:
         loader: the loader.
         before_fetch: if set, called each time before the loader is asked for the next batch.
+        in_flight: the batches that were given out and not trained, if these are counted.
         resumed_from: the state that was loaded last.
         begun: whether a batch has been asked for since the last `iter`.
         used: whether a batch was ever asked for.
@@ -339,12 +346,13 @@ class ResumableLoader:
         self.loader = loader
         self.before_fetch: Callable[[], None] | None = None
         self.resumed_from: dict[str, Any] | None = None
+        self.in_flight = InFlight()
         self.begun = self.used = False
         self._given = self._given_before = 0
-        self._consumed: int | None = None
         self._began: dict[str, Any] | None = None
-        self._before: dict[str, Any] | Exception | None = None
         self._loaded: dict[str, Any] | None = None
+        # States of the global generators for batches that are read again after a restore.
+        self._replayed_generators: deque[dict[str, Any]] = deque()
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # TypeError if the loader has no length
@@ -368,51 +376,59 @@ class ResumableLoader:
         self.begun = False
         if self._loaded is None:
             self._forget_epoch()
+            if not self.in_flight.reads_ahead:
+                self.in_flight.forget()
         return self._epoch()
 
     @property
     def is_counted(self) -> bool:
         """Whether a framework counts the batches that are trained, or is told of each fetch."""
-        return self._consumed is not None or self.before_fetch is not None
+        return self.in_flight.is_counted or self.before_fetch is not None
 
     def count_consumed(self) -> None:
-        """Count one batch as trained, in a training loop that reads one batch ahead.
+        """Count one batch as trained, in a training loop that reads batches ahead.
 
         If this is never called, all batches given out count as trained when `state_dict` is called.
         """
         self.expect_counts()
-        assert self._consumed is not None
-        self._consumed += 1
+        self.in_flight.land()
 
     def expect_counts(self) -> None:
         """Count batches as trained only when `count_consumed` is called, from now on.
 
         Batches already read in this epoch do not count as trained.
         """
-        if self._consumed is None:
-            self._consumed = self._given_before
+        if not self.in_flight.is_counted:
+            self.in_flight.is_counted = True
+            for _ in range(self._given - self._given_before):
+                self.in_flight.take(Taken(None))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batches that were trained.
 
         Raises:
-            SettingsError: more than one batch was read and not trained.
+            SettingsError: batches were read and not trained, and their positions were not kept.
         """
         if self._loaded is not None:
             return self._loaded
-        ahead = 0 if self._consumed is None else self._given - self._consumed
-        if ahead == 0:
+        ahead = len(self.in_flight)
+        if not ahead:
             return self._here()
-        if isinstance(self._before, Exception):
-            raise self._before
-        if ahead != 1 or self._before is None:
+        position = self.in_flight.oldest.position
+        if isinstance(position, Exception):
+            raise position
+        if position is None:
             raise SettingsError(
                 "the training dataloader",
-                found=f"{ahead} batches that were read and not trained",
-                expected="at most one such batch",
-                next_step="have the framework read at most one batch ahead",
+                found=f"{ahead} batches that were read and not trained, and whose positions were "
+                "not kept",
+                expected="a training loop that is known to read ahead before it does so",
+                next_step="pass Checkpointer(options=Options(in_flight=N)), or have the framework "
+                "read no batch ahead",
             )
-        return {**self._before, "then": rng.capture()}
+        state = {**position, "then": rng.capture()}
+        later = [*self.in_flight.later_generators, *self._replayed_generators]
+        return {**state, "fetches": later} if later else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a position at the next `iter`.
@@ -422,6 +438,8 @@ class ResumableLoader:
         """
         if isinstance(self.loader, Stateful) and state["own"] is not None:
             self.loader.load_state_dict(state["own"])
+        self.in_flight.forget()
+        self._replayed_generators.clear()
         self._loaded = self.resumed_from = state
 
     @staticmethod
@@ -448,23 +466,36 @@ class ResumableLoader:
             restore(self.loader, state["drawing"])
 
     def _forget_epoch(self) -> None:
-        self._given, self._given_before, self._began, self._before = 0, 0, None, None
-        if self._consumed is not None:
-            self._consumed = 0
+        self._given, self._given_before, self._began = 0, 0, None
 
-    def _now(self) -> dict[str, Any] | Exception:
-        """Return the position, or the loader's error, which `state_dict` raises if it is called."""
+    def _here(self) -> dict[str, Any]:
+        """Return the position after all batches that were given out."""
+        now = rng.capture()
+        if not self._replayed_generators:
+            return self._place(now)
+        fetch, *later = self._replayed_generators
+        state = {**self._place(fetch), "then": now}
+        return {**state, "fetches": later} if later else state
+
+    def _taken(self, asked: Mapping[str, Any] | None, *, is_first: bool) -> Taken:
+        """Return the batch that is about to be read, with its position if positions are kept.
+
+        Args:
+            asked: as `_asked` returned it.
+            is_first: whether the loader was iterated since `asked`, and may have drawn for that.
+        """
+        if asked is None:
+            return Taken(None)
+        generators = asked if self.in_flight.is_asked_in_training else None
         try:
-            return self._here()
+            return Taken(self._place(rng.capture() if is_first else asked), generators)
         except Exception as error:  # raised by the user's loader
             if came_from_handler(error):
                 raise
-            return error
+            return Taken(error, asked)  # `state_dict` raises it if it is called
 
-    def _here(self) -> dict[str, Any]:
-        return {**self._place(), "given": self._given, "fetch": rng.capture()}
-
-    def _place(self) -> dict[str, Any]:
+    def _place(self, fetch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the position; `fetch`: the generators that the next batch is read with."""
         # Copied, because the loader goes on before this is stored.
         own = deepcopy(self.loader.state_dict()) if isinstance(self.loader, Stateful) else None
         return {
@@ -474,6 +505,8 @@ class ResumableLoader:
             # Needed if an epoch begins at this position:
             "keeps_workers": self._keeps_workers,
             "drawing": None if own is not None else capture(self.loader),
+            "given": self._given,
+            "fetch": fetch,
         }
 
     def _epoch(self) -> Iterator[Any]:
@@ -483,23 +516,59 @@ class ResumableLoader:
         """
         self._tell()
         self.begun = self.used = True
+        models, asked = self._replay(), self._asked()
         batches, resumed = self._begin()
+        is_first = True
         while True:
             if resumed is not None:
                 # Restore the generators again: code that begins an epoch early, or looks at its
                 # first batch, may have drawn from them since the restore.
                 rng.restore(resumed["fetch"])
-            if self._may_be_ahead:
-                self._before = self._now()
-            batch = next(batches, self)
+            self.in_flight.take(self._taken(asked, is_first=is_first))
+            batch = self._fetch(batches)
             if resumed is not None and resumed["then"] is not None:
                 rng.restore(resumed["then"])
-            resumed = None
+                self._replayed_generators.extend(resumed.get("fetches", ()))
+            elif models is not None:
+                rng.restore(models)
+                if batch is not self:
+                    self._replayed_generators.popleft()
+            resumed, is_first = None, False
             if batch is self:
                 return
             self._given += 1
             yield batch
             self._tell()
+            models, asked = self._replay(), self._asked()
+
+    def _fetch(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, which is in flight already; or this loader, if there is none."""
+        try:
+            batch = next(batches, self)
+        except BaseException:
+            self.in_flight.drop_newest()
+            raise
+        if batch is self:
+            self.in_flight.drop_newest()
+            self.in_flight.has_ended = True
+        return batch
+
+    def _asked(self) -> dict[str, Any] | None:
+        """Return the states of the generators now; None: the batch's position is not kept."""
+        return rng.capture() if self._keeps_positions else None
+
+    def _replay(self) -> dict[str, Any] | None:
+        """Give the next batch the generators that it was first read with, if it is read again.
+
+        Returns:
+            The states of the generators before, which the model goes on with; None: nothing was
+            changed.
+        """
+        if not self._replayed_generators:
+            return None
+        models = rng.capture()
+        rng.restore(self._replayed_generators[0])
+        return models
 
     def _begin(self) -> tuple[Iterator[Any], dict[str, Any] | None]:
         """Return the batches that are left of the epoch, and the loaded position, if any."""
@@ -507,8 +576,6 @@ class ResumableLoader:
         if loaded is not None:
             self._forget_epoch()
             self._given = self._given_before = loaded["given"]
-            if self._consumed is not None:
-                self._consumed = self._given
         if isinstance(self.loader, Stateful):
             return iter(self.loader), loaded
         if loaded is not None and loaded["began"] is not None:
@@ -599,9 +666,11 @@ class ResumableLoader:
             self.loader._iterator = None
 
     @property
-    def _may_be_ahead(self) -> bool:
-        """Whether the framework may read a batch ahead: it counts batches, and has no length."""
-        if self._consumed is None:
+    def _keeps_positions(self) -> bool:
+        """Whether the training loop reads ahead, or may: batches are counted without a length."""
+        if self.in_flight.reads_ahead:
+            return True
+        if not self.in_flight.is_counted:
             return False
         try:
             len(self)

@@ -30,7 +30,7 @@ def resumable() -> ResumableLoader:
 
 def started(place: Place, reader: object, **settings: Any) -> Checkpointer:
     """A Checkpointer of a small model; what it trains on is not what the reader gives."""
-    settings = {"interval_batches": 1000, "schedulers": (), **settings}
+    settings = {"interval_batches": 1000, "schedulers": (), "in_flight": 0, **settings}
     ckpt = checkpointer(simple_training(), place, reader=reader, **settings)
     ckpt.restore()
     return ckpt
@@ -105,7 +105,7 @@ def test_a_run_whose_epochs_nobody_counted_has_a_total_alone(place: Place) -> No
         train(training, ckpt, 3)
         assert "found 3 batches that were trained without batches()" in refused(ckpt, epochs=1)
     again = simple_training(2)
-    with place.agent(), checkpointer(again, place) as ckpt:
+    with place.agent(), checkpointer(again, place, in_flight=0) as ckpt:
         ckpt.restore()
         assert "3 batches" in refused(ckpt, epochs=1)
         assert len(list(ckpt.batches(total=5))) == 2

@@ -1,4 +1,4 @@
-"""Yields the batches of a training up to its bound, and calls `step` after each batch.
+"""Yields the batches of a training up to its bound, and counts each when its step is done.
 
 `Uncounted` warns of a training whose own loop forgets to call `step`.
 """
@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from recpoint.errors import RankLost, ServerLost, SettingsError
+from recpoint.trainer_plugin.batches.count import BatchCount, warn_of_dropped
 from recpoint.trainer_plugin.setting_checks import checked_whole
 from recpoint.trainer_plugin.state.reader import Passes, tell_epoch
 from recpoint.trainer_plugin.state.training_state import TrainingState
@@ -77,10 +79,12 @@ class Loop:
     there.
 
     Args:
-        state: the training state; it holds the count of passes and the reader's position.
+        state: the training state; it holds the passes and the reader's position, both after the
+            last batch that is trained.
+        count: decides which batches are trained.
         batches_done: returns how many batches training has done.
-        step: called after each batch.
-        count: counts a batch and does nothing else.
+        note_done: notes that one more batch is trained.
+        act: called between two steps, after batches were counted: takes a checkpoint if one is due.
         rewind: called when the reader raises that an embedding server is lost, or that another
             rank has found this. Either it brings everything back to a checkpoint, or it raises.
 
@@ -91,21 +95,27 @@ class Loop:
     def __init__(
         self,
         state: TrainingState,
+        count: BatchCount,
         *,
         batches_done: Callable[[], int],
-        step: Callable[[], None],
-        count: Callable[[], None],
+        note_done: Callable[[], None],
+        act: Callable[[], None],
         rewind: Callable[[ServerLost | RankLost], None],
     ) -> None:
         self._state = state
-        self._batches_done = batches_done
-        self._step = step
         self._count = count
+        self._batches_done = batches_done
+        self._note_done = note_done
+        self._act = act
         self._rewind = rewind
         self._source: object = None
         self._pass: Iterator[Any] | None = None
         self._batches: weakref.ref[Generator[Any, None, None]] | None = None
         self._may_be_empty = False
+        self._taken: deque[Passes] = deque()  # passes after each batch that is not trained
+        self._passes = Passes()  # after the last batch that was taken
+        self._progressed = 0  # batches that `Pipelined` has trained and that are not counted
+        self._is_counted_early = False  # the batch in training is counted before the next ask
         self.is_waiting = False
 
     def check(self, bound: Bound, *, has_position: bool) -> None:
@@ -152,60 +162,138 @@ class Loop:
         return batches
 
     def leave(self) -> None:
-        """Count the batch of a loop that was left by `break` while a variable keeps its iterator.
+        """Count what is trained of a loop that is over.
 
-        Python tells the iterator only when nothing refers to it any more.
+        A loop may have been left by `break` while a variable keeps its iterator: Python tells the
+        iterator only when nothing refers to it any more. A pipeline trains its last batches after
+        it has asked for the last one.
         """
         batches = None if self._batches is None else self._batches()
         if batches is not None and self.is_waiting:
             batches.close()
+        self._land_rest()
+        untrained = len(self._taken)
+        if untrained:
+            _log.info(
+                "%d batches were taken and not trained: a restart trains them after batch %d",
+                untrained,
+                self._batches_done(),
+            )
+
+    def progressed(self) -> None:
+        """Take note that `Pipelined` has trained one more batch; `settle` counts it."""
+        self._progressed += 1
+
+    def settle(self) -> None:
+        """Count the batches that `Pipelined` has trained, and act."""
+        if self._land_progressed():
+            self._act_between_steps()
+
+    def count_now(self) -> bool:
+        """Count the batch that training is working on, if its step is done.
+
+        Returns:
+            Whether a checkpoint may be cut now.
+        """
+        self._land_progressed()
+        if self.is_waiting and self._count.may_count():
+            self._land(self._count.trained(len(self._taken)))
+            self._is_counted_early = True
+        has_position = self._count.reads_ahead or not (self.is_waiting and self._taken)
+        return self._count.is_between_steps and has_position
+
+    def _land_progressed(self) -> int:
+        progressed, self._progressed = self._progressed, 0
+        for _ in range(progressed):
+            self._count.progressed()
+            self._note_landed()
+        return progressed
 
     def _run(self, source: Iterable[B], bound: Bound) -> Generator[B, None, None]:
-        """Yield the batches of `source` up to the bound; a batch counts when the next is asked for.
+        """Yield the batches of `source` up to the bound; a batch counts when its step is done.
+
+        Its step is looked for when the next batch is asked for: the user's code after the step is
+        done by then.
 
         Raises:
-            SettingsError: the source gives no batch, and the bound is not reached.
+            SettingsError: the source gives no batch, and the bound is not reached; or whether
+                batches are trained cannot be told.
         """
+        self._land_rest()
+        if not self._count.keeps_batches:
+            warn_of_dropped(len(self._taken))
+            self._land(len(self._taken))
         self._resume()
-        while not bound.is_met(self._passes, self._batches_done()):
+        self._count.begin_loop()
+        while not bound.is_met(self._passes, self._batches_done() + len(self._taken)):
             try:
                 batch = self._next(source)
             except (ServerLost, RankLost) as error:
                 self._rewind(error)
+                self._taken.clear()
                 self._resume()
                 continue
             if batch is _END:
                 self._end_pass(bound)
                 continue
             done, batches = self._passes
-            self._state.passes = Passes(done, batches + 1)
+            self._passes = Passes(done, batches + 1)
+            self._taken.append(self._passes)
             self._may_be_empty = False
             try:
                 self.is_waiting = True
                 yield batch
             except GeneratorExit:
-                # The loop was left. The reader's position is after this batch, so count the batch.
-                self._count()
+                # The loop was left. In a plain loop the reader's position is after this batch.
+                self._land(self._count.abandoned(len(self._taken)))
                 raise
             finally:
                 self.is_waiting = False
-            self._step()
+            if self._is_counted_early:
+                self._is_counted_early = False
+                continue
+            trained = self._count.trained(len(self._taken))
+            self._land(trained)
+            if trained:
+                self._act_between_steps()
+
+    def _land_rest(self) -> None:
+        """Count what a loop that is over has trained since it asked for its last batch."""
+        self._land_progressed()
+        self._land(self._count.left(len(self._taken)))
+
+    def _land(self, trained: int) -> None:
+        for _ in range(trained):
+            self._count.land()
+            self._note_landed()
+
+    def _note_landed(self) -> None:
+        if self._taken:
+            self._taken.popleft()
+            # The reader's position is before the oldest batch that is taken, which may be the first
+            # of the next epoch.
+            following = self._taken[0] if self._taken else None
+            self._state.passes = (
+                self._passes if following is None else Passes(following.done, following.batches - 1)
+            )
+        self._note_done()
+
+    def _act_between_steps(self) -> None:
+        if self._count.is_between_steps:
+            self._act()
 
     def _resume(self) -> None:
         """Take note of the position that was restored."""
         if self._state.passes is None:
             self._state.passes = Passes()
+        if not self._taken:
+            self._passes = self._state.passes
         # It may be the end of an epoch, so that no batch is left in it.
         self._may_be_empty |= self._pass is None and self._batches_done() > 0
 
     def end(self) -> None:
         """Release the source and iterator of the open epoch."""
         self._source = self._pass = None
-
-    @property
-    def _passes(self) -> Passes:
-        assert self._state.passes is not None  # run() has begun to count
-        return self._state.passes
 
     def _next(self, source: Iterable[Any]) -> Any:
         if self._pass is None or self._source is not source:
@@ -221,7 +309,9 @@ class Loop:
     def _end_pass(self, bound: Bound) -> None:
         self._pass = None
         if self._passes.batches:
-            self._state.passes = Passes(self._passes.done + 1, 0)
+            self._passes = Passes(self._passes.done + 1, 0)
+            if not self._taken:
+                self._state.passes = self._passes
         elif self._may_be_empty:
             self._may_be_empty = False
         else:

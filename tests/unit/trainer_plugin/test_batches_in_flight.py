@@ -1,0 +1,567 @@
+"""Loops that take batches before they train them: no batch is trained twice, and none is left out.
+
+Each loop is played whole, and again with a stop and a restart in another process's state. Both must
+end with the same bits, and must have trained the same batches in the same order.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from recpoint import Checkpointer, Lookahead, ResumableLoader
+from recpoint.errors import SettingsError
+from tests.training_builder import (
+    BATCH,
+    ROWS,
+    Batches,
+    Place,
+    Training,
+    checkpointer,
+    everything,
+    seed_everything,
+    simple_training,
+)
+
+BATCHES_AN_EPOCH, EPOCHS = 5, 3
+
+Loop = Callable[[Training, Checkpointer, Any, int | None], list[int]]
+
+
+class Samples(Dataset[tuple[Tensor, Tensor, Tensor, int]]):
+    """Samples with noise from every global generator."""
+
+    def __len__(self) -> int:
+        return BATCHES_AN_EPOCH * BATCH
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, Tensor, int]:
+        own = np.random.default_rng(number)
+        noise = random.random() + float(np.random.random()) + torch.rand(())
+        users = torch.tensor(int(own.integers(0, ROWS)))
+        items = torch.from_numpy(own.integers(0, ROWS // 2, 3))
+        return users, items, torch.tensor(own.random(), dtype=torch.float32) + noise, number
+
+
+class Positioned(DataLoader[Any]):
+    """A loader with a position of its own: the samples of an epoch are drawn when it begins."""
+
+    def __init__(self) -> None:
+        super().__init__(Samples(), batch_size=BATCH)
+        self.order: list[int] = []
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if not self.order:
+            self.order = torch.randperm(len(self.dataset)).tolist()  # type: ignore[arg-type]
+        while self.order:
+            numbers, self.order = self.order[:BATCH], self.order[BATCH:]
+            yield torch.utils.data.default_collate([self.dataset[n] for n in numbers])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": list(self.order)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order = list(state["order"])
+
+
+def shuffled() -> ResumableLoader:
+    return ResumableLoader(DataLoader(Samples(), batch_size=BATCH, shuffle=True))
+
+
+def undrawn() -> ResumableLoader:
+    """A loader that draws from no global generator, so that a thread may read it."""
+    drawn = map(Samples().__getitem__, range(len(Samples())))
+    samples: Any = [(users, items, torch.tensor(0.5), n) for users, items, _, n in drawn]
+    generator = torch.Generator().manual_seed(3)
+    return ResumableLoader(DataLoader(samples, batch_size=BATCH, shuffle=True, generator=generator))
+
+
+def positioned() -> ResumableLoader:
+    return ResumableLoader(Positioned())
+
+
+def looked_ahead() -> Lookahead:
+    return Lookahead(shuffled(), ids=lambda batch: {"users": batch[0]}, window=3)
+
+
+def forward(training: Training, batch: Any) -> Tensor:
+    for optimizer in training.optimizers:
+        optimizer.zero_grad()
+    return nn.functional.mse_loss(training.model(batch[0], batch[1]), batch[2])
+
+
+def train(training: Training, batch: Any) -> int:
+    forward(training, batch).backward()
+    for optimizer in training.optimizers:
+        optimizer.step()
+    return int(batch[3].sum())
+
+
+class Prefetcher:
+    """Takes `depth` batches before it hands out the first, as a prefetcher onto a GPU does."""
+
+    def __init__(self, batches: Iterable[Any], depth: int) -> None:
+        self._batches = iter(batches)
+        self._depth = depth
+
+    def __iter__(self) -> Iterator[Any]:
+        held: deque[Any] = deque()
+        for batch in self._batches:
+            held.append(batch)
+            if len(held) > self._depth:
+                yield held.popleft()
+        yield from held
+
+
+class Pipeline:
+    """A pipeline like TorchRec's, but for its name: `progress` trains one batch."""
+
+    def __init__(self, training: Training, *, mid_step: bool = False) -> None:
+        self._training = training
+        self._mid_step = mid_step
+        self.held: deque[Any] = deque()
+        self.trained: list[int] = []
+
+    def progress(self, batches: Iterator[Any]) -> int:
+        while len(self.held) < 3:
+            batch = next(batches, None)
+            if batch is None:
+                break
+            self.held.append(batch)
+        if not self.held:
+            raise StopIteration
+        batch = self.held.popleft()
+        loss = forward(self._training, batch)
+        if self._mid_step:
+            following = next(batches, None)
+            self.held.extend([] if following is None else [following])
+        loss.backward()
+        self._training.optimizers[0].step()
+        self.trained.append(int(batch[3].sum()))
+        return self.trained[-1]
+
+
+def stopped(trained: Iterable[int], stop_after: int | None) -> list[int]:
+    """Returns what is trained until the stop."""
+    found: list[int] = []
+    for number in trained:
+        found.append(number)
+        if len(found) == stop_after:
+            break
+    return found
+
+
+def plain(training: Training, ckpt: Checkpointer, _: Any, stop: int | None) -> list[int]:
+    return stopped((train(training, b) for b in ckpt.batches(epochs=EPOCHS)), stop)
+
+
+def prefetched(training: Training, ckpt: Checkpointer, _: Any, stop: int | None) -> list[int]:
+    batches = Prefetcher(ckpt.batches(epochs=EPOCHS), 2)
+    return stopped((train(training, b) for b in batches), stop)
+
+
+def prefetched_inside(training: Training, ckpt: Checkpointer, reader: Any, stop: int | None) -> Any:
+    """The prefetcher lies between the reader and the loop over `batches`."""
+
+    class Inside:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(Prefetcher(reader, 2))
+
+    batches = ckpt.batches(Inside(), epochs=EPOCHS)
+    return stopped((train(training, b) for b in batches), stop)
+
+
+def _epochs_left(ckpt: Checkpointer) -> int:
+    return -(-(EPOCHS * BATCHES_AN_EPOCH - ckpt.batches_done) // BATCHES_AN_EPOCH)
+
+
+def stepped(training: Training, ckpt: Checkpointer, reader: Any, stop: int | None) -> list[int]:
+    def trained() -> Iterator[int]:
+        for _ in range(_epochs_left(ckpt)):
+            for batch in Prefetcher(reader, 2):
+                number = train(training, batch)
+                ckpt.step()
+                yield number
+
+    return stopped(trained(), stop)
+
+
+def threaded(training: Training, ckpt: Checkpointer, reader: Any, stop: int | None) -> list[int]:
+    """A thread fills a queue of two batches."""
+    held: queue.Queue[Any] = queue.Queue(maxsize=2)
+
+    def fill(epochs: int) -> None:
+        for _ in range(epochs):
+            for batch in reader:
+                held.put(batch)
+        held.put(None)
+
+    threading.Thread(target=fill, args=(_epochs_left(ckpt),), daemon=True).start()
+
+    def trained() -> Iterator[int]:
+        while (batch := held.get()) is not None:
+            number = train(training, batch)
+            ckpt.step()
+            yield number
+
+    return stopped(trained(), stop)
+
+
+def pipelined(training: Training, ckpt: Checkpointer, reader: Any, stop: int | None) -> list[int]:
+    pipeline: Any = ckpt.pipelined(Pipeline(training, mid_step=True))
+    batches = ckpt.batches(epochs=EPOCHS)
+    while len(pipeline.trained) != stop:
+        try:
+            pipeline.progress(batches)
+        except StopIteration:
+            break
+    found: list[int] = pipeline.trained
+    return found
+
+
+def pipelined_reader(training: Training, ckpt: Checkpointer, reader: Any, stop: int | None) -> Any:
+    pipeline: Any = ckpt.pipelined(Pipeline(training))
+    for _ in range(_epochs_left(ckpt)):
+        batches = iter(reader)
+        while len(pipeline.trained) != stop:
+            try:
+                pipeline.progress(batches)
+            except StopIteration:
+                break
+    return pipeline.trained
+
+
+@dataclass
+class End:
+    trained: list[int]
+    state: list[object]
+    committed: int
+
+
+def life(
+    loop: Loop,
+    place: Place,
+    make_reader: Callable[[], Any],
+    seed: int,
+    *,
+    stop: int | None = None,
+    change: Callable[[Training], None] = lambda training: None,
+    **settings: Any,
+) -> End:
+    training = simple_training(seed)
+    change(training)
+    training.reader = Batches(0)  # not the reader that is checkpointed
+    reader = make_reader()
+    settings = {"when_busy": "wait", "jobs": 2, **settings}
+    with place.agent(), checkpointer(training, place, reader=reader, **settings) as ckpt:
+        ckpt.restore()
+        trained = loop(training, ckpt, reader, stop)
+        if stop is not None:
+            ckpt.close(final=False)
+    return End(trained, everything(training), ckpt.stats.committed)
+
+
+def check(
+    loop: Loop,
+    place: Place,
+    make_reader: Callable[[], Any] = shuffled,
+    stop: int = 7,
+    **settings: Any,
+) -> None:
+    run = place.run
+    place.run = f"{run}-whole"
+    whole = life(loop, place, make_reader, 1, **settings)
+    assert len(whole.trained) == EPOCHS * BATCHES_AN_EPOCH
+    place.run = f"{run}-stopped"
+    first = life(loop, place, make_reader, 1, stop=stop, **settings)
+    assert first.trained == whole.trained[:stop]
+    second = life(loop, place, make_reader, 2, **settings)
+    assert second.trained and second.trained == whole.trained[-len(second.trained) :]
+    assert len(second.trained) <= EPOCHS * BATCHES_AN_EPOCH - stop + 2  # one interval is lost
+    assert second.state == whole.state
+
+
+@pytest.mark.parametrize(
+    ("loop", "make_reader", "settings"),
+    [
+        (plain, shuffled, {"in_flight": 4}),
+        (prefetched, shuffled, {"in_flight": 2}),
+        (prefetched, positioned, {"in_flight": 2}),
+        (prefetched, looked_ahead, {"in_flight": 2}),
+        (prefetched_inside, shuffled, {"in_flight": 2}),
+        (stepped, shuffled, {"in_flight": 2}),
+        (stepped, looked_ahead, {"in_flight": 2}),
+        (threaded, undrawn, {"in_flight": 4}),
+        (pipelined, shuffled, {}),
+        (pipelined_reader, positioned, {}),
+    ],
+)
+def test_a_stopped_loop_ends_as_a_whole_one(
+    loop: Loop, make_reader: Callable[[], Any], settings: dict[str, Any], place: Place
+) -> None:
+    """The stop lies in the second epoch; whole runs have batches of two epochs in flight."""
+    check(loop, place, make_reader, **settings)
+
+
+@pytest.mark.parametrize("stop", [4, 5, 6])
+def test_a_stop_at_the_end_of_an_epoch(stop: int, place: Place) -> None:
+    check(prefetched, place, stop=stop, in_flight=2, interval_batches=1)
+
+
+def accumulated(training: Training, ckpt: Checkpointer, _: Any, stop: int | None) -> list[int]:
+    """Every third batch has a step; a checkpoint that is due between waits for it."""
+
+    def trained() -> Iterator[int]:
+        for number, batch in enumerate(ckpt.batches(epochs=EPOCHS), ckpt.batches_done + 1):
+            nn.functional.mse_loss(training.model(batch[0], batch[1]), batch[2]).backward()
+            if number % 3 == 0:
+                training.optimizers[0].step()
+                training.optimizers[0].zero_grad()
+            yield int(batch[3].sum())
+
+    return stopped(trained(), stop)
+
+
+def overflowing(training: Training, ckpt: Checkpointer, _: Any, stop: int | None) -> list[int]:
+    """The scaler leaves out the steps of two batches, whose losses overflow."""
+    scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+    scaler.load_state_dict(SCALER or scaler.state_dict())
+
+    def trained() -> Iterator[int]:
+        for number, batch in enumerate(ckpt.batches(epochs=EPOCHS), ckpt.batches_done):
+            loss = nn.functional.mse_loss(training.model(batch[0], batch[1]), batch[2])
+            scaler.scale(loss * (torch.inf if number in (0, 5) else 1)).backward()
+            scaler.step(training.optimizers[0])
+            scaler.update()
+            training.optimizers[0].zero_grad()
+            SCALER.update(scaler.state_dict())
+            yield int(batch[3].sum())
+
+    return stopped(trained(), stop)
+
+
+#: The state of the scaler of `overflowing`, which is an extra of its Checkpointer.
+SCALER: dict[str, Any] = {}
+
+
+class ScalerState:
+    def state_dict(self) -> dict[str, Any]:
+        return dict(SCALER)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        SCALER.update(state)
+
+
+def adversarial(training: Training, ckpt: Checkpointer, _: Any, stop: int | None) -> list[int]:
+    """Two optimizers step after passes of their own, the second for every other batch."""
+    tables = [training.model.users.weight, training.model.items.weight]
+    dense = [p for p in training.model.parameters() if not any(p is table for table in tables)]
+    optimizers = training.optimizers
+    assert [len(o.param_groups[0]["params"]) for o in optimizers] == [len(tables), len(dense)]
+
+    def trained() -> Iterator[int]:
+        for number, batch in enumerate(ckpt.batches(epochs=EPOCHS), ckpt.batches_done):
+            for optimizer in optimizers[: 1 + number % 2]:
+                forward(training, batch).backward()
+                optimizer.step()
+            yield int(batch[3].sum())
+
+    return stopped(trained(), stop)
+
+
+def two_optimizers(training: Training) -> None:
+    tables = [training.model.users.weight, training.model.items.weight]
+    dense = [p for p in training.model.parameters() if not any(p is table for table in tables)]
+    training.optimizers = [torch.optim.SGD(tables, lr=0.1), torch.optim.SGD(dense, lr=0.05)]
+
+
+def test_gradients_that_wait_for_a_step_are_in_no_checkpoint(place: Place) -> None:
+    check(accumulated, place, stop=8)
+
+
+def test_a_batch_whose_step_is_left_out_counts(place: Place) -> None:
+    SCALER.clear()
+    place.run += "-whole"
+    whole = life(overflowing, place, shuffled, 1, extras={"scaler": ScalerState()})
+    assert SCALER["scale"] != 2.0**16
+    SCALER.clear()
+    place.run += "-stopped"
+    life(overflowing, place, shuffled, 1, stop=7, extras={"scaler": ScalerState()})
+    SCALER.clear()
+    second = life(overflowing, place, shuffled, 2, extras={"scaler": ScalerState()})
+    assert second.trained == whole.trained[-len(second.trained) :]
+    assert second.state == whole.state
+
+
+def test_several_optimizers_step_as_they_like(place: Place) -> None:
+    check(adversarial, place, change=two_optimizers)
+
+
+def evaluated(training: Training, ckpt: Checkpointer, _: Any, stop: int | None) -> list[int]:
+    """An evaluation in mid-epoch takes batches of its own."""
+
+    def trained() -> Iterator[int]:
+        for batch in ckpt.batches(epochs=EPOCHS):
+            number = train(training, batch)
+            training.model.eval()
+            for users, items, _target, _number in DataLoader(Samples(), batch_size=BATCH):
+                training.model(users, items).sum().backward()
+            training.model.train()
+            yield number
+
+    return stopped(trained(), stop)
+
+
+def test_an_evaluation_in_mid_epoch_changes_nothing(place: Place) -> None:
+    check(evaluated, place)
+
+
+def _refusal(
+    loop: Callable[[Training, Checkpointer, Any], object],
+    place: Place,
+    make_reader: Callable[[], Any] = shuffled,
+    **settings: Any,
+) -> str:
+    training = simple_training()
+    reader = make_reader()
+    with checkpointer(training, place, reader=reader, interval_batches=1000, **settings) as ckpt:
+        ckpt.restore()
+        with pytest.raises(SettingsError) as caught:
+            loop(training, ckpt, reader)
+        ckpt.close(final=False)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("make_reader", [shuffled, looked_ahead])
+def test_a_loop_that_reads_ahead_unsaid_is_refused_at_its_second_batch(
+    make_reader: Callable[[], Any], place: Place
+) -> None:
+    said = _refusal(lambda t, c, r: prefetched(t, c, r, None), place, make_reader)
+    assert "before anything was trained" in said and "Options(in_flight=N)" in said
+    assert _refusal(lambda t, c, r: stepped(t, c, r, None), place, make_reader) == said
+    assert _refusal(lambda t, c, r: prefetched_inside(t, c, r, None), place, make_reader) == said
+
+
+def test_a_batch_is_left_out_after_the_first_or_as_the_setting_says(place: Place) -> None:
+    training = simple_training()
+    with checkpointer(training, place, reader=shuffled(), interval_batches=1000) as ckpt:
+        ckpt.restore()
+        for number, batch in enumerate(ckpt.batches(total=4)):
+            if number != 2:
+                train(training, batch)
+        assert ckpt.batches_done == 4
+        ckpt.close(final=False)
+    with checkpointer(training, place, reader=shuffled(), in_flight=0) as ckpt:
+        ckpt.restore(fresh=True)
+        assert len(list(ckpt.batches(total=4))) == 4 == ckpt.batches_done
+        ckpt.close(final=False)
+
+
+def test_a_batch_left_out_of_those_in_flight_is_refused(place: Place) -> None:
+    def leaving_out(training: Training, ckpt: Checkpointer, _: Any) -> None:
+        for number, batch in enumerate(Prefetcher(ckpt.batches(epochs=1), 1)):
+            if number != 1:
+                train(training, batch)
+
+    assert "has left a batch out" in _refusal(leaving_out, place, in_flight=3)
+
+
+def test_more_batches_than_the_setting_says_are_refused(place: Place) -> None:
+    said = _refusal(lambda t, c, r: prefetched(t, c, r, None), place, in_flight=1)
+    assert "at most 1 beside the one in training" in said
+
+
+def test_batches_asked_for_in_mid_step_are_refused(place: Place) -> None:
+    def mid_step(training: Training, ckpt: Checkpointer, _: Any) -> None:
+        pipeline, batches = Pipeline(training, mid_step=True), ckpt.batches(epochs=2)
+        while True:
+            pipeline.progress(batches)
+
+    assert "in the middle of a step" in _refusal(mid_step, place, in_flight=4)
+
+
+def test_a_thread_that_takes_batches_is_refused_unless_the_setting_says_so(place: Place) -> None:
+    def in_thread(batches: Iterator[Any]) -> None:
+        errors: list[BaseException] = []
+
+        def take() -> None:
+            try:
+                next(batches)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        raise errors[0]
+
+    assert "a thread that takes batches" in _refusal(lambda t, c, r: in_thread(iter(r)), place)
+
+    def in_loop(training: Training, ckpt: Checkpointer, _: Any) -> None:
+        batches = ckpt.batches(epochs=1)
+        next(batches)
+        in_thread(batches)
+
+    assert "take batches there from iter(reader)" in _refusal(in_loop, place)
+
+
+def test_a_reader_that_keeps_no_positions_is_refused(place: Place) -> None:
+    said = _refusal(lambda t, c, r: c.pipelined(Pipeline(t)), place, lambda: Batches(1))
+    assert said.startswith("reader: found a Batches") and "ResumableLoader" in said
+
+
+def test_step_is_not_called_beside_pipelined(place: Place) -> None:
+    def both(training: Training, ckpt: Checkpointer, reader: Any) -> None:
+        ckpt.pipelined(Pipeline(training)).progress(iter(reader))
+        ckpt.step()
+
+    assert "remove step() from the loop" in _refusal(both, place)
+
+
+def test_no_checkpoint_is_cut_before_the_step_of_its_batch(place: Place) -> None:
+    training = simple_training()
+    settings = {"when_busy": "wait", "reader": shuffled()}
+    with place.agent(), checkpointer(training, place, **settings) as ckpt:
+        ckpt.restore()
+        for batch in ckpt.batches(total=3):
+            assert not ckpt.checkpoint()
+            forward(training, batch).backward()
+            assert not ckpt.checkpoint()
+            training.optimizers[0].step()
+            done = ckpt.batches_done
+            assert ckpt.checkpoint() and ckpt.batches_done == done + 1
+        assert ckpt.batches_done == 3
+
+
+def test_a_loader_replays_what_was_in_flight_for_any_loop() -> None:
+    """Batches are read with the generators that they were first read with, plainly or ahead."""
+    seed_everything(5)
+    reader = shuffled()
+    reader.in_flight.read_ahead(threading.get_ident())
+    batches = iter(reader)
+    taken = []
+    for _ in range(3):
+        taken.append(next(batches)[2])
+        torch.rand(3)  # the model draws between
+    state = reader.state_dict()
+    drawn = torch.rand(3)
+    for gap in (0, 2):
+        seed_everything(gap)
+        again = shuffled()
+        again.load_state_dict(state)
+        found = [batch[2] for batch in Prefetcher(again, gap)][:3]
+        assert all(torch.equal(one, other) for one, other in zip(found, taken, strict=True))
+    again = shuffled()
+    again.load_state_dict(state)
+    next(iter(again))
+    assert torch.equal(torch.rand(3), drawn)  # the model goes on with its own numbers

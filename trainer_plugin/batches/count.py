@@ -1,0 +1,373 @@
+"""Counts a batch when training has done its optimizer step, whoever takes batches and when.
+
+A plain loop trains each batch before it asks for the next. A prefetcher or a pipeline takes batches
+ahead; then each batch that is trained is the oldest of those taken. Both loops look alike from
+outside until training shows signs, so this module decides by these:
+
+- A pipeline of TorchRec is recognized when it asks for its first batch.
+- `Options.in_flight` says how far any other loop reads ahead; 0: not at all.
+- If a second batch is asked for, and training has shown no sign since it got the first, the loop
+  either reads ahead or has left a batch out. That is refused at once, before anything is stored.
+- Once training has shown signs, a batch after which it shows none was left out.
+
+A checkpoint is cut only after an optimizer step: gradients that wait for one are in no checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Final
+
+from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.batches.signs import TrainingSigns
+from recpoint.trainer_plugin.integrations.train_pipelines import asking_pipeline, refuse_pipeline
+from recpoint.trainer_plugin.settings import MOST_IN_FLIGHT
+from recpoint.trainer_plugin.state.in_flight import CountedReader
+
+__all__ = ["BatchCount", "warn_of_dropped"]
+
+_log = logging.getLogger("recpoint")
+
+#: Optimizers that show no step in so many batches with a backward pass have no hook that works.
+_MOST_WITHOUT_STEP: Final = 1024
+
+
+class BatchCount:
+    """Decides which of the batches that a loop has taken are trained.
+
+    Args:
+        signs: what training does.
+        reader: the Checkpointer's reader.
+        most_in_flight: `Options.in_flight`.
+
+    Attributes:
+        reads_ahead: whether the loop takes batches ahead of training.
+        is_driven: whether `Pipelined` counts the batches.
+        keeps_batches: whether who takes batches ahead trains them even after a loop was left.
+        is_between_steps: whether a checkpoint may be cut: no gradient waits for an optimizer step.
+    """
+
+    def __init__(self, signs: TrainingSigns, reader: object, *, most_in_flight: int | None) -> None:
+        self._signs = signs
+        self._reader = reader
+        self._counted = reader if isinstance(reader, CountedReader) else None
+        self._allowed = most_in_flight
+        self._limit = MOST_IN_FLIGHT if most_in_flight is None else most_in_flight
+        self.reads_ahead = self.is_driven = self.keeps_batches = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._thread = threading.get_ident()
+        self.is_between_steps = True
+        self._has_trained = False  # training has shown signs
+        self._has_fetched = False
+        self._is_in_loop = False  # a loop over `batches` takes the batches
+        self._is_filled = False  # a batch was trained since the loop began to take batches
+        self._has_landed = False  # a batch was counted since the last fetch
+        self._without_step = 0  # batches with a backward pass, until the first step
+        # Numbers of the newest event when a batch was last fetched and last counted.
+        self._last_fetch = self._last_count = self._signs.now
+        self._steps_before = self._signs.steps
+        self._changes_before = 0
+
+    def begin(self) -> None:
+        """Watch the reader's fetches; training begins in this thread. `end` undoes it.
+
+        Raises:
+            SettingsError: the reader's position cannot be that of an earlier batch, and
+                `Options.in_flight` says that it must.
+        """
+        self._forget()
+        self._changes_before = self._signs.changes()
+        if self._counted is not None:
+            self._counted.before_fetch = self._before_fetch
+        if self._allowed or self.reads_ahead:
+            self._read_ahead()
+
+    def end(self) -> None:
+        """Leave the reader as it was."""
+        if self._counted is not None:
+            self._counted.before_fetch = None
+            self._counted.in_flight.end_counting()
+
+    def drive(self, pipeline: object) -> None:
+        """Have `Pipelined` count the batches of that pipeline.
+
+        Raises:
+            SettingsError: the pipeline, or the reader with it, cannot be checkpointed.
+        """
+        refuse_pipeline(pipeline)
+        self._read_ahead()
+        self.is_driven = self.keeps_batches = True
+
+    def _read_ahead(self) -> None:
+        """From now on, the loop takes batches ahead: each trained batch is the oldest of them."""
+        if self._counted is not None:
+            self._counted.in_flight.read_ahead(self._thread)
+        elif self._reader is not None:
+            raise SettingsError(
+                "reader",
+                found=f"a {type(self._reader).__name__}, whose position is ahead of training, "
+                "because the training loop takes batches before it trains them",
+                expected="a reader that keeps the positions of such batches",
+                next_step="pass Checkpointer(reader=recpoint.ResumableLoader(reader)), and take "
+                "the batches from it",
+            )
+        self.reads_ahead = True
+
+    def land(self) -> None:
+        """Count the oldest batch of the reader as trained."""
+        self._has_landed = True
+        if self._counted is not None and self.reads_ahead:
+            self._counted.in_flight.land()
+
+    # Loops over `batches`.
+
+    def begin_loop(self) -> None:
+        """Look at who asks for the first batch of a loop over `batches`."""
+        self._is_filled, self._is_in_loop = False, True
+        self._look_at_caller()
+        self._look_at_steps()
+
+    def trained(self, taken: int) -> int:
+        """Return how many batches were trained since batches were last counted.
+
+        Args:
+            taken: batches that the loop was given and that do not count as trained.
+
+        Raises:
+            SettingsError: whether the batch was trained cannot be told; or the loop asks for
+                batches in the middle of a step, or in another thread.
+        """
+        if not taken or self.is_driven:
+            return 0
+        self._refuse_thread("batches()", "take batches there from iter(reader)")
+        has_trained = self._has_trained_one()
+        if not self.reads_ahead:
+            if not has_trained:
+                self._refuse_unclear()
+            trained = taken
+        elif has_trained:
+            self._refuse_mid_step()
+            trained = 1
+        else:
+            self._refuse_more(taken)
+            trained = 0
+        self._look_at_steps()
+        return trained
+
+    def left(self, taken: int) -> int:
+        """Return how many batches were trained since a loop has asked for its last batch.
+
+        Args:
+            taken: as for `trained`.
+        """
+        self._is_in_loop = False
+        if self.is_driven:
+            return 0
+        steps = self._signs.steps - self._steps_before
+        self._look_at_steps()
+        return min(taken, steps) if self.reads_ahead else taken
+
+    def abandoned(self, taken: int) -> int:
+        """Return how many batches were trained when the loop is left while it works on a batch.
+
+        Args:
+            taken: as for `trained`.
+        """
+        trained = min(taken, int(self._has_trained_one())) if self.reads_ahead else taken
+        self._look_at_steps()
+        return trained
+
+    def may_count(self) -> bool:
+        """Whether the batch that the loop works on counts as trained now: its step is done."""
+        if self.is_driven:
+            return False
+        return self._allowed == 0 or self._signs.last_step > self._last_count
+
+    def _has_trained_one(self) -> bool:
+        """Whether training has shown signs since batches were last counted."""
+        return not self.is_driven and self._signs.has_trained_since(self._last_count)
+
+    def _look_at_steps(self) -> None:
+        """Note whether optimizers have stepped since the last call, and that batches are counted.
+
+        A backward pass that comes after the step is a user's own look at gradients.
+        """
+        signs = self._signs
+        if signs.last_step > self._last_count:
+            self.is_between_steps = self._has_trained = True
+        elif signs.last_backward > self._last_count:
+            self._has_trained = True
+            self.is_between_steps = not signs.last_step and self._has_stepped_unseen()
+        self._last_count, self._steps_before = signs.now, signs.steps
+
+    def _has_stepped_unseen(self) -> bool:
+        """Whether an optimizer whose hooks do not work has stepped, as far as that can be seen."""
+        changes = self._signs.changes()
+        has_changed, self._changes_before = changes != self._changes_before, changes
+        self._without_step += 1
+        if self._without_step == _MOST_WITHOUT_STEP:
+            _log.warning(
+                "no optimizer step was seen in %d batches with backward passes, so checkpoints are "
+                "cut after any of them, and may lack gradients that wait for a step. Next: pass "
+                "the optimizers that train the model to Checkpointer(model, optimizers)",
+                _MOST_WITHOUT_STEP,
+            )
+        return has_changed or self._without_step >= _MOST_WITHOUT_STEP
+
+    def _refuse_mid_step(self) -> None:
+        """Refuse a loop that asks for a batch while it trains another one.
+
+        Raises:
+            SettingsError: after an optimizer step, the next forward or backward pass has begun.
+        """
+        signs = self._signs
+        if self._last_count < signs.last_step < max(signs.last_forward, signs.last_backward):
+            raise SettingsError(
+                "batches()",
+                found="a training loop that takes the next batch in the middle of a step, after "
+                "the forward pass or the backward pass of another batch, so no checkpoint could be "
+                "cut where a batch is taken",
+                expected="checkpoints between two steps",
+                next_step="with a pipeline of TorchRec: pipeline = checkpoints.pipelined(pipeline)"
+                "; with any other loop: take batches from iter(reader), and call "
+                "checkpoints.step() after each step",
+            )
+
+    # Loops that call `step`, and fetches of the reader in loops of any kind.
+
+    def stepped(self) -> None:
+        """Count a batch because a loop of the user's own has called `step`.
+
+        Raises:
+            SettingsError: `Pipelined` counts the batches already.
+        """
+        if self.is_driven:
+            raise SettingsError(
+                "step()",
+                found="a call, although checkpoints.pipelined(pipeline) counts each batch itself",
+                expected="no call of step()",
+                next_step="remove step() from the loop",
+            )
+        self.progressed()
+
+    def progressed(self) -> None:
+        """Count a batch because the user, or `Pipelined`, says that it is trained."""
+        self.land()
+        self._look_at_steps()
+        self._has_trained = True
+
+    def _before_fetch(self) -> None:
+        reader = self._counted
+        assert reader is not None
+        self._look_at_caller()
+        if not reader.begun:
+            self._is_filled = self._has_landed = False
+            if not (reader.in_flight.has_ended or self.keeps_batches or self._is_in_loop):
+                warn_of_dropped(len(reader.in_flight))
+                reader.in_flight.forget()
+        has_trained = self._signs.has_trained_since(self._last_fetch)
+        if self.reads_ahead:
+            # A thread may take several batches after each that is trained.
+            if not self._has_landed and threading.get_ident() == self._thread:
+                self._refuse_more(len(reader.in_flight))
+            elif len(reader.in_flight) > self._limit:
+                raise _too_many(len(reader.in_flight), self._limit)
+        else:
+            self._refuse_thread("the reader", "pass Checkpointer(options=Options(in_flight=N))")
+            if self._has_fetched and not has_trained and not self._has_landed:
+                self._refuse_unclear()
+        self._is_filled |= self._has_landed
+        self._has_trained |= has_trained
+        self._has_fetched, self._has_landed = True, False
+        self._last_fetch = self._signs.now
+
+    def _look_at_caller(self) -> None:
+        """Recognize a pipeline that asks for batches, unless the loop is known."""
+        if self.reads_ahead or self._allowed is not None:
+            return
+        if self._has_trained and self._counted is not None and self._counted.begun:
+            return
+        pipeline = asking_pipeline()
+        if pipeline is not None:
+            refuse_pipeline(pipeline)
+            self._read_ahead()
+            self.keeps_batches = True
+
+    def _refuse_thread(self, subject: str, remedy: str) -> None:
+        if threading.get_ident() != self._thread and self._allowed != 0:
+            raise SettingsError(
+                subject,
+                found="a thread that takes batches for the training thread",
+                expected="batches taken by the thread that called restore(), or a loop that says "
+                "how many batches are taken ahead",
+                next_step=f"{remedy}, and call checkpoints.step() in the training thread after "
+                "each step",
+            )
+
+    def _refuse_more(self, taken: int) -> None:
+        """Refuse a batch that a loop asks for before it has trained one of those that it has.
+
+        Raises:
+            SettingsError: the loop has trained batches before, so it reads further ahead than
+                before or has left a batch out; or it has as many as `Options.in_flight` allows.
+        """
+        if taken > self._limit:
+            raise _too_many(taken, self._limit)
+        if self._is_filled and taken:
+            raise SettingsError(
+                "the training loop",
+                found="a batch that was asked for, although no batch was trained since the one "
+                "before: the loop has left a batch out, or reads further ahead than at first",
+                expected="a loop that trains one batch for each that it takes, once it has taken "
+                "as many as it reads ahead",
+                next_step="leave batches out in the reader; or call checkpoints.step() for each "
+                "batch, also for one that is left out",
+            )
+
+    def _refuse_unclear(self) -> None:
+        """Refuse a batch that is asked for before the batch before it was trained.
+
+        Raises:
+            SettingsError: training has shown no sign yet, so the loop may read ahead.
+        """
+        if self._has_trained or self._allowed is not None:
+            return
+        if self._signs.changes() != self._changes_before:
+            self._has_trained = True  # by an optimizer whose steps have no hook
+            return
+        raise SettingsError(
+            "the training loop",
+            found="a second batch that was asked for before anything was trained: no backward pass "
+            "and no optimizer step was seen since the first one was taken",
+            expected="a loop that trains each batch before it takes the next, or that says how far "
+            "it reads ahead, because a checkpoint must hold the position of the last batch trained",
+            next_step="if a prefetcher takes batches ahead, pass "
+            "Checkpointer(options=Options(in_flight=N)), where N is the most batches that it holds "
+            "beside the one in training; with a pipeline of TorchRec, call "
+            "checkpoints.pipelined(pipeline); if batches are left out or not trained, pass "
+            "Options(in_flight=0)",
+        )
+
+
+def warn_of_dropped(dropped: int) -> None:
+    """Warn of batches that a loop had taken, and had not trained when it was left."""
+    if dropped:
+        _log.warning(
+            "a training loop was left, and another one begins: %d batches that the first one had "
+            "taken and not trained count as left out. Next: if a pipeline still holds and trains "
+            "them, call checkpoints.pipelined(pipeline)",
+            dropped,
+        )
+
+
+def _too_many(taken: int, limit: int) -> SettingsError:
+    return SettingsError(
+        "the training loop",
+        found=f"{taken} batches that were taken and not trained, when another one was asked for",
+        expected=f"at most {limit} beside the one in training",
+        next_step="pass Checkpointer(options=Options(in_flight=N)) with a larger N; if the loop "
+        "leaves batches out, leave them out in the reader",
+    )
