@@ -43,6 +43,7 @@ from recpoint.trainer_plugin.schedule.schedule import (
     SecondsInterval,
 )
 from recpoint.trainer_plugin.settings import Settings
+from recpoint.trainer_plugin.snapshot import device_memory
 from recpoint.trainer_plugin.snapshot.cut import Cut, Cutter
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
 from recpoint.trainer_plugin.snapshot.memory_bound import MemoryBound
@@ -399,6 +400,8 @@ class Pipeline:
             Whether it succeeded on all ranks; a failure is noted.
         """
         self._skipped_in_row = 0
+        if batches_done > self.statistics.started_batches:
+            device_memory.of_this_process().note_trained()
         cut: Cut | None = None
         failure: Exception | None = None
         try:

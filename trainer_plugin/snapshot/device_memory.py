@@ -27,13 +27,11 @@ class MemoryReading(NamedTuple):
     Attributes:
         total_bytes: memory of the device.
         others_bytes: taken by other processes and by the driver.
-        allocated_bytes: in tensors of this process now.
         peak_bytes: the most that was in tensors of this process at one time.
     """
 
     total_bytes: int
     others_bytes: int
-    allocated_bytes: int
     peak_bytes: int
 
     @classmethod
@@ -44,7 +42,6 @@ class MemoryReading(NamedTuple):
         return cls(
             total_bytes,
             max(0, total_bytes - free_bytes - own_bytes),
-            torch.cuda.memory_allocated(device),
             torch.cuda.max_memory_allocated(device),
         )
 
@@ -63,21 +60,26 @@ class DeviceMemory:
     def __init__(self, read: Callable[[torch.device], MemoryReading] = MemoryReading.of) -> None:
         self._read = read
         self._lock = threading.Lock()
+        self._has_trained = False
         self._held_bytes: dict[torch.device, int] = {}
         self._peak_bytes: dict[torch.device, int] = {}
 
     def spare_bytes(self, device: torch.device) -> int:
-        """Return the bytes that further buffers may take; 0 before training has shown its peak."""
+        """Return the bytes that further buffers may take; 0 before `note_trained`."""
         reading = self._read(device)
         with self._lock:
             # A user may reset the allocator's peak, but a step takes as much as before.
             peak_bytes = max(self._peak_bytes.get(device, 0), reading.peak_bytes)
             self._peak_bytes[device] = peak_bytes
-            if peak_bytes <= reading.allocated_bytes:
-                return 0  # nothing was freed yet, so no step has run
+            if not self._has_trained:
+                return 0  # nobody knows yet what a step takes
             margin_bytes = int(reading.total_bytes * _MARGIN_SHARE)
             beyond = reading.total_bytes - reading.others_bytes - peak_bytes - margin_bytes
             return max(0, beyond // 2 - self._held_bytes.get(device, 0))
+
+    def note_trained(self) -> None:
+        """Note that this process has trained a batch, so the peak has what a step takes."""
+        self._has_trained = True
 
     def hold(self, device: torch.device, size_bytes: int) -> None:
         """Note that a buffer lives on the device until `release`."""
