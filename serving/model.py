@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recpoint.catalog.restore.in_place import fits, write
 from recpoint.catalog.restore.placement import TablePart, map_parts
 from recpoint.catalog.restore.restore import dense_tensors, extra_states
 from recpoint.catalog.restore.rows import LogicalTable, logical_tables
@@ -280,6 +281,11 @@ class ServedModel:
                 found.append(
                     f"{name!r} is {_form(here[name])} in the model and {_form(there[name])} stored"
                 )
+            elif not fits(here[name], there[name]):
+                found.append(
+                    f"{name!r} has elements that share memory in the model (expand()), and differ "
+                    "in the checkpoint"
+                )
         for name in extra_states(state).keys() - self._modules().keys():
             found.append(f"the extra state of module {name!r} is only in the checkpoint")
         _refuse(manifest, found)
@@ -289,7 +295,10 @@ class ServedModel:
         stored = dense_tensors(state)
         with torch.no_grad():
             for name, tensor in self._dense().items():
-                tensor.copy_(stored[name])
+                if tensor.layout is torch.strided:
+                    write(tensor, stored[name])
+                else:
+                    tensor.copy_(stored[name])
         modules = self._modules()
         for name, extra in extra_states(state).items():
             modules[name].set_extra_state(extra)

@@ -232,7 +232,7 @@ def assemble(
             rank=ranks.rank,
             copies=[one.copy.parameter_name for one in shards if one.copy is not None],
         )
-        state.refuse_inference()
+        state.refuse_unwritable()
         trackers = {
             shard.key: _tracker_of(shard.table) for shard in shards if shard.table is not None
         }

@@ -291,7 +291,7 @@ class Checkpointer:
             )
             wanted = Wanted(selection, fresh, partial, seed)
             wanted.check()
-            self._state.refuse_inference()  # states may have been created since __init__
+            self._state.refuse_unwritable()  # states may have been created since __init__
             self._state.warn_of_schedulers()
             try:
                 report = self._whole(lambda hold: self._restore(wanted, hold))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpoint.catalog.restore.dense import DenseShard, fill_part, has_part, join_shards
+from recpoint.catalog.restore.in_place import fits, shares_memory, write
 from recpoint.catalog.restore.state import canonical_name
 from recpoint.embeddings.tables import Table, TableSource, plain_tables, refuse_unstorable
 from recpoint.errors import SettingsError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Stored",
     "are_pieces",
+    "can_hold",
     "find_tables",
     "form_of",
     "group_names",
@@ -117,7 +119,7 @@ def write_into(here: Tensor, stored: Stored, *, name: str) -> None:
     """Write a stored tensor into `here`, in place, or the part of it that this rank holds.
 
     Args:
-        here: a parameter or buffer; the caller has checked its shape and dtype.
+        here: a parameter or buffer; the caller has checked its shape and dtype, and `can_hold`.
         stored: its stored form.
         name: name of the tensor, for errors.
     """
@@ -129,9 +131,26 @@ def write_into(here: Tensor, stored: Stored, *, name: str) -> None:
             local.copy_(stored)  # a sparse tensor is always whole and cannot be sliced
         elif isinstance(stored, Tensor):
             box = tuple(slice(a, a + n) for a, n in zip(at, local.shape, strict=True))
-            local.copy_(stored[box])
+            write(local, stored[box])
+        elif shares_memory(local):
+            write(local, join_shards(stored, name=name))
         else:
-            fill_part(stored, at, local, name=name)
+            fill_part(stored, at, local.detach(), name=name)
+
+
+def can_hold(here: Tensor, stored: Stored, *, name: str) -> bool:
+    """Whether `here` can hold a stored tensor of its shape and dtype.
+
+    It cannot if elements share memory here and differ in the checkpoint.
+
+    Args:
+        here: a parameter or buffer.
+        stored: its stored form.
+        name: name of the tensor, for errors.
+    """
+    if is_piece(here) or not shares_memory(here):
+        return True
+    return fits(here, stored if isinstance(stored, Tensor) else join_shards(stored, name=name))
 
 
 def restored_like(parameter: Tensor, stored: Stored, *, name: str) -> Tensor:

@@ -4,5 +4,6 @@ Its input is a run and a selection, its output filled tensors or files. Read the
 order: `order` (chooses the checkpoint), `restore` (the entry point), `target` (what a target must
 offer), `chain` (reads a chain table by table), `chunks` (reads and checks chunks), `rows` (which
 rows a chunk holds, and which are newest), `placement` (writes rows into tensors), `dense` and
-`state` (everything except rows), `files` (writes safetensors files).
+`state` (everything except rows), `in_place` (writes into live tensors), `files` (writes safetensors
+files).
 """

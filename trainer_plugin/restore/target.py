@@ -26,7 +26,7 @@ from recpoint.trainer_plugin.policy import Tip
 from recpoint.trainer_plugin.restore.home_sink import HomeSink
 from recpoint.trainer_plugin.state.model import nearest, optimizers_for, tree_for
 from recpoint.trainer_plugin.state.training_state import OF_ALL_RANKS, OF_TRAINERS, TrainingState
-from recpoint.trainer_plugin.tables import layout_text
+from recpoint.trainer_plugin.tables import can_hold, layout_text
 
 __all__ = [
     "ModelTarget",
@@ -472,6 +472,11 @@ class PartialTarget:
             if model != stored:
                 found.append(
                     f"{_renamed(new, old)} is {model} in the model and {stored} in the checkpoint"
+                )
+            elif not can_hold(here[new], there[old], name=new):
+                found.append(
+                    f"{_renamed(new, old)} has elements that share memory in the model (expand()), "
+                    "and differ in the checkpoint"
                 )
         if self._parts.optimizer_states == "carry":
             found += self._state.optimizers.carry_differences(

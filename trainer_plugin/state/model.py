@@ -11,6 +11,7 @@ from recpoint.catalog.restore.dense import dense_shards, is_shard, parse_shard
 from recpoint.embeddings.tables import Lookup, Table, TableSource, modules_of, refuse_other_tables
 from recpoint.trainer_plugin.tables import (
     Stored,
+    can_hold,
     form_of,
     hold_pieces,
     is_piece,
@@ -164,6 +165,11 @@ class ModelState:
             model, stored = _form(here[name]), _form(there[name])
             if model != stored:
                 found.append(f"{name!r} is {model} in the model and {stored} in the checkpoint")
+            elif not can_hold(here[name], there[name], name=name):
+                found.append(
+                    f"{name!r} has elements that share memory in the model (expand()), and differ "
+                    "in the checkpoint"
+                )
         extra = {name for name, module in self._modules() if _has_extra_state(module)}
         for name in sorted(extra ^ saved["extra"].keys()):
             found.append(f"the extra state of module {name!r} is only in one of the two")

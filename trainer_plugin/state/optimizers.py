@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recpoint.catalog.restore.in_place import fits, write
 from recpoint.embeddings.optimizers import row_states
 from recpoint.embeddings.tables import Table
 from recpoint.trainer_plugin.tables import (
@@ -287,12 +288,22 @@ def _restore_group(
         if key == "params":
             continue
         current = group.get(key)
-        if isinstance(current, Tensor) and isinstance(value, Tensor):
+        if _can_take(current, value):
             # In place: a CUDA graph or a scheduler may read the learning rate from this tensor.
-            with torch.no_grad():
-                current.copy_(value)
+            write(current, value)
         else:
             group[key] = value
+
+
+def _can_take(current: Any, value: Any) -> bool:
+    """Whether `value` can be written into the tensor `current`."""
+    return (
+        isinstance(current, Tensor)
+        and isinstance(value, Tensor)
+        and current.shape == value.shape
+        and current.layout is value.layout is torch.strided
+        and fits(current, value.to(current.dtype))
+    )
 
 
 def _entry(parameter: Tensor, state: Mapping[Any, Any], rows: int | None) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from recpoint.trainer_plugin.state.reader import (
     refuse_prepared,
     tell_epoch,
 )
+from recpoint.trainer_plugin.state.writable import refuse_unwritable
 
 __all__ = ["OF_ALL_RANKS", "OF_TRAINERS", "TrainingState", "within"]
 
@@ -314,25 +315,11 @@ class TrainingState:
         """Leave out these dense tensors, because other ranks store the pieces held here."""
         self._stored_elsewhere = names
 
-    def refuse_inference(self) -> None:
-        """Refuse tensors that cannot be restored in place, and whose changes torch does not count.
-
-        Raises:
-            SettingsError: a tensor was made under `torch.inference_mode()`; the message names it.
-        """
+    def refuse_unwritable(self) -> None:
+        """Refuse tensors that cannot be restored in place; see the function `refuse_unwritable`."""
         named = {f"parameter {name!r}": p for name, p in self.model.parameters().items()}
         named |= {f"buffer {name!r}": buffer for name, buffer in self.model.buffers().items()}
-        named |= self.optimizers.written_in_place()
-        for subject, tensor in named.items():
-            if tensor.is_inference():
-                raise SettingsError(
-                    subject,
-                    found="a tensor made under torch.inference_mode(), which cannot be restored in "
-                    "place, and whose changes torch does not count",
-                    expected="a tensor made outside torch.inference_mode()",
-                    next_step="build the model and its optimizers outside torch.inference_mode(), "
-                    "or replace the tensor by a clone that is made outside it",
-                )
+        refuse_unwritable(named | self.optimizers.written_in_place(), self._extras)
 
     def _given(self) -> list[tuple[str, object]]:
         found: list[tuple[str, object]] = []
