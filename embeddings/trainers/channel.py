@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, Final
 
 import torch
@@ -14,6 +16,11 @@ from torch import Tensor
 from recpoint.errors import RankLost
 
 __all__ = ["Channel", "GlooChannel"]
+
+_log = logging.getLogger("recpoint")
+
+#: After so many seconds a rank says that it waits for others.
+_TOLD_SECONDS: Final = 60.0
 
 #: The last byte of each message; a place that nothing has come to has a zero.
 _END: Final = 1
@@ -96,13 +103,15 @@ class GlooChannel(Channel):
         received = torch.zeros(sum(extended), dtype=torch.uint8, device="cpu")
         sent = [torch.cat([part, part.new_full((1,), _END)]) for part in parts]
         try:
-            dist.all_to_all_single(
+            work = dist.all_to_all_single(
                 received,
                 torch.cat(sent),
                 extended,
                 [part.numel() for part in sent],
                 group=self._open_group(),
+                async_op=True,
             )
+            self._wait(work)
         except RuntimeError as error:
             raise self._lost(error) from error
         found = received.split(extended)
@@ -110,6 +119,27 @@ class GlooChannel(Channel):
         if short:
             raise self._lost(f"messages of ranks {short} are shorter than this rank has planned")
         return [one[:-1] for one in found]
+
+    def _wait(self, work: Any) -> None:
+        """Wait for the other ranks, and say at doubling distances that this rank does."""
+        seconds = _TOLD_SECONDS
+        while True:
+            try:
+                work.wait(timeout=timedelta(seconds=seconds))
+                return
+            except RuntimeError:
+                if work.is_completed():  # it has failed
+                    raise
+            _log.warning(
+                "rank %d of %d has waited %g s for %s from the other ranks. Next: see the other "
+                "ranks' logs. A rank that leaves out a backward pass of DistributedDataParallel "
+                "has the others wait in that pass",
+                self.rank,
+                self.count,
+                seconds,
+                self._name,
+            )
+            seconds *= 2
 
     def close(self) -> None:
         """See `Channel`."""

@@ -19,7 +19,6 @@ another's cache later, so the home threads of all trainers meet after the write-
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -47,6 +46,7 @@ from recpoint.embeddings.trainers.row_exchange import (
     exchange_values,
     merged,
 )
+from recpoint.embeddings.trainers.same_tables import capacities_of_ranks, refuse_differing
 from recpoint.embeddings.trainers.step_agreement import (
     TableStep,
     agree_on_step,
@@ -97,8 +97,8 @@ class SharedCache(Cache):
         ids_channel = self._open_channels()
         self._rank, self._count = self._rows_channel.rank, self._rows_channel.count
         try:
-            _refuse_differing(self._rows_channel, tables)
-            self._capacities = _capacities(self._rows_channel, tables)
+            refuse_differing(self._rows_channel, tables)
+            self._capacities = capacities_of_ranks(self._rows_channel, tables)
         except BaseException:
             for one in (ids_channel, self._rows_channel, self._later_channel, self._home_channel):
                 one.close()
@@ -773,40 +773,3 @@ def _parameters(optimizer: Optimizer) -> set[int]:
 def _shared(rows: CachedRows) -> SharedOracle:
     assert isinstance(rows.oracle, SharedOracle)
     return rows.oracle
-
-
-def _capacities(channel: Channel, tables: Mapping[str, CachedRows]) -> dict[str, list[int]]:
-    own = torch.tensor(
-        [one.slots.capacity for one in tables.values()], dtype=torch.int64, device="cpu"
-    )
-    told = channel.gather(own.view(torch.uint8))
-    by_rank = [one.clone().view(torch.int64).tolist() for one in told]
-    return {name: [one[at] for one in by_rank] for at, name in enumerate(tables)}
-
-
-def _refuse_differing(channel: Channel, tables: Mapping[str, CachedRows]) -> None:
-    """Refuse tables that are not alike on all ranks.
-
-    Raises:
-        SettingsError: says which ranks differ.
-    """
-    own = []
-    for name, one in tables.items():
-        slots, storage = one.slots, one.storage
-        values = 0 if storage is None else _checksum(storage)
-        own.append(f"{name}: {slots.rows} x {slots.dim} {slots.weight.dtype}, values {values:08x}")
-    said = "\n".join(own).encode()
-    every = channel.gather(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-    differing = [rank for rank, one in enumerate(every) if not torch.equal(one, every[0])]
-    if differing:
-        raise SettingsError(
-            "cached(model)",
-            found=f"other tables, or other values in them, on ranks {differing} than on rank 0",
-            expected="the same model on all ranks",
-            next_step="seed the generators of all ranks alike before the model is built, or load "
-            "the same values",
-        )
-
-
-def _checksum(storage: Tensor) -> int:
-    return zlib.crc32(storage.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

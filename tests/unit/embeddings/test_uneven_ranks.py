@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch.optim import SGD, Adagrad
 from recpoint import Lookahead
 from recpoint.embeddings.cached_tables import cache_of
 from recpoint.embeddings.remote.processes import servers
+from recpoint.embeddings.trainers import channel
 from recpoint.embeddings.trainers.channel import GlooChannel
 from recpoint.embeddings.trainers.turns import refuse_other_counts
 from recpoint.errors import RankLost, RanksDiffer
@@ -31,6 +33,7 @@ from tests.cached_training import (
     rows_of_cache,
     rows_of_plain,
 )
+from tests.polling import until
 from tests.several_trainers import (
     Case,
     Part,
@@ -224,6 +227,7 @@ def test_over_gloo(tmp_path: Path) -> None:
 def _rank(directory: Path, rank: int, ranks: int) -> None:
     join(directory, rank, ranks)
     _short_message(rank)
+    _long_wait(directory, rank)
     with servers(count=1) as home:
         model, cache = cached_model({"users": 203, "items": 303}, home)
         optimizer = SGD([model.users.weight, model.items.weight], lr=0.5, fused=True)
@@ -270,14 +274,32 @@ OVERFLOWING = 3
 
 
 def _short_message(rank: int) -> None:
-    channel = GlooChannel("rows")
+    rows = GlooChannel("rows")
     parts = [torch.full((size,), 7, dtype=torch.uint8) for size in (3, 3)]
     if rank == 0:
-        assert [len(one) for one in channel.swap(parts, [3, 3])] == [3, 3]
+        assert [len(one) for one in rows.swap(parts, [3, 3])] == [3, 3]
     else:
         with pytest.raises(RankLost, match=r"messages of ranks \[0\] are shorter"):
-            channel.swap(parts, [5, 3])
-    channel.close()
+            rows.swap(parts, [5, 3])
+    rows.close()
+
+
+def _long_wait(directory: Path, rank: int) -> None:
+    """Rank 0 waits for rank 1, which goes on once rank 0 has said so."""
+    told, found = directory.parent / "told", GlooChannel("rows")
+    nothing = torch.empty(0, dtype=torch.uint8)
+    if rank == 0:
+        handler = logging.FileHandler(told, delay=True)
+        logging.getLogger("recpoint").addHandler(handler)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(channel, "_TOLD_SECONDS", 0.05)
+            found.swap([nothing] * 2, [0, 0])
+        logging.getLogger("recpoint").removeHandler(handler)
+        assert "rank 0 of 2 has waited 0.05 s for rows from the other ranks" in told.read_text()
+    else:
+        until(told.exists)
+        found.swap([nothing] * 2, [0, 0])
+    found.close()
 
 
 def _without_the_overflow() -> Rows:
