@@ -5,9 +5,10 @@ A trainer's cache sees one `Home`. Behind it, each table's rows are divided over
 Read the modules in this order: `transport.py` (the seven calls of a server), `server.py` (answers
 them, and does each write once), `placement.py` (which server has a row), `served_home.py` (one home
 of several servers), `rank_agreement.py` (what rank 0 tells the other ranks), `wire.py` and `tcp.py`
-(the calls over TCP), `process.py` (one server in a process of its own) and `processes.py` (starts
-such processes, and starts them again). `served_part.py` has servers stage their rows of a
-checkpoint, and `part_stager.py` does that in a server.
+(the calls over TCP), `receive_buffers.py` (the memory of requests), `process.py` (one server in a
+process of its own) and `processes.py` (starts such processes, and starts them again).
+`served_part.py` has servers stage their rows of a checkpoint, and `part_stager.py` does that in a
+server.
 
 With parity (`../parity/`): `protection.py` gives a server's part in it threads and connections,
 `peer_wire.py` and `tcp_peer.py` carry calls between servers, `led_server.py` carries those of the

@@ -23,6 +23,7 @@ from torch import Tensor
 from recpoint.embeddings.home import TableRows
 from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.remote.peer_wire import answer_peer
+from recpoint.embeddings.remote.receive_buffers import ReceiveBuffers
 from recpoint.embeddings.remote.server import EmbeddingServer
 from recpoint.embeddings.remote.transport import Greeting, Transport, Value
 from recpoint.embeddings.remote.wire import (
@@ -60,11 +61,13 @@ T = TypeVar("T")
 
 _LOG: Final = logging.getLogger("recpoint")
 #: How long a client may take to prove that it knows the token.
-_PROOF_SECONDS: Final = 10.0
+_PROOF_SECONDS: Final = 2.0
 #: How long the rest of a request, or the reading of an answer, may take.
 _REST_SECONDS: Final = 60.0
 #: Of trainers, and of other servers.
 _MOST_CONNECTIONS: Final = 256
+#: Connections whose client has not proved yet that it knows the token.
+_MOST_UNPROVEN: Final = 32
 #: Connections that a transport keeps.
 _MOST_IDLE: Final = 8
 _FIRST_PAUSE_SECONDS: Final = 0.01
@@ -97,7 +100,7 @@ class TcpTransport(Transport):
     ) -> None:
         self.address = self.listens_at = address
         self._token = token
-        self._name = name or f"the embedding server at {address[0]}:{address[1]}"
+        self._name = name or f"the embedding server at {_text_of(address)}"
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
         self._idle: list[Stream] = []
@@ -344,6 +347,11 @@ class TcpTransport(Transport):
         ) from error
 
 
+def _text_of(address: tuple[str, int]) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class _Refused(Exception):
     """The server answers with an error; the connection is as good as before."""
 
@@ -391,13 +399,16 @@ class TcpServer:
     Args:
         server: what answers.
         token: what both sides know; not empty.
-        host: address to listen at.
+        host: address to listen at, of IPv4 or IPv6.
         port: 0: the system chooses one.
-        most_connections: a further one takes the place of the one that has been idle for longest,
-            whose trainer connects again; it is closed if none is idle, and its call is tried again.
+        most_connections: connections whose client has proved that it knows the token. A further one
+            takes the place of the one that has been idle for longest, whose trainer connects again.
+            It is closed if none is idle, and its call is tried again. Clients that have proved
+            nothing take none of these places. A further one of them closes the oldest of them.
 
     Attributes:
         address: host and port.
+        buffers: memory into which requests are received.
 
     Raises:
         OSError: the system refuses the address.
@@ -419,9 +430,14 @@ class TcpServer:
         self._most = most_connections
         self._lock = threading.Lock()
         self._open: dict[Stream, threading.Thread] = {}
-        self._idle: dict[Stream, None] = {}  # no request has come; the longest idle first
+        self._unproven: dict[Stream, None] = {}  # the oldest first
+        self._proven: set[Stream] = set()
+        self._idle: dict[Stream, None] = {}  # proven, no request has come; the longest idle first
+        self.buffers = ReceiveBuffers()
         self._is_closing = threading.Event()
-        self._listener = socket.create_server((host, port), backlog=128)
+        # Resolved first, because the family of the socket follows from the address: IPv4 or IPv6.
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.create_server(where, family=family, backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._accept, name="recpoint-accept", daemon=True)
         self._thread.start()
@@ -465,32 +481,32 @@ class TcpServer:
             except OSError:  # it is gone already
                 connected.close()
                 continue
+            thread = threading.Thread(
+                target=self._answer_all, args=(stream,), name="recpoint-answer", daemon=True
+            )
             with self._lock:
-                if len(self._open) >= self._most:
-                    if not self._idle:
-                        stream.close()
-                        continue
-                    # Its thread ends. If a request is just coming, the trainer makes it again.
-                    oldest = next(iter(self._idle))
-                    del self._idle[oldest]
+                if len(self._unproven) >= _MOST_UNPROVEN:
+                    # A trainer proves in milliseconds, so the oldest is the least likely one. Its
+                    # thread ends; a trainer connects again.
+                    oldest = next(iter(self._unproven))
+                    del self._unproven[oldest]
                     oldest.close()
-                thread = threading.Thread(
-                    target=self._answer_all, args=(stream,), name="recpoint-answer", daemon=True
-                )
+                self._unproven[stream] = None
                 self._open[stream] = thread
             try:
                 thread.start()
             except RuntimeError as error:  # the process can have no more threads
                 _LOG.warning("an embedding server cannot answer a connection: %s", error)
                 stream.close()
-                with self._lock:
-                    del self._open[stream]
+                self._forget(stream)
 
     def _answer_all(self, stream: Stream) -> None:
         try:
             stream.deadline = time.monotonic() + _PROOF_SECONDS
             prove_server(stream, self._token)
-            answering = _Answering(self._server, stream)
+            if not self._is_admitted(stream):
+                return
+            answering = _Answering(self._server, stream, self.buffers)
             while True:
                 with self._idling(stream):
                     answering.wait()
@@ -503,13 +519,41 @@ class TcpServer:
             pass  # the trainer has closed the connection, or is gone
         finally:
             stream.close()
-            with self._lock:
-                del self._open[stream]
+            self._forget(stream)
+
+    def _is_admitted(self, stream: Stream) -> bool:
+        """Give a connection that has proved the token one of the places; return whether it has one.
+
+        It is idle at once, so a later one may take its place.
+        """
+        with self._lock:
+            if stream not in self._unproven:  # a further one has closed it meanwhile
+                return False
+            del self._unproven[stream]
+            if len(self._proven) >= self._most:
+                if not self._idle:
+                    return False
+                # Its thread ends. If a request is just coming, the trainer makes it again.
+                longest_idle = next(iter(self._idle))
+                del self._idle[longest_idle]
+                self._proven.discard(longest_idle)
+                longest_idle.close()
+            self._proven.add(stream)
+            self._idle[stream] = None
+            return True
+
+    def _forget(self, stream: Stream) -> None:
+        with self._lock:
+            self._unproven.pop(stream, None)
+            self._proven.discard(stream)
+            self._idle.pop(stream, None)
+            del self._open[stream]
 
     @contextmanager
     def _idling(self, stream: Stream) -> Iterator[None]:
         with self._lock:
-            self._idle[stream] = None
+            if stream in self._proven:  # else another one has taken its place
+                self._idle[stream] = None
         try:
             yield
         finally:
@@ -520,11 +564,10 @@ class TcpServer:
 class _Answering:
     """Answers the requests of one connection."""
 
-    def __init__(self, server: EmbeddingServer, stream: Stream) -> None:
+    def __init__(self, server: EmbeddingServer, stream: Stream, buffers: ReceiveBuffers) -> None:
         self._server = server
         self._stream = stream
-        # Made larger when a request needs it, which is bounded.
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._buffers = buffers
         self._header = b""
 
     def wait(self) -> None:
@@ -537,7 +580,12 @@ class _Answering:
         stream = self._stream
         stream.deadline = time.monotonic() + _REST_SECONDS
         request = Request.receive(self._header, stream)
-        rows = self._room(request.parts)
+        size_bytes = sum(part.rows * (8 + part.record_bytes) for part in request.parts)
+        with self._buffers.lent(size_bytes) as memory:
+            self._answer(request, _rows_in(memory, request.parts))
+
+    def _answer(self, request: Request, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
+        stream = self._stream
         for slots, _ in rows:
             stream.receive_into(slots)
         if request.kind in (WRITE, DIFFERENCES, STAGE_NEW):
@@ -565,23 +613,6 @@ class _Answering:
             pieces = Answer(is_error=True, text=text_of_error(told)).pieces
         stream.deadline = time.monotonic() + _REST_SECONDS
         stream.send(pieces)
-
-    def _room(self, parts: Sequence[Part]) -> list[tuple[Tensor, Tensor]]:
-        """Return for each part int64 [count] and uint8 [count, record_bytes].
-
-        They are of the connection's memory.
-        """
-        counts = [part.rows for part in parts]
-        sizes = [part.rows * part.record_bytes for part in parts]
-        before = 8 * sum(counts)  # so that slots are where an int64 may be
-        if before + sum(sizes) > len(self._memory):
-            self._memory = torch.empty(before + sum(sizes), dtype=torch.uint8, device="cpu")
-        slots = self._memory[:before].view(torch.int64).split(counts)
-        records = self._memory[before : before + sum(sizes)].split(sizes)
-        return [
-            (at, record.view(part.rows, part.record_bytes))
-            for at, record, part in zip(slots, records, parts, strict=True)
-        ]
 
     def _pieces(
         self, request: Request, rows: Sequence[tuple[Tensor, Tensor]]
@@ -641,6 +672,19 @@ class _Answering:
             for (_, records), has_row in zip(rows, found, strict=True)
         ]
         return [*Answer(count=count).pieces, bits, *there]
+
+
+def _rows_in(memory: Tensor, parts: Sequence[Part]) -> list[tuple[Tensor, Tensor]]:
+    """Return for each part int64 [count] and uint8 [count, record_bytes], which lie in `memory`."""
+    counts = [part.rows for part in parts]
+    sizes = [part.rows * part.record_bytes for part in parts]
+    slots_bytes = 8 * sum(counts)  # slots come first, where an int64 may be
+    slots = memory[:slots_bytes].view(torch.int64).split(counts)
+    records = memory[slots_bytes:].split(sizes)
+    return [
+        (part_slots, part_records.view(part.rows, part.record_bytes))
+        for part_slots, part_records, part in zip(slots, records, parts, strict=True)
+    ]
 
 
 def _of_tables(request: Request, rows: Sequence[tuple[Tensor, Tensor]]) -> list[TableRows]:

@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from recpoint.embeddings.home import Home, TableRows
 from recpoint.embeddings.parity.peers import OutOfStep, TableSlots
 from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.remote import tcp
 from recpoint.embeddings.remote.protected_home import made_home
+from recpoint.embeddings.remote.receive_buffers import ReceiveBuffers
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.server import MOST_REQUEST_BYTES, EmbeddingServer
-from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
+from recpoint.embeddings.remote.tcp import _MOST_UNPROVEN, TcpServer, TcpTransport
 from recpoint.embeddings.remote.tcp_peer import reach_with
 from recpoint.embeddings.remote.transport import Value
 from recpoint.embeddings.remote.wire import (
@@ -103,6 +105,34 @@ def test_errors_of_the_server_are_raised_here(served: TcpServer) -> None:
     transport.close()
     with pytest.raises(HomeError, match=r"close\(\)"):
         transport.hello()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_servers_listen_and_are_called_over_ipv6() -> None:
+    servers = [EmbeddingServer(reach=reach_with(TOKEN)) for _ in range(2)]
+    with ExitStack() as opened:
+        for one in servers:
+            opened.callback(one.end)
+        served = [opened.enter_context(TcpServer(one, TOKEN, host="::1")) for one in servers]
+        assert [one.address[0] for one in served] == ["::1", "::1"]
+        transports = [TcpTransport(one.address, TOKEN, timeout_seconds=20.0) for one in served]
+        # With parity, servers call each other, at the address that a trainer tells them.
+        home = opened.enter_context(
+            made_home(
+                transports,
+                parity=Parity(data=1),
+                timeout_seconds=20.0,
+                revive=transports.__getitem__,
+            )
+        )
+        home.add_table("t", rows=10, record_bytes=8)
+        written = records_of(range(10), 8)
+        home.write_back("t", ids_of(range(10)), written, batch=1)
+        out = torch.zeros_like(written)
+        assert home.fetch("t", ids_of(range(10)), out).all() and torch.equal(out, written)
+        port = served[0].address[1]
+        with pytest.raises(ServerLost, match=rf"server at \[::1\]:{port}.*the token"):
+            TcpTransport(served[0].address, b"guessed").hello()
 
 
 def test_another_token_is_refused(served: TcpServer) -> None:
@@ -333,6 +363,72 @@ def test_a_new_connection_takes_the_place_of_one_that_is_idle(served: TcpServer)
     for one in transports:
         one.close()
     busy.close()
+
+
+def silent_ones(served: TcpServer, count: int, opened: ExitStack) -> list[socket.socket]:
+    return [
+        opened.enter_context(socket.create_connection(served.address, timeout=20.0))
+        for _ in range(count)
+    ]
+
+
+def test_clients_that_prove_nothing_lock_no_trainer_out(served: TcpServer) -> None:
+    """Any user of the host can open sockets. They close each other, and take no trainer's place."""
+    served._most = 2
+    trainers = [TcpTransport(served.address, TOKEN, timeout_seconds=20.0) for _ in range(3)]
+    assert trainers[0].hello().owner == 0
+    (kept,) = served._proven
+    with ExitStack() as opened:
+        silent_ones(served, 300, opened)
+        until(lambda: len(served._open) <= _MOST_UNPROVEN + 1)
+        assert trainers[0].hello().owner == 0 and served._proven == {kept}  # it has stayed
+        for one in trainers:
+            assert one.hello().owner == 0
+        assert len(served._proven) <= 2 and len(served._unproven) <= _MOST_UNPROVEN
+    for one in trainers:
+        one.close()
+    until(lambda: not served._open)
+
+
+def test_a_client_that_proves_nothing_is_closed_in_time(
+    served: TcpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tcp._PROOF_SECONDS <= 2
+    monkeypatch.setattr(tcp, "_PROOF_SECONDS", 0.05)
+    with ExitStack() as opened:
+        (silent,) = silent_ones(served, 1, opened)
+        while silent.recv(100):
+            pass  # the greeting; then the server closes
+        until(lambda: not served._open)
+
+
+def test_idle_connections_keep_bounded_memory(served: TcpServer) -> None:
+    """Each kept the memory of its largest request: at 256 connections, gigabytes."""
+    transports = [TcpTransport(served.address, TOKEN) for _ in range(6)]
+    incarnation = with_table(transports[0], rows=100_000, record_bytes=120)
+    ids = ids_of(range(100_000))
+    out = torch.zeros(100_000, 120, dtype=torch.uint8)
+    for one in transports:
+        for rows in (100_000, 10):
+            one.fetch([TableRows("t", ids[:rows], out[:rows])], incarnation=incarnation)
+    until(lambda: served.buffers.lent_bytes == 0)
+    assert len(served._open) == 6
+    assert 0 < served.buffers.kept_bytes <= 2 * 100_000 * 128
+    for one in transports:
+        one.close()
+
+
+def test_kept_memory_is_the_newest_within_its_bound() -> None:
+    buffers = ReceiveBuffers(most_kept_bytes=100)
+    with buffers.lent(60) as first, buffers.lent(50) as second:
+        assert (len(first), len(second), buffers.lent_bytes) == (60, 50, 110)
+    assert (buffers.lent_bytes, buffers.kept_bytes) == (0, 60)  # 50 came back before 60
+    with buffers.lent(40) as again:
+        assert len(again) == 40 and again.data_ptr() == first.data_ptr()
+        assert (buffers.lent_bytes, buffers.kept_bytes) == (60, 0)
+    with buffers.lent(101):
+        assert buffers.kept_bytes == 60
+    assert (buffers.lent_bytes, buffers.kept_bytes) == (0, 60)  # 101 is more than is ever kept
 
 
 def test_a_server_that_gets_no_thread_accepts_further_connections(
