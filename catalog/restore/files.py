@@ -151,6 +151,9 @@ DEFAULT_SHARD_BYTES: Final = 1 << 30
 #: The first bytes of a file that name the checkpoint that it is of.
 ORIGIN_BYTES: Final = 512
 
+#: safetensors' own readers refuse a file with a longer header.
+MAX_HEADER_BYTES: Final = 100_000_000
+
 _MOST_SHARDS: Final = 99_999  # the names of files have five digits
 _ALIGNMENT_BYTES: Final = 8
 _ORIGIN: Final = re.compile(
@@ -187,6 +190,11 @@ class ShardTensor(NamedTuple):
         """Its bytes in the file."""
         return array_bytes(self.dtype, self.shape)
 
+    @property
+    def header_bytes(self) -> int:
+        """The most bytes that it takes in the file's header."""
+        return len(json.dumps(self.name)) + 128 + 24 * len(self.shape)
+
 
 class Shard(NamedTuple):
     """A file: its tensors in order, the widest items first, which keeps all of them aligned."""
@@ -200,7 +208,11 @@ class Shard(NamedTuple):
         return sum(tensor.size_bytes for tensor in self.tensors)
 
     def header(self, metadata: Mapping[str, str]) -> bytes:
-        """Return all bytes before the first tensor."""
+        """Return all bytes before the first tensor.
+
+        Raises:
+            SettingsError: safetensors would not read a file with so long a header.
+        """
         fields: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
         end = 0
         for tensor in self.tensors:
@@ -212,6 +224,13 @@ class Shard(NamedTuple):
             }
         text = json.dumps(fields, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+        if len(text) > MAX_HEADER_BYTES:
+            raise SettingsError(
+                self.file,
+                found=f"{len(self.tensors)} tensors, whose header takes {len(text)} bytes",
+                expected=f"a header of at most {MAX_HEADER_BYTES} bytes, which safetensors reads",
+                next_step="recpoint restore URL --to model.pt",
+            )
         return len(text).to_bytes(8, "little") + text
 
 
@@ -270,7 +289,7 @@ def plan_shards(
 
     A table and its row states are in one file, because they are read together. All tensors without
     a table are in one file, too. Several such units share a file as long as they fit into
-    `shard_bytes`; a larger unit has a file of its own.
+    `shard_bytes` and a header that safetensors reads; a larger unit has a file of its own.
 
     Args:
         run: the run.
@@ -280,7 +299,8 @@ def plan_shards(
         shard_bytes: most bytes of a file that holds more than one unit.
 
     Raises:
-        SettingsError: there would be more files than their names can count.
+        SettingsError: there would be more files than their names can count, or the header of one
+            would be too long for safetensors.
         RecpointError: as for `catalog.restore.restore.restore`; no row has been read yet.
     """
     target = MemoryTarget(())
@@ -299,14 +319,16 @@ def plan_shards(
         ]
     )
     files: list[list[ShardTensor]] = []
-    room = 0
+    room_bytes = header_room_bytes = 0
     for unit in filter(None, units):
         size_bytes = sum(tensor.size_bytes for tensor in unit)
-        if not files or size_bytes > room:
+        header_bytes = sum(tensor.header_bytes for tensor in unit)
+        if not files or size_bytes > room_bytes or header_bytes > header_room_bytes:
             files.append([])
-            room = shard_bytes
+            room_bytes, header_room_bytes = shard_bytes, MAX_HEADER_BYTES - ORIGIN_BYTES
         files[-1] += unit
-        room -= size_bytes
+        room_bytes -= size_bytes
+        header_room_bytes -= header_bytes
     if len(files) > _MOST_SHARDS:
         raise SettingsError(
             "shard_bytes",
@@ -314,15 +336,15 @@ def plan_shards(
             expected=f"at most {_MOST_SHARDS} files",
             next_step="set a larger shard_bytes",
         )
-    return ShardPlan(
-        run=run.id,
-        include=include,
-        report=report,
-        shards=tuple(
-            _shard(f"model-{number:05}-of-{len(files):05}.safetensors", tensors)
-            for number, tensors in enumerate(files, 1)
-        ),
+    shards = tuple(
+        _shard(f"model-{number:05}-of-{len(files):05}.safetensors", tensors)
+        for number, tensors in enumerate(files, 1)
     )
+    plan = ShardPlan(run=run.id, include=include, report=report, shards=shards)
+    for shard in shards:
+        if sum(tensor.header_bytes for tensor in shard.tensors) > MAX_HEADER_BYTES - ORIGIN_BYTES:
+            shard.header(plan.metadata)  # refused before any file is written
+    return plan
 
 
 def checkpoint_in(start: bytes, run: str) -> Origin | None:
@@ -781,6 +803,7 @@ def write_one_file(path: Path, target: MemoryTarget, include: Include) -> None:
 
     Raises:
         ValueError: nothing was restored.
+        SettingsError: the header would be too long for safetensors; nothing is written.
     """
     if target.manifest is None:
         raise ValueError("nothing was restored")
@@ -797,8 +820,9 @@ def write_one_file(path: Path, target: MemoryTarget, include: Include) -> None:
         path.name,
         [ShardTensor(name, dtype_name(t.dtype), tuple(t.shape)) for name, t in named.items()],
     )
+    header = shard.header(_metadata(target.manifest.run, target.manifest.ref, include))
     with open(path, "xb") as file:
-        file.write(shard.header(_metadata(target.manifest.run, target.manifest.ref, include)))
+        file.write(header)
         for tensor in shard.tensors:
             # One by one, so that only a tensor that is not contiguous is copied.
             flat = named[tensor.name].detach().contiguous().reshape(-1)

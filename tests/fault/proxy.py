@@ -13,6 +13,7 @@ __all__ = ["Break", "FaultProxy"]
 
 _EXPECTS = b"expect: 100-continue\r\n"
 _CANNED = {
+    200: ("OK", "InternalError"),  # S3 may answer so: the status went out before the work was done
     403: ("Forbidden", "AccessDenied"),
     409: ("Conflict", "OperationAborted"),
     503: ("Service Unavailable", "SlowDown"),

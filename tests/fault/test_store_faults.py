@@ -6,6 +6,7 @@ again as soon as the fault is over.
 
 from __future__ import annotations
 
+import json
 import secrets
 import subprocess
 import sys
@@ -15,7 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load
 
+from recpoint.catalog.restore.files import INDEX, restore_shards
 from recpoint.catalog.store import s3
 from recpoint.catalog.store.store import S3Timeouts, Store, open_store
 from recpoint.errors import (
@@ -28,6 +32,7 @@ from recpoint.errors import (
 )
 from recpoint.testing.faults import READS, Fault, FaultStore
 from recpoint.testing.seaweed import SeaweedServer
+from tests.catalog_builder import Table, build, new_run, publish
 from tests.fault.proxy import Break, FaultProxy
 from tests.polling import PATIENCE_SECONDS, until
 from tests.training_builder import Place, checkpointer, simple_training
@@ -401,6 +406,36 @@ def test_a_completion_whose_reply_is_lost_is_unknown_and_done(
     except (ObjectExists, StoreUnavailable):
         pass  # both say: read it back
     assert store.get("new", max_bytes=len(data)) == data
+    assert list(store.list_unfinished()) == []
+
+
+@pytest.mark.parametrize("times", [1, None], ids=["once", "always"])
+def test_a_completion_that_fails_in_the_body_of_a_good_answer(
+    store: Store,
+    proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    times: int | None,
+) -> None:
+    """S3 may answer 200 before the parts are joined, and put the error into the body."""
+    monkeypatch.setattr(s3, "_SINGLE_PUT_BYTES", 0)
+    monkeypatch.setattr(s3, "_PART_BYTES", 5 << 20)
+    run = new_run(tmp_path / "run")
+    run.claim(None)
+    tables = [Table("users", torch.rand(400_000, 4))]
+    publish(run, build(run, tables, step=1, generation=1, rows_per_chunk=400_000))
+    failed = Break(match="POST ", status=200, times=times)
+    proxy.plan = [Break(match="?uploads"), failed]
+    if times is None:
+        with pytest.raises(StoreUnavailable, match="InternalError"):
+            restore_shards(run, store)
+        assert [info.key for info in store.list()] == ["old"], "no index without its files"
+        proxy.plan = []
+    restore_shards(run, store)
+    index = json.loads(store.get(INDEX, max_bytes=1 << 20))
+    for key in {*index["weight_map"].values()}:
+        tensors = load(store.get(key, max_bytes=10 << 20))
+        assert tensors["users.weight"].shape == (400_000, 4)
     assert list(store.list_unfinished()) == []
 
 

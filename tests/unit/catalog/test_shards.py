@@ -13,13 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from recpoint.catalog.restore import files
 from recpoint.catalog.restore.files import (
     INDEX,
+    MAX_HEADER_BYTES,
     Include,
+    Shard,
+    ShardTensor,
     finish_shards,
     plan_shards,
     restore_shards,
@@ -528,3 +532,37 @@ def test_a_table_larger_than_its_share_of_memory(tmp_path: Path) -> None:
     # Of a table of 410 MB. Four threads let seven chunks of 15 MB be there at once, the one that is
     # being used and the one after it included: 108, and what is around them.
     assert json.loads(answer.stdout) < 125
+
+
+def test_a_header_that_safetensors_would_not_read_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """safetensors reads a header of 100,000,000 bytes and no longer one."""
+    for beyond, refusal in ((0, "header length"), (8, "header too large")):
+        length = (MAX_HEADER_BYTES + beyond).to_bytes(8, "little")
+        with pytest.raises(SafetensorError, match=refusal):
+            deserialize(length + b"{}")
+    shard = Shard("many.safetensors", (ShardTensor("x", "U8", (1,)), ShardTensor("y", "U8", (1,))))
+    length = len(shard.header({})) - 8
+    monkeypatch.setattr(files, "MAX_HEADER_BYTES", length)
+    assert len(deserialize(shard.header({}) + bytes(2))) == 2
+    monkeypatch.setattr(files, "MAX_HEADER_BYTES", length - 1)
+    with pytest.raises(SettingsError, match=f"2 tensors, whose header takes {length} bytes"):
+        shard.header({})
+
+
+def test_units_share_a_file_only_if_its_header_can_be_read(
+    chain: tuple[Run, list[Manifest]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = chain
+    assert len(plan_shards(run).shards) == 1
+    monkeypatch.setattr(files, "MAX_HEADER_BYTES", 1024)
+    plan = plan_shards(run)
+    assert len(plan.shards) > 1
+    assert all(len(shard.header(plan.metadata)) <= 1024 + 8 for shard in plan.shards)
+    (into := tmp_path / "into").mkdir()
+    restore_shards(run, open_store(str(into)))
+    require_same(by_index(into), in_one_file(run, tmp_path / "one.safetensors"))
+    monkeypatch.setattr(files, "MAX_HEADER_BYTES", 64)
+    with pytest.raises(SettingsError, match="at most 64 bytes, which safetensors reads"):
+        plan_shards(run)
