@@ -76,6 +76,7 @@ _BY_CLASS: Final[tuple[tuple[type[BaseException], str], ...]] = (
     (errors.NothingToRestore, "run_missing"),
     (errors.StagingFull, "staging_full"),
     (errors.StagingError, "staging"),
+    (errors.RecordTooLarge, "too_large"),
     (errors.FormatError, "damaged"),
     (errors.ChainError, "chain_broken"),
     (errors.CommitError, "superseded"),
