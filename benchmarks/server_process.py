@@ -112,6 +112,10 @@ class _LatePeer(Peer):
     def decoded(self, wanted: Sequence[TableSlots], lost: int) -> Members:
         return self._wait().decoded(wanted, lost)
 
+    @property
+    def is_unreached(self) -> bool:
+        return self._to.is_unreached
+
     def close(self) -> None:
         self._to.close()
 

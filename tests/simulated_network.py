@@ -27,7 +27,7 @@ class PassedOn(Transport):
         self.names.append(name)
         return call()
 
-    def hello(self) -> Greeting:
+    def hello(self, *, within_seconds: float | None = None) -> Greeting:
         return self.deliver("hello", lambda: self.server.hello())
 
     def command(

@@ -337,8 +337,8 @@ class _Late(Transport):
             time.sleep(self._seconds)
         return self._to
 
-    def hello(self) -> Greeting:
-        return self._wait().hello()
+    def hello(self, *, within_seconds: float | None = None) -> Greeting:
+        return self._wait().hello(within_seconds=within_seconds)
 
     def command(
         self, name: str, arguments: Mapping[str, Value], *, incarnation: int

@@ -10,6 +10,9 @@ may be repeated.
 
 If more servers are not whole than parity makes up for, the leader gives up. Then `clear` has all
 servers begin anew, without rows.
+
+Two servers that both live may not reach each other. They say so when the leader greets them, and
+the leader takes one of them for lost; see `_cut_off`.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import logging
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from enum import Enum
 from typing import Final, NamedTuple, Protocol
@@ -36,6 +41,9 @@ _LOG: Final = logging.getLogger("recpoint")
 _LOOK_SECONDS: Final = 0.5
 #: How often the log says how far a recovery is, and repeats an error.
 _TELL_SECONDS: Final = 10.0
+#: How often one of two servers that do not reach each other is replaced. Then the leader gives up:
+#: new processes do not mend a network.
+_MOST_CUTS: Final = 2
 
 
 class State(Enum):
@@ -74,6 +82,10 @@ class LedServer(Led, Protocol):
         Raises:
             ClusterLost: no server can be started again.
         """
+
+    @property
+    def unreached(self) -> Sequence[int]:
+        """Incarnations of servers that it had not reached when it last answered `lives`."""
 
     def begin(self, number_of_beginning: int) -> None:
         """Have a server that lives forget everything, and draw an incarnation.
@@ -143,6 +155,11 @@ class Leader:
         self.has_given_up = False
         self.left: Mapping[int, int] = {}  # replaced, never changed: other threads read it
         self.losses: Mapping[int, Loss] = {}  # the same
+        self._cuts: Counter[frozenset[int]] = Counter()  # see `_cut_off`
+        self._greeting = ThreadPoolExecutor(
+            max(1, len(self._servers) - 1), thread_name_prefix="recpoint-greet"
+        )
+        self._looks = 0  # that have begun; guarded by `_leading`
         self._leading = threading.Lock()
         self._is_over = threading.Event()
         self._told: dict[str, float] = {}  # what the log says again and again -> when it said so
@@ -189,21 +206,28 @@ class Leader:
         self._is_over.set()
         if self._watch is not None and self._watch is not threading.current_thread():
             self._watch.join()
+        self._greeting.shutdown(wait=False)
 
     def look(self) -> None:
         """Replace servers that are lost, as far as parity makes up for them.
 
-        It raises no error: the log has it, and the next look tries again.
+        It raises no error: the log has it, and the next look tries again. Of several threads that
+        wait to look, one does.
         """
+        begun = self._looks
         with self._leading:
-            if not self.has_given_up and not self._is_over.is_set():
+            if self._looks == begun and not self.has_given_up and not self._is_over.is_set():
                 self._look()
 
     def _look(self) -> None:
+        self._looks += 1
         try:
             newly_lost = self._find_lost()
             self._note_progress()
             lost = self._in_state(State.LOST)
+            if not lost and (cut_off := self._cut_off()) is not None:
+                self._note_lost(cut_off)
+                newly_lost, lost = [cut_off], [cut_off]
             if lost and len(self.not_whole) > self._parity:
                 self._give_up()
             elif lost:
@@ -225,19 +249,85 @@ class Leader:
 
     def _find_lost(self) -> list[int]:
         """Have all servers in state WHOLE, OPEN or LOST; returns those that answered before."""
-        newly_lost = []
-        for number, server in enumerate(self._servers):
-            if self._states[number] in (State.WHOLE, State.OPEN):
-                if server.lives():
-                    continue
-                newly_lost.append(number)
-                self._lost_at[number] = time.monotonic()
-                known = self.losses.get(number)
-                if known is None or known.whole_ms is not None:
-                    self.losses = {**self.losses, number: Loss(now_ms(), None)}
+        answered = self._in_state(State.WHOLE, State.OPEN)
+        newly_lost = [
+            number
+            for number, lives in zip(answered, self._live(answered), strict=True)
+            if not lives
+        ]
+        for number in newly_lost:
+            self._note_lost(number)
+        for number in self._in_state(State.FORGOTTEN, State.BEGUN):
             # A replacement that was not finished begins again, with another successor.
             self._states[number] = State.LOST
         return newly_lost
+
+    def _live(self, numbers: Sequence[int]) -> list[bool]:
+        """Ask servers at the same time whether they live: one that hangs delays no other."""
+        if not numbers:
+            return []
+        *others, last = numbers
+        asked = [self._greeting.submit(self._servers[number].lives) for number in others]
+        try:
+            last_lives = self._servers[last].lives()
+        finally:
+            wait(asked)
+        return [*(one.result() for one in asked), last_lives]
+
+    def _note_lost(self, number: int) -> None:
+        self._states[number] = State.LOST
+        self._lost_at[number] = time.monotonic()
+        loss = self.losses.get(number)
+        if loss is None or loss.whole_ms is not None:
+            self.losses = {**self.losses, number: Loss(now_ms(), None)}
+
+    def _cut_off(self) -> int | None:
+        """Return a server that lives, and that another one that lives does not reach.
+
+        Writes to one of them cannot be acknowledged before the other is forgotten. The server with
+        the most links that are cut is taken for lost; of two with as many, the one that more
+        servers do not reach. If its successor is cut off as well, the other server's turn comes,
+        and then the leader gives up.
+        """
+        by_incarnation = {one.incarnation: at for at, one in enumerate(self._servers)}
+        cut = [
+            (source, by_incarnation[incarnation])
+            for source, server in enumerate(self._servers)
+            for incarnation in server.unreached
+            if incarnation in by_incarnation
+        ]
+        pairs = {frozenset(pair) for pair in cut if pair[0] != pair[1]}
+        if not pairs:
+            return None
+        links = Counter(number for pair in pairs for number in pair)
+        accused = Counter(target for _, target in cut)
+
+        def order(number: int) -> tuple[bool, int, int, int]:
+            # The one whose loss parity makes up for, as long as there is one.
+            is_affordable = len({*self.not_whole, number}) <= self._parity
+            return is_affordable, links[number], accused[number], number
+
+        ranked = sorted(links, key=order, reverse=True)
+        chosen = ranked[0]
+        if any(self._cuts[pair] for pair in pairs if chosen in pair):
+            chosen = next((one for one in ranked[1:] if order(one)[0]), chosen)
+        names = "; ".join(_names(sorted(pair)) for pair in sorted(pairs, key=sorted))
+        if max(self._cuts[pair] for pair in pairs) >= _MOST_CUTS:
+            self._note_lost(chosen)
+            _LOG.error(
+                "embedding servers do not reach each other (%s), and new processes do not either: "
+                "look at the network between their hosts",
+                names,
+            )
+            self._give_up()
+            return None
+        self._cuts.update(pairs)
+        _LOG.warning(
+            "embedding servers do not reach each other (%s): server %d is taken for lost",
+            names,
+            chosen + 1,
+        )
+        return chosen
 
     def _note_progress(self) -> None:
         """Learn how far recoveries are, and say so in the log."""
@@ -251,6 +341,8 @@ class Leader:
                 left[number] = known.all - known.known
                 continue
             self._states[number] = State.WHOLE
+            for pair in [pair for pair in self._cuts if number in pair]:
+                del self._cuts[pair]
             loss = self.losses[number]._replace(whole_ms=now_ms())
             self.losses = {**self.losses, number: loss}
             _LOG.warning(
@@ -351,8 +443,9 @@ class Leader:
         self.has_given_up = True  # until all have begun
         self._beginnings += 1
         beginning = self._beginnings
+        lives = self._live(range(len(self._servers)))
         for number, server in enumerate(self._servers):
-            if server.lives():
+            if lives[number]:
                 server.begin(beginning)
             else:
                 self._succeed(number)
@@ -363,6 +456,7 @@ class Leader:
         self._recovery.begin_anew()
         self._states = [State.WHOLE] * len(self._servers)
         self._lost_at.clear()
+        self._cuts.clear()
         self.left, self.losses = {}, {}
         self.has_given_up = False
 

@@ -287,6 +287,13 @@ class StripeMember:
             counts = [table.known for table in self._tables.values()]
         return Known(sum(one.known for one in counts), sum(one.all for one in counts))
 
+    @property
+    def unreached(self) -> tuple[int, ...]:
+        """Incarnations of servers that have just answered neither a call nor a greeting."""
+        with self._lock:
+            peers = [(self._outboxes[to].incarnation, peer) for to, peer in self._peers.items()]
+        return tuple(incarnation for incarnation, peer in peers if peer.is_unreached)
+
     # Rows.
 
     def write(self, changed: Sequence[TableRows]) -> None:

@@ -178,5 +178,9 @@ class Peer(HasMembers, Protocol):
             lost: number of that server. Its rows do not change before it has the answer.
         """
 
+    @property
+    def is_unreached(self) -> bool:
+        """Whether the server has just answered neither a call nor a greeting."""
+
     def close(self) -> None:
         """Give the connection up. Calls that are under way fail."""

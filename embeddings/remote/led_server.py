@@ -34,6 +34,7 @@ class Servers:
         hosts: for each server the name of its host when the training began.
         owner: number of the training.
         trainer: number of the leader among the trainers.
+        greeting_seconds: how long a server may take to say that it lives.
         revive: starts a server again; None: nothing does.
     """
 
@@ -44,6 +45,7 @@ class Servers:
     hosts: Sequence[str]
     owner: int
     trainer: int
+    greeting_seconds: float
     revive: Callable[[int], Transport] | None
 
 
@@ -59,6 +61,7 @@ class CommandedServer(LedServer):
         self._number = number
         self._servers = servers
         self._link = servers.links[number]
+        self._unreached: tuple[int, ...] = ()
 
     @property
     def incarnation(self) -> int:
@@ -66,13 +69,26 @@ class CommandedServer(LedServer):
         return self._link.incarnation
 
     def lives(self) -> bool:
-        """See `LedServer`."""
+        """See `LedServer`. A server that does not answer is greeted once more.
+
+        This process may have been stopped meanwhile, and has then waited for no answer.
+        """
+        greeting = self._greeting() or self._greeting()
+        self._unreached = () if greeting is None else greeting.unreached
+        return greeting is not None and greeting.incarnation == self._link.incarnation
+
+    def _greeting(self) -> Greeting | None:
         try:
-            return self._link.transport.hello().incarnation == self._link.incarnation
+            return self._link.transport.hello(within_seconds=self._servers.greeting_seconds)
         except ClusterLost:
             raise  # the server may live, and there can be no successor
         except ServerLost:
-            return False
+            return None
+
+    @property
+    def unreached(self) -> tuple[int, ...]:
+        """See `LedServer`."""
+        return self._unreached
 
     def begin(self, number_of_beginning: int) -> None:
         """See `LedServer`."""

@@ -82,7 +82,8 @@ def servers(
         directory: on a local disk: each server keeps its rows in files of a directory there. None:
             they stay in memory.
         timeout_seconds: how long a call to a server may take before the server counts as lost. With
-            parity, also for how long such a call is then made again.
+            parity, a server that answers no greeting for half of that time counts as lost, and a
+            call is made again for twice that time and a minute.
 
     Raises:
         SettingsError: a number that cannot work, or another `parity` than on rank 0.

@@ -35,7 +35,7 @@ from recpoint.embeddings.remote.served_home import (
     ServedHome,
     ServedTable,
 )
-from recpoint.embeddings.remote.transport import Greeting, Transport
+from recpoint.embeddings.remote.transport import Greeting, Transport, greeting_seconds
 from recpoint.errors import ClusterLost, HomeError, ServerLost, SettingsError
 from recpoint.format.servers import AllServers, ServerFacts, ServerState
 
@@ -45,6 +45,8 @@ T = TypeVar("T")
 
 _LOG: Final = logging.getLogger("recpoint")
 _PAUSE_SECONDS: Final = 0.05
+#: How long a successor may take to start and to take the place of a lost server.
+_START_SECONDS: Final = 60.0
 #: What people are told of a server; in all other states it is lost.
 _STATES: Final[dict[State, ServerState]] = {State.WHOLE: "up", State.OPEN: "recovering"}
 
@@ -79,7 +81,7 @@ def made_home(
         trainers=ranks,
         revive=revive,
         at_close=at_close,
-        patience_seconds=timeout_seconds,
+        timeout_seconds=timeout_seconds,
     )
 
 
@@ -94,7 +96,9 @@ class ProtectedHome(ServedHome):
             them from the servers. All trainers need the same.
         owner, trainer, trainers, revive, at_close: see `ServedHome`. Trainer 0 is the leader. For
             other trainers, `revive` does not wait until the leader has started the server again.
-        patience_seconds: how long a call is made again while a server is lost.
+        timeout_seconds: how long a call to a server may take.
+        patience_seconds: how long a call is made again while a server is lost. None: longer than it
+            takes to find that servers hang, one after another, and to start their successors.
 
     Raises:
         ServerLost: a server does not answer, or works for another training.
@@ -112,7 +116,8 @@ class ProtectedHome(ServedHome):
         trainers: int = 1,
         revive: Callable[[int], Transport] | None = None,
         at_close: Callable[[], None] | None = None,
-        patience_seconds: float = 60.0,
+        timeout_seconds: float = 60.0,
+        patience_seconds: float | None = None,
     ) -> None:
         try:
             parity.require_servers(len(transports))
@@ -121,7 +126,10 @@ class ProtectedHome(ServedHome):
                 one.close()
             raise
         self._parity = parity
-        self._patience_seconds = patience_seconds
+        self._timeout_seconds = timeout_seconds
+        self._patience_seconds = (
+            2 * timeout_seconds + _START_SECONDS if patience_seconds is None else patience_seconds
+        )
         self._all: dict[str, ServedTable] = {}  # also for successors of lost servers
         self._leader: Leader | None = None  # of trainer 0
         self._was_given_up = False  # as another trainer has heard
@@ -159,6 +167,7 @@ class ProtectedHome(ServedHome):
             hosts=self.hosts,
             owner=self.owner,
             trainer=self._trainer,
+            greeting_seconds=greeting_seconds(self._timeout_seconds),
             revive=self._revive,
         )
         led = [CommandedServer(number, servers) for number in range(len(self._servers))]
@@ -209,12 +218,12 @@ class ProtectedHome(ServedHome):
             tables = [one.table for one in rows]
             return self._repeated(tables, server, lambda: fetch(server, rows, None))
         # Frozen rows end with their server. It may have to wait for another one.
-        deadline = time.monotonic() + self._patience_seconds
+        patience = _Patience(self._patience_seconds)
         while True:
             try:
                 return fetch(server, rows, frozen)
             except OutOfStep as error:
-                if not self._may_go_on(deadline, server):
+                if not self._may_go_on(patience, server):
                     raise self._named(error) from error
                 time.sleep(_PAUSE_SECONDS)
 
@@ -289,7 +298,7 @@ class ProtectedHome(ServedHome):
 
     def _repeated(self, tables: Sequence[ServedTable], server: int, act: Callable[[], T]) -> T:
         """Make a call, again and again while a server is lost that parity makes up for."""
-        deadline = None
+        patience: _Patience | None = None
         while True:
             link = self._servers[server]
             transport = link.transport
@@ -303,21 +312,21 @@ class ProtectedHome(ServedHome):
                 if not isinstance(error, (ServerLost, OutOfStep)) and transport is link.transport:
                     raise  # else the transport to a lost server was closed meanwhile
                 # The call itself may have taken long, if a server hangs.
-                deadline = deadline or time.monotonic() + self._patience_seconds
-                if not self._may_go_on(deadline, server):
+                patience = patience or _Patience(self._patience_seconds)
+                if not self._may_go_on(patience, server):
                     raise self._named(error) from error
                 if self._leader is None:
                     self._follow(server)
             time.sleep(_PAUSE_SECONDS)
 
-    def _may_go_on(self, deadline: float, server: int) -> bool:
+    def _may_go_on(self, patience: _Patience, server: int) -> bool:
         """Whether a call may be made again, because lost servers are replaced.
 
         Args:
-            deadline: `time.monotonic` after which it may not.
+            patience: what is left for it.
             server: number of the server that did not answer. It is not asked, which may take long.
         """
-        is_in_time = time.monotonic() <= deadline
+        is_in_time = patience.is_left()
         if self._is_closed:
             return False
         if self._leader is not None:
@@ -363,15 +372,16 @@ class ProtectedHome(ServedHome):
         """Learn the incarnation, and the address, of a server that the leader may have replaced."""
         here = self._servers[server]
         with here.lock:
+            seconds = greeting_seconds(self._timeout_seconds)
             try:
-                greeting = here.transport.hello()
+                greeting = here.transport.hello(within_seconds=seconds)
             except ServerLost:
                 if self._revive is None:
                     return
                 fresh = None
                 try:
                     fresh = self._revive(server)
-                    greeting = fresh.hello()
+                    greeting = fresh.hello(within_seconds=seconds)
                 except ServerLost:
                     if fresh is not None:
                         fresh.close()
@@ -450,6 +460,25 @@ class ProtectedHome(ServedHome):
         if self._leader is not None:
             self._leader.end()
         super().close()
+
+
+class _Patience:
+    """How long a call is made again.
+
+    Once the time is over, it is made one more time: this process may have been stopped for all of
+    it, while the servers were well.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._is_last = False
+
+    def is_left(self) -> bool:
+        """Whether the call may be made again."""
+        if time.monotonic() <= self._deadline:
+            return True
+        was_last, self._is_last = self._is_last, True
+        return not was_last
 
 
 def _table_on(form: TableForm, *, parity: Parity, hosts: Sequence[str]) -> ServedTable:

@@ -153,9 +153,9 @@ class WatchedTransport(Transport):
         self._head = head
         self.listens_at = transport.listens_at
 
-    def hello(self) -> Greeting:
+    def hello(self, *, within_seconds: float | None = None) -> Greeting:
         """See `Transport`."""
-        return self._call(self._transport.hello)
+        return self._call(lambda: self._transport.hello(within_seconds=within_seconds))
 
     def command(
         self, name: str, arguments: Mapping[str, Value], *, incarnation: int

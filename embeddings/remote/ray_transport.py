@@ -165,9 +165,9 @@ class RayTransport(Transport):
         self._room = threading.BoundedSemaphore(MOST_CALLS_WAITING)
         self._is_closed = False
 
-    def hello(self) -> Greeting:
+    def hello(self, *, within_seconds: float | None = None) -> Greeting:
         """Ask the server who it is. Waits for one that Ray is starting again."""
-        greeting = self._ask_until_started("hello")
+        greeting = self._ask_until_started("hello", within_seconds)
         assert isinstance(greeting, Greeting)
         return greeting
 
@@ -194,8 +194,8 @@ class RayTransport(Transport):
                 _LOG.warning("%s: its process does not answer; Ray starts another one", self._name)
                 ray.kill(self._actor, no_restart=False)
 
-    def _ask_until_started(self, method: str) -> Any:
-        deadline = time.monotonic() + self._timeout_seconds
+    def _ask_until_started(self, method: str, within_seconds: float | None = None) -> Any:
+        deadline = time.monotonic() + (within_seconds or self._timeout_seconds)
         while True:
             try:
                 return self._ask(method, deadline=deadline)

@@ -140,15 +140,17 @@ class EmbeddingServer(Transport):
     def _new_home(self) -> Home:
         return MemoryHome() if self._directory is None else FileHome(self._directory)
 
-    def hello(self) -> Greeting:
+    def hello(self, *, within_seconds: float | None = None) -> Greeting:
         """See `Transport`. It waits for no other call, which may be waiting for a lost server."""
         if self._has_ended:
             self._refuse_ended()
+        protection = self._protection
         return Greeting(
             incarnation=self._incarnation,
             host=socket.gethostname(),
             pid=os.getpid(),
             owner=self._owner,
+            unreached=() if protection is None else protection.member.unreached,
         )
 
     def command(

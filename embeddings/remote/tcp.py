@@ -70,6 +70,8 @@ _MOST_CONNECTIONS: Final = 256
 _MOST_UNPROVEN: Final = 32
 #: Connections that a transport keeps.
 _MOST_IDLE: Final = 8
+#: A wait that ends later than this after its time was over shows that the process was stopped.
+_LATE_SECONDS: Final = 1.0
 _FIRST_PAUSE_SECONDS: Final = 0.01
 _LONGEST_PAUSE_SECONDS: Final = 0.5
 
@@ -107,20 +109,24 @@ class TcpTransport(Transport):
         self._in_use: set[Stream] = set()
         self._is_closed = False
 
-    def hello(self) -> Greeting:
+    def hello(self, *, within_seconds: float | None = None) -> Greeting:
         """See `Transport`."""
 
         def ask(stream: Stream) -> Greeting:
             stream.send(Request(kind=HELLO).pieces)
             said = parse(received(stream).text)
             host = said.get("host")
+            unreached = said.get("unreached")
             numbers = [said.get(key) for key in ("incarnation", "pid", "owner")]
+            numbers += unreached if isinstance(unreached, list) else [None]
             if not isinstance(host, str) or not all(type(number) is int for number in numbers):
                 raise Malformed("a greeting that is none")
-            incarnation, pid, owner = (int(str(number)) for number in numbers)
-            return Greeting(incarnation=incarnation, host=host, pid=pid, owner=owner)
+            incarnation, pid, owner, *others = (int(str(number)) for number in numbers)
+            return Greeting(
+                incarnation=incarnation, host=host, pid=pid, owner=owner, unreached=tuple(others)
+            )
 
-        return self.call(ask)
+        return self.call(ask, within_seconds=within_seconds)
 
     def command(
         self, name: str, arguments: Mapping[str, Value], *, incarnation: int
@@ -243,14 +249,23 @@ class TcpTransport(Transport):
         for stream in [*idle, *in_use]:
             stream.close()
 
-    def call(self, ask: Callable[[Stream], T]) -> T:
+    def call(self, ask: Callable[[Stream], T], *, within_seconds: float | None = None) -> T:
         """Send a request on a connection and receive its answer, as `ask` does; again if need be.
+
+        If this process was stopped meanwhile, its time is over and the server may be well. Then
+        the call is made once more, and has its whole time.
+
+        Args:
+            ask: sends and receives.
+            within_seconds: the longest time for the call; None: that of the transport.
 
         Raises:
             ServerLost, HomeError, ValueError, OutOfStep: the server's error, or there is no server.
         """
-        deadline = time.monotonic() + self._timeout_seconds
+        seconds = self._timeout_seconds if within_seconds is None else within_seconds
+        deadline = time.monotonic() + seconds
         pause = _FIRST_PAUSE_SECONDS
+        was_late = False
         while True:
             stream = None
             try:
@@ -262,8 +277,11 @@ class TcpTransport(Transport):
                     self._give_back(stream)
                 raise refused.error from None
             except TimeoutError as error:
+                is_late = _is_late(deadline, stream)
                 self._drop(stream)
-                self._raise_lost(f"no answer in {self._timeout_seconds:g} s", error)
+                if was_late or not is_late:
+                    self._raise_lost(f"no answer in {seconds:g} s", error)
+                was_late, deadline = True, time.monotonic() + seconds
             except ConnectionRefusedError as error:
                 self._raise_lost("no process that listens there: it has ended", error)
             except (Malformed, TokenRefused) as error:
@@ -276,6 +294,8 @@ class TcpTransport(Transport):
                 # The server has closed the connection, or has ended. The call may have been done.
                 self._drop(stream)
                 self._drop_idle()
+                if not was_late and _is_late(deadline, None):
+                    was_late, deadline = True, time.monotonic() + seconds
                 if time.monotonic() + pause >= deadline:
                     self._raise_lost(f"a connection that breaks ({error})", error)
                 time.sleep(pause)
@@ -350,6 +370,12 @@ class TcpTransport(Transport):
 def _text_of(address: tuple[str, int]) -> str:
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_late(deadline: float, stream: Stream | None) -> bool:
+    """Whether this process was stopped while it waited: it wakes late, or bytes have come."""
+    has_bytes = stream is not None and stream.has_bytes()
+    return has_bytes or time.monotonic() > deadline + _LATE_SECONDS
 
 
 class _Refused(Exception):

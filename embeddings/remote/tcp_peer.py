@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from recpoint.embeddings.parity.peers import (
     Differences,
@@ -23,12 +24,16 @@ from recpoint.embeddings.remote.peer_wire import (
 )
 from recpoint.embeddings.remote.protection import Reach
 from recpoint.embeddings.remote.tcp import TcpTransport, received
+from recpoint.embeddings.remote.transport import greeting_seconds
 from recpoint.embeddings.remote.wire import DECODED, PARITY_ROWS, ROWS, Stream
-from recpoint.errors import HomeError
+from recpoint.errors import HomeError, ServerLost
 
 __all__ = ["TcpPeer", "reach_with"]
 
 T = TypeVar("T")
+
+#: How long a server says that it has not reached another one. The leader looks more often.
+_REPORT_SECONDS: Final = 5.0
 
 
 def reach_with(token: bytes, *, timeout_seconds: float = 60.0) -> Reach:
@@ -41,7 +46,9 @@ def reach_with(token: bytes, *, timeout_seconds: float = 60.0) -> Reach:
 
     def reach(host: str, port: int, incarnation: int, row_bytes: Mapping[str, int]) -> Peer:
         transport = TcpTransport((host, port), token, timeout_seconds=timeout_seconds)
-        return TcpPeer(transport, incarnation, row_bytes)
+        return TcpPeer(
+            transport, incarnation, row_bytes, greeting_seconds=greeting_seconds(timeout_seconds)
+        )
 
     return reach
 
@@ -53,11 +60,19 @@ class TcpPeer(Peer):
         transport: to that server. `close` closes it.
         incarnation: of that server.
         row_bytes: for each table the bytes of a coded row.
+        greeting_seconds: how long the server may take to say that it lives, once a call has failed.
     """
 
     def __init__(
-        self, transport: TcpTransport, incarnation: int, row_bytes: Mapping[str, int]
+        self,
+        transport: TcpTransport,
+        incarnation: int,
+        row_bytes: Mapping[str, int],
+        *,
+        greeting_seconds: float = 15.0,
     ) -> None:
+        self._greeting_seconds = greeting_seconds
+        self._unreached_at: float | None = None
         self._transport = transport
         self._incarnation = incarnation
         self._row_bytes = row_bytes
@@ -114,11 +129,31 @@ class TcpPeer(Peer):
 
     def _call(self, ask: Callable[[Stream], T]) -> T:
         try:
-            return self._transport.call(ask)
+            answer = self._transport.call(ask)
         except HomeError as error:
             if self._is_closed:
                 raise OutOfStep("the other server is lost") from error
+            if isinstance(error, ServerLost):
+                # The call may have waited for another server there. A greeting waits for none.
+                self._greet()
             raise
+        self._unreached_at = None
+        return answer
+
+    def _greet(self) -> None:
+        """Find out whether the other server is reached at all."""
+        try:
+            self._transport.hello(within_seconds=self._greeting_seconds)
+        except HomeError:
+            self._unreached_at = time.monotonic()
+        else:
+            self._unreached_at = None
+
+    @property
+    def is_unreached(self) -> bool:
+        """See `Peer`. It is forgotten after some seconds; the next call that fails says so anew."""
+        failed_at = self._unreached_at
+        return failed_at is not None and time.monotonic() < failed_at + _REPORT_SECONDS
 
     def close(self) -> None:
         """Close the connections, also those of calls that are under way: they raise OutOfStep."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from recpoint.embeddings.home import TableRows
 
-__all__ = ["Greeting", "Transport", "Value"]
+__all__ = ["Greeting", "Transport", "Value", "greeting_seconds"]
 
 #: What a command takes and returns: what JSON can carry.
 Value = int | str | bool | None
@@ -37,12 +37,24 @@ class Greeting:
         host: name of the machine.
         pid: process id of the server there.
         owner: number of the training that the server works for; 0: none has begun yet.
+        unreached: incarnations of servers that it has just called, and that answered neither the
+            call nor a greeting.
     """
 
     incarnation: int
     host: str
     pid: int
     owner: int = 0
+    unreached: tuple[int, ...] = ()
+
+
+def greeting_seconds(timeout_seconds: float) -> float:
+    """Return how long a server may take to say that it lives, which waits for nothing there.
+
+    Args:
+        timeout_seconds: how long other calls may take.
+    """
+    return min(timeout_seconds, max(1.0, timeout_seconds / 4))
 
 
 class Transport(ABC):
@@ -64,8 +76,12 @@ class Transport(ABC):
     listens_at: tuple[str, int] | None = None
 
     @abstractmethod
-    def hello(self) -> Greeting:
-        """Ask the server who it is. The only call that names no incarnation."""
+    def hello(self, *, within_seconds: float | None = None) -> Greeting:
+        """Ask the server who it is. The only call that names no incarnation.
+
+        Args:
+            within_seconds: the longest time for the call; None: that of the other calls.
+        """
 
     @abstractmethod
     def command(

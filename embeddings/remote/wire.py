@@ -24,6 +24,7 @@ import hashlib
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
 import sys
@@ -165,6 +166,15 @@ class Stream:
         if left is not None and left <= 0:
             raise TimeoutError("no time left")
         self._socket.settimeout(left)
+
+    def has_bytes(self) -> bool:
+        """Whether bytes, or the end of the connection, have come and were not received."""
+        ready = select.poll()  # takes any file descriptor, unlike `select`
+        try:
+            ready.register(self._socket, select.POLLIN)
+        except (OSError, ValueError):  # it is closed
+            return False
+        return bool(ready.poll(0))
 
     def close(self) -> None:
         """Close the socket; also wakes a thread that receives. A second call does nothing."""

@@ -125,6 +125,10 @@ class Line(Peer):
             raise _lost(self._target)
         return self._call(lambda: self._target.protects.decoded(wanted, lost))
 
+    @property
+    def is_unreached(self) -> bool:
+        return False
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -152,6 +156,10 @@ class Led(LedServer):
         # Whoever is asked for its name answers, unless it has ended.
         here = self._process
         return here.is_alive and not here.is_silent and here.incarnation == self._its
+
+    @property
+    def unreached(self) -> tuple[int, ...]:
+        return ()
 
     def begin(self, number_of_beginning: int) -> None:
         machine, number = self._machine, self._number

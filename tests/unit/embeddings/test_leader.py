@@ -51,17 +51,35 @@ class Hosts:
     Attributes:
         refusals: errors that `revive` raises first.
         reach: what successors call other servers with.
+        cuts: numbers of a server, and of another one that it does not reach. See `cut`.
     """
 
     def __init__(self, count: int, transport: Callable[..., TcpTransport] = TcpTransport) -> None:
         self.refusals: list[Exception] = []
         self.reach: Reach = reach_with(TOKEN)
+        self.cuts: set[tuple[int, int]] = set()
+        self._peers: dict[tuple[int, int], list[TcpTransport]] = {}
         self._transport = transport
-        self._running = [self._start() for _ in range(count)]
+        self._running = [self._start(number) for number in range(count)]
 
-    def _start(self) -> tuple[EmbeddingServer, TcpServer]:
-        server = EmbeddingServer(reach=self.reach)
+    def _start(self, number: int) -> tuple[EmbeddingServer, TcpServer]:
+        def reach(host: str, port: int, incarnation: int, row_bytes: Mapping[str, int]) -> Peer:
+            peer = self.reach(host, port, incarnation, row_bytes)
+            to = next(at for at, (_, there) in enumerate(self._running) if there.address[1] == port)
+            if isinstance(peer, TcpPeer):
+                self._peers.setdefault((number, to), []).append(peer._transport)
+            self.cut(*self.cuts)
+            return peer
+
+        server = EmbeddingServer(reach=reach)
         return server, TcpServer(server, TOKEN)
+
+    def cut(self, *pairs: tuple[int, int]) -> None:
+        """Have a server call another one at an address where nobody answers."""
+        for pair in pairs:
+            for transport in self._peers.get(pair, ()):
+                transport.address = ("127.0.0.1", 1)
+                transport._drop_idle()
 
     def transport(self, number: int) -> Transport:
         return self._transport(self._running[number][1].address, TOKEN, timeout_seconds=20.0)
@@ -78,7 +96,7 @@ class Hosts:
         if self.refusals:
             raise self.refusals.pop()
         self.lose(number)
-        self._running[number] = self._start()
+        self._running[number] = self._start(number)
         return self.transport(number)
 
     def end(self) -> None:
@@ -114,6 +132,10 @@ class Disturbed(Peer):
     def decoded(self, wanted: Sequence[TableSlots], lost: int) -> Members:
         self._disturb()
         return self._peer.decoded(wanted, lost)
+
+    @property
+    def is_unreached(self) -> bool:
+        return self._peer.is_unreached
 
     def close(self) -> None:
         self._peer.close()
@@ -252,9 +274,9 @@ class Gated(TcpTransport):
 
     gate = threading.Event()
 
-    def hello(self) -> Greeting:
+    def hello(self, *, within_seconds: float | None = None) -> Greeting:
         assert self.gate.wait(60.0)
-        return super().hello()
+        return super().hello(within_seconds=within_seconds)
 
 
 def test_a_clear_needs_no_thread_that_waits_for_it() -> None:
@@ -291,6 +313,43 @@ def test_states_follow_each_other() -> None:
         gate.set()
         until(lambda: set(leader.states) == {State.WHOLE})
         assert home.lost_servers == home.lost_rows == 0
+
+
+def write_again(home: ProtectedHome, version: int) -> None:
+    records = records_of(WRITTEN, RECORD_BYTES, version=version)
+    home.write_back("items", ids_of(WRITTEN), records, batch=version + 1)
+    found = fetched(partial(home.fetch, "items"), WRITTEN, RECORD_BYTES)
+    assert [found[row] for row in WRITTEN] == [bytes(one.tolist()) for one in records]
+
+
+def test_of_two_servers_that_do_not_reach_each_other_one_is_replaced() -> None:
+    """Both live. The leader hears of it, and the other servers go on with a successor."""
+    with running(4) as (hosts, home):
+        before = [home.incarnation(one) for one in range(4)]
+        hosts.cut((0, 2))
+        write_again(home, 1)
+        changed = [one for one in range(4) if home.incarnation(one) != before[one]]
+        assert changed == [2]
+        until(lambda: not home.being_recovered)
+        # One that reaches none of the others is taken for lost itself.
+        hosts.cut((3, 0), (3, 1), (3, 2))
+        write_again(home, 2)
+        assert home.incarnation(3) != before[3] and home.incarnation(0) == before[0]
+
+
+def test_a_network_that_new_processes_do_not_mend_ends_with_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with running(3) as (hosts, home):
+        hosts.cuts = {(1, 2), (2, 1)}
+        hosts.cut(*hosts.cuts)
+        with pytest.raises(ServerLost, match="at most 1 at a time"):  # noqa: PT012
+            for version in range(1, 100):
+                write_again(home, version)
+        assert "do not reach each other (2, 3), and new processes do not" in caplog.text
+        hosts.cuts = set()
+        home.clear("items")
+        write_again(home, 1)
 
 
 def test_a_server_protects_once_however_many_commands_come() -> None:
@@ -412,6 +471,7 @@ def test_a_report_about_many_writes_comes_in_parts_that_fit() -> None:
         hosts="a",
         owner=5,
         trainer=0,
+        greeting_seconds=15.0,
         revive=None,
     )
     led = CommandedServer(0, servers)

@@ -26,6 +26,7 @@ from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
 from recpoint.embeddings.remote.tcp_peer import reach_with
 from recpoint.errors import ServerLost, SettingsError
 from recpoint.testing.homes import HomeSuite, fetched, ids_of, records_of
+from tests.fault.kill_points import FAULTS_EVERY
 from tests.polling import until
 
 RECORD_BYTES = 20
@@ -201,21 +202,50 @@ def test_a_table_that_was_cleared_outlives_one_loss_after_another() -> None:
         assert torch.equal(out[:50], records_of(rows, RECORD_BYTES, version=1)[:50])
 
 
-def test_a_server_that_hangs_is_replaced_too(tmp_path: Path) -> None:
-    """Its rows are in files. A call that takes its whole time is made again after that."""
+def second_trainer(home: ProtectedHome, seconds: float) -> ProtectedHome:
+    """Make the home of a rank that does not lead, in this process."""
+
+    def transport(number: int) -> TcpTransport:
+        there = home.transport(number)
+        assert isinstance(there, TcpTransport)
+        return TcpTransport(there.address, there._token, timeout_seconds=seconds)
+
+    return ProtectedHome(
+        [transport(number) for number in range(home.servers)],
+        parity=Parity(data=2, parity=2),
+        hosts=home.hosts,
+        owner=home.owner,
+        trainer=1,
+        trainers=2,
+        revive=transport,
+        timeout_seconds=seconds,
+    )
+
+
+@pytest.mark.parametrize("second", [signal.SIGKILL, *([signal.SIGSTOP] if FAULTS_EVERY else [])])
+def test_servers_that_hang_are_replaced_too(second: signal.Signals, tmp_path: Path) -> None:
+    """Two at a time, or one hangs and one is killed. Their rows are in files.
+
+    A rank that does not lead waits until both are found, one after another.
+    """
     rows = list(range(0, ROWS, 2))
-    form = Parity(data=2)
-    with servers(3, parity=form, directory=tmp_path / "rows", timeout_seconds=3.0) as home:
+    form = Parity(data=2, parity=2)
+    with ExitStack() as stack:
+        home = servers(4, parity=form, directory=tmp_path / "rows", timeout_seconds=2.0)
+        stack.enter_context(home)
         assert isinstance(home, ProtectedHome)
-        home.add_table("items", rows=ROWS, record_bytes=RECORD_BYTES)
+        other = stack.enter_context(second_trainer(home, 2.0))
+        for one in (home, other):
+            one.add_table("items", rows=ROWS, record_bytes=RECORD_BYTES)
         home.write_back("items", ids_of(rows), records_of(rows, RECORD_BYTES), batch=1)
-        hanging = home.greetings[1].pid
-        os.kill(hanging, signal.SIGSTOP)
-        until(lambda: psutil.Process(hanging).status() == psutil.STATUS_STOPPED)
-        found = fetched(partial(home.fetch, "items"), rows, RECORD_BYTES)
+        lost = [home.greetings[number].pid for number in (1, 2)]
+        for pid, kind in zip(lost, (signal.SIGSTOP, second), strict=True):
+            os.kill(pid, kind)
         expected = records_of(rows, RECORD_BYTES)
-        assert [found[row] for row in rows] == [bytes(one.tolist()) for one in expected]
-        assert home.greetings[1].pid != hanging
+        for one in (other, home):
+            found = fetched(partial(one.fetch, "items"), rows, RECORD_BYTES)
+            assert [found[row] for row in rows] == [bytes(one.tolist()) for one in expected]
+        assert not {home.greetings[number].pid for number in (1, 2)} & set(lost)
 
 
 def test_servers_do_not_need_the_process_that_forked_them() -> None:

@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ from recpoint.embeddings.remote.protected_home import made_home
 from recpoint.embeddings.remote.receive_buffers import ReceiveBuffers
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.server import MOST_REQUEST_BYTES, EmbeddingServer
-from recpoint.embeddings.remote.tcp import _MOST_UNPROVEN, TcpServer, TcpTransport
-from recpoint.embeddings.remote.tcp_peer import reach_with
+from recpoint.embeddings.remote.tcp import _MOST_UNPROVEN, TcpServer, TcpTransport, received
+from recpoint.embeddings.remote.tcp_peer import TcpPeer, reach_with
 from recpoint.embeddings.remote.transport import Value
 from recpoint.embeddings.remote.wire import (
     COMMAND,
@@ -223,6 +223,40 @@ def test_closing_a_peer_ends_calls_to_a_server_that_is_silent(when: str) -> None
         peer.close()
         caller.join(10.0)
         assert not caller.is_alive() and len(ended) == 1
+
+
+def test_a_process_that_was_stopped_looks_once_more(served: TcpServer) -> None:
+    """Its time is over when it goes on, and the answer has come meanwhile."""
+    calls = []
+    with closing(TcpTransport(served.address, TOKEN, timeout_seconds=0.5)) as transport:
+
+        def ask(stream: Stream) -> int:
+            stream.send(Request(kind=HELLO).pieces)
+            calls.append(stream)
+            if len(calls) == 1:
+                until(stream.has_bytes)
+                stream.deadline = time.monotonic()
+            return received(stream).count
+
+        assert transport.call(ask) == 0
+        assert len(calls) == 2
+        assert transport.hello().owner == 0
+
+
+@pytest.mark.parametrize("greets", [True, False])
+def test_a_server_says_which_one_it_does_not_reach(greets: bool) -> None:
+    """Not one whose calls only take long, and for no longer than it is so."""
+    served = EmbeddingServer(reach=reach_with(TOKEN))
+    with TcpServer(served, TOKEN) as listening:
+        transport = TcpTransport(listening.address, TOKEN, timeout_seconds=0.5)
+        peer = TcpPeer(transport, 1, {"t": 9}, greeting_seconds=20.0)
+        if not greets:
+            listening.close()
+        with pytest.raises(ServerLost):  # another incarnation
+            peer.rows([TableSlots("t", ids_of([0]))], recover=False)
+        assert peer.is_unreached is not greets
+        peer.close()
+    served.end()
 
 
 def test_calls_between_servers_take_as_long_as_they_are_told() -> None:
