@@ -91,12 +91,12 @@ def _learn_why_rank_0_fails(number: int, place: Path) -> None:
 
 
 def parent(place: str) -> None:
-    """Start a server, and have a child that keeps all pipes open; then do nothing."""
-    home = servers(1)
+    """Start two servers, and have a child that keeps all pipes open; then do nothing."""
+    home = servers(2)
     assert isinstance(home, ServedHome)
     child = os.fork()
     if child:
-        pids = f"{home._servers[0].transport.hello().pid} {child}"
+        pids = f"{' '.join(str(one.pid) for one in home.greetings)} {child}"
         path = Path(place) / "pids"
         path.with_suffix(".new").write_text(pids)
         path.with_suffix(".new").rename(path)

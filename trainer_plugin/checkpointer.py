@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -342,21 +343,33 @@ class Checkpointer:
     def _rewind(self, error: ServerLost | RankLost) -> None:
         """Go back to the newest checkpoint, because an embedding server has lost its rows.
 
+        If a server is lost in the restore, it is restored once more. That counts as going back.
+
         Raises:
-            ServerLost, RankLost: as given: there is no checkpoint, or nowhere to restore it to, or
-                this is one time too many.
+            ServerLost, RankLost: as given, or of the restore: there is no checkpoint, or nowhere to
+                restore it to, or this is one time too many.
             RecpointError: as `restore`.
         """
-        if isinstance(error, ClusterLost) or self._rewinds >= self._settings.options.rewinds:
-            raise error
-        self._rewinds += 1
-        self._running("batches()")
-        _log.warning("%s. Training goes back to the newest checkpoint", error)
-        self._whole(lambda hold: self._back(error, hold))
+        lost = error
+        while True:
+            if isinstance(lost, ClusterLost) or self._rewinds >= self._settings.options.rewinds:
+                raise lost
+            self._rewinds += 1
+            if lost is error:
+                self._running("batches()")
+            _log.warning("%s. Training goes back to the newest checkpoint", lost)
+            try:
+                self._whole(functools.partial(self._back, lost))
+            except (ServerLost, RankLost) as again:
+                if again is lost:  # there is nothing to go back to
+                    raise
+                lost = again
+            else:
+                return
 
     def _back(self, lost: ServerLost | RankLost, hold: Hold) -> None:
-        assert self._pipeline is not None  # training is running
-        self._pipeline.close()
+        if self._pipeline is not None:  # None: lost in the restore
+            self._pipeline.close()
         self._pipeline = self._pace = None
         self._end_servers_note()
         self._untrack()

@@ -390,8 +390,9 @@ class Options:
             so that training keeps memory bandwidth.
         rewinds: how often a loop over `Checkpointer.batches` goes back to the newest checkpoint,
             in this process, when an embedding server is lost. The loop then yields the batches
-            after that checkpoint again, and `stats` begins anew. With several ranks, all go back
-            together. 0: the loop raises ServerLost, or RankLost if another rank has found it first.
+            after that checkpoint again, and `stats` begins anew. A loss in the middle of the
+            restore counts as another one. With several ranks, all go back together. 0: the loop
+            raises ServerLost, or RankLost if another rank has found it first.
         in_flight: how many batches the training loop takes before it trains them, beside the one in
             training, as a prefetcher does: 0 to 1,023. Checkpoints hold the position of the last
             batch that is trained, and memory holds one position for each batch that is taken, some

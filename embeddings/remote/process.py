@@ -7,6 +7,9 @@ JSON answers through stdout: the server's pid and port, or an error.
 
 The process ends when stdin ends. A server ends at SIGTERM. It does not need the process that has
 forked it. Both end when the trainer is gone, also after SIGKILL.
+
+A server that was stopped cannot end by itself. So the process leaves a reaper behind, which waits
+for the end of the trainer, and a few seconds later kills the servers that are left.
 """
 
 from __future__ import annotations
@@ -14,11 +17,14 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import math
 import multiprocessing
 import os
 import select
 import signal
 import sys
+import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -33,6 +39,8 @@ __all__ = ["main"]
 
 #: How long a server that has ended stays a zombie.
 _LOOK_SECONDS: Final = 1.0
+#: After this, a server that does not end by itself is killed: its trainer is gone.
+_END_SECONDS: Final = 5.0
 
 
 def main() -> None:
@@ -44,18 +52,49 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # what a server prints is no answer
     gc.freeze()  # a collection in a server then copies no memory that servers share
+    servers: dict[int, int] = {}  # pid -> file descriptor, which stands for no later process
     while True:
         ready, _, _ = select.select([sys.stdin, trainer], [], [], _LOOK_SECONDS)
-        multiprocessing.active_children()  # forgets servers that have ended
+        living = {child.pid for child in multiprocessing.active_children()}  # reaps the others
+        for pid in [pid for pid in servers if pid not in living]:
+            os.close(servers.pop(pid))
         if sys.stdin in ready:
             line = sys.stdin.buffer.readline()  # the trainer sends one, and waits for the answer
             if not line:
                 break
             answer = _fork(json.loads(line), trainer, answers)
+            if isinstance(new_pid := answer.get("pid"), int):
+                servers[new_pid] = os.pidfd_open(new_pid)
             os.write(answers, json.dumps(answer).encode() + b"\n")
         elif ready:  # a child of the trainer may hold stdin open after the trainer's end
             break
+    if servers and os.fork() == 0:
+        os.close(answers)  # so that it closes when this process ends
+        _reap(trainer, list(servers.values()))
     os._exit(0)  # without a wait for the servers
+
+
+def _reap(trainer: int, servers: list[int]) -> None:
+    """Wait until the servers have ended; kill those that outlive the trainer by seconds.
+
+    Args:
+        trainer: file descriptor of the trainer's process.
+        servers: those of the servers' processes.
+    """
+    os.setsid()  # no signal for the trainer's terminal
+    deadline = math.inf
+    while servers:
+        waited = [*servers] if deadline < math.inf else [trainer, *servers]
+        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select(waited, [], [], left)
+        servers = [one for one in servers if one not in ready]
+        if trainer in ready:
+            deadline = time.monotonic() + _END_SECONDS
+        elif not ready:
+            for one in servers:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(one, signal.SIGKILL)
+            return
 
 
 def _fork(settings: dict[str, Any], trainer: int, answers: int) -> dict[str, object]:

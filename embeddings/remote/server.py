@@ -171,17 +171,14 @@ class EmbeddingServer(Transport):
             with self._protecting:
                 self._require(incarnation)
                 return self._lead(given)
-        if name in ("release", "clear"):
-            # No fetch may run beside them.
-            with self._gate.alone():
-                self._require(incarnation)
-                if name == "release":
-                    self._release(given.number("number"))
-                else:
-                    self._clear(given)
-            return {}
         with self._gate.shared():
             self._require(incarnation)
+            if name == "release":
+                self._drop(given.number("number"))
+                return {}
+            if name == "clear":
+                self._clear(given)
+                return {}
             if name == "add_table":
                 self._add_table(given)
                 return {}
@@ -222,14 +219,27 @@ class EmbeddingServer(Transport):
                 self._table(one.table)
             if member is not None:
                 member.recover([TableSlots(table, slots) for table, slots, _ in wanted])
-            return self._home.fetch_all(wanted)
+            with self._using(wanted):
+                return self._home.fetch_all(wanted)
 
     def _fetch_frozen(self, wanted: TableRows, number: int) -> Tensor:
         with self._lock:
             reader = self._frozen.get(number)
         if reader is None or reader.table != wanted.table:
             self._refuse_released(wanted.table)
-        return reader.rows.fetch(wanted.ids, wanted.records)
+        with reader.gate.shared():
+            if reader.is_released:
+                self._refuse_released(wanted.table)
+            return reader.rows.fetch(wanted.ids, wanted.records)
+
+    @contextmanager
+    def _using(self, rows: Sequence[TableRows]) -> Iterator[None]:
+        """Keep tables from being cleared meanwhile. The block waits for no other server."""
+        tables = {one.table: self._table(one.table) for one in rows}
+        with ExitStack() as gates:
+            for _, here in sorted(tables.items()):  # in one order, so that no two calls wait
+                gates.enter_context(here.gate.shared())
+            yield
 
     def write_back(
         self, changed: Sequence[TableRows], *, incarnation: int, trainer: int, batch: int
@@ -248,8 +258,10 @@ class EmbeddingServer(Transport):
             for one in changed:
                 self._table(one.table)
             if member is not None:
+                # If the table is cleared after this, the write is late, and is not done.
                 member.recover([TableSlots(table, slots) for table, slots, _ in changed])
-            self._write(changed, member, trainer, batch)
+            with self._using(changed):
+                self._write(changed, member, trainer, batch)
             if member is not None:
                 member.flush()  # also for a call that comes again: it is acknowledged below
 
@@ -303,11 +315,14 @@ class EmbeddingServer(Transport):
                 reader = self._frozen.get(frozen)
             if reader is None:
                 self._refuse_released(f"reader {frozen}")
-            size = len(slots), self._stager.record_bytes(frozen)
-            found = torch.empty(size, dtype=torch.uint8, device="cpu")
-            there = reader.rows.fetch(slots, found)
-            self._stager.put(frozen, first, slots, found, there)
-            return there
+            with reader.gate.shared():
+                if reader.is_released:
+                    self._refuse_released(reader.table)
+                size = len(slots), self._stager.record_bytes(frozen)
+                found = torch.empty(size, dtype=torch.uint8, device="cpu")
+                there = reader.rows.fetch(slots, found)
+                self._stager.put(frozen, first, slots, found, there)
+                return there
 
     def _open_part(self, given: _Arguments) -> Mapping[str, Value]:
         servers, data = given.number("servers", 1), given.number("data")
@@ -515,7 +530,7 @@ class EmbeddingServer(Transport):
                     return number
                 if frozen.trainer == trainer and frozen.batch < open_from:
                     # Its caller gave up before it knew the number, so no fetch is running.
-                    self._drop(here, number)
+                    self._drop(number)
             if not here.is_new(trainer, batch):
                 self._refuse_released(table)
             if len(here.frozen) >= _MOST_FROZEN:
@@ -533,28 +548,32 @@ class EmbeddingServer(Transport):
                 here.frozen[number] = self._frozen[number] = _Frozen(table, trainer, batch, reader)
         return number
 
-    def _release(self, number: int) -> None:
+    def _drop(self, number: int) -> None:
+        """Release a reader, once no fetch uses it. A second call does nothing."""
         with self._lock:
             reader = self._frozen.get(number)
-        if reader is not None:
-            self._drop(self._tables[reader.table], number)
-
-    def _drop(self, table: _Table, number: int) -> None:
+            if reader is None:
+                return
+            reader.is_released = True  # no later fetch uses it
+        with reader.gate.alone():
+            reader.rows.release()  # a second time, it does nothing
         with self._lock:
             self._frozen.pop(number, None)
-        table.frozen.pop(number).rows.release()
+            self._tables[reader.table].frozen.pop(number, None)
 
     def _clear(self, given: _Arguments) -> None:
         table, trainer, batch = given.text("table"), given.number("trainer"), given.number("batch")
         here = self._table(table)
-        if here.is_new(trainer, batch):
-            for number in list(here.frozen):
-                self._drop(here, number)
-            if self._protection is None:
-                self._home.clear(table)
-            else:
-                self._protection.member.clear(table, given.number("generation"))
-            here.last[trainer] = batch
+        # No call may use the table beside it. Calls that use other tables go on.
+        with here.gate.alone(), here.lock:
+            if here.is_new(trainer, batch):
+                for number in list(here.frozen):
+                    self._drop(number)
+                if self._protection is None:
+                    self._home.clear(table)
+                else:
+                    self._protection.member.clear(table, given.number("generation"))
+                here.last[trainer] = batch
 
     def _table(self, table: str) -> _Table:
         with self._lock:
@@ -607,12 +626,18 @@ class _Frozen:
         self.trainer = trainer
         self.batch = batch
         self.rows = rows
+        self.gate = _Gate()  # fetches side by side, the release alone
+        self.is_released = False
 
 
 class _Table:
-    """What has been done to one table. `lock` is held by those who change it."""
+    """What has been done to one table. `lock` is held by those who change it.
+
+    `gate` lets in calls that use rows side by side, and a clear alone.
+    """
 
     def __init__(self) -> None:
+        self.gate = _Gate()
         self.lock = threading.Lock()
         self.last: dict[int, int] = {}  # trainer -> number of its last write, freeze or clear
         self.frozen: dict[int, _Frozen] = {}

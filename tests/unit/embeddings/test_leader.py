@@ -352,6 +352,37 @@ def test_a_network_that_new_processes_do_not_mend_ends_with_an_error(
         write_again(home, 1)
 
 
+def test_a_call_that_waits_for_another_server_holds_up_no_release_and_no_clear() -> None:
+    """Else each read of the server would wait for these."""
+    with running() as (hosts, home):
+        leader = home._leader
+        assert leader is not None
+        gate = threading.Event()
+        hosts.reach = disturbed(lambda: None if gate.wait(60.0) else None)
+        hosts.lose(1)
+        until(lambda: leader.states[1] is State.OPEN)
+        for table in ("later", "empty"):
+            home.add_table(table, rows=ROWS, record_bytes=RECORD_BYTES)
+        home.write_back("later", ids_of(WRITTEN), records_of(WRITTEN, RECORD_BYTES), batch=1)
+        frozen = home.freeze("later", range(ROWS))
+        waiting = threading.Thread(target=require_rows, args=(home,), daemon=True)
+        waiting.start()
+        until(lambda: hosts._running[1][0]._gate._inside > 0)
+        calls = [
+            threading.Thread(target=frozen.release, daemon=True),
+            threading.Thread(target=home.clear, args=("empty",), daemon=True),
+            threading.Thread(target=require_rows, args=(home, "later"), daemon=True),
+        ]
+        for one in calls:
+            one.start()
+        for one in calls:
+            one.join(30.0)
+        assert not any(one.is_alive() for one in calls) and waiting.is_alive()
+        gate.set()
+        waiting.join(60.0)
+        assert not waiting.is_alive()
+
+
 def test_a_server_protects_once_however_many_commands_come() -> None:
     made: list[int] = []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch.optim import Adagrad
 
 from recpoint import Checkpointer, Lookahead
+from recpoint.embeddings.home import TableRows
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.embeddings.remote.server import EmbeddingServer
 from recpoint.errors import ServerLost
@@ -28,10 +29,25 @@ SLOTS = {"users": 40, "items": 40}
 BATCHES = 36
 
 
+class Fragile(EmbeddingServer):
+    """Ends when it gets its first rows: in the restore for which it was started."""
+
+    def write_back(
+        self, changed: Sequence[TableRows], *, incarnation: int, trainer: int, batch: int
+    ) -> None:
+        self.end()
+        super().write_back(changed, incarnation=incarnation, trainer=trainer, batch=batch)
+
+
 class Servers:
-    """Two servers in this process; one that was lost is started again when rows are restored."""
+    """Two servers in this process; one that was lost is started again when rows are restored.
+
+    Attributes:
+        fragile: how many of those that are started again are lost in the restore.
+    """
 
     def __init__(self) -> None:
+        self.fragile = 0
         self.running = [EmbeddingServer(name=f"server {number}") for number in range(2)]
         self.started = 0
 
@@ -43,7 +59,8 @@ class Servers:
 
     def _start(self, number: int) -> EmbeddingServer:
         self.started += 1
-        self.running[number] = EmbeddingServer(name=f"server {number}")
+        kind = Fragile if self.started <= self.fragile else EmbeddingServer
+        self.running[number] = kind(name=f"server {number}")
         return self.running[number]
 
 
@@ -131,6 +148,33 @@ def test_training_goes_back_to_the_newest_checkpoint(
     assert servers.started == 1
     said = [one.getMessage() for one in caplog.records if "goes back" in one.getMessage()]
     assert len(said) == 1 and "server 1" in said[0]
+    same_as_plain(trained)
+
+
+@pytest.mark.parametrize("rewinds", [3, 2])
+def test_a_loss_in_the_restore_goes_back_once_more(
+    place: Place, servers: Servers, rewinds: int
+) -> None:
+    """Two successors are lost, one after another, while they get their rows."""
+    trained = Trained(servers)
+    servers.fragile = 2
+    at = [15]
+
+    def after(done: int) -> None:
+        if at and done == at[0]:
+            at.clear()
+            servers.lose()
+
+    with place.agent(), trained.checkpointer(place, rewinds=rewinds, when_busy="wait") as ckpt:
+        ckpt.restore()
+        if rewinds == 2:
+            with pytest.raises(ServerLost, match="server 1"):
+                trained.train(ckpt, after)
+            assert servers.started == 2
+            return
+        trained.train(ckpt, after)
+        assert (ckpt.batches_done, ckpt.epochs_done) == (BATCHES, 3)
+    assert servers.started == 3
     same_as_plain(trained)
 
 
