@@ -10,7 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["BAGS", "DIM", "MISSING", "ROWS", "Ranker", "all_tables", "batch", "sharded", "shards"]
+__all__ = [
+    "BAGS",
+    "DIM",
+    "MISSING",
+    "ROWS",
+    "PooledBatch",
+    "PooledRanker",
+    "Ranker",
+    "all_tables",
+    "batch",
+    "sharded",
+    "shards",
+]
 
 MISSING = (
     None
@@ -75,6 +87,57 @@ class Ranker(nn.Module):
         return result
 
 
+class PooledBatch:
+    """A batch of pooled features in one object, as train pipelines want it.
+
+    Attributes:
+        number: number of the batch.
+        bags: the features.
+    """
+
+    def __init__(self, number: int, bags: Any) -> None:
+        self.number = number
+        self.bags = bags
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> PooledBatch:
+        return PooledBatch(self.number, self.bags.to(device))
+
+    def record_stream(self, stream: Any) -> None:
+        """Does nothing: a CPU has no streams."""
+
+    def pin_memory(self) -> PooledBatch:
+        return self
+
+
+class Head(nn.Module):
+    """Computes the loss from pooled embeddings; a train pipeline does not trace it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = nn.Linear(DIM, 1)
+
+    def forward(self, pooled: Any) -> Tensor:
+        found = pooled.to_dict()
+        total = torch.stack([found[name].square() for name in sorted(found)]).sum(0).mean(0)
+        loss: Tensor = self.over(total)
+        return loss.reshape(1)
+
+
+class PooledRanker(nn.Module):
+    """The ranker's pooled tables and dense layer, for train pipelines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = Ranker(sequences=False).bags
+        self.rows = None
+        self.head = Head()
+
+    def forward(self, batch: PooledBatch) -> tuple[Tensor, Tensor]:
+        """Returns the losses of one batch, twice."""
+        losses = self.head(self.bags(batch.bags))
+        return losses, losses.detach()
+
+
 def batch(step: int, rank: int, *, empty: bool = False) -> tuple[Any, Any]:
     """Returns the batch of a step and rank, which does not depend on earlier calls."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -100,6 +163,7 @@ def sharded(
     optimizer: str = "RowWiseAdagrad",
     dense: bool = True,
     sequences: bool | None = None,
+    model: nn.Module | None = None,
 ) -> Any:
     """Returns a `DistributedModelParallel` with each table sharded as `kinds` says.
 
@@ -114,7 +178,7 @@ def sharded(
     world = dist.get_world_size()
     if sequences is None:  # FBGEMM cannot look up sequences in replicated tables on a CPU
         sequences = "data_parallel" not in {kinds[name] for name in ROWS}
-    model = Ranker(sequences=sequences, dense=dense)
+    plain: Any = model or Ranker(sequences=sequences, dense=dense)
     ways: dict[str, Callable[[int], Any]] = {
         "table_wise": lambda number: plans.table_wise(rank=number % world),
         "row_wise": lambda _: plans.row_wise(),
@@ -127,7 +191,7 @@ def sharded(
     }
     sharders = plans.get_module_to_default_sharders()
     chosen = {}
-    for path, module, names in (("bags", model.bags, BAGS), ("rows", model.rows, ROWS)):
+    for path, module, names in (("bags", plain.bags, BAGS), ("rows", plain.rows, ROWS)):
         if module is None:
             continue
         each = {}
@@ -147,7 +211,7 @@ def sharded(
         )
     torch.manual_seed(7)
     found = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=ShardingPlan(plan=chosen)
+        plain, device=torch.device("cpu"), plan=ShardingPlan(plan=chosen)
     )
     for table in shards(found):
         # Values depend on the place in the whole table, not on the rank that holds it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,23 @@ from recpoint.catalog.store.store import open_store
 from recpoint.embeddings import cached, local, read_rows
 from recpoint.embeddings.cached_tables import cache_of
 from recpoint.trainer_plugin.policy import PolicyName
-from tests.torchrec_model import BAGS, ROWS, Ranker, all_tables, batch, sharded, shards
+from tests.torchrec_model import (
+    BAGS,
+    ROWS,
+    PooledBatch,
+    PooledRanker,
+    Ranker,
+    all_tables,
+    batch,
+    sharded,
+    shards,
+)
 
 __all__ = [
     "found",
     "lived",
+    "piped",
+    "pipelines_refused",
     "plain",
     "refused",
     "replicated_sequences",
@@ -262,6 +275,101 @@ def lived(
         "restored": report and report.restored.step,
         "increments": _increments(run) if rank == 0 else [],
     }
+
+
+def piped(how: str, pipeline: str, run: str, staging: str, *, stop_after: int | None = None) -> Any:
+    """Trains ten batches in a pipeline of TorchRec, with a checkpoint every two batches.
+
+    Args:
+        how: "batches": the pipeline gets `batches()`; "step": it gets the reader, and `step` is
+            called; "pipelined": `Checkpointer.pipelined` counts its batches.
+        pipeline: name of the pipeline's class; "": a plain loop.
+        stop_after: batches after which this life stops without a last checkpoint.
+    """
+    from torchrec.distributed.train_pipeline import train_pipelines
+    from torchrec.streamable import Pipelineable
+
+    from recpoint import Checkpointer, Options, ResumableLoader, Staging
+
+    model = sharded(dict.fromkeys((*BAGS, *ROWS), "row_wise"), model=PooledRanker())
+    Pipelineable.register(PooledBatch)
+    dense = [p for name, p in model.named_parameters() if "over" in name]
+    optimizer = torch.optim.Adagrad(dense, lr=0.05)
+    batches = [PooledBatch(number, batch(number, dist.get_rank())[0]) for number in range(10)]
+    trained: list[int] = []
+
+    def note(_: nn.Module, arguments: tuple[PooledBatch]) -> None:
+        trained.append(arguments[0].number)
+
+    model.register_forward_pre_hook(note)
+    reader = ResumableLoader(batches)
+    kind = getattr(train_pipelines, pipeline) if pipeline else None
+    inner = kind and kind(model, optimizer, torch.device("cpu"))
+    with Checkpointer(
+        model,
+        optimizer,
+        reader=reader,
+        run=run,
+        staging=Staging(directory=staging, when_busy="wait"),
+        interval_batches=2,
+        options=Options(on_error="raise", handle_sigterm=False),
+    ) as checkpoints:
+        checkpoints.restore()
+        begun = checkpoints.batches_done
+        driven = checkpoints.pipelined(inner) if how == "pipelined" else inner
+        source = iter(reader) if how == "step" else checkpoints.batches(total=10)
+        while len(trained) != stop_after:
+            if driven is None:
+                one = next(source, None)
+                if one is None:
+                    break
+                optimizer.zero_grad()
+                model(one)[0].sum().backward()
+                optimizer.step()
+                continue
+            try:
+                driven.progress(source)
+            except StopIteration:
+                break
+            if how == "step":
+                checkpoints.step()
+        if stop_after is not None:
+            checkpoints.close(final=False)
+    return everything(model, optimizer) | {
+        "begun": begun,
+        "trained": trained,
+        "done": checkpoints.batches_done,
+    }
+
+
+def pipelines_refused(run: str, staging: str) -> dict[str, str]:
+    """Returns the errors for pipelines that no checkpoint can be taken of."""
+    from torchrec.distributed.train_pipeline.experimental_pipelines import (
+        TrainPipelineSparseDistEmbStash,
+        TrainPipelineSparseDistOptStash,
+    )
+
+    from recpoint import Checkpointer, Options, ResumableLoader
+
+    found = {}
+    for kind in (TrainPipelineSparseDistEmbStash, TrainPipelineSparseDistOptStash):
+        model = sharded(dict.fromkeys((*BAGS, *ROWS), "row_wise"), model=PooledRanker())
+        optimizer = torch.optim.Adagrad(model.module.head.parameters(), lr=0.05)
+        with Checkpointer(
+            model,
+            optimizer,
+            reader=ResumableLoader([]),
+            run=f"{run}-{kind.__name__}",
+            staging=staging,
+            interval_batches=2,
+            options=Options(handle_sigterm=False),
+        ) as checkpoints:
+            checkpoints.restore()
+            stashing = kind.__new__(kind)  # its own set-up asks for a GPU
+            found[kind.__name__] = _error(partial(checkpoints.pipelined, stashing))
+            checkpoints.close(final=False)
+    found["plain"] = _error(lambda: piped("batches", "TrainPipelineSparseDistLite", run, staging))
+    return found
 
 
 def replicated_sequences(run: str, staging: str, steps: int) -> Any:

@@ -25,6 +25,7 @@ def find(model: nn.Module) -> TableSource | None:
     """
     sharded: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
+        _refuse_replicas_of(name, module)
         part = any(name.startswith(f"{above}.") if above else True for above, _ in sharded)
         if not part and _is_a(module, "ShardedEmbeddingModule"):
             sharded.append((name, module))
@@ -48,6 +49,22 @@ def find(model: nn.Module) -> TableSource | None:
     from recpoint.trainer_plugin.integrations.torchrec_source import TorchRecSource
 
     return TorchRecSource(model, sharded)
+
+
+def _refuse_replicas_of(name: str, module: nn.Module) -> None:
+    """Refuse a module inside a `DMPCollection`: another group of ranks has a replica of its tables.
+
+    Raises:
+        SettingsError: the module's sharding environment has two dimensions.
+    """
+    if any(base.__name__ == "ShardingEnv2D" for base in type(vars(module).get("_env")).__mro__):
+        raise SettingsError(
+            f"module {name!r}",
+            found="a module of a DMPCollection, in which replicas of a table differ until they are "
+            "synchronized",
+            expected="a module that DistributedModelParallel has sharded",
+            next_step="shard each table once over all ranks",
+        )
 
 
 def _is_a(module: nn.Module, kind: str) -> bool:
