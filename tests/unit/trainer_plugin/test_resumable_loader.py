@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from recpoint import ResumableLoader
 from recpoint.errors import SettingsError
@@ -23,6 +35,16 @@ from tests.training_builder import (
 )
 
 _SAMPLES = TensorDataset(torch.arange(40))
+_SAMPLERS: dict[str, Callable[[], Sampler[int]]] = {
+    "in order": lambda: SequentialSampler(_SAMPLES),
+    "replacing": lambda: RandomSampler(_SAMPLES, replacement=True, num_samples=40),
+    "weighted": lambda: WeightedRandomSampler(torch.arange(1.0, 41.0).tolist(), 40),
+    "subset": lambda: SubsetRandomSampler(range(40)),
+}
+if find_spec("accelerate") is not None:
+    from accelerate.data_loader import SeedableRandomSampler
+
+    _SAMPLERS["of Accelerate"] = lambda: SeedableRandomSampler(_SAMPLES, data_seed=5)
 
 
 def _through_a_checkpoint(state: dict[str, Any]) -> Any:
@@ -41,6 +63,11 @@ def _loader(kind: str) -> ResumableLoader:
     if kind == "distributed":
         sampler: DistributedSampler[Any] = DistributedSampler(_SAMPLES, num_replicas=2, rank=1)
         settings = {"sampler": sampler}
+    if kind in _SAMPLERS:
+        settings = {"sampler": _SAMPLERS[kind]()}
+    if kind == "batches of a sampler":
+        batches = BatchSampler(RandomSampler(_SAMPLES), 4, drop_last=True)
+        return ResumableLoader(DataLoader(_SAMPLES, batch_sampler=batches))
     return ResumableLoader(DataLoader(_SAMPLES, batch_size=4, **settings))
 
 
@@ -57,7 +84,11 @@ def _epochs(loader: ResumableLoader, first: int, taken: list[Any], most: int) ->
 
 
 @pytest.mark.parametrize(
-    "kind", ["shuffled", "generator", "workers", "kept workers", "distributed"]
+    "kind",
+    [
+        *("shuffled", "generator", "workers", "kept workers", "distributed"),
+        *(*_SAMPLERS, "batches of a sampler"),
+    ],
 )
 @pytest.mark.parametrize("at", [1, 7, 10, 13])
 def test_it_goes_on_with_the_next_batch(kind: str, at: int) -> None:
