@@ -10,13 +10,14 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from recpoint.errors import RankLost, ServerLost, SettingsError
+from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.batches.count import BatchCount, warn_of_dropped
 from recpoint.trainer_plugin.setting_checks import checked_whole
 from recpoint.trainer_plugin.state.reader import Passes, tell_epoch
@@ -114,6 +115,8 @@ class Loop:
         self._may_be_empty = False
         self._taken: deque[Passes] = deque()  # passes after each batch that is not trained
         self._passes = Passes()  # after the last batch that was taken
+        self._resumed_at = 0  # batch of the open epoch at which its iterator began
+        self._resumed: tuple[int, int] | None = None  # of a resumed epoch: its batches, and where
         self._progressed = 0  # batches that `Pipelined` has trained and that are not counted
         self._is_counted_early = False  # the batch in training is counted before the next ask
         self.is_waiting = False
@@ -299,6 +302,7 @@ class Loop:
         if self._pass is None or self._source is not source:
             if not self._passes.batches:
                 tell_epoch(source, self._passes.done)
+            self._resumed_at = self._passes.batches
             self._source, self._pass = source, iter(source)
         try:
             return next(self._pass, _END)
@@ -309,6 +313,7 @@ class Loop:
     def _end_pass(self, bound: Bound) -> None:
         self._pass = None
         if self._passes.batches:
+            self._warn_of_short_epoch()
             self._passes = Passes(self._passes.done + 1, 0)
             if not self._taken:
                 self._state.passes = self._passes
@@ -323,6 +328,42 @@ class Loop:
                 expected="a reader that begins anew each time it is iterated",
                 next_step="pass such a reader, or a bound that this reader reaches",
             )
+
+    def _warn_of_short_epoch(self) -> None:
+        """Warn if the reader skipped batches in a resumed epoch, or in the epoch after it.
+
+        Some datasets begin each later epoch at the position that was loaded, too.
+        """
+        done, batches = self._passes
+        expected = None
+        if self._resumed_at:
+            expected = _length(self._source)
+            self._resumed = batches, self._resumed_at
+        elif self._resumed is not None:
+            whole, resumed_at = self._resumed
+            self._resumed = None
+            expected = whole if whole - batches >= resumed_at else None
+        if expected is not None and batches < expected:
+            _log.warning(
+                "epoch %d ended after %d batches, and %d were expected, since training was resumed "
+                "inside an epoch: the reader, a %s, may skip batches after its state was loaded. "
+                "Next: see whether its dataset begins an epoch after the resumed one at the "
+                "beginning; persistent_workers=False often helps",
+                done + 1,
+                batches,
+                expected,
+                type(self._source).__name__,
+            )
+
+
+def _length(source: object) -> int | None:
+    """Return the number of batches of an epoch; None: unknown."""
+    try:
+        return len(source) if isinstance(source, Sized) else None
+    except Exception as error:
+        if came_from_handler(error):
+            raise
+        return None  # the `__len__` of a user's object may raise any error
 
 
 class Uncounted:
