@@ -309,6 +309,8 @@ class _FitState:
     def __init__(self, trainer: Any, callback: LightningCallback) -> None:
         self._trainer = trainer
         self._callback = callback
+        # The state has the scaler's, so there is no warning that the scaler is in no checkpoint.
+        self._scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.loaded: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -288,18 +288,17 @@ def _restore_group(
         if key == "params":
             continue
         current = group.get(key)
-        if _can_take(current, value):
+        if isinstance(current, Tensor) and _can_take(current, value):
             # In place: a CUDA graph or a scheduler may read the learning rate from this tensor.
             write(current, value)
         else:
             group[key] = value
 
 
-def _can_take(current: Any, value: Any) -> bool:
-    """Whether `value` can be written into the tensor `current`."""
+def _can_take(current: Tensor, value: object) -> bool:
+    """Whether `value` can be written into `current`."""
     return (
-        isinstance(current, Tensor)
-        and isinstance(value, Tensor)
+        isinstance(value, Tensor)
         and current.shape == value.shape
         and current.layout is value.layout is torch.strided
         and fits(current, value.to(current.dtype))

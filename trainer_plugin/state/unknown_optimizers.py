@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from recpoint.embeddings.tables import Table
 from recpoint.errors import SettingsError
 from recpoint.interrupts import came_from_handler
+from recpoint.trainer_plugin.state.grad_scalers import warn_of_scaler
 from recpoint.trainer_plugin.state.training_state import within
 from recpoint.trainer_plugin.tables import parameter_names
 
@@ -125,6 +126,9 @@ class UnknownOptimizers:
         self._model = model
         self._optimizers = tuple(optimizers)
         self._known = frozenset(map(id, self._optimizers))  # kept alive by the line above
+        #: Ids of the given optimizers whose next step is looked at for a GradScaler.
+        self._unlooked = set(self._known)
+        self._told_scaler = False
         self._tables = tuple(tables)
         self._extras = tuple(extras)
         # By id of the optimizer. Another optimizer may get the id of a deleted one.
@@ -158,6 +162,8 @@ class UnknownOptimizers:
             self._judge_step(optimizer(), inner)
         self._begun.clear()
         self._looked.clear()  # the model's parameters may have changed, and optimizers may be gone
+        if not self._told_scaler:
+            self._unlooked.update(self._known)  # a script may begin to use a scaler at any time
         taken, self._trained = self._trained, set()
         return taken
 
@@ -191,6 +197,9 @@ class UnknownOptimizers:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if id(optimizer) in self._known:
+            if id(optimizer) in self._unlooked:
+                self._unlooked.discard(id(optimizer))
+                self._look_for_scaler(optimizer)
             for _, inner in self._begun:
                 inner.add(id(optimizer))
             for found in self._found.values():
@@ -202,6 +211,12 @@ class UnknownOptimizers:
                 self._judge_step(optimizer, self._begun[position].inner)
                 del self._begun[position]  # last, so that an interrupted step is inspected later
                 return
+
+    def _look_for_scaler(self, optimizer: Optimizer) -> None:
+        number = next(i for i, given in enumerate(self._optimizers) if given is optimizer)
+        if warn_of_scaler(optimizer, number, self._extras):
+            self._told_scaler = True
+            self._unlooked.clear()
 
     def _judge_step(self, optimizer: Optimizer | None, inner: set[int]) -> None:
         """Inspect a step that is over, in which the given optimizers in `inner` have stepped."""
