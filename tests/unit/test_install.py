@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -136,9 +137,15 @@ def test_a_python_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_make_gives_an_index_that_its_caller_may_replace() -> None:
+    # Without what a `make` above these tests was given.
+    given = ("MAKE", "MFLAGS", "TORCH_CPU_INDEX")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(given)}
+
     def command(*arguments: str) -> str:
         plan = ["make", "--dry-run", "--always-make", "install", *arguments]
-        done = subprocess.run(plan, cwd=ROOT, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            plan, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        )
         return next(line for line in done.stdout.splitlines() if "development" in line)
 
     assert command().endswith("--torch-cpu-index 'https://download.pytorch.org/whl/cpu'")
