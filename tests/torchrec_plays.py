@@ -348,8 +348,10 @@ def pipelines_refused(run: str, staging: str) -> dict[str, str]:
         TrainPipelineSparseDistEmbStash,
         TrainPipelineSparseDistOptStash,
     )
+    from torchrec.distributed.types import ShardingEnv2D
 
     from recpoint import Checkpointer, Options, ResumableLoader
+    from recpoint.trainer_plugin.integrations.torchrec import find
 
     found = {}
     for kind in (TrainPipelineSparseDistEmbStash, TrainPipelineSparseDistOptStash):
@@ -368,6 +370,10 @@ def pipelines_refused(run: str, staging: str) -> dict[str, str]:
             stashing = kind.__new__(kind)  # its own set-up asks for a GPU
             found[kind.__name__] = _error(partial(checkpoints.pipelined, stashing))
             checkpoints.close(final=False)
+    inside = sharded(dict.fromkeys((*BAGS, *ROWS), "row_wise"), model=PooledRanker())
+    # A DMPCollection needs GPUs; this is what it gives to the modules inside it.
+    inside.module.bags._env = ShardingEnv2D.__new__(ShardingEnv2D)
+    found["inside"] = _error(lambda: find(inside))
     found["plain"] = _error(lambda: piped("batches", "TrainPipelineSparseDistLite", run, staging))
     return found
 

@@ -57,5 +57,6 @@ def test_pipelines_that_move_rows_or_ask_in_mid_step_are_refused(played: list[li
     refused = played[-1][0]
     for kind in ("TrainPipelineSparseDistEmbStash", "TrainPipelineSparseDistOptStash"):
         assert f"a {kind}: found a pipeline that moves rows" in refused[kind]
+    assert "found a module of a DMPCollection" in refused["inside"]
     assert "in the middle of a step" in refused["plain"]
     assert "checkpoints.pipelined(pipeline)" in refused["plain"]
