@@ -381,6 +381,7 @@ def _trainer_text(overview: RunOverview) -> str:
     )
     if overview.ended is not None:
         text += f"; {overview.ended.reason} after step {overview.ended.step:,}"
+        text += f", with {plain(overview.ended.error)}" if overview.ended.error else ""
     elif overview.gone_ms is not None:
         text += f"; gone since {time_text(overview.gone_ms)} UTC without saying that it ended"
     return text

@@ -95,7 +95,7 @@ class GenerationRecord(StoredRecord):
 
 
 class EndRecord(StoredRecord):
-    """Says that a trainer ended by itself, and after how many batches (format §5).
+    """Says how a trainer ended, or that it is superseded, and after how many batches (format §5).
 
     If a checkpoint of `step` exists, this end loses nothing.
     """
@@ -103,7 +103,10 @@ class EndRecord(StoredRecord):
     format: Literal["recpoint/end"] = "recpoint/end"
     generation: Generation
     step: Step
-    reason: Literal["finished", "terminated"]
+    reason: Annotated[
+        str,
+        Field(max_length=1024, pattern=r"^(?s:finished|terminated|superseded|failed: .+)$"),
+    ]
     ended_ms: Milliseconds
 
 

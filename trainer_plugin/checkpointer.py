@@ -786,17 +786,20 @@ class Checkpointer:
         """
         return self._closed or os.getpid() != self._process
 
-    def _stop(self, *, final: bool, told: bool = False) -> None:
-        """End as `close` does; with `told`, record the end of training even if not `final`."""
+    def _stop(self, *, final: bool, told: bool = False, error: BaseException | None = None) -> None:
+        """End as `close` does; with `told`, record the end of training even if not `final`.
+
+        With `error`, record that this exception ended training.
+        """
         if self._is_over():
             return
         try:
             with held():
-                self._stop_whole(final=final, told=told)
+                self._stop_whole(final=final, told=told, error=error)
         finally:
             self._end.close()
 
-    def _stop_whole(self, *, final: bool, told: bool) -> None:
+    def _stop_whole(self, *, final: bool, told: bool, error: BaseException | None) -> None:
         pipeline = self._pipeline
         self._is_busy, self._close_wanted = True, None
         try:
@@ -808,6 +811,8 @@ class Checkpointer:
                 pipeline.finish(self.batches_done)
             elif pipeline is not None and told:
                 pipeline.say_ended()
+            elif pipeline is not None and error is not None:
+                pipeline.say_failed(error, self.batches_done)
         finally:
             if self._uncounted is not None:
                 self._uncounted.end()
@@ -846,7 +851,7 @@ class Checkpointer:
         for table in self._tables:
             if isinstance(table, CachedTable):
                 table.cache.end_failed_step()  # checkpoints wait for rows that wait for its end
-        self._stop(final=False)
+        self._stop(final=False, error=error)
 
     def _running(self, call: str) -> tuple[Pipeline, Pace]:
         if self._is_busy:

@@ -188,6 +188,9 @@ PLACES: tuple[Where, ...] = ("auto", "host", "device")
 OnError = Literal["continue", "raise"]
 ON_ERROR: tuple[OnError, ...] = ("continue", "raise")
 
+OnSuperseded = Literal["warn", "raise"]
+ON_SUPERSEDED: tuple[OnSuperseded, ...] = ("warn", "raise")
+
 WhenBusy = Literal["skip", "wait", "cancel"]
 WHEN_BUSY: tuple[WhenBusy, ...] = ("skip", "wait", "cancel")
 
@@ -374,6 +377,10 @@ class Options:
     Attributes:
         on_error: what training does after an error in a checkpoint. "continue": it goes on.
             "raise": the next `step` raises the error.
+        on_superseded: what training does after another trainer has started on the run, so that
+            nothing more of this trainer is stored. "warn": it goes on, and a warning is repeated
+            at growing distances and at the end. "raise": the next `step` raises StaleWriter, also
+            with `on_error="continue"`.
         handle_sigterm: take a final checkpoint on SIGTERM, then pass the signal on.
         row_local_optimizers: optimizer classes that change only the rows looked up.
         verify_unmarked_rows: how many rows of each table to check at each cut, drawn at random. A
@@ -405,6 +412,7 @@ class Options:
     """
 
     on_error: OnError = "continue"
+    on_superseded: OnSuperseded = "warn"
     handle_sigterm: bool = True
     row_local_optimizers: Sequence[type] = ()
     verify_unmarked_rows: int = 0
@@ -422,6 +430,9 @@ class Options:
         keep(
             self,
             on_error=checked_choice("Options.on_error", self.on_error, ON_ERROR),
+            on_superseded=checked_choice(
+                "Options.on_superseded", self.on_superseded, ON_SUPERSEDED
+            ),
             handle_sigterm=checked_flag("Options.handle_sigterm", self.handle_sigterm),
             row_local_optimizers=row_local,
             verify_unmarked_rows=checked_whole(
@@ -471,6 +482,7 @@ class Settings:
             "Staging.when_busy": self.staging.when_busy,
             "Staging.at_servers": self.staging.at_servers,
             "Timeouts.ranks_seconds": self.timeouts.ranks_seconds,
+            "Options.on_superseded": self.options.on_superseded,
             "Options.handle_sigterm": self.options.handle_sigterm,
             "Options.rewinds": self.options.rewinds,
             "Options.in_flight": self.options.in_flight,

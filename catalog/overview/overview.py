@@ -276,13 +276,15 @@ class Ended:
 
     Attributes:
         step: number of batches trained.
-        reason: `finished` or `terminated`.
+        reason: `finished`, `terminated` or `failed`.
+        error: the exception that ended it; empty: none did.
         ended_ms: time in milliseconds since the epoch, by the clock of the trainer's host.
     """
 
     step: int
     reason: str
     ended_ms: int
+    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,7 +393,15 @@ class Failure:
     """
 
     kind: Literal[
-        "validation", "manifest", "chain", "restart", "deletion", "record", "ranks", "rejected"
+        "validation",
+        "manifest",
+        "chain",
+        "restart",
+        "superseded",
+        "deletion",
+        "record",
+        "ranks",
+        "rejected",
     ]
     subject: str
     cause: str
@@ -510,7 +520,14 @@ class RunOverview:
 
 
 #: Kinds of alarms.
-Trouble = Literal["no_commit", "validation_failed", "chain_broken", "manifest_damaged"]
+Trouble = Literal[
+    "no_commit",
+    "failed",
+    "superseded",
+    "validation_failed",
+    "chain_broken",
+    "manifest_damaged",
+]
 
 
 class Alarm(NamedTuple):
@@ -548,13 +565,15 @@ def alarms(
     """
     found: list[Alarm] = []
     silence = (
-        _uncounted(overview)
+        _failed(overview)
+        or _uncounted(overview)
         or _gone(overview)
         or _silence(overview, intervals, unknown_interval_seconds)
     )
     if silence is not None:
         found.append(silence)
     troubles: dict[str, Trouble] = {
+        "superseded": "superseded",
         "chain": "chain_broken",
         "manifest": "manifest_damaged",
         "validation": "validation_failed",
@@ -564,6 +583,20 @@ def alarms(
         if trouble is not None:
             found.append(Alarm(trouble, f"{failure.subject}: {failure.cause}", failure.next_step))
     return tuple(found)
+
+
+def _failed(overview: RunOverview) -> Alarm | None:
+    generation, ended, restore = overview.generation, overview.ended, overview.restore
+    if generation is None or ended is None or not ended.error:
+        return None
+    stored = "no checkpoint is stored" if restore is None else f"step {restore.step} is stored"
+    return Alarm(
+        "failed",
+        f"the trainer (process {generation.pid} of {generation.host}) ended after step "
+        f"{ended.step} with an exception, {ended.error} ({time_text(ended.ended_ms)} UTC); "
+        f"{stored}",
+        f"on {generation.host}: read the trainer's log, and start the training again",
+    )
 
 
 def _uncounted(overview: RunOverview) -> Alarm | None:
@@ -621,7 +654,11 @@ def _silence(
 
 
 #: Completes "training has …" by the reason of its end.
-_ENDED: Final[dict[str, str]] = {"finished": "finished", "terminated": "been terminated"}
+_ENDED: Final[dict[str, str]] = {
+    "finished": "finished",
+    "terminated": "been terminated",
+    "failed": "failed",
+}
 
 
 def _seconds_text(seconds: float) -> str:

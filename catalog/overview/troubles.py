@@ -108,6 +108,7 @@ class Troubles:
             *self._manifests(checkpoints),
             *self._chains(),
             *self._deletion(),
+            *self._superseded(),
             *self._restarts(),
             *self._rejected(training),
             *self._records_for_people(),
@@ -117,12 +118,19 @@ class Troubles:
         return tuple(sorted(found, key=lambda one: -(one.when_ms or 0)))
 
     def ends(self, generations: Iterable[int]) -> dict[int, EndRecord]:
-        """Return the end records of trainers that have a successor, if any; each is read once."""
+        """Return the end records of trainers that have a successor, if any; each is read once.
+
+        A superseded trainer has not ended: it trains on.
+        """
         new = [number for number in generations if number not in self._ends]
         if new:
             with ReadScheduler.of_records() as reads:
                 self._ends.update(zip(new, reads.results(new, self._end_of), strict=True))
-        return {number: end for number, end in self._ends.items() if end is not None}
+        return {
+            number: end
+            for number, end in self._ends.items()
+            if end is not None and end.reason != "superseded"
+        }
 
     def bytes_per_second(
         self, live: Sequence[ManifestName], known: Mapping[ManifestName, Verdict]
@@ -288,12 +296,43 @@ class Troubles:
                 )
         return found
 
+    def _superseded(self) -> list[Failure]:
+        """Return the trainer before the newest one, if it has said that it trains on superseded.
+
+        Its record is read again each time until it says that the trainer has ended.
+        """
+        numbers = self._run.generation_numbers()[-2:]
+        if len(numbers) < 2:
+            return []
+        number, newest = numbers
+        end = self._ends.get(number)
+        if end is None or end.reason == "superseded":
+            end = self._ends[number] = self._end_of(number)
+        if end is None or end.reason != "superseded":
+            return []
+        try:
+            record = self._run.generation(number)
+        except (FormatError, ObjectNotFound):
+            return []
+        return [
+            Failure(
+                kind="superseded",
+                subject=f"generation {number}",
+                cause=f"process {record.pid} of {record.host} trained on after generation "
+                f"{newest} took over the run; nothing that it trains after step {end.step} is "
+                "stored",
+                when_ms=end.ended_ms,
+                next_step=f"on {record.host}: stop process {record.pid}, or, if it is the one that "
+                "should train, stop the other and start this one again",
+            )
+        ]
+
     def _restarts(self) -> list[Failure]:
         numbers = self._run.generation_numbers()[-_TOLD - 1 :]
         ended = self.ends(numbers[:-1])
         found = []
         for before, number in pairwise(numbers):
-            if before in ended:
+            if before in ended and not ended[before].reason.startswith("failed: "):
                 continue
             try:
                 record = self._run.generation(number)

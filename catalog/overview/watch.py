@@ -528,7 +528,8 @@ def _ended(end: EndRecord | None, facts: Sequence[CheckpointFacts]) -> Ended | N
     """Return the newest trainer's end; None if it has not ended, or has continued after that."""
     if end is None or (facts and facts[0].step > end.step):
         return None
-    return Ended(step=end.step, reason=end.reason, ended_ms=end.ended_ms)
+    reason, _, error = end.reason.partition(": ")
+    return Ended(step=end.step, reason=reason, ended_ms=end.ended_ms, error=error)
 
 
 def _earlier_batches(generation: Generation, safe: _Safe | None) -> int:

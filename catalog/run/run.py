@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Literal, ParamSpec, Self, TypeVar
+from typing import ParamSpec, Self, TypeVar
 
 from recpoint.catalog.run.lineage import Representation, by_checkpoint, live_line, restarts
 from recpoint.catalog.store.contract import ObjectInfo, Store, now_ms
@@ -558,9 +558,7 @@ _log = logging.getLogger("recpoint")
 _WAIT_SECONDS = 10.0
 
 
-def tell_ended(
-    run: Run, generation: int, *, step: int, reason: Literal["finished", "terminated"]
-) -> None:
+def tell_ended(run: Run, generation: int, *, step: int, reason: str) -> None:
     """Write the end record of a generation, replacing an earlier one.
 
     Waits at most 10 seconds for the store. Errors are logged and never raised.
@@ -569,13 +567,15 @@ def tell_ended(
         run: the run.
         generation: the generation of the trainer that ends.
         step: how many batches are worth keeping.
-        reason: `finished`: the training script is done; `terminated`: it got SIGTERM.
+        reason: `finished`: the training script is done; `terminated`: it got SIGTERM;
+            `superseded`: it trains on, and a later generation owns the run; `failed: …`: an
+            exception ended it. At most 1,024 characters are kept.
     """
     record = EndRecord(
         run=run.id,
         generation=generation,
         step=step,
-        reason=reason,
+        reason=reason[:1024],
         ended_ms=now_ms(),
     )
 

@@ -14,6 +14,8 @@ import pytest
 
 from recpoint import Checkpointer
 from recpoint.catalog.check.check import check
+from recpoint.catalog.overview.overview import alarms
+from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
@@ -120,6 +122,52 @@ def test_a_replaced_trainer_may_ask_to_be_stopped(hosts: tuple[Place, Place]) ->
     replaced.restore()
     _, owner = start(hosts[1], 2)
     with pytest.raises(StaleWriter, match="generation 2"), hosts[0].agent():
+        until(lambda: train(training, replaced, 1))
+    owner.close(final=False)
+    replaced.close(final=False)
+
+
+def test_a_superseded_trainer_says_so_until_its_end(
+    hosts: tuple[Place, Place], caplog: pytest.LogCaptureFixture
+) -> None:
+    training = simple_training()
+    replaced = checkpointer(training, hosts[0], interval_batches=2, close_seconds=0.0)
+    replaced.restore()
+    _, owner = start(hosts[1], 2)
+    train(training, replaced, 2)
+    until(lambda: replaced.stats.staged == 1)
+    persist_all(hosts[0].staging)
+    until(lambda: replaced.stats.failed == 1)
+    error = replaced.stats.last_error
+    assert error is not None and "no later checkpoint of this trainer is stored" in error
+    assert "the next checkpoint also holds these rows" not in error
+    watch = RunWatch(Run.open(open_store(hosts[0].run)))
+    (superseded,) = (one for one in alarms(watch.refresh()) if one.trouble == "superseded")
+    assert "trained on after generation 2 took over the run" in superseded.text
+
+    caplog.clear()
+    train(training, replaced, 16)  # eight due checkpoints
+    warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert [text.partition(":")[0] for text in warnings] == [
+        f"no checkpoint at batch {2 + 2 * in_row}, {in_row} in a row not taken"
+        for in_row in (1, 2, 4, 8)
+    ]
+    caplog.clear()
+    replaced.close()
+    (last,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
+    assert last.startswith("training ends, and nothing that it trained after step 0 is stored")
+    assert all(one.trouble != "superseded" for one in alarms(watch.refresh()))
+    owner.close(final=False)
+
+
+def test_a_superseded_trainer_may_raise_though_other_errors_do_not(
+    hosts: tuple[Place, Place],
+) -> None:
+    training = simple_training()
+    replaced = checkpointer(training, hosts[0], on_superseded="raise")
+    replaced.restore()
+    _, owner = start(hosts[1], 2)
+    with pytest.raises(StaleWriter, match="no later checkpoint"), hosts[0].agent():
         until(lambda: train(training, replaced, 1))
     owner.close(final=False)
     replaced.close(final=False)

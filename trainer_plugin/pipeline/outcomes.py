@@ -10,7 +10,7 @@ from collections.abc import Callable
 import recpoint.errors
 from recpoint.catalog.staging.agent import AgentTrouble, read_trouble
 from recpoint.catalog.store.run_url import name_run_in
-from recpoint.errors import CheckpointCancelled, RecordTooLarge, RecpointError
+from recpoint.errors import CheckpointCancelled, RecordTooLarge, RecpointError, StaleWriter
 from recpoint.format.records import CheckpointRef
 from recpoint.interrupts import is_interrupted
 from recpoint.trainer_plugin.pipeline.handoff import Answered, Event, Failed, Handoff, Staged
@@ -28,6 +28,12 @@ __all__ = ["Outcomes", "WaitingLog"]
 
 
 _log = logging.getLogger("recpoint")
+
+#: What to do about two trainers on one run.
+STOP_ONE_TRAINER = (
+    "stop this trainer; if it is the one that should train, stop the other one and start this one "
+    "again, which restores the newest checkpoint"
+)
 
 #: If this many due checkpoints in a row are skipped, a short interval is not the reason.
 _MANY_SKIPPED = 8
@@ -124,6 +130,38 @@ class WaitingLog:
             next_step,
         )
 
+    def superseded(self, batches_done: int, in_row: int) -> None:
+        """Log that a due checkpoint was not cut, because another trainer owns the run.
+
+        No later checkpoint can come, so it is a warning, repeated at doubling distances.
+
+        Args:
+            batches_done: batches so far.
+            in_row: number of due checkpoints skipped since the last one that was cut.
+        """
+        doubled = in_row & (in_row - 1) == 0  # 1, 2, 4, 8, …
+        _log.log(
+            logging.WARNING if doubled else logging.INFO,
+            "no checkpoint at batch %d, %d in a row not taken: another trainer has started on %s, "
+            "and nothing that this trainer trains is stored any more. %d batches of this trainer "
+            "are lost when it ends. Next: %s",
+            batches_done,
+            in_row,
+            self._area.run_url,
+            self._statistics.read(batches_done).lag_batches,
+            STOP_ONE_TRAINER,
+        )
+
+    def ends_superseded(self) -> None:
+        """Log that training ends after another trainer has started on the run."""
+        _log.warning(
+            "training ends, and nothing that it trained after step %d is stored: another trainer "
+            "has started on %s. Next: %s",
+            self._staged_batches,
+            self._area.run_url,
+            STOP_ONE_TRAINER,
+        )
+
     def _trouble(self, *, agent: bool) -> AgentTrouble | None:
         trouble = None
         if agent:
@@ -171,6 +209,7 @@ class Outcomes:
         statistics: counts the outcomes.
         waiting: logs when checkpoints that waited are stored again.
         ends: returns whether the process is about to end.
+        on_superseded: called once, when another trainer is found to own the run.
         batches_done: batches done when training began.
 
     Attributes:
@@ -190,6 +229,7 @@ class Outcomes:
         statistics: Statistics,
         waiting: WaitingLog,
         ends: Callable[[], bool],
+        on_superseded: Callable[[], None],
         batches_done: int,
     ) -> None:
         self._handoff = handoff
@@ -201,6 +241,7 @@ class Outcomes:
         self._statistics = statistics
         self._waiting = waiting
         self._ends = ends
+        self._on_superseded = on_superseded
         self._unraised: BaseException | None = None
         self._answered_seconds = -math.inf  # monotonic time at which the newest answer was learned
         self.last_safe = batches_done
@@ -270,11 +311,15 @@ class Outcomes:
         self.fetch()
 
     def note_failure(self, error: BaseException) -> None:
-        """Count and log a failure; with `on_error="raise"`, keep it for `raise_noted`."""
+        """Count and log a failure, and keep it for `raise_noted` if the settings ask for that."""
         name_run_in(error, self._area.run_url)
         self._statistics.lost(error)
         _log.error("a checkpoint failed: %s", self._statistics.last_error)
-        if self._settings.options.on_error == "raise" and self._unraised is None:
+        options = self._settings.options
+        raises = options.on_error == "raise" or (
+            options.on_superseded == "raise" and isinstance(error, StaleWriter)
+        )
+        if raises and self._unraised is None:
             self._unraised = error
 
     def raise_noted(self) -> None:
@@ -324,7 +369,9 @@ class Outcomes:
         pending = self._ledger.lost(event.ref, outcome.error_type)
         if pending is not None and outcome.error_type == RecordTooLarge.__name__:
             self._records.rejected(pending.link.kind)
-        self.superseded = self.superseded or superseded(outcome.error_type)
+        if superseded(outcome.error_type) and not self.superseded:
+            self.superseded = True
+            self._on_superseded()
         if outcome.error_type == CheckpointCancelled.__name__:
             self._statistics.cancelled += 1
             return
@@ -340,5 +387,7 @@ def _rejection(ref: CheckpointRef, error_type: str, text: str) -> RecpointError:
         f"checkpoint of {ref}",
         found=f"rejected by the agent: {text}",
         expected="a commit",
-        next_step="see the message; the next checkpoint also holds these rows",
+        next_step=f"no later checkpoint of this trainer is stored either: {STOP_ONE_TRAINER}"
+        if superseded(error_type)
+        else "see the message; the next checkpoint also holds these rows",
     )

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from recpoint.catalog.run.run import Run, tell_ended
 from recpoint.embeddings.marks import Tracker
@@ -60,6 +60,10 @@ __all__ = ["Pipeline"]
 
 
 _log = logging.getLogger("recpoint")
+
+
+#: Why a trainer that another one has superseded has lost what it trained.
+_SUPERSEDED = "StaleWriter: another trainer has started on the run"
 
 
 class Plan(NamedTuple):
@@ -177,6 +181,7 @@ class Pipeline:
             statistics=self.statistics,
             waiting=self._waiting,
             ends=ends,
+            on_superseded=self._say_superseded,
             batches_done=start.batches_done,
         )
         self._outlook = Outlook(
@@ -260,8 +265,7 @@ class Pipeline:
                 self.statistics.skipped += 1
                 self._skipped_in_row += 1
                 if self.outcomes.superseded:
-                    told = "no checkpoint at batch %d: another trainer owns the run"
-                    _log.info(told, batches_done)
+                    self._waiting.superseded(batches_done, self._skipped_in_row)
                 else:
                     self._waiting.skipped(batches_done, self._skipped_in_row)
             return False
@@ -521,6 +525,22 @@ class Pipeline:
         if alone and not taken and is_interrupted():
             self.take(batches_done)
 
+    def say_failed(self, error: BaseException, batches_done: int) -> None:
+        """Note in the store that an exception has ended training.
+
+        Args:
+            error: the exception.
+            batches_done: number of batches that training has completed.
+        """
+        if self.outcomes.superseded:
+            self._waiting.ends_superseded()
+            self._tell_ended(f"failed: {_SUPERSEDED}", self.outcomes.last_safe)
+        elif not self._ends():  # a framework may raise after SIGTERM, whose end is told
+            self._tell_ended(f"failed: {_named(error)}", batches_done)
+
+    def _say_superseded(self) -> None:
+        self._tell_ended("superseded", self.outcomes.last_safe)
+
     def say_ended(self, batches_done: int | None = None) -> None:
         """Note, on this host and in the store, that training has ended and was not killed.
 
@@ -529,10 +549,16 @@ class Pipeline:
                 newest checkpoint count.
         """
         self._area.say_ended()
-        if self.outcomes.superseded or self._ranks.rank:
+        if self.outcomes.superseded:
+            self._waiting.ends_superseded()
+            self._tell_ended(f"failed: {_SUPERSEDED}", self.outcomes.last_safe)
             return
         step = self._last_cut if batches_done is None else batches_done
-        reason: Literal["finished", "terminated"] = "terminated" if self._ends() else "finished"
+        self._tell_ended("terminated" if self._ends() else "finished", step)
+
+    def _tell_ended(self, reason: str, step: int) -> None:
+        if self._ranks.rank:
+            return
         try:
             with rng.untouched():
                 tell_ended(self._run, self._generation, step=step, reason=reason)
@@ -547,3 +573,12 @@ class Pipeline:
             self.ahead.close()
         self._handoff.close()
         self.outcomes.fetch()
+
+
+def _named(error: BaseException) -> str:
+    """Return the class of an exception, and its text if that can be made."""
+    try:
+        text = str(error)
+    except Exception:  # a user's __str__; the exception itself reaches the user
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

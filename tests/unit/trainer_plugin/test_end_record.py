@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from recpoint.catalog.overview.overview import alarms
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.run.run import Run, read_end
 from recpoint.catalog.store.store import open_store
@@ -47,13 +48,25 @@ def test_an_end_without_a_last_checkpoint_wants_what_was_cut(place: Place) -> No
     assert end is not None and end.step == 2
 
 
-def test_a_trainer_that_fails_has_not_ended(place: Place) -> None:
+def test_the_exception_that_ends_a_training_is_named(place: Place) -> None:
     training = simple_training()
     with pytest.raises(ZeroDivisionError), checkpointer(training, place) as ckpt:
         ckpt.restore()
         train(training, ckpt, 1)
-        raise ZeroDivisionError
-    assert read_end(opened(place), 1) is None
+        raise ZeroDivisionError("loss of\nbatch 2 " + "x" * 2000)
+    end = read_end(opened(place), 1)
+    assert end is not None and end.step == 1
+    assert end.reason.startswith("failed: ZeroDivisionError: loss of\nbatch 2")
+    seen = RunWatch(opened(place)).refresh()
+    assert seen.ended is not None and seen.ended.reason == "failed"
+    (alarm,) = alarms(seen)
+    assert alarm.trouble == "failed" and "ZeroDivisionError: loss of" in alarm.text
+    assert "after step 1" in alarm.text and "no checkpoint is stored" in alarm.text
+    again = checkpointer(simple_training(), place)
+    again.restore()
+    again.close(final=False)
+    ((restart),) = (one for one in RunWatch(opened(place)).refresh().failures)
+    assert restart.kind == "restart"
 
 
 @pytest.mark.parametrize(

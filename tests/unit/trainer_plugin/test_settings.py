@@ -139,6 +139,7 @@ def test_the_least_number_of_seconds_is_said(place: Place) -> None:
         (Timeouts, "drain_seconds", None),
         (Timeouts, "ranks_seconds", 0),
         (Options, "on_error", "ignore"),
+        (Options, "on_superseded", "stop"),
         (Options, "handle_sigterm", "no"),
         (Options, "row_local_optimizers", ("SGD",)),
         (Options, "row_local_optimizers", SGD),
