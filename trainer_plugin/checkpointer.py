@@ -37,9 +37,10 @@ from recpoint.format.servers import AllServers
 from recpoint.interrupts import Hold, held
 from recpoint.trainer_plugin.assembly import assemble, look_at
 from recpoint.trainer_plugin.batches.count import BatchCount
-from recpoint.trainer_plugin.batches.loop import Bound, Loop, Uncounted
+from recpoint.trainer_plugin.batches.loop import Bound, Loop
 from recpoint.trainer_plugin.batches.pipelined import Pipelined
 from recpoint.trainer_plugin.batches.signs import TrainingSigns
+from recpoint.trainer_plugin.batches.uncounted import Uncounted
 from recpoint.trainer_plugin.pipeline.pipeline import Pipeline
 from recpoint.trainer_plugin.pipeline.reader_pace import Pace
 from recpoint.trainer_plugin.policy import Policy, PolicyName, as_policy
@@ -437,7 +438,7 @@ class Checkpointer:
         self._pace = Pace(self._reader, pipeline)
         self._pace.restart(start.batches_done)
         if self._ranks.rank == 0:
-            self._uncounted = Uncounted(self._state.optimizers.parameters())
+            self._uncounted = Uncounted(self._state.optimizers.parameters(), self._signs)
         if self._settings.options.announce and self._ranks.rank == 0:
             announce_start(run.url, start.report, resumed=start.resumed, left=start.left)
 

@@ -1,20 +1,13 @@
-"""Yields the batches of a training up to its bound, and counts each when its step is done.
-
-`Uncounted` warns of a training whose own loop forgets to call `step`.
-"""
+"""Yields the batches of a training up to its bound, and counts each when its step is done."""
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar
-
-from torch import Tensor
 
 from recpoint.errors import RankLost, ServerLost, SettingsError
 from recpoint.interrupts import came_from_handler
@@ -23,7 +16,7 @@ from recpoint.trainer_plugin.setting_checks import checked_whole
 from recpoint.trainer_plugin.state.reader import Passes, tell_epoch
 from recpoint.trainer_plugin.state.training_state import TrainingState
 
-__all__ = ["Bound", "Loop", "Uncounted"]
+__all__ = ["Bound", "Loop"]
 
 B = TypeVar("B")
 
@@ -364,36 +357,3 @@ def _length(source: object) -> int | None:
         if came_from_handler(error):
             raise
         return None  # the `__len__` of a user's object may raise any error
-
-
-class Uncounted:
-    """Warns once, at the end of a training that changed its parameters and counted no batch.
-
-    It compares torch's counters of in-place changes, so steps need no hook. If the process ends
-    without `end`, it warns at exit.
-
-    Args:
-        parameters: of the optimizers; they are kept until `end`.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._before = [(one, one._version) for one in parameters if not one.is_inference()]
-        self._process = os.getpid()
-        atexit.register(self.warn)
-
-    def warn(self) -> None:
-        """Warn if parameters have changed; then `end`. A forked child says nothing."""
-        before = self._before
-        self.end()
-        if os.getpid() != self._process or all(one._version == then for one, then in before):
-            return
-        _log.warning(
-            "training ends, and its Checkpointer has counted no batch, although parameters have "
-            "changed: no checkpoint was due. Next: call step() after each batch, or loop over "
-            "batches(), which calls step()"
-        )
-
-    def end(self) -> None:
-        """Forget the parameters: a batch was counted, or an error has ended training."""
-        self._before = []
-        atexit.unregister(self.warn)

@@ -49,6 +49,8 @@ class TrainingSigns:
         self._handles: list[RemovableHandle] = []
         self._parameters: frozenset[int] = frozenset()
         self._steps: dict[int, int] = {}  # by id of the optimizer
+        #: Called after each step; None: nobody listens.
+        self.on_step: Callable[[], None] | None = None
         self.now = self.last_forward = self.last_backward = self.last_step = 0
 
     def install(self) -> None:
@@ -125,6 +127,8 @@ class TrainingSigns:
         self._steps[key] = self._steps.get(key, 0) + 1
         self.now += 1
         self.last_step = self.now
+        if self.on_step is not None:
+            self.on_step()
 
 
 class _AfterForward:

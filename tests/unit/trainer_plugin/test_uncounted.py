@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
 
+from recpoint import Checkpointer
 from tests.torch_interpreter import run_program
 from tests.training_builder import Place, checkpointer, simple_training, train
 
@@ -22,6 +26,44 @@ def test_it_is_told_once_when_it_is_closed(place: Place, caplog: pytest.LogCaptu
     ckpt.close()
     (line,) = [record for record in caplog.records if TOLD in record.getMessage()]
     assert line.levelname == "WARNING" and "call step() after each batch" in line.getMessage()
+
+
+def test_it_is_told_once_while_training_goes_on(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 1)
+    optimizers = [SGD([model.weight], 0.1), SGD([model.bias], 0.1)]
+    with Checkpointer(
+        model, optimizers, run=place.run, staging=place.staging, interval_batches=2
+    ) as ckpt:
+        ckpt.restore()
+        for steps in range(1, 40):
+            for optimizer in optimizers:  # both step on the same batch
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            told = [one for one in caplog.messages if "has stepped 16 times" in one]
+            assert len(told) == (steps >= 16)
+        ckpt.close(final=False)
+
+
+def test_steps_of_counted_batches_are_not_told(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), 0.1)
+    with Checkpointer(
+        model, optimizer, run=place.run, staging=place.staging, interval_batches=1000
+    ) as ckpt:
+        ckpt.restore()
+        for steps in range(40):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if steps % 10 == 9:  # ten steps a batch
+                ckpt.step()
+        ckpt.close(final=False)
+    assert "has stepped" not in caplog.text
 
 
 @pytest.mark.parametrize("trained", [0, 1])
