@@ -168,6 +168,7 @@ class Pipeline:
         # `outcomes.last_safe` at the last cancel.
         self._cancelled_at: int | None = None
         self._skipped_in_row = 0
+        self._ended_step: int | None = None  # batches done at the end that was told last
         self.statistics = Statistics()
         self.statistics.start(start.batches_done, restored=start.report is not None)
         self._waiting = WaitingLog(area, self.statistics, batches_done=start.batches_done)
@@ -535,7 +536,7 @@ class Pipeline:
         if self.outcomes.superseded:
             self._waiting.ends_superseded()
             self._tell_ended(f"failed: {_SUPERSEDED}", self.outcomes.last_safe)
-        elif not self._ends():  # a framework may raise after SIGTERM, whose end is told
+        elif self._ended_step != batches_done:  # else a handler raises after SIGTERM: it has ended
             self._tell_ended(f"failed: {_named(error)}", batches_done)
 
     def _say_superseded(self) -> None:
@@ -554,6 +555,7 @@ class Pipeline:
             self._tell_ended(f"failed: {_SUPERSEDED}", self.outcomes.last_safe)
             return
         step = self._last_cut if batches_done is None else batches_done
+        self._ended_step = step
         self._tell_ended("terminated" if self._ends() else "finished", step)
 
     def _tell_ended(self, reason: str, step: int) -> None:
