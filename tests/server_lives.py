@@ -17,7 +17,7 @@ from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.errors import ServerLost, SettingsError
 from recpoint.testing.homes import fetched, ids_of, records_of
 
-__all__ = ["parent", "rank"]
+__all__ = ["parent", "rank", "stopped"]
 
 
 def rank(number: int, place: str) -> None:
@@ -101,3 +101,23 @@ def parent(place: str) -> None:
         path.with_suffix(".new").write_text(pids)
         path.with_suffix(".new").rename(path)
     time.sleep(600)
+
+
+def stopped(place: str, parity: bool, seconds: float) -> None:
+    """Write and read rows for a while; the servers are those of the beginning at the end."""
+    torch.set_num_threads(1)
+    form = Parity(data=2) if parity else None
+    with servers(3, parity=form, timeout_seconds=1.0) as home:
+        assert isinstance(home, ServedHome)
+        home.add_table("t", rows=2_000, record_bytes=400)
+        before = home.greetings
+        (Path(place) / "begun").touch()
+        deadline, batch = time.monotonic() + seconds, 0
+        while time.monotonic() < deadline:
+            batch += 1
+            records = records_of(range(2_000), 400, version=batch % 200)
+            home.write_back("t", ids_of(range(2_000)), records, batch=batch)
+            found = torch.zeros_like(records)
+            assert home.fetch("t", ids_of(range(2_000)), found).all()
+            assert torch.equal(found, records)
+        assert [one.pid for one in home.greetings] == [one.pid for one in before]

@@ -444,9 +444,10 @@ class Leader:
         self._beginnings += 1
         beginning = self._beginnings
         lives = self._live(range(len(self._servers)))
-        for number, server in enumerate(self._servers):
+        # Those that hang first: calls inside the others may be waiting for them.
+        for number in sorted(range(len(self._servers)), key=lives.__getitem__):
             if lives[number]:
-                server.begin(beginning)
+                self._servers[number].begin(beginning)
             else:
                 self._succeed(number)
         self._protect_all()

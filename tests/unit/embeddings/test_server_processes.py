@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import psutil
@@ -18,9 +21,10 @@ from recpoint.embeddings.remote import processes
 from recpoint.embeddings.remote.served_home import ServedHome
 from recpoint.errors import HomeError, ServerLost, SettingsError
 from recpoint.testing.homes import fetched, ids_of, records_of
+from tests.fault.kill_points import FAULTS_EVERY
 from tests.forked import ForkedProcess
 from tests.polling import until
-from tests.server_lives import parent, rank
+from tests.server_lives import parent, rank, stopped
 
 
 def pids(home: Home) -> list[int]:
@@ -103,6 +107,24 @@ def test_servers_end_with_their_parent(tmp_path: Path) -> None:
         os.kill(child, signal.SIGKILL)
         if not is_gone(stopped):
             os.kill(stopped, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("parity", [False, True] if FAULTS_EVERY else [])
+def test_a_trainer_that_was_stopped_goes_on_with_its_servers(parity: bool, tmp_path: Path) -> None:
+    """At any moment of its calls, for longer than a call may take."""
+    trainer = ForkedProcess(target=stopped, args=(str(tmp_path), parity, 30.0), daemon=True)
+    trainer.start()
+    until((tmp_path / "begun").exists)
+    assert trainer.pid is not None
+    moments = Random(7)
+    while trainer.is_alive():
+        time.sleep(moments.random())
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(trainer.pid, signal.SIGSTOP)
+            time.sleep(2.6)  # this is the fault
+            os.kill(trainer.pid, signal.SIGCONT)
+    trainer.join()
+    assert trainer.exitcode == 0
 
 
 @pytest.mark.parametrize(
