@@ -195,6 +195,7 @@ class LightningCallback(Callback):
         """Follow the dataloader, and handle SIGTERM before Lightning does."""
         if self.checkpointer is None:
             return
+        _refuse_reloads(trainer)
         loader = _loader_of(trainer)
         saved = self._position.saved
         if saved is not None and loader.resumed_from is not saved:
@@ -207,14 +208,23 @@ class LightningCallback(Callback):
                     expected="one that goes on where the last epoch of the checkpoint ended",
                     next_step="give it a __len__, or train with max_steps instead of max_epochs",
                 )
-            loader.leave_behind(saved)
-        loader.expect_counts()
-        loader.before_fetch = self._between_batches
-        self._position.loader = loader
+            # Where each epoch has a dataloader of its own, the next one does not follow the last.
+            if not trainer.reload_dataloaders_every_n_epochs:
+                loader.leave_behind(saved)
+        self._follow(loader)
         self._steps = trainer.global_step
         if self._options.handle_sigterm:
             # Called now, so that the signal is passed on to Lightning's handler, which exists now.
             self.checkpointer.take_sigterm()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Follow the dataloader of this epoch, if Lightning has asked for another one."""
+        if self.checkpointer is None or not trainer.reload_dataloaders_every_n_epochs:
+            return
+        loader = _loader_of(trainer)
+        if loader is not self._position.loader:
+            self._leave_loader()
+            self._follow(loader)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -284,6 +294,12 @@ class LightningCallback(Callback):
             checkpointer.step()
         checkpointer.close()
 
+    def _follow(self, loader: ResumableLoader) -> None:
+        """Take positions from this dataloader, which Lightning reads from now on."""
+        loader.expect_counts()
+        loader.before_fetch = self._between_batches
+        self._position.loader = loader
+
     def _leave_loader(self) -> None:
         if self._position.loader is not None:
             self._position.loader.before_fetch = None
@@ -335,6 +351,35 @@ class _FitState:
             trainer.datamodule.load_state_dict(state["datamodule"])
         if state["precision"]:
             trainer.precision_plugin.load_state_dict(state["precision"])
+
+
+def _refuse_reloads(trainer: Any) -> None:
+    """Refuse dataloaders of several epochs each, which a restart would not build alike.
+
+    Lightning builds one when training starts. It does not know how many epochs the last dataloader
+    had served.
+
+    Raises:
+        SettingsError: a dataloader is to serve several epochs; or one of a single epoch has no
+            length, so that Lightning reads its first batch before the callback knows it.
+    """
+    epochs = trainer.reload_dataloaders_every_n_epochs
+    if epochs > 1:
+        raise SettingsError(
+            f"Trainer(reload_dataloaders_every_n_epochs={epochs})",
+            found="a dataloader for several epochs; after a restart within them, Lightning would "
+            "build another one and use it longer",
+            expected="0 or 1",
+            next_step="set it to 1, and have train_dataloader() return what the epoch needs",
+        )
+    if epochs and trainer.fit_loop.max_batches == float("inf"):
+        raise SettingsError(
+            "the training dataloader",
+            found="no length, and reload_dataloaders_every_n_epochs=1: Lightning reads the first "
+            "batch of an epoch before recpoint has its dataloader",
+            expected="a dataloader with a length, or the same one in each epoch",
+            next_step="give it a __len__, or set reload_dataloaders_every_n_epochs=0",
+        )
 
 
 def _loader_of(trainer: Any) -> ResumableLoader:
