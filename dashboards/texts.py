@@ -61,7 +61,8 @@ __all__ = [
 NONE = "–"
 
 RUN_HEADINGS = (
-    *("State", "Run", "Lost by a crash now", "Newest step", "Committed", "Stall", "Of full fp32"),
+    *("State", "Run", "Lost by a crash now", "Newest step", "Committed (UTC)"),
+    *("Stall", "Of full fp32"),
     *("A restore reads", "Last validation", "Seen"),
 )
 CHECKPOINT_HEADINGS = (
@@ -234,7 +235,9 @@ def figures(overview: RunOverview) -> dict[str, Figure]:
     if overview.generation is not None:
         value, note = _risk(overview)
         notes = [note] if note else []
-        notes += [] if lag.intervals is None else [f"{lag.intervals:.1f} intervals"]
+        # Of a loss that is only bounded, the intervals until the last sign of life say too little.
+        bounded = value == f"up to {duration_text(BEAT_SECONDS)}" and not note
+        notes += [] if lag.intervals is None or bounded else [f"{lag.intervals:.1f} intervals"]
         notes += [staged_text(overview)] if overview.staged is not None else []
         found[FIGURES[0]] = Figure(value, ", ".join(notes))
     if overview.checkpoints:

@@ -53,6 +53,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill in what is generated, and lead links to files outside docs/ to their pages."""
     uri = page.file.src_uri
+    if uri.startswith("decisions/"):
+        page.meta["search"] = {"boost": 0.1}  # guides and reference are found first
     fill = {
         "decisions/index.md": ("decisions", _decisions),
         "reference/command-line.md": ("commands", _commands),
