@@ -20,6 +20,7 @@ from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.snapshot.cut import Cutter
 from recpoint.trainer_plugin.snapshot.record_bound import RecordBound
 from recpoint.trainer_plugin.snapshot.staging import StagingArea
+from recpoint.units import duration_text
 
 __all__ = ["Outcomes", "WaitingLog"]
 
@@ -180,6 +181,14 @@ class WaitingLog:
             return "no agent is running", self._area.agent_command()
         there = "see the agent's log and status.json there"
         if trouble is None:
+            persist_seconds = self._statistics.persist_seconds
+            if persist_seconds is not None:  # it stores, but more slowly than checkpoints are due
+                return (
+                    "the agent has not stored them: it takes "
+                    f"{duration_text(persist_seconds)} for a checkpoint",
+                    f"set a longer interval, of more than {duration_text(persist_seconds)}; or "
+                    f"{there}",
+                )
             return "the agent has not stored them", there
         tries = f"{trouble.tries} {'try' if trouble.tries == 1 else 'tries'}"
         return f"the agent cannot store them ({tries}): {trouble.error}", trouble.next_step or there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -521,6 +522,26 @@ def test_a_start_without_an_agent_is_told_once(
     ckpt.close(final=False)
     (text,) = told()
     assert text.endswith(f"are not stored. Next: recpoint agent --staging {place.staging}")
+
+
+def test_an_interval_too_short_for_the_agent_is_told_with_its_figure(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = simple_training()
+    ckpt = checkpointer(training, place, interval_batches=1)
+    ckpt.restore()
+    for number in range(8):
+        train(training, ckpt, 1)
+        until(lambda staged=number + 1: ckpt.stats.staged == staged)  # type: ignore[misc]
+        place.persist_all()
+        until(lambda stored=number + 1: ckpt.stats.committed == stored)  # type: ignore[misc]
+    caplog.clear()
+    with AgentLock(place.staging):  # an agent that is slower than the interval
+        train(training, ckpt, 9)
+    (text,) = (one for one in caplog.messages if "8 in a row not taken" in one)
+    assert re.search(r"it takes [\d.]+ m?s for a checkpoint", text)
+    assert re.search(r"Next: set a longer interval, of more than [\d.]+ m?s", text)
+    ckpt.close(final=False)
 
 
 def test_due_checkpoints_that_nobody_stores_are_told_at_warning_level(
