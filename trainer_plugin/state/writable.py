@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import CreationMeta, _get_creation_meta
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from recpoint.catalog.restore.in_place import shares_memory
@@ -47,6 +48,12 @@ _OVERLAP = _Fault(
     "a tensor whose elements share memory (expand()), which load_state_dict() cannot write",
     "elements with memory of their own",
     "replace the tensor by its clone()",
+)
+_ONE_OF_SEVERAL_VIEWS = _Fault(
+    "one of several views that one call returned (unbind(), split()), of a tensor that requires "
+    "gradients; torch refuses its use after a restore has written it",
+    "a tensor of its own, or a view without gradients",
+    "replace the tensor by its detach().clone()",
 )
 _READ_ONLY = _Fault(
     "a tensor in read-only memory, such as a file that numpy has mapped; a restore could not write "
@@ -96,6 +103,9 @@ def _fault(tensor: Tensor, read_only: _ReadOnlyMemory) -> _Fault | None:
         return _INFERENCE
     if tensor.is_nested:
         return _NESTED
+    if tensor.requires_grad and tensor._is_view():
+        if _get_creation_meta(tensor) == CreationMeta.MULTI_OUTPUT_NODE:
+            return _ONE_OF_SEVERAL_VIEWS
     if not is_piece(tensor) and tensor.layout is torch.strided and tensor.is_cpu:
         if tensor.numel() and read_only.holds(tensor.data_ptr()):
             return _READ_ONLY

@@ -144,8 +144,9 @@ def _read_only(directory: Path) -> Tensor:
         (lambda _: torch.eye(3).to_sparse_csr(), "sparse_csr|Sparse CSR"),
         (lambda _: torch.ones(3, device="meta"), "meta"),
         (lambda _: nn.parameter.UninitializedBuffer(), "without a shape"),
+        (lambda _: nn.Parameter(torch.ones(2, 3)).clone().unbind()[0], "one of several views"),
     ],
-    ids=["read-only", "nested", "conjugate", "quantized", "csr", "meta", "lazy"],
+    ids=["read-only", "nested", "conjugate", "quantized", "csr", "meta", "lazy", "unbound"],
 )
 def test_what_could_not_be_restored_is_refused_at_the_build(
     place: Place, tmp_path: Path, make: Callable[[Path], Tensor], fault: str
