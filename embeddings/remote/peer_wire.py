@@ -28,6 +28,7 @@ from recpoint.embeddings.remote.wire import (
     Answer,
     Malformed,
     Part,
+    Piece,
     Request,
     Stream,
     parse,
@@ -49,7 +50,7 @@ __all__ = [
 
 def differences_request(
     messages: Sequence[tuple[Sent, Differences]], incarnation: int
-) -> list[bytes | Tensor]:
+) -> list[Piece]:
     """Return what to send for `Peer.differences` to a server of this incarnation."""
     notes = [
         {
@@ -90,7 +91,7 @@ def members_request(
     wanted: Sequence[TableSlots],
     row_bytes: int,
     incarnation: int,
-) -> list[bytes | Tensor]:
+) -> list[Piece]:
     """Return what to send to a server of this incarnation.
 
     Args:
@@ -138,7 +139,7 @@ def received_members(
 
 def answer_peer(
     server: EmbeddingServer, request: Request, rows: Sequence[tuple[Tensor, Tensor]]
-) -> list[bytes | Tensor]:
+) -> list[Piece]:
     """Answer a request of another server.
 
     Raises:

@@ -36,12 +36,14 @@ from recpoint.embeddings.remote.wire import (
     HELLO,
     PARITY_ROWS,
     ROWS,
+    SEAL,
     STAGE,
     STAGE_NEW,
     WRITE,
     Answer,
     Malformed,
     Part,
+    Piece,
     Request,
     Stream,
     TokenRefused,
@@ -157,12 +159,14 @@ class TcpTransport(Transport):
         def ask(stream: Stream) -> list[Tensor]:
             stream.send([*request.pieces, *(one.ids for one in wanted)])
             answer = received(stream, most=sum(counts))
+            # What is there is proved before records are written: rows that are not stay untouched.
             if answer.count == sum(counts):
                 for one in wanted:
                     stream.receive_into(one.records)
                 return [torch.ones(count, dtype=torch.bool, device="cpu") for count in counts]
             bits = np.frombuffer(stream.receive(-(-sum(counts) // 8)), dtype=np.uint8)
             has = torch.from_numpy(np.unpackbits(bits, count=sum(counts))).view(torch.bool)
+            stream.require_mac()
             if int(has.sum()) != answer.count:
                 raise Malformed("another number of records than was announced")
             found = list(has.split(counts))
@@ -272,6 +276,7 @@ class TcpTransport(Transport):
                 stream = self._taken(deadline)
                 stream.deadline = deadline
                 answer = ask(stream)
+                stream.require_mac()
             except _Refused as refused:
                 if stream is not None:
                     self._give_back(stream)
@@ -286,7 +291,10 @@ class TcpTransport(Transport):
                 self._raise_lost("no process that listens there: it has ended", error)
             except (Malformed, TokenRefused) as error:
                 self._drop(stream)
-                what = "a process that does not know the token of this training"
+                what = (
+                    "a process that does not know the token of this training, or a server that "
+                    "listens at another address"
+                )
                 if isinstance(error, Malformed):
                     what = f"something that is no embedding server of this version: {error}"
                 self._raise_lost(what, error)
@@ -331,7 +339,9 @@ class TcpTransport(Transport):
             if self._is_closed:  # meanwhile
                 raise EOFError
             stream.deadline = deadline
-            prove_client(stream, self._token)
+            # Another address than the server's is one that passes bytes on to it.
+            is_direct = self.listens_at == self.address
+            prove_client(stream, self._token, server=None if is_direct else self.listens_at)
         except BaseException:
             self._drop(stream)
             raise
@@ -394,6 +404,7 @@ def received(stream: Stream, *, most: int = 0) -> Answer:
     """
     answer = Answer.receive(stream, most=most)
     if answer.is_error:
+        stream.require_mac()
         raise _Refused(error_of(answer.text))
     return answer
 
@@ -538,7 +549,7 @@ class TcpServer:
                     answering.wait()
                 answering.answer()
         except TokenRefused:
-            _LOG.warning("an embedding server refused a connection: another token")
+            _LOG.warning("an embedding server refused a connection: another token or address")
         except Malformed as error:
             _LOG.warning("an embedding server closes a connection: found %s", error)
         except (OSError, EOFError):
@@ -617,6 +628,7 @@ class _Answering:
         if request.kind in (WRITE, DIFFERENCES, STAGE_NEW):
             for _, records in rows:
                 stream.receive_into(records)
+        stream.require_mac()
         try:
             pieces = self._pieces(request, rows)
         except (HomeError, ValueError, OutOfStep) as error:
@@ -640,9 +652,7 @@ class _Answering:
         stream.deadline = time.monotonic() + _REST_SECONDS
         stream.send(pieces)
 
-    def _pieces(
-        self, request: Request, rows: Sequence[tuple[Tensor, Tensor]]
-    ) -> list[bytes | Tensor]:
+    def _pieces(self, request: Request, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Piece]:
         if request.kind == HELLO:
             return Answer(text=text_of(vars(self._server.hello()))).pieces
         if request.kind == COMMAND:
@@ -697,7 +707,7 @@ class _Answering:
             _those(records, has_row.nonzero().view(-1))
             for (_, records), has_row in zip(rows, found, strict=True)
         ]
-        return [*Answer(count=count).pieces, bits, *there]
+        return [*Answer(count=count).pieces, bits, SEAL, *there]
 
 
 def _rows_in(memory: Tensor, parts: Sequence[Part]) -> list[tuple[Tensor, Tensor]]:

@@ -1,12 +1,18 @@
 """Defines the bytes that `TcpTransport` and `TcpServer` exchange, and reads and writes them.
 
 A connection begins with a proof, in both directions, that the other side knows the token (HMAC of
-fresh random numbers, so nothing that was overheard can be used again). Records are not encrypted.
-Then each request has one answer:
+fresh random numbers, so nothing that was overheard can be used again). The proof names the address
+at which the server listens. So a process that has taken the port of a server that has ended cannot
+have another server prove for it. Records are not encrypted. Then each request has one answer:
 
-    request: header, parts, text, slots (int64) of all parts, and for a write, for
-             differences or for new rows to stage their records
-    answer:  header, text, and for a fetch a bit for each slot, and the records that are there
+    request: header, parts, text, MAC, slots (int64) of all parts, and for a write, for
+             differences or for new rows to stage their records, MAC
+    answer:  header, text, MAC, and for a fetch a bit for each slot, a MAC, and the records that
+             are there, MAC
+
+A MAC (Poly1305) is of all bytes since the one before it in its direction. Each has a key of its
+own, from both random numbers, the token, the direction and the MAC's number. So bytes that were
+changed, left out, sent again or taken from another connection end the connection.
 
 A part says how many slots there are, and the bytes of a record. It is about one table, and of
 differences about one message, which may have several tables. A server that asks another one for
@@ -29,11 +35,12 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
+from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
 from recpoint.embeddings.parity.peers import MOST_TABLES, OutOfStep
@@ -51,12 +58,14 @@ __all__ = [
     "MOST_PARTS",
     "PARITY_ROWS",
     "ROWS",
+    "SEAL",
     "STAGE",
     "STAGE_NEW",
     "WRITE",
     "Answer",
     "Malformed",
     "Part",
+    "Piece",
     "Request",
     "Stream",
     "TokenRefused",
@@ -84,8 +93,10 @@ STAGE_NEW: Final = 12
 #: Parts of one request.
 MOST_PARTS: Final = MOST_TABLES
 
-_GREETING: Final = b"recpoint embedding server 5\n"
+_GREETING_NAME: Final = b"recpoint embedding server "
+_GREETING: Final = _GREETING_NAME + b"6\n"
 _NONCE_BYTES: Final = 32
+_MAC_BYTES: Final = 16
 _REFUSED: Final = bytes(hashlib.sha256().digest_size)
 #: Magic, kind, bytes of the text, number of parts, incarnation, and the number of the frozen
 #: reader, or of trainer and batch.
@@ -112,8 +123,44 @@ class TokenRefused(Exception):
     """The other side does not know the token."""
 
 
+class Seal:
+    """Stands for a MAC among the pieces to send."""
+
+
+SEAL: Final = Seal()
+Piece: TypeAlias = bytes | Tensor | Seal
+
+
+class _Macs:
+    """Computes the MACs of one direction of a connection.
+
+    Args:
+        key: of this direction of this connection only.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._number = 0
+        self._open = self._next()
+
+    def _next(self) -> Poly1305:
+        # Poly1305 is safe only if no two messages share a key.
+        number = self._number.to_bytes(8, "little")
+        return Poly1305(hashlib.blake2b(number, key=self._key, digest_size=32).digest())
+
+    def update(self, view: memoryview) -> None:
+        self._open.update(view)
+
+    def close(self) -> bytes:
+        """Return the MAC of all bytes since the last one."""
+        mac = self._open.finalize()
+        self._number += 1
+        self._open = self._next()
+        return mac
+
+
 class Stream:
-    """Sends and receives whole pieces on a socket.
+    """Sends and receives whole pieces on a socket. After the proof, MACs guard them.
 
     Attributes:
         deadline: `time.monotonic` until which sends and receives may take; None: for ever.
@@ -129,11 +176,34 @@ class Stream:
         # Finds out, in hours, that the other machine is gone.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._socket = connected
+        self._sent: _Macs | None = None
+        self._received: _Macs | None = None
         self.deadline: float | None = None
 
-    def send(self, parts: Sequence[bytes | Tensor]) -> None:
-        """Send parts one after another; tensors are contiguous."""
-        views = [view for view in map(_bytes_of, parts) if len(view)]
+    @property
+    def own_address(self) -> tuple[str, int]:
+        """Host and port of this side, as numbers."""
+        host, port = self._socket.getsockname()[:2]
+        return str(host), int(port)
+
+    @property
+    def other_address(self) -> tuple[str, int]:
+        """Host and port of the other side, as numbers."""
+        host, port = self._socket.getpeername()[:2]
+        return str(host), int(port)
+
+    def guard(self, *, sent: bytes, received: bytes) -> None:
+        """Have MACs guard all further bytes.
+
+        Args:
+            sent: key for what this side sends.
+            received: key for what it receives.
+        """
+        self._sent, self._received = _Macs(sent), _Macs(received)
+
+    def send(self, parts: Sequence[Piece]) -> None:
+        """Send parts one after another, and a MAC; tensors are contiguous."""
+        views = [view for view in self._guarded(parts) if len(view)]
         while views:
             self._wait()
             sent = self._socket.sendmsg(views)
@@ -143,22 +213,47 @@ class Stream:
                     break
                 sent -= len(views.pop(0))
 
+    def _guarded(self, parts: Sequence[Piece]) -> Iterator[memoryview]:
+        for part in [*parts, SEAL]:
+            if not isinstance(part, Seal):
+                view = _bytes_of(part)
+                if self._sent is not None:
+                    self._sent.update(view)
+                yield view
+            elif self._sent is not None:
+                yield memoryview(self._sent.close())
+
+    def require_mac(self) -> None:
+        """Receive a MAC, and compare it with the bytes since the last one.
+
+        Raises:
+            Malformed: the other side has not sent these bytes.
+        """
+        if self._received is None:
+            return
+        mac = bytearray(_MAC_BYTES)
+        self._receive_into(memoryview(mac), None)
+        if not hmac.compare_digest(mac, self._received.close()):
+            raise Malformed("bytes that do not fit their MAC")
+
     def receive(self, size_bytes: int) -> bytes:
         """Receive a few bytes."""
         found = bytearray(size_bytes)
-        self._receive_into(memoryview(found))
+        self._receive_into(memoryview(found), self._received)
         return bytes(found)
 
     def receive_into(self, memory: Tensor) -> None:
         """Receive the bytes of a contiguous tensor."""
-        self._receive_into(_bytes_of(memory))
+        self._receive_into(_bytes_of(memory), self._received)
 
-    def _receive_into(self, view: memoryview) -> None:
+    def _receive_into(self, view: memoryview, macs: _Macs | None) -> None:
         while len(view):
             self._wait()
             count = self._socket.recv_into(view)
             if not count:
                 raise EOFError("the other side has closed the connection")
+            if macs is not None:
+                macs.update(view[:count])
             view = view[count:]
 
     def _wait(self) -> None:
@@ -185,41 +280,77 @@ class Stream:
         self._socket.close()
 
 
-def prove_client(stream: Stream, token: bytes) -> None:
+def prove_client(stream: Stream, token: bytes, *, server: tuple[str, int] | None = None) -> None:
     """Prove to a server that this side knows the token, and have it prove the same.
 
+    Args:
+        stream: a new connection. MACs guard it afterwards.
+        token: what both sides know.
+        server: host and port, as numbers, at which the server listens; None: as `stream` goes to.
+
     Raises:
-        TokenRefused: one of them does not.
+        TokenRefused: one of them does not, or the server listens elsewhere.
         Malformed: no embedding server of this version answers.
     """
-    if stream.receive(len(_GREETING)) != _GREETING:
+    greeting = stream.receive(len(_GREETING))
+    if greeting != _GREETING:
+        if greeting.startswith(_GREETING_NAME):
+            raise Malformed(
+                f"it speaks version {_version_of(greeting)} of the protocol, and this process "
+                f"version {_version_of(_GREETING)}; install one version of recpoint on all hosts"
+            )
         raise Malformed("no greeting of an embedding server")
     theirs = stream.receive(_NONCE_BYTES)
     own = secrets.token_bytes(_NONCE_BYTES)
-    stream.send([own, _proof(token, b"client", theirs, own)])
+    secret = _Secret(token, server or stream.other_address, of_server=theirs, of_client=own)
+    stream.send([own, secret.digest(b"client proof")])
     answer = stream.receive(len(_REFUSED))
-    if not hmac.compare_digest(answer, _proof(token, b"server", theirs, own)):
+    if not hmac.compare_digest(answer, secret.digest(b"server proof")):
         raise TokenRefused
+    stream.guard(sent=secret.digest(b"client key"), received=secret.digest(b"server key"))
 
 
 def prove_server(stream: Stream, token: bytes) -> None:
     """Have a client prove that it knows the token, and prove the same.
 
+    Args:
+        stream: a new connection. MACs guard it afterwards.
+        token: what both sides know.
+
     Raises:
-        TokenRefused: the client does not.
+        TokenRefused: the client does not, or it means a server that listens elsewhere.
     """
     own = secrets.token_bytes(_NONCE_BYTES)
     stream.send([_GREETING, own])
     theirs = stream.receive(_NONCE_BYTES)
     proof = stream.receive(len(_REFUSED))
-    if not hmac.compare_digest(proof, _proof(token, b"client", own, theirs)):
+    secret = _Secret(token, stream.own_address, of_server=own, of_client=theirs)
+    if not hmac.compare_digest(proof, secret.digest(b"client proof")):
         stream.send([_REFUSED])
         raise TokenRefused
-    stream.send([_proof(token, b"server", own, theirs)])
+    stream.send([secret.digest(b"server proof")])
+    stream.guard(sent=secret.digest(b"server key"), received=secret.digest(b"client key"))
 
 
-def _proof(token: bytes, side: bytes, of_server: bytes, of_client: bytes) -> bytes:
-    return hmac.digest(token, side + of_server + of_client, "sha256")
+def _version_of(greeting: bytes) -> str:
+    return greeting.removeprefix(_GREETING_NAME).strip().decode("ascii", "replace")
+
+
+class _Secret:
+    """What only the two sides of one connection to one server can compute."""
+
+    def __init__(
+        self, token: bytes, server: tuple[str, int], *, of_server: bytes, of_client: bytes
+    ) -> None:
+        self._token = token
+        host, port = server
+        # Each field has one length, so no two connections have the same bytes.
+        self._of_connection = (
+            hashlib.sha256(f"{host} {port}".encode()).digest() + of_server + of_client
+        )
+
+    def digest(self, purpose: bytes) -> bytes:
+        return hmac.digest(self._token, purpose.ljust(16, b"\0") + self._of_connection, "sha256")
 
 
 class Part(NamedTuple):
@@ -250,7 +381,7 @@ class Request:
     batch: int = 0
 
     @property
-    def pieces(self) -> list[bytes | Tensor]:
+    def pieces(self) -> list[Piece]:
         """The bytes to send."""
         header = _REQUEST.pack(
             _REQUEST_MAGIC,
@@ -261,7 +392,7 @@ class Request:
             self.number,
             self.batch,
         )
-        return [header, *(_PART.pack(*part) for part in self.parts), self.text]
+        return [header, *(_PART.pack(*part) for part in self.parts), self.text, SEAL]
 
     @staticmethod
     def header_from(stream: Stream) -> bytes:
@@ -291,9 +422,11 @@ class Request:
         ):
             raise Malformed("no request of a trainer")
         incarnation, number, batch = numbers
+        text = stream.receive(text_bytes)
+        stream.require_mac()
         return Request(
             kind=kind,
-            text=stream.receive(text_bytes),
+            text=text,
             parts=parts,
             incarnation=incarnation,
             number=number,
@@ -316,10 +449,10 @@ class Answer:
     count: int = 0
 
     @property
-    def pieces(self) -> list[bytes | Tensor]:
+    def pieces(self) -> list[Piece]:
         """The bytes to send."""
         header = _ANSWER.pack(_ANSWER_MAGIC, self.is_error, len(self.text), self.count)
-        return [header, self.text]
+        return [header, self.text, SEAL]
 
     @staticmethod
     def receive(stream: Stream, *, most: int) -> Answer:
@@ -331,7 +464,9 @@ class Answer:
         magic, is_error, text_bytes, count = _ANSWER.unpack(stream.receive(_ANSWER.size))
         if magic != _ANSWER_MAGIC or text_bytes > _MOST_TEXT_BYTES or count > most:
             raise Malformed("no answer of an embedding server")
-        return Answer(is_error=is_error, text=stream.receive(text_bytes), count=count)
+        text = stream.receive(text_bytes)
+        stream.require_mac()
+        return Answer(is_error=is_error, text=text, count=count)
 
 
 def text_of(values: Mapping[str, object]) -> bytes:

@@ -30,7 +30,9 @@ from recpoint.embeddings.remote.wire import (
     COMMAND,
     FETCH,
     HELLO,
+    SEAL,
     Part,
+    Piece,
     Request,
     Stream,
     TokenRefused,
@@ -147,6 +149,100 @@ def test_a_server_must_know_the_token_too() -> None:
         prove_server(stream, b"guessed")
 
     with fake_server(impostor) as address, pytest.raises(ServerLost, match="the token"):
+        TcpTransport(address, TOKEN).hello()
+
+
+def test_another_server_of_the_training_proves_for_no_other(served: TcpServer) -> None:
+    """Else a process that takes a lost server's port could have a live one prove for it."""
+    with passing_on(served.address) as address:
+        with pytest.raises(ServerLost, match="listens at another address"):
+            TcpTransport(address, TOKEN, timeout_seconds=20.0).hello()
+        known = TcpTransport(address, TOKEN, timeout_seconds=20.0)
+        known.listens_at = served.address
+        assert known.hello().owner == 0
+        known.close()
+
+
+@pytest.mark.parametrize(
+    ("of_server", "change"),
+    [
+        (False, "changed"),
+        (False, "left out"),
+        (True, "changed"),
+        (True, "left out"),
+        (True, "sent again"),
+    ],
+)
+def test_bytes_that_somebody_changes_are_refused(
+    served: TcpServer, of_server: bool, change: str
+) -> None:
+    """Whoever is between both sides has seen both proofs pass by, and then changes rows."""
+    direct = TcpTransport(served.address, TOKEN)
+    incarnation = with_table(direct)
+    record = records_of([1], 8)
+    one = [TableRows("t", ids_of([1]), record)]
+    direct.write_back(one, incarnation=incarnation, trainer=0, batch=1)
+    is_armed = threading.Event()
+
+    def changed(data: bytes, is_of_server: bool) -> bytes:
+        where = data.find(record.numpy().tobytes())
+        if is_of_server is not of_server or where < 0 or not is_armed.is_set():
+            return data
+        if change == "changed":
+            return data[:where] + bytes([data[where] ^ 1]) + data[where + 1 :]
+        return data[:where] + data[where + 8 :] if change == "left out" else data + data
+
+    with passing_on(served.address, changed) as address:
+        through = TcpTransport(address, TOKEN, timeout_seconds=0.5)
+        through.listens_at = served.address
+        assert through.hello().owner == 0
+        is_armed.set()
+        with pytest.raises(ServerLost):
+            for batch in (2, 3):
+                through.write_back(one, incarnation=incarnation, trainer=0, batch=batch)
+                out = torch.zeros_like(record)
+                through.fetch([TableRows("t", ids_of([1]), out)], incarnation=incarnation)
+                assert torch.equal(out, record)
+        through.close()
+    out = torch.zeros_like(record)
+    assert direct.fetch([TableRows("t", ids_of([1]), out)], incarnation=incarnation)[0].all()
+    assert torch.equal(out, record)
+    direct.close()
+
+
+@contextmanager
+def passing_on(
+    to: tuple[str, int], changed: Callable[[bytes, bool], bytes] = lambda data, _: data
+) -> Iterator[tuple[str, int]]:
+    """Passes bytes on to a server, and has `changed` see them and who has sent them."""
+
+    def copy(source: socket.socket, dest: socket.socket, is_of_server: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                dest.sendall(changed(data, is_of_server))
+        for ended in (source, dest):
+            with suppress(OSError):
+                ended.shutdown(socket.SHUT_RDWR)
+
+    def pass_on(stream: Stream) -> None:
+        with socket.create_connection(to) as upstream:
+            sends = threading.Thread(target=copy, args=(stream._socket, upstream, False))
+            sends.start()
+            copy(upstream, stream._socket, True)
+            sends.join()
+
+    with fake_server(pass_on) as address:
+        yield address
+
+
+def test_a_server_of_another_version_is_refused_by_name() -> None:
+    def older(stream: Stream) -> None:
+        stream.send([b"recpoint embedding server 5\n"])
+
+    with (
+        fake_server(older) as address,
+        pytest.raises(ServerLost, match="version 5 of the protocol, and this process version 6"),
+    ):
         TcpTransport(address, TOKEN).hello()
 
 
@@ -267,8 +363,8 @@ def test_calls_between_servers_take_as_long_as_they_are_told() -> None:
         peer.close()
 
 
-# In the proof of 92 bytes, in the answers to the writes, 20 bytes each, and in the fetched rows.
-@pytest.mark.parametrize("after_bytes", [50, 92, 100, 120, 140])
+# In the proof of 92 bytes, in the answers to the writes, 52 bytes each, and in the fetched rows.
+@pytest.mark.parametrize("after_bytes", [50, 92, 100, 150, 240])
 def test_a_broken_connection_is_opened_again(served: TcpServer, after_bytes: int) -> None:
     """The call is made again: before it was sent, and after it was done."""
     transport = TcpTransport(served.address, TOKEN)
@@ -280,6 +376,7 @@ def test_a_broken_connection_is_opened_again(served: TcpServer, after_bytes: int
         assert transport.hello().incarnation == incarnation
     with broken_once(served.address, after_bytes=after_bytes) as address:
         through = TcpTransport(address, TOKEN)
+        through.listens_at = served.address
         for batch in (1, 2):  # the answer to one of them is cut off
             through.write_back(
                 [TableRows("t", ids_of([batch]), records_of([batch], 8))],
@@ -385,14 +482,15 @@ def test_a_new_connection_takes_the_place_of_one_that_is_idle(served: TcpServer)
     """Else trainers that have many ranks could find no room. One that is busy is not closed."""
     served._most = 2
     busy = talking(served)
-    header, *rest = Request(kind=COMMAND, text=text_of({"name": "explode", "arguments": {}})).pieces
-    busy.send([header])
+    request = Request(kind=COMMAND, text=text_of({"name": "explode", "arguments": {}}))
+    busy_bytes = b"".join(busy._guarded(request.pieces))
+    busy._socket.sendall(busy_bytes[:40])
     until(lambda: bool(served._open) and not served._idle)
     transports = [TcpTransport(served.address, TOKEN, timeout_seconds=20.0) for _ in range(3)]
     for one in transports * 3:
         assert one.hello().owner == 0
     until(lambda: len(served._open) == 2)
-    busy.send(rest)
+    busy._socket.sendall(busy_bytes[40:])
     assert busy.receive(4) == b"rpea"
     for one in transports:
         one.close()
@@ -558,7 +656,7 @@ def test_garbage_ends_its_connection_only(garbage: bytes, proved: bool) -> None:
     else:
         stream = Stream(socket.create_connection(served.address))
     with suppress(OSError):
-        stream.send([garbage])
+        stream.send([garbage, SEAL])
     stream.close()
     assert good.hello().owner == 0
     assert served._thread.is_alive()
@@ -586,21 +684,21 @@ def end_garbage_server() -> Iterator[None]:
 @pytest.mark.parametrize(
     "answer",
     [
-        b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        struct.pack("<4s?3xIQ", b"rpea", False, 0, 1 << 60),
-        struct.pack("<4s?3xIQ", b"rpea", False, 1 << 31, 0),
-        struct.pack("<4s?3xIQ", b"rpea", True, 2, 0) + b"{}",
-        struct.pack("<4s?3xIQ", b"rpea", True, 1, 0) + b"{",
-        struct.pack("<4s?3xIQ", b"rpea", False, 0, 1) + b"\x00",
+        [b"HTTP/1.1 400 Bad Request\r\n\r\n"],
+        [struct.pack("<4s?3xIQ", b"rpea", False, 0, 1 << 60)],
+        [struct.pack("<4s?3xIQ", b"rpea", False, 1 << 31, 0)],
+        [struct.pack("<4s?3xIQ", b"rpea", True, 2, 0) + b"{}", SEAL],
+        [struct.pack("<4s?3xIQ", b"rpea", True, 1, 0) + b"{", SEAL],
+        [struct.pack("<4s?3xIQ", b"rpea", False, 0, 1), SEAL, b"\x00", SEAL],
     ],
 )
-def test_an_answer_that_is_none_is_refused(answer: bytes) -> None:
+def test_an_answer_that_is_none_is_refused(answer: list[Piece]) -> None:
     """Also one that is larger than what was asked for."""
 
     def malformed(stream: Stream) -> None:
         prove_server(stream, TOKEN)
         Request.receive(Request.header_from(stream), stream)
-        stream.send([answer])
+        stream.send(answer)
 
     out = torch.zeros(2, 8, dtype=torch.uint8)
     with fake_server(malformed) as address, pytest.raises(ServerLost, match="no embedding server"):
