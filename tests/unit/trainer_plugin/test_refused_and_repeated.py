@@ -1,0 +1,71 @@
+"""A checkpoint is refused, training goes back, and the same step is cut again (maxtext#5260).
+
+The second checkpoint of a step must not be taken for the refused one: it is stored, with the rows
+of its own cut.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recpoint.catalog.restore.restore import MemoryTarget, restore
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging import area
+from recpoint.catalog.store.store import open_store
+from recpoint.format.job import Outcome
+from tests.training_builder import Place, checkpointer, everything, simple_training, train, until
+
+
+def _refuse_oldest(place: Place, error_type: str) -> None:
+    """Answer the oldest job as an agent does that cannot commit it."""
+    job_file = area.staged_jobs(place.run_directory)[0]
+    job = area.read_job(job_file)
+    outcome = Outcome(
+        step=job.step,
+        generation=job.generation,
+        attempt=job.attempt,
+        result="rejected",
+        error_type=error_type,
+        error="for the test",
+        stored_bytes=0,
+        rank_bytes=0,
+        links_to_read=0,
+        quantizers=(),
+        finished_ms=0,
+    )
+    area.finish(job_file, outcome)
+
+
+@pytest.mark.parametrize("error_type", ["StagingError", "DigestMismatch"])
+def test_a_step_that_was_refused_is_stored_after_a_rewind(place: Place, error_type: str) -> None:
+    expected = simple_training()
+    for _ in range(3):
+        expected.batch()
+    expected_state = everything(expected)  # with the random numbers that come next
+    first = simple_training()
+    ckpt = checkpointer(first, place, interval_batches=1)
+    ckpt.restore()
+    train(first, ckpt, 1)
+    until(lambda: ckpt.stats.staged == 1)
+    place.persist_all()
+    until(lambda: ckpt.stats.committed == 1)
+    train(first, ckpt, 1)
+    until(lambda: ckpt.stats.staged == 2)
+    _refuse_oldest(place, error_type)
+    until(lambda: ckpt.stats.failed == 1)
+    ckpt.close(final=False)
+
+    second = simple_training(2)
+    with place.agent(), checkpointer(second, place, interval_batches=1) as again:
+        report = again.restore()
+        assert report is not None and again.batches_done == 1
+        for step in (2, 3):
+            train(second, again, 1)
+            until(lambda step=step: again.stats.committed == step - 1)
+    assert everything(second) == expected_state
+    run = Run.open(open_store(place.run))
+    assert [(name.step, name.generation) for name in run.live_line()] == [(3, 2), (2, 2), (1, 1)]
+    target = MemoryTarget()
+    restore(run, target)
+    assert torch.equal(target.tables["users"].values, expected.model.users.weight.detach())
