@@ -809,6 +809,13 @@ class Checkpointer:
             if self._uncounted is not None and (final or told):
                 self._uncounted.warn()
             if pipeline is not None and final:
+                if not self._count.is_between_steps:
+                    _log.warning(
+                        "training ends after batch %d while gradients wait for an optimizer step: "
+                        "the last checkpoint does not hold them, so a restart trains on without "
+                        "them. Next: step the optimizers before close()",
+                        self.batches_done,
+                    )
                 pipeline.finish(self.batches_done)
             elif pipeline is not None and told:
                 pipeline.say_ended()

@@ -30,6 +30,7 @@ NAMES: Final = (
     "recpoint.retention",
     "recpoint.serving",
     "recpoint.sweep",
+    "recpoint.tags",
 )
 
 

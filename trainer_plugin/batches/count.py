@@ -61,14 +61,16 @@ class BatchCount:
         self._thread = threading.get_ident()
         self.is_between_steps = True
         self._has_trained = False  # training has shown signs
-        self._has_fetched = False
+        self._untrained_fetches = 0  # batches that the reader gave since a sign of training
         self._is_in_loop = False  # a loop over `batches` takes the batches
         self._is_filled = False  # a batch was trained since the loop began to take batches
         self._has_landed = False  # a batch was counted since the last fetch
         self._without_step = 0  # batches with a backward pass, until the first step
         # Numbers of the newest event when a batch was last fetched and last counted.
         self._last_fetch = self._last_count = self._signs.now
-        self._steps_before = self._signs.steps
+        self._steps_before, self._backwards_before = self._signs.steps, self._signs.backwards
+        self._backwards_a_batch = 0  # of the batch that was counted last
+        self._trained_in_a_row = 0  # asks of a loop that has trained one batch before each
         self._changes_before = 0
 
     def begin(self) -> None:
@@ -126,9 +128,11 @@ class BatchCount:
 
     def begin_loop(self) -> None:
         """Look at who asks for the first batch of a loop over `batches`."""
-        self._is_filled, self._is_in_loop = False, True
+        self._is_filled = self._has_landed = self._has_trained = False
+        self._is_in_loop = True
+        self._trained_in_a_row = 0
         self._look_at_caller()
-        self._look_at_steps()
+        self._note_count()  # what came before the loop is no sign of its batches
 
     def trained(self, taken: int) -> int:
         """Return how many batches were trained since batches were last counted.
@@ -147,14 +151,21 @@ class BatchCount:
         if not self.reads_ahead:
             if not has_trained:
                 self._refuse_unclear()
+            elif not self.is_between_steps:
+                self._refuse_mid_step(self._signs.last_backward)
             trained = taken
         elif has_trained:
-            self._refuse_mid_step()
+            self._refuse_mid_step(max(self._signs.last_forward, self._signs.last_backward))
             trained = 1
         else:
             self._refuse_more(taken)
             trained = 0
         self._look_at_steps()
+        if self._has_trained and not has_trained:
+            self.is_between_steps = False  # the batch may be trained together with the next one
+        self._trained_in_a_row = self._trained_in_a_row + 1 if has_trained else 0
+        if self.reads_ahead and not self.keeps_batches and self._trained_in_a_row == 1:
+            self.is_between_steps = False  # whether one batch is trained for each ask shows later
         return trained
 
     def left(self, taken: int) -> int:
@@ -166,9 +177,12 @@ class BatchCount:
         self._is_in_loop = False
         if self.is_driven:
             return 0
-        steps = self._signs.steps - self._steps_before
+        trained = self._signs.steps - self._steps_before
+        if self._backwards_a_batch:
+            backwards = self._signs.backwards - self._backwards_before
+            trained = backwards // self._backwards_a_batch
         self._look_at_steps()
-        return min(taken, steps) if self.reads_ahead else taken
+        return min(taken, trained) if self.reads_ahead else taken
 
     def abandoned(self, taken: int) -> int:
         """Return how many batches were trained when the loop is left while it works on a batch.
@@ -176,9 +190,16 @@ class BatchCount:
         Args:
             taken: as for `trained`.
         """
-        trained = min(taken, int(self._has_trained_one())) if self.reads_ahead else taken
+        has_trained = self._has_trained_one()
+        if taken and not (has_trained or self.reads_ahead or self._allowed == 0 or self.is_driven):
+            _log.warning(
+                "a loop over batches() was left before it has trained the batch that it got last. "
+                "The batch counts as trained: a restart goes on after it. Next: leave the loop "
+                "after the optimizer step; or pass Checkpointer(options=Options(in_flight=1)), "
+                "which keeps the position before the batch"
+            )
         self._look_at_steps()
-        return trained
+        return min(taken, int(has_trained)) if self.reads_ahead else taken
 
     def may_count(self) -> bool:
         """Whether the batch that the loop works on counts as trained now: its step is done."""
@@ -196,12 +217,19 @@ class BatchCount:
         A backward pass that comes after the step is a user's own look at gradients.
         """
         signs = self._signs
+        self._backwards_a_batch = signs.backwards - self._backwards_before
         if signs.last_step > self._last_count:
             self.is_between_steps = self._has_trained = True
-        elif signs.last_backward > self._last_count:
-            self._has_trained = True
+        elif signs.last_backward > self._last_count or signs.holds_gradients():
+            # A model that is called by its parts shows its gradients only.
+            self._has_trained |= signs.last_backward > self._last_count
             self.is_between_steps = not signs.last_step and self._has_stepped_unseen()
-        self._last_count, self._steps_before = signs.now, signs.steps
+        self._note_count()
+
+    def _note_count(self) -> None:
+        signs = self._signs
+        self._last_count = signs.now
+        self._steps_before, self._backwards_before = signs.steps, signs.backwards
 
     def _has_stepped_unseen(self) -> bool:
         """Whether an optimizer whose hooks do not work has stepped, as far as that can be seen."""
@@ -217,14 +245,16 @@ class BatchCount:
             )
         return has_changed or self._without_step >= _MOST_WITHOUT_STEP
 
-    def _refuse_mid_step(self) -> None:
+    def _refuse_mid_step(self, last_pass: int) -> None:
         """Refuse a loop that asks for a batch while it trains another one.
+
+        Args:
+            last_pass: number of the newest pass that belongs to a batch in training.
 
         Raises:
             SettingsError: after an optimizer step, the next forward or backward pass has begun.
         """
-        signs = self._signs
-        if self._last_count < signs.last_step < max(signs.last_forward, signs.last_backward):
+        if self._last_count < self._signs.last_step < last_pass:
             raise SettingsError(
                 "batches()",
                 found="a training loop that takes the next batch in the middle of a step, after "
@@ -251,7 +281,30 @@ class BatchCount:
                 expected="no call of step()",
                 next_step="remove step() from the loop",
             )
+        self._refuse_late_step()
         self.progressed()
+
+    def _refuse_late_step(self) -> None:
+        """Refuse a plain loop that takes the next batch before it calls `step` for the last one.
+
+        Raises:
+            SettingsError: the reader's position is after a batch that is not trained.
+        """
+        signs = self._signs
+        trained = max(signs.last_backward, signs.last_step)
+        if signs.last_backward > self._last_count:
+            trained = signs.last_backward
+        is_late = self._untrained_fetches and self._last_count < trained <= self._last_fetch
+        if self._counted is None or self._allowed is not None or self.reads_ahead or not is_late:
+            return
+        raise SettingsError(
+            "step()",
+            found="a call after the next batch was taken from the reader, whose position is then "
+            "after a batch that is not trained",
+            expected="a call before the next batch is taken",
+            next_step="call checkpoints.step() right after the optimizer step; or pass "
+            "Checkpointer(options=Options(in_flight=1))",
+        )
 
     def progressed(self) -> None:
         """Count a batch because the user, or `Pipelined`, says that it is trained."""
@@ -263,8 +316,12 @@ class BatchCount:
         reader = self._counted
         assert reader is not None
         self._look_at_caller()
+        if reader.in_flight.has_ended and self._untrained_fetches:
+            self._untrained_fetches -= 1  # the last fetch has given no batch
         if not reader.begun:
             self._is_filled = self._has_landed = False
+            if not reader.in_flight.has_ended:
+                self._untrained_fetches = 0  # who took them begins anew
             if not (reader.in_flight.has_ended or self.keeps_batches or self._is_in_loop):
                 warn_of_dropped(len(reader.in_flight))
                 reader.in_flight.forget()
@@ -277,11 +334,14 @@ class BatchCount:
                 raise _too_many(len(reader.in_flight), self._limit)
         else:
             self._refuse_thread("the reader", "pass Checkpointer(options=Options(in_flight=N))")
-            if self._has_fetched and not has_trained and not self._has_landed:
+            if has_trained or self._has_landed:
+                self._untrained_fetches = 0
+            elif self._untrained_fetches:
                 self._refuse_unclear()
         self._is_filled |= self._has_landed
         self._has_trained |= has_trained
-        self._has_fetched, self._has_landed = True, False
+        self._untrained_fetches += 1
+        self._has_landed = False
         self._last_fetch = self._signs.now
 
     def _look_at_caller(self) -> None:
@@ -298,14 +358,16 @@ class BatchCount:
 
     def _refuse_thread(self, subject: str, remedy: str) -> None:
         if threading.get_ident() != self._thread and self._allowed != 0:
-            raise SettingsError(
+            error = SettingsError(
                 subject,
                 found="a thread that takes batches for the training thread",
                 expected="batches taken by the thread that called restore(), or a loop that says "
                 "how many batches are taken ahead",
                 next_step=f"{remedy}, and call checkpoints.step() in the training thread after "
-                "each step",
+                "each step; or call restore() in the thread that trains",
             )
+            _log.error("%s", error)  # that thread may end with it, while training waits for batches
+            raise error
 
     def _refuse_more(self, taken: int) -> None:
         """Refuse a batch that a loop asks for before it has trained one of those that it has.
@@ -335,8 +397,9 @@ class BatchCount:
         """
         if self._has_trained or self._allowed is not None:
             return
-        if self._signs.changes() != self._changes_before:
-            self._has_trained = True  # by an optimizer whose steps have no hook
+        if self._signs.holds_gradients() or self._signs.changes() != self._changes_before:
+            # A model was called by its parts, or an optimizer's steps have no hook.
+            self._has_trained = True
             return
         raise SettingsError(
             "the training loop",

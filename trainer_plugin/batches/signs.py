@@ -33,13 +33,15 @@ class TrainingSigns:
     are seen all the same.
 
     Args:
-        model: the model whose passes count: those in training mode that build a graph.
+        model: the model whose passes count: those that build a graph. A forward pass also has to be
+            in training mode.
         optimizers: the optimizers that the Checkpointer was given. Their steps count, and those of
             any other optimizer that holds a parameter of the model. If it was given none, each
             backward pass counts as a step too, because fused optimizers update rows in it.
 
     Attributes:
         now: number of the newest event; 0: none.
+        backwards: backward passes that were seen.
         last_forward, last_backward, last_step: number of the newest event of its kind; 0: none.
     """
 
@@ -51,6 +53,7 @@ class TrainingSigns:
         self._steps: dict[int, int] = {}  # by id of the optimizer
         #: Called after each step; None: nobody listens.
         self.on_step: Callable[[], None] | None = None
+        self.backwards = 0
         self.now = self.last_forward = self.last_backward = self.last_step = 0
 
     def install(self) -> None:
@@ -73,35 +76,40 @@ class TrainingSigns:
         """Steps of the optimizer that has stepped most often."""
         return max(self._steps.values(), default=0)
 
-    @property
-    def is_between_steps(self) -> bool:
-        """Whether no gradient waits for an optimizer step: none was computed since the last one."""
-        return self.last_backward <= self.last_step
-
     def has_trained_since(self, event: int) -> bool:
         """Whether a backward pass or an optimizer step came after the event of that number."""
         return max(self.last_backward, self.last_step) > event
 
     def changes(self) -> int:
         """Return how often torch has changed parameters in place, to find steps without a hook."""
+        parameters = self._trained_parameters()
+        return sum(one._version for one in parameters if not one.is_inference())
+
+    def holds_gradients(self) -> bool:
+        """Whether a parameter has a gradient: a backward pass has run, seen or not."""
+        return any(one.grad is not None for one in self._trained_parameters())
+
+    def _trained_parameters(self) -> Iterable[Tensor]:
         held: dict[int, Tensor] = {id(one): one for one in self._model.parameters()}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 held |= {id(one): one for one in group["params"]}
-        return sum(one._version for one in held.values() if not one.is_inference())
+        return held.values()
 
     def after_forward(self, module: nn.Module, output: object) -> None:
         """Note a forward pass, and have its backward pass noted."""
-        if not (module.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return
         self.now += 1
-        self.last_forward = self.now
+        if module.training:  # an evaluation may build a graph that nobody uses
+            self.last_forward = self.now
         differentiable = _differentiable(output)
         if differentiable is not None:
             differentiable.register_hook(self._after_backward)
 
     def _after_backward(self, _gradient: Tensor) -> None:
         self.now += 1
+        self.backwards += 1
         self.last_backward = self.now
         if not self._optimizers:
             self._note_step(id(self._model))

@@ -323,7 +323,8 @@ def accumulated(training: Training, ckpt: Checkpointer, _: Any, stop: int | None
 
     def trained() -> Iterator[int]:
         for number, batch in enumerate(ckpt.batches(epochs=EPOCHS), ckpt.batches_done + 1):
-            nn.functional.mse_loss(training.model(batch[0], batch[1]), batch[2]).backward()
+            scores = training.model.__call__(batch[0], batch[1])
+            nn.functional.mse_loss(scores, batch[2]).backward()
             if number % 3 == 0:
                 training.optimizers[0].step()
                 training.optimizers[0].zero_grad()
@@ -385,8 +386,17 @@ def two_optimizers(training: Training) -> None:
     training.optimizers = [torch.optim.SGD(tables, lr=0.1), torch.optim.SGD(dense, lr=0.05)]
 
 
-def test_gradients_that_wait_for_a_step_are_in_no_checkpoint(place: Place) -> None:
-    check(accumulated, place, stop=8)
+@pytest.mark.parametrize("is_called_by_its_parts", [False, True])
+def test_gradients_that_wait_for_a_step_are_in_no_checkpoint(
+    is_called_by_its_parts: bool, place: Place
+) -> None:
+    """A model that is called by its parts shows no pass, but its gradients."""
+
+    def change(training: Training) -> None:
+        if is_called_by_its_parts:
+            training.model.__call__ = training.model.forward
+
+    check(accumulated, place, stop=8, change=change)
 
 
 def test_a_batch_whose_step_is_left_out_counts(place: Place) -> None:
