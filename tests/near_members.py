@@ -48,6 +48,10 @@ class Near(Peer):
     def decoded(self, wanted: Sequence[TableSlots], lost: int) -> Members:
         return self._members[self._number].decoded(wanted, lost)
 
+    @property
+    def is_unreached(self) -> bool:
+        return False
+
     def close(self) -> None:
         """Nothing is open."""
 

@@ -47,6 +47,10 @@ class Kept(Peer):
         self.sent: list[Differences] = []
         self.is_closed = False
 
+    @property
+    def is_unreached(self) -> bool:
+        return False
+
     def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
         self.sent += [given for _, given in messages]
 
@@ -272,6 +276,7 @@ def test_what_a_call_says_of_its_messages_is_bounded() -> None:
     messages = outbox.oldest(writes)
     assert [sent.number for sent, _ in messages] == list(range(1, len(messages) + 1))
     text = differences_request(messages, 1)[1 + len(messages)]
+    assert isinstance(text, bytes)
     assert len(messages) > 1 and 0 < len(text) < 1 << 20
 
 
