@@ -38,6 +38,7 @@ __all__ = [
     "plain",
     "refused",
     "replicated_sequences",
+    "same_names",
     "tracked",
     "tracker_of_theirs",
 ]
@@ -407,6 +408,87 @@ def replicated_sequences(run: str, staging: str, steps: int) -> Any:
         "restored": report and report.restored.step,
         "increments": _increments(run) if dist.get_rank() == 0 else [],
         "lookup": _error(lambda: model.module.rows(batch(0, 0)[1])["h0"]),
+    }
+
+
+class _TwoModules(nn.Module):
+    """Two collections with a table of one name, and other rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+        self.first, self.second = (
+            EmbeddingBagCollection(
+                device=torch.device("meta"),
+                tables=[
+                    EmbeddingBagConfig(
+                        name="t", embedding_dim=4, num_embeddings=rows, feature_names=["f"]
+                    )
+                ],
+            )
+            for rows in (20, 30)
+        )
+
+
+def same_names(run: str, staging: str) -> Any:
+    """Trains two tables of one name; after two batches, the second one gets no new rows."""
+    import torchrec
+    from torchrec.distributed import sharding_plan as plans
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.types import ShardingPlan
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    from recpoint import Checkpointer, Options, Staging
+
+    plain = _TwoModules()
+    apply_optimizer_in_backward(torchrec.optim.RowWiseAdagrad, plain.parameters(), {"lr": 0.1})
+    sharders = plans.get_module_to_default_sharders()
+    world = dist.get_world_size()
+    chosen = {
+        path: plans.construct_module_sharding_plan(
+            module,
+            {"t": plans.row_wise()},
+            local_size=world,
+            world_size=world,
+            device_type="cpu",
+            sharder=sharders[type(module)],
+        )
+        for path, module in plain.named_children()
+    }
+    model = DistributedModelParallel(
+        plain, device=torch.device("cpu"), plan=ShardingPlan(plan=chosen)
+    )
+
+    def weights() -> list[Any]:
+        return [table.weight.tolist() for table in shards(model)]
+
+    with Checkpointer(
+        model,
+        [],
+        run=run,
+        staging=Staging(directory=staging, when_busy="wait"),
+        interval_batches=2,
+        options=Options(on_error="raise", handle_sigterm=False),
+    ) as checkpoints:
+        checkpoints.restore()
+        begun, initial = checkpoints.batches_done, weights()
+        while checkpoints.batches_done < 6:
+            step = checkpoints.batches_done
+            rows = torch.tensor([step, step + 11])
+            features = torchrec.KeyedJaggedTensor.from_lengths_sync(
+                ["f"], rows, torch.tensor([len(rows)], dtype=torch.int32)
+            )
+            loss = model.module.first(features).values().sum()
+            if step < 2:
+                loss = loss + model.module.second(features).values().sum()
+            loss.backward()
+            checkpoints.step()
+    return {
+        "names": [table.name for table in shards(model)],
+        "begun": begun,
+        "initial": initial,
+        "weights": weights(),
     }
 
 
