@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Final
 
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.batches.signs import TrainingSigns
@@ -28,9 +27,6 @@ from recpoint.trainer_plugin.state.in_flight import CountedReader
 __all__ = ["BatchCount", "warn_of_dropped"]
 
 _log = logging.getLogger("recpoint")
-
-#: Optimizers that show no step in so many batches with a backward pass have no hook that works.
-_MOST_WITHOUT_STEP: Final = 1024
 
 
 class BatchCount:
@@ -46,6 +42,7 @@ class BatchCount:
         is_driven: whether `Pipelined` counts the batches.
         keeps_batches: whether who takes batches ahead trains them even after a loop was left.
         is_between_steps: whether a checkpoint may be cut: no gradient waits for an optimizer step.
+        batches_without_step: batches with a backward pass since the last optimizer step.
     """
 
     def __init__(self, signs: TrainingSigns, reader: object, *, most_in_flight: int | None) -> None:
@@ -65,7 +62,7 @@ class BatchCount:
         self._is_in_loop = False  # a loop over `batches` takes the batches
         self._is_filled = False  # a batch was trained since the loop began to take batches
         self._has_landed = False  # a batch was counted since the last fetch
-        self._without_step = 0  # batches with a backward pass, until the first step
+        self.batches_without_step = 0
         # Numbers of the newest event when a batch was last fetched and last counted.
         self._last_fetch = self._last_count = self._signs.now
         self._steps_before, self._backwards_before = self._signs.steps, self._signs.backwards
@@ -220,9 +217,11 @@ class BatchCount:
         self._backwards_a_batch = signs.backwards - self._backwards_before
         if signs.last_step > self._last_count:
             self.is_between_steps = self._has_trained = True
+            self.batches_without_step = 0
         elif signs.last_backward > self._last_count or signs.holds_gradients():
             # A model that is called by its parts shows its gradients only.
             self._has_trained |= signs.last_backward > self._last_count
+            self.batches_without_step += 1
             self.is_between_steps = not signs.last_step and self._has_stepped_unseen()
         self._note_count()
 
@@ -235,15 +234,7 @@ class BatchCount:
         """Whether an optimizer whose hooks do not work has stepped, as far as that can be seen."""
         changes = self._signs.changes()
         has_changed, self._changes_before = changes != self._changes_before, changes
-        self._without_step += 1
-        if self._without_step == _MOST_WITHOUT_STEP:
-            _log.warning(
-                "no optimizer step was seen in %d batches with backward passes, so checkpoints are "
-                "cut after any of them, and may lack gradients that wait for a step. Next: pass "
-                "the optimizers that train the model to Checkpointer(model, optimizers)",
-                _MOST_WITHOUT_STEP,
-            )
-        return has_changed or self._without_step >= _MOST_WITHOUT_STEP
+        return has_changed
 
     def _refuse_mid_step(self, last_pass: int) -> None:
         """Refuse a loop that asks for a batch while it trains another one.

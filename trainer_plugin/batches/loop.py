@@ -78,7 +78,7 @@ class Loop:
         count: decides which batches are trained.
         batches_done: returns how many batches training has done.
         note_done: notes that one more batch is trained.
-        act: called between two steps, after batches were counted: takes a checkpoint if one is due.
+        act: called after batches were counted: takes a checkpoint if one is due and may be cut.
         rewind: called when the reader raises that an embedding server is lost, or that another
             rank has found this. Either it brings everything back to a checkpoint, or it raises.
 
@@ -183,7 +183,7 @@ class Loop:
     def settle(self) -> None:
         """Count the batches that `Pipelined` has trained, and act."""
         if self._land_progressed():
-            self._act_between_steps()
+            self._act()
 
     def count_now(self) -> bool:
         """Count the batch that training is working on, if its step is done.
@@ -251,7 +251,7 @@ class Loop:
             trained = self._count.trained(len(self._taken))
             self._land(trained)
             if trained:
-                self._act_between_steps()
+                self._act()
 
     def _land_rest(self) -> None:
         """Count what a loop that is over has trained since it asked for its last batch."""
@@ -273,10 +273,6 @@ class Loop:
                 self._passes if following is None else Passes(following.done, following.batches - 1)
             )
         self._note_done()
-
-    def _act_between_steps(self) -> None:
-        if self._count.is_between_steps:
-            self._act()
 
     def _resume(self) -> None:
         """Take note of the position that was restored."""

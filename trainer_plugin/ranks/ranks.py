@@ -380,6 +380,7 @@ class AgreedEnd:
         self._notice = TerminationNotice()
         self._ends_by: float | None = None  # monotonic seconds
         self._over = False
+        self._batches_before: int | None = None  # at the last call of `end_if_last`
 
     def watch(self) -> None:
         """Handle SIGTERM from now on, and notice a SIGTERM to other ranks."""
@@ -400,7 +401,8 @@ class AgreedEnd:
     def end_if_last(self, batches_done: int, finish: Callable[[int], None]) -> None:
         """Take the last checkpoint if all ranks stop after this batch.
 
-        Called after each batch once the process must end.
+        Called after batches once the process must end, after the same ones on all ranks: with
+        accumulated gradients, only after those that have a step.
 
         Args:
             batches_done: batches so far.
@@ -412,9 +414,10 @@ class AgreedEnd:
         if self._ends_by is None:
             self._ends_by = now + self._wait_seconds
         late = now > self._ends_by  # never at the first call, when others cannot have answered yet
+        before, self._batches_before = self._batches_before, batches_done
         if not late and (last is None or batches_done < last):
             return  # other ranks have not noticed yet, and train one or two more batches
-        if batches_done == last:
+        if last is not None and (batches_done == last or (before or 0) < last < batches_done):
             _log.warning("SIGTERM at batch %d: taking a final checkpoint", batches_done)
             finish(batches_done)
         else:

@@ -6,8 +6,10 @@ end with the same bits, and must have trained the same batches in the same order
 
 from __future__ import annotations
 
+import os
 import queue
 import random
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -384,6 +386,28 @@ def two_optimizers(training: Training) -> None:
     tables = [training.model.users.weight, training.model.items.weight]
     dense = [p for p in training.model.parameters() if not any(p is table for table in tables)]
     training.optimizers = [torch.optim.SGD(tables, lr=0.1), torch.optim.SGD(dense, lr=0.05)]
+
+
+def test_an_end_waits_not_for_ever_for_a_step(place: Place) -> None:
+    """Every step is left out, as while each loss overflows, when SIGTERM comes."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        training = simple_training()
+        settings = {"reader": shuffled(), "interval_batches": 1000, "handle_sigterm": True}
+        with place.agent(), checkpointer(training, place, **settings) as ckpt:
+            ckpt.restore()
+            for number, batch in enumerate(ckpt.batches(epochs=9)):
+                if received:
+                    break
+                forward(training, batch).backward()
+                if number < 2:
+                    training.optimizers[0].step()
+                if number == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM] and ckpt.stats.committed
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("is_called_by_its_parts", [False, True])
