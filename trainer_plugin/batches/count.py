@@ -10,6 +10,17 @@ outside until training shows signs, so this module decides by these:
   either reads ahead or has left a batch out. That is refused at once, before anything is stored.
 - Once training has shown signs, a batch after which it shows none was left out.
 
+The loops that this module tells apart, and what it counts at an ask for the next batch:
+
+| loop | signs since the last ask | counted |
+|---|---|---|
+| plain | a step | the batch; a checkpoint may be cut |
+| plain, accumulating, or a step left out | a backward pass | the batch; a checkpoint waits |
+| plain, a batch left out | none | the batch; a checkpoint waits for a step |
+| reading ahead, filling | none, until the first batch is trained | nothing |
+| reading ahead | a backward pass or a step | the oldest batch |
+| a loop that calls `step`, and `Pipelined` | not looked at | the oldest batch |
+
 A checkpoint is cut only after an optimizer step: gradients that wait for one are in no checkpoint.
 """
 
@@ -158,7 +169,7 @@ class BatchCount:
             self._refuse_more(taken)
             trained = 0
         self._look_at_steps()
-        if self._has_trained and not has_trained:
+        if self._signs.last_step and not has_trained:
             self.is_between_steps = False  # the batch may be trained together with the next one
         self._trained_in_a_row = self._trained_in_a_row + 1 if has_trained else 0
         if self.reads_ahead and not self.keeps_batches and self._trained_in_a_row == 1:

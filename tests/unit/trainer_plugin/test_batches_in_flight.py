@@ -388,6 +388,27 @@ def two_optimizers(training: Training) -> None:
     training.optimizers = [torch.optim.SGD(tables, lr=0.1), torch.optim.SGD(dense, lr=0.05)]
 
 
+def unhooked(training: Training, ckpt: Checkpointer, _: Any, stop: int | None) -> list[int]:
+    """Parameters change in place, by no optimizer of torch's; the model is called by its parts."""
+
+    def trained() -> Iterator[int]:
+        for batch in ckpt.batches(epochs=EPOCHS):
+            training.model.zero_grad()
+            scores = training.model.forward(batch[0], batch[1])
+            nn.functional.mse_loss(scores, batch[2]).backward()
+            with torch.no_grad():
+                for parameter in training.model.parameters():
+                    assert parameter.grad is not None
+                    parameter -= 0.1 * parameter.grad
+            yield int(batch[3].sum())
+
+    return stopped(trained(), stop)
+
+
+def test_steps_without_a_hook_are_seen_by_what_they_change(place: Place) -> None:
+    check(unhooked, place)
+
+
 def test_an_end_waits_not_for_ever_for_a_step(place: Place) -> None:
     """Every step is left out, as while each loss overflows, when SIGTERM comes."""
     received: list[int] = []
