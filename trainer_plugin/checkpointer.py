@@ -244,7 +244,7 @@ class Checkpointer:
         *,
         generation: int | None = None,
         fresh: bool = False,
-        partial: Mapping[str, Sequence[str]] | None = None,
+        partial: Mapping[str, Sequence[str] | Mapping[str, str]] | None = None,
         seed: Seed | None = None,
         validated_only: bool = False,
         validated_within: int | None = None,
@@ -258,8 +258,9 @@ class Checkpointer:
                 checkpoint that was superseded; it then counts again.
             fresh: start a new line from nothing, even if the run has checkpoints.
             partial: load only these values and start a new line with a full checkpoint:
-                `{"tables": [names], "dense": [names of dense parameters and buffers]}`. Optimizer
-                state, generators and reader stay as they are, and `batches_done` is 0.
+                `{"tables": [names], "dense": [names of dense parameters and buffers]}`, or instead
+                of a list `{name in the model: name in the checkpoint}`. Optimizer state,
+                generators and reader stay as they are, and `batches_done` is 0.
             seed: if the run has no checkpoint, start from these parts of another run's checkpoint.
             validated_only: skip newer checkpoints that nobody has validated.
             validated_within: skip them only if a validated checkpoint is at most this many batches
@@ -272,8 +273,8 @@ class Checkpointer:
 
         Raises:
             IncompatibleModel: the checkpoint does not fit the model; the message names each
-                difference. Nothing has changed here, unless a newer, damaged checkpoint was tried
-                first: tables may then hold its rows.
+                mismatch, and what to change for it. Nothing has changed here, unless a newer,
+                damaged checkpoint was tried first: tables may then hold its rows.
             NothingToRestore: the run has no checkpoint of `step`; or no checkpoint counts, because
                 the newest start began a new line and ended before its first checkpoint; or all
                 checkpoints are damaged, and tables may hold their rows: build the model anew before

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.restore.restore import weight_name
+from recpoint.trainer_plugin import mismatches
+from recpoint.trainer_plugin.mismatches import Mismatch
 
 __all__ = ["Trainers", "adopt", "lacks", "same_rate"]
 
@@ -120,7 +122,7 @@ def lacks(saved: _Tree, here: Trainers) -> bool:
     return bool(unknown & trained - there.all.keys())
 
 
-def adopt(saved: _Tree, here: Trainers) -> tuple[_Tree, list[str]]:
+def adopt(saved: _Tree, here: Trainers) -> tuple[_Tree, list[Mismatch]]:
     """Rewrite a tree as if the optimizers here had trained its tables.
 
     Tables that the same kind of optimizer trains on both sides do not change, and neither does the
@@ -131,13 +133,13 @@ def adopt(saved: _Tree, here: Trainers) -> tuple[_Tree, list[str]]:
         here: the optimizers that train the tables here.
 
     Returns:
-        The tree, which shares tensors with `saved`, and one sentence for each table whose optimizer
-        here does something else. If there is such a sentence, the tree must not be restored.
+        The tree, which shares tensors with `saved`, and a mismatch for each table whose optimizer
+        here does something else. If there is a mismatch, the tree must not be restored.
     """
     there = _There(saved)
     own, fused_here = _trained(here.optimizers), dict(here.fused.get(_SOURCE, {}))
     gone = {weight_name(table) for table in {*here.elsewhere, *fused_here}} & there.own.keys()
-    found: list[str] = []
+    found: list[Mismatch] = []
 
     states: dict[str, Any] = {}
     for table, state in fused_here.items():
@@ -152,20 +154,22 @@ def adopt(saved: _Tree, here: Trainers) -> tuple[_Tree, list[str]]:
         trained, now = there.all.get(parameter), own.get(parameter)
         if now is None:
             if fused is not None:
-                found.append(
+                text = (
                     f"table {table!r} is trained by the fused {fused['optimizer']} in the "
                     "checkpoint and by no optimizer here"
                 )
+                found.append(Mismatch(text, mismatches.OTHER_UPDATE))
         elif fused is not None:
             found += _differences(table, fused, now, fused="in the checkpoint", torch="here")
             steps = int(saved["batches_done"])
             arrivals[parameter] = _Arrival(_torch_settings(fused), _torch_entry(fused, steps))
         elif trained is not None and parameter not in there.own:
             if now.optimizer["class"] != trained.optimizer["class"]:
-                found.append(
+                text = (
                     f"table {table!r} is trained by {now.optimizer['class']} here and by "
                     f"{trained.optimizer['class']} in the checkpoint"
                 )
+                found.append(Mismatch(text, mismatches.OPTIMIZER_CLASS))
             settings = {name: value for name, value in trained.group.items() if name != "params"}
             arrivals[parameter] = _Arrival(settings, trained.entry(parameter))
 
@@ -209,7 +213,7 @@ def _trained(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, _Trained]:
 
 def _differences(
     table: str, state: Mapping[str, Any], trained: _Trained, *, fused: str, torch: str
-) -> list[str]:
+) -> list[Mismatch]:
     twin, kind = _TWINS.get(state["optimizer"]), trained.optimizer["class"]
     both = (
         f"table {table!r} is trained by the fused {state['optimizer']} {fused} and by {kind} "
@@ -217,10 +221,12 @@ def _differences(
     )
     if twin is None or kind != twin.name:
         expected = "no optimizer of torch" if twin is None else f"only {twin.name}"
-        return [f"{both}; {expected} does the same"]
+        return [Mismatch(f"{both}; {expected} does the same", mismatches.OTHER_UPDATE)]
     acting = [name for name in _TORCH_ONLY if _acts(trained.group.get(name, 0))]
     acting += [f"a fused {name}" for name in _FUSED_ONLY if _acts(state.get(name, 0))]
-    return [f"{both}, with {name}: updates differ" for name in acting]
+    return [
+        Mismatch(f"{both}, with {name}: updates differ", mismatches.OTHER_UPDATE) for name in acting
+    ]
 
 
 def _acts(hyperparameter: Any) -> bool:
@@ -379,11 +385,14 @@ def _as_arrived(group: Mapping[str, Any], arrivals: Mapping[str, _Arrival]) -> _
 
 def _other_settings(
     optimizers: Sequence[Mapping[str, Any]], arrivals: Mapping[str, _Arrival]
-) -> list[str]:
-    """Return a sentence for each arrival whose group here has another hyperparameter."""
+) -> list[Mismatch]:
+    """Return a mismatch for each arrival whose group here has another hyperparameter."""
     return [
-        f"{parameter!r} was trained with {name}={value} in the checkpoint, and its group has "
-        f"{trained.group[name]}: give it a group of its own"
+        Mismatch(
+            f"{parameter!r} was trained with {name}={value} in the checkpoint, and its group has "
+            f"{trained.group[name]}",
+            mismatches.OWN_GROUP,
+        )
         for parameter, trained in _trained(optimizers).items()
         if parameter in arrivals
         for name, value in arrivals[parameter].settings.items()

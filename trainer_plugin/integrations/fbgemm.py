@@ -178,7 +178,7 @@ class Kernel:
         here = {"optimizer": self._tbe.optimizer.value, **self._limits()}
         return [
             f"table {table!r} was trained with {name} {state[name]}, and its module here has "
-            f"{value}: build it with the same value"
+            f"{value}"
             for name, value in here.items()
             if name in state and state[name] != value
         ]

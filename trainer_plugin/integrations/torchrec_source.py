@@ -207,8 +207,7 @@ class TorchRecSource:
                 found += [
                     f"tables {first!r} and {name!r} were trained with "
                     f"{what.removeprefix('group_')} {before[what]} and {state[what]}, and are in "
-                    "one module here, which has only one value: give them optimizers that differ "
-                    "in it, so that TorchRec puts them into separate modules"
+                    "one module here, which has only one value"
                     for what in sorted(before.keys() & state.keys() - _FOLLOWS)
                     if not _same(before[what], state[what])
                 ]

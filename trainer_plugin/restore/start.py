@@ -146,7 +146,7 @@ class Wanted(NamedTuple):
 
     selection: Selection
     fresh: bool
-    partial: Mapping[str, Sequence[str]] | None
+    partial: Mapping[str, Sequence[str] | Mapping[str, str]] | None
     seed: Seed | None
 
     def check(self) -> None:

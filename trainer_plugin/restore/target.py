@@ -18,10 +18,12 @@ from recpoint.catalog.restore.rows import LogicalState, LogicalTable, logical_ta
 from recpoint.catalog.restore.target import RowSink, StateWanted, TableTarget
 from recpoint.embeddings.cached_tables import CachedTable
 from recpoint.embeddings.tables import Table
-from recpoint.errors import IncompatibleModel, SettingsError
+from recpoint.errors import SettingsError
 from recpoint.format.dtypes import dtype_name, torch_dtype
 from recpoint.format.manifest import Manifest
 from recpoint.kernels import dirty_bitmap
+from recpoint.trainer_plugin import mismatches
+from recpoint.trainer_plugin.mismatches import Mismatch, incompatible, renamed_table
 from recpoint.trainer_plugin.policy import Tip
 from recpoint.trainer_plugin.restore.home_sink import HomeSink
 from recpoint.trainer_plugin.state.model import nearest, optimizers_for, tree_for
@@ -225,22 +227,6 @@ def _by_name(names: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
 # Restoring into the training process: all state, checked first; or the parts that are named.
 
 
-_NEXT = (
-    "build model and optimizers as they were when the checkpoint was taken, including what "
-    "training had added to them (add_param_group before restore()), or load parts of the "
-    'checkpoint by name: restore(partial={"tables": [...], "dense": [...]})'
-)
-_NEXT_OF_RANKS = (
-    "build model and optimizers as they were when the checkpoint was taken, including what "
-    "training had added to them (add_param_group before restore()); or load parts of the "
-    "checkpoint by name, in a process without other ranks: restore(partial=...)"
-)
-_NEXT_PARTS = (
-    "name other parts, or build the model to fit; recpoint seed URL lists what a checkpoint holds, "
-    "and recpoint.restore_parts reads rows of a table that now has another size into tensors"
-)
-
-
 class ModelTarget:
     """Restores into model, optimizers, schedulers, reader, extras and generators of this process.
 
@@ -344,15 +330,18 @@ class ModelTarget:
                 table.cached_rows.slots.follow_states(states)
         self.manifest = manifest
 
-    def _refuse(self, manifest: Manifest, differences: Sequence[str]) -> None:
-        _refuse(manifest, differences, next_step=_NEXT if self._count == 1 else _NEXT_OF_RANKS)
+    def _refuse(self, manifest: Manifest, differences: Sequence[Mismatch]) -> None:
+        alone = self._count == 1
+        otherwise = mismatches.LOAD_BY_NAME if alone else mismatches.LOAD_BY_NAME_OF_RANKS
+        if differences:
+            raise incompatible(manifest, differences, otherwise=otherwise)
 
     def _tree(self, manifest: Manifest, state: Mapping[int, object]) -> dict[str, Any] | None:
         return tree_for(state, self._rank, self._count, manifest.ranks)
 
     def _adopted(
         self, manifest: Manifest, state: Mapping[int, object]
-    ) -> tuple[dict[str, Any] | None, list[str]]:
+    ) -> tuple[dict[str, Any] | None, list[Mismatch]]:
         elsewhere = self._elsewhere - {table.name for table in self._tables}
         return self._state.adopt(self._tree(manifest, state), elsewhere=elsewhere)
 
@@ -416,33 +405,39 @@ class PartialTarget:
         found = []
         for new, old in self._parts.tables.items():
             if old not in there:
-                found.append(f"table {old!r} is not in the checkpoint{near(old, there)}")
+                text = f"table {old!r} is not in the checkpoint{near(old, there)}"
+                found.append(Mismatch(text, mismatches.NAMES))
             elif new not in self._tables:
-                found.append(f"table {new!r} is not in the model{near(new, self._tables)}")
+                text = f"table {new!r} is not in the model{near(new, self._tables)}"
+                found.append(Mismatch(text, mismatches.NAMES))
             else:
                 found += _shape_differences(self._tables[new][0], there[old])
                 if self._tables[new][0].cached:
-                    found.append(f"table {new!r} is cached: only a whole checkpoint can be loaded")
+                    text = f"table {new!r} is cached: only a whole checkpoint can be loaded"
+                    found.append(Mismatch(text, mismatches.CACHED_TABLE))
                 found += self._sharded_differences(new, old)
-        _refuse(manifest, found, next_step=_NEXT_PARTS)
+        if found:
+            raise incompatible(manifest, found, otherwise=mismatches.LIST_PARTS)
         self._rows.clear()
         into = {old: self._tables[new] for new, old in reversed(list(self._parts.tables.items()))}
         parts = [self._part(there[old], piece) for old, pieces in into.items() for piece in pieces]
         return map_parts(manifest, parts)
 
-    def _sharded_differences(self, new: str, old: str) -> list[str]:
-        """Return why a sharded or fused table cannot be loaded, one sentence for each reason."""
+    def _sharded_differences(self, new: str, old: str) -> list[Mismatch]:
+        """Return why a sharded or fused table cannot be loaded."""
         pieces = self._tables[new]
         whole = pieces[0].rows == pieces[0].table_rows and pieces[0].columns is None
         if whole and not pieces[0].fused:
             return []
         found = []
         if self._parts.optimizer_states == "carry":
-            found.append(f"table {new!r} is sharded or fused: its state cannot be carried")
+            text = f"table {new!r} is sharded or fused: its state cannot be carried"
+            found.append(Mismatch(text, mismatches.PIECES_OF_STATE))
         if list(self._parts.tables.values()).count(old) > 1:
-            found.append(
+            text = (
                 f"table {new!r} is sharded or fused, but {old!r} is also loaded into another table"
             )
+            found.append(Mismatch(text, mismatches.PIECES_OF_ONE_TABLE))
         return found
 
     def _part(self, stored: LogicalTable, table: Table) -> TablePart:
@@ -466,23 +461,27 @@ class PartialTarget:
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
         """Check that the state fits; see `StateCheckingTarget.check_state`."""
         here, there = self._state.model.tensors(), _dense(state)
-        self._dense, found = resolve_dense(self._parts.dense, here, there)
+        self._dense, missing = resolve_dense(self._parts.dense, here, there)
+        found = [Mismatch(text, mismatches.NAMES) for text in missing]
         for new, old in self._dense.items():
             model, stored = _dense_form(here[new]), _dense_form(there[old])
             if model != stored:
-                found.append(
+                text = (
                     f"{_renamed(new, old)} is {model} in the model and {stored} in the checkpoint"
                 )
+                found.append(Mismatch(text, mismatches.DENSE_FORM))
             elif not can_hold(here[new], there[old], name=new):
-                found.append(
+                text = (
                     f"{_renamed(new, old)} has elements that share memory in the model (expand()), "
                     "and differ in the checkpoint"
                 )
+                found.append(Mismatch(text, mismatches.SHARED_MEMORY))
         if self._parts.optimizer_states == "carry":
             found += self._state.optimizers.carry_differences(
                 _optimizers(state), self._parameters()
             )
-        _refuse(manifest, found, next_step=_NEXT_PARTS)
+        if found:
+            raise incompatible(manifest, found, otherwise=mismatches.LIST_PARTS)
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
         """Restore the state, after all rows were written; see `RestoreTarget.finish`."""
@@ -528,20 +527,36 @@ def table_differences(
     there: Mapping[str, LogicalTable],
     *,
     elsewhere: Collection[str] = (),
-) -> list[str]:
-    """Return how the tables of a model and of a checkpoint differ, one sentence each.
+) -> list[Mismatch]:
+    """Return how the tables of a model and of a checkpoint differ.
 
     Args:
         tables: tables of the model on this rank.
         there: tables of the checkpoint, by name.
         elsewhere: names of tables that other ranks hold.
     """
-    names = {table.name for table in tables}
-    found = [f"table {name!r} is not in the checkpoint" for name in names if name not in there]
+    only_here = {table.name: table for table in tables if table.name not in there}
+    names = {table.name for table in tables} | set(elsewhere)
+    only_there = {name: stored for name, stored in there.items() if name not in names}
+    new_names = _new_names(only_here, only_there)
+    found = [
+        Mismatch(
+            f"table {name!r} is not in the checkpoint",
+            renamed_table(name, new_names[name])
+            if name in new_names
+            else mismatches.TABLE_ONLY_HERE,
+        )
+        for name in only_here
+    ]
+    old_names = {old: new for new, old in new_names.items()}
     found += [
-        f"table {name!r} is not in the model"
-        for name in there
-        if name not in names and name not in elsewhere
+        Mismatch(
+            f"table {name!r} is not in the model",
+            renamed_table(old_names[name], name)
+            if name in old_names
+            else mismatches.TABLE_ONLY_THERE,
+        )
+        for name in only_there
     ]
     for table in tables:
         if table.name in there:
@@ -549,23 +564,50 @@ def table_differences(
     return sorted(dict.fromkeys(found))
 
 
-def _shape_differences(table: Table, stored: LogicalTable) -> list[str]:
-    dim = table.dim if table.columns is None else table.columns.of
+def _new_names(
+    only_here: Mapping[str, Table], only_there: Mapping[str, LogicalTable]
+) -> dict[str, str]:
+    """Return tables that were probably renamed: name here -> name in the checkpoint.
+
+    Each of the two is the only table of its shape and dtype that the other side lacks.
+    """
+    here: dict[object, list[str]] = {}
+    there: dict[object, list[str]] = {}
+    for name, table in only_here.items():
+        here.setdefault((table.table_rows, _dim(table), table.dtype), []).append(name)
+    for name, stored in only_there.items():
+        there.setdefault((stored.rows, stored.dim, stored.dtype), []).append(name)
+    return {
+        names[0]: there[form][0]
+        for form, names in here.items()
+        if len(names) == 1 and len(there.get(form, ())) == 1
+    }
+
+
+def _shape_differences(table: Table, stored: LogicalTable) -> list[Mismatch]:
     return [
-        f"table {_renamed(table.name, stored.name)}: {what} {here} in the model, {there} in the "
-        "checkpoint"
-        for what, here, there in (
-            ("rows", table.table_rows, stored.rows),
-            ("values a row", dim, stored.dim),
-            ("dtype", table.dtype, stored.dtype),
+        Mismatch(
+            f"table {_renamed(table.name, stored.name)}: {what} {here} in the model, {there} in "
+            "the checkpoint",
+            next_step,
+        )
+        for what, here, there, next_step in (
+            ("rows", table.table_rows, stored.rows, mismatches.TABLE_ROWS),
+            ("values a row", _dim(table), stored.dim, mismatches.TABLE_VALUES),
+            ("dtype", table.dtype, stored.dtype, mismatches.TABLE_DTYPE),
         )
         if here != there
     ]
 
 
+def _dim(table: Table) -> int:
+    """Return the values a row of the whole table."""
+    return table.dim if table.columns is None else table.columns.of
+
+
 def _row_state_differences(
     tables: Sequence[Table], stored: Mapping[str, LogicalTable]
-) -> list[str]:
+) -> list[Mismatch]:
     """Return differences in row states of tables whose source owns them, written in place."""
     found = []
     for table in tables:
@@ -578,9 +620,10 @@ def _row_state_differences(
             for state in stored[table.name].row_states
         }
         if here != there:
-            found.append(
+            text = (
                 f"table {table.name!r} has the row states {here} here and {there} in the checkpoint"
             )
+            found.append(Mismatch(text, mismatches.ROW_STATES))
     return found
 
 
@@ -619,14 +662,3 @@ def _optimizers(state: dict[int, object]) -> Sequence[Mapping[str, Any]]:
 
 def _dense(state: dict[int, object]) -> dict[str, Tensor]:
     return dense_tensors(state)
-
-
-def _refuse(manifest: Manifest, differences: Sequence[str], *, next_step: str) -> None:
-    if differences:
-        raise IncompatibleModel(
-            f"checkpoint of {manifest.ref}",
-            found="; ".join(differences),
-            # It does not say that nothing was loaded: rows of a newer, damaged checkpoint may be.
-            expected="a model that fits the checkpoint",
-            next_step=next_step,
-        )

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from recpoint.catalog.restore.dense import dense_shards, is_shard, parse_shard
 from recpoint.embeddings.tables import Lookup, Table, TableSource, modules_of, refuse_other_tables
+from recpoint.trainer_plugin import mismatches
+from recpoint.trainer_plugin.mismatches import Mismatch
 from recpoint.trainer_plugin.tables import (
     Stored,
     can_hold,
@@ -156,23 +158,34 @@ class ModelState:
             for name, tensor in self.tensors().items()
         )
 
-    def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return what does not fit this model, one sentence each; [] if `restore` will work."""
+    def differences(self, saved: Mapping[str, Any]) -> list[Mismatch]:
+        """Return what does not fit this model; [] if `restore` will work."""
         here, there = self.tensors(), saved["tensors"]
-        found = [f"{name!r} is not in the checkpoint" for name in here if name not in there]
-        found += [f"{name!r} is not in the model" for name in there if name not in here]
+        found = [
+            Mismatch(f"{name!r} is not in the checkpoint", mismatches.DENSE_ONLY_HERE)
+            for name in here
+            if name not in there
+        ]
+        found += [
+            Mismatch(f"{name!r} is not in the model", mismatches.DENSE_ONLY_THERE)
+            for name in there
+            if name not in here
+        ]
         for name in here.keys() & there.keys():
             model, stored = _form(here[name]), _form(there[name])
             if model != stored:
-                found.append(f"{name!r} is {model} in the model and {stored} in the checkpoint")
+                text = f"{name!r} is {model} in the model and {stored} in the checkpoint"
+                found.append(Mismatch(text, mismatches.DENSE_FORM))
             elif not can_hold(here[name], there[name], name=name):
-                found.append(
+                text = (
                     f"{name!r} has elements that share memory in the model (expand()), and differ "
                     "in the checkpoint"
                 )
+                found.append(Mismatch(text, mismatches.SHARED_MEMORY))
         extra = {name for name, module in self._modules() if _has_extra_state(module)}
         for name in sorted(extra ^ saved["extra"].keys()):
-            found.append(f"the extra state of module {name!r} is only in one of the two")
+            text = f"the extra state of module {name!r} is only in one of the two"
+            found.append(Mismatch(text, mismatches.EXTRA_STATE))
         return sorted(found)
 
     def restore(self, saved: Mapping[str, Any]) -> None:

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from recpoint.catalog.restore.in_place import fits, write
 from recpoint.embeddings.optimizers import row_states
 from recpoint.embeddings.tables import Table
+from recpoint.trainer_plugin import mismatches
+from recpoint.trainer_plugin.mismatches import Mismatch
 from recpoint.trainer_plugin.tables import (
     are_pieces,
     group_names,
@@ -141,28 +143,29 @@ class OptimizerState:
             for value in entry["values"].values()
         )
 
-    def differences(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return what does not fit these optimizers, one sentence each."""
+    def differences(self, saved: Sequence[Mapping[str, Any]]) -> list[Mismatch]:
+        """Return what does not fit these optimizers."""
         if len(saved) != len(self.optimizers):
-            return [f"{len(self.optimizers)} optimizers here, {len(saved)} in the checkpoint"]
+            text = f"{len(self.optimizers)} optimizers here, {len(saved)} in the checkpoint"
+            return [Mismatch(text, mismatches.OPTIMIZER_COUNT)]
         names = parameter_names(self._model)
         found = []
         for number, (optimizer, there) in enumerate(zip(self.optimizers, saved, strict=True)):
             here_name, there_name = _class_name(optimizer), there["class"]
             if here_name != there_name:
-                found.append(
-                    f"optimizer {number} is {here_name} here and {there_name} in the checkpoint"
-                )
+                text = f"optimizer {number} is {here_name} here and {there_name} in the checkpoint"
+                found.append(Mismatch(text, mismatches.OPTIMIZER_CLASS))
             here = [
                 group_names(names, group, number, position)
                 for position, group in enumerate(optimizer.param_groups)
             ]
             stored = [group["params"] for group in there["groups"]]
             if here != stored:
-                found.append(
+                text = (
                     f"optimizer {number} has other parameter groups: {_brief(here)} here, "
                     f"{_brief(stored)} in the checkpoint"
                 )
+                found.append(Mismatch(text, mismatches.PARAMETER_GROUPS))
         return found
 
     def restore(
@@ -195,8 +198,8 @@ class OptimizerState:
 
     def carry_differences(
         self, saved: Sequence[Mapping[str, Any]], parameters: Mapping[str, str]
-    ) -> list[str]:
-        """Return why the state of parameters cannot be carried over, one sentence each.
+    ) -> list[Mismatch]:
+        """Return why the state of parameters cannot be carried over.
 
         Args:
             saved: as `capture` returned it.
@@ -205,8 +208,11 @@ class OptimizerState:
         here = {name: _class_name(optimizer) for name, optimizer in self._trained_by().items()}
         there = {name: str(one["class"]) for name, one in _trained_by(saved).items()}
         return [
-            f"{old!r} was trained by {there[old]}, and here {new!r} is trained by "
-            f"{here.get(new, 'no optimizer')}, so that its state cannot be carried"
+            Mismatch(
+                f"{old!r} was trained by {there[old]}, and here {new!r} is trained by "
+                f"{here.get(new, 'no optimizer')}, so that its state cannot be carried",
+                mismatches.CARRIED_STATE,
+            )
             for new, old in parameters.items()
             if old in there and here.get(new) != there[old]
         ]

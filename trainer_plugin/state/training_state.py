@@ -14,7 +14,9 @@ from recpoint.embeddings.tables import TableSource
 from recpoint.errors import SettingsError
 from recpoint.format.state_values import MAX_TREE_DEPTH
 from recpoint.interrupts import came_from_handler, let_into
+from recpoint.trainer_plugin import mismatches
 from recpoint.trainer_plugin.fused_optimizers import Trainers, adopt, lacks
+from recpoint.trainer_plugin.mismatches import Mismatch, reader_of_ranks
 from recpoint.trainer_plugin.ranks.sharding import without_pieces
 from recpoint.trainer_plugin.setting_checks import several
 from recpoint.trainer_plugin.state import rng
@@ -407,7 +409,7 @@ class TrainingState:
 
     def adopt(
         self, saved: dict[str, Any] | None, *, elsewhere: Collection[str]
-    ) -> tuple[dict[str, Any] | None, list[str]]:
+    ) -> tuple[dict[str, Any] | None, list[Mismatch]]:
         """Rewrite a tree as if the optimizers here had trained its tables.
 
         Args:
@@ -429,54 +431,70 @@ class TrainingState:
             elsewhere=elsewhere,
         )
 
-    def differences(self, saved: Mapping[str, Any] | None) -> list[str]:
-        """Return what does not fit this process, one sentence each; [] if `restore` will work.
+    def differences(self, saved: Mapping[str, Any] | None) -> list[Mismatch]:
+        """Return what does not fit this process; [] if `restore` will work.
 
         Args:
             saved: as `adopt` returned it.
         """
         if saved is None or any(key not in saved for key in _KEYS):
-            return ["the checkpoint holds no training state"]
+            return [Mismatch("the checkpoint holds no training state", mismatches.NO_STATE)]
         found = self.model.differences(saved["model"])
         found += self.optimizers.differences(saved["optimizers"])
         if len(saved["schedulers"]) != len(self._schedulers):
-            found.append(
+            text = (
                 f"{len(self._schedulers)} schedulers here, "
                 f"{len(saved['schedulers'])} in the checkpoint"
             )
+            found.append(Mismatch(text, mismatches.SCHEDULER_COUNT))
         for number, (scheduler, state) in enumerate(
             zip(self._schedulers, saved["schedulers"], strict=False)
         ):
             here, there = _rates(scheduler.state_dict()), _rates(state)
             if here != there:
-                found.append(
+                text = (
                     f"schedulers[{number}] sets {here} learning rates here, {there} in the "
                     "checkpoint"
                 )
+                found.append(Mismatch(text, mismatches.SCHEDULER_RATES))
         stored = [state for state in saved["readers"] if state is not None]
-        if bool(stored) != (self._reader is not None):
-            where = "here" if self._reader is not None else "in the checkpoint"
-            found.append(f"there is a reader only {where}")
+        if self._reader is not None and not stored:
+            found.append(Mismatch("there is a reader only here", mismatches.READER_ONLY_HERE))
+        elif self._reader is None and stored:
+            text = "there is a reader only in the checkpoint"
+            found.append(Mismatch(text, mismatches.READER_ONLY_THERE))
         elif stored and saved["reader"] is None and not _divides(self._reader, stored):
-            found.append(
-                f"the checkpoint has the readers of {len(stored)} ranks, and there are more or "
-                "fewer ranks here: give the reader load_state_dicts(states, rank, ranks), or train "
-                f"on {len(stored)} ranks"
+            text = (
+                f"the checkpoint has the readers of {len(stored)} ranks, there are more or fewer "
+                "ranks here, and the reader cannot divide what is left"
             )
+            found.append(Mismatch(text, reader_of_ranks(len(stored))))
         elif goes_forward(saved["reader"]) and not isinstance(self._reader, Iterable):
-            found.append(
+            text = (
                 "the checkpoint's reader was in a Lookahead, so batches must be read forward, and "
-                f"the reader here, a {type(self._reader).__name__}, is not iterable: pass "
-                "recpoint.Lookahead(reader), or a reader that yields batches"
+                f"the reader here, a {type(self._reader).__name__}, is not iterable"
             )
+            found.append(Mismatch(text, mismatches.READ_FORWARD))
         for name in sorted(saved["extras"].keys() ^ self._extras.keys()):
-            where = "here" if name in self._extras else "in the checkpoint"
-            found.append(f"extra {name!r} is only {where}")
+            found.append(
+                Mismatch(f"extra {name!r} is only here", mismatches.EXTRA_ONLY_HERE)
+                if name in self._extras
+                else Mismatch(
+                    f"extra {name!r} is only in the checkpoint", mismatches.EXTRA_ONLY_THERE
+                )
+            )
         for name in sorted(saved["sources"].keys() & self._sources.keys()):
-            found += self._sources[name].differences(saved["sources"][name])
+            found += [
+                Mismatch(text, mismatches.SOURCE_SETTINGS)
+                for text in self._sources[name].differences(saved["sources"][name])
+            ]
         for name in sorted(saved["sources"].keys() ^ self._sources.keys()):
-            where = "here" if name in self._sources else "in the checkpoint"
-            found.append(f"the state of the tables of {name} is only {where}")
+            text = f"the state of the tables of {name} is only"
+            found.append(
+                Mismatch(f"{text} here", mismatches.SOURCE_ONLY_HERE)
+                if name in self._sources
+                else Mismatch(f"{text} in the checkpoint", mismatches.SOURCE_ONLY_THERE)
+            )
         return found
 
     def restore(

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from recpoint.trainer_plugin.state.model import optimizers_for, own_part
+from recpoint.trainer_plugin.mismatches import Mismatch
+from recpoint.trainer_plugin.state.model import ModelState, optimizers_for, own_part, tree_for
 from recpoint.trainer_plugin.state.optimizers import OptimizerState
+from recpoint.trainer_plugin.state.training_state import TrainingState
 
 _STEP: dict[str, Any] = {
     "keys": ["step", "sum"],
@@ -39,6 +41,36 @@ def tree(captured: list[dict[str, Any]], rows: range | None) -> dict[str, Any]:
     values = {key: piece(key, value) for key, value in entry["values"].items()}
     state = {**captured[0]["state"], "weight": {**entry, "values": values}}
     return {"model": {"tensors": {}}, "optimizers": [{**captured[0], "state": state}]}
+
+
+class Position:
+    """A reader that cannot be divided between another number of ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("the checkpoint does not fit")
+
+
+def test_a_reader_that_other_ranks_cannot_divide_is_refused_with_its_own_next_step() -> None:
+    layer, optimizer = trained(1)
+    state = TrainingState(
+        model=ModelState(layer, []),
+        optimizers=OptimizerState(layer, [optimizer], []),
+        schedulers=[],
+        reader=Position(),
+        extras={},
+    )
+    trees: dict[int, object] = {rank: state.capture(3) for rank in range(3)}
+    assert state.differences(tree_for(trees, 0, 3, 3)) == []
+    assert state.differences(tree_for(trees, 0, 2, 3)) == [
+        Mismatch(
+            "the checkpoint has the readers of 3 ranks, there are more or fewer ranks here, and "
+            "the reader cannot divide what is left",
+            "give the reader load_state_dicts(states, rank, ranks), or train on 3 ranks",
+        )
+    ]
 
 
 def test_state_in_pieces_is_carried_whole() -> None:

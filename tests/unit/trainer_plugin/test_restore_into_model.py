@@ -18,6 +18,7 @@ from recpoint import Seed
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import FormatError, IncompatibleModel, NothingToRestore
+from recpoint.trainer_plugin import mismatches
 from tests.interposed_store import InterposedStore
 from tests.training_builder import (
     DIM,
@@ -52,6 +53,15 @@ def other_rows(training: Training) -> None:
     training.model.users = nn.Embedding(ROWS + 1, DIM)
 
 
+def fewer_rows(training: Training) -> None:
+    training.model.users = nn.Embedding(ROWS - 1, DIM)
+
+
+def renamed_table(training: Training) -> None:
+    training.model.members = training.model.users
+    del training.model.users
+
+
 def other_dtype(training: Training) -> None:
     training.model.users = nn.Embedding(ROWS, DIM, dtype=torch.float64)
 
@@ -76,14 +86,53 @@ def extra_buffer(training: Training) -> None:
     training.model.register_buffer("seen", torch.zeros(3))
 
 
-CHANGES: dict[str, tuple[Callable[[Training], None], str]] = {
-    "rows": (other_rows, rf"'users': rows {ROWS + 1} in the model, {ROWS} in the checkpoint"),
-    "dtype": (other_dtype, "'users': dtype F64 in the model, F32"),
-    "dim": (other_dim, rf"'users': values a row {DIM + 1} in the model, {DIM}"),
-    "missing table": (missing_table, "table 'items' is not in the model"),
-    "extra table": (extra_table, "table 'more' is not in the checkpoint"),
-    "dense": (other_dense, r"'top.weight' is float32\[2, 6\] in the model and float32\[1, 12\]"),
-    "buffer": (extra_buffer, "'seen' is not in the checkpoint"),
+CHANGES: dict[str, tuple[Callable[[Training], None], str, str]] = {
+    "rows": (
+        other_rows,
+        rf"'users': rows {ROWS + 1} in the model, {ROWS} in the checkpoint",
+        mismatches.TABLE_ROWS,
+    ),
+    "fewer rows": (
+        fewer_rows,
+        rf"'users': rows {ROWS - 1} in the model, {ROWS} in the checkpoint",
+        mismatches.TABLE_ROWS,
+    ),
+    "dtype": (
+        other_dtype,
+        "'users': dtype F64 in the model, F32",
+        mismatches.TABLE_DTYPE,
+    ),
+    "dim": (
+        other_dim,
+        rf"'users': values a row {DIM + 1} in the model, {DIM}",
+        mismatches.TABLE_VALUES,
+    ),
+    "missing table": (
+        missing_table,
+        "table 'items' is not in the model",
+        mismatches.TABLE_ONLY_THERE,
+    ),
+    "extra table": (
+        extra_table,
+        "table 'more' is not in the checkpoint",
+        mismatches.TABLE_ONLY_HERE,
+    ),
+    "renamed table": (
+        renamed_table,
+        "table 'members' is not in the checkpoint; table 'users' is not in the model",
+        "rename table 'members' to 'users', or load its rows under the new name with "
+        'restore(partial={"tables": {"members": "users"}})',
+    ),
+    "dense": (
+        other_dense,
+        r"'top.weight' is float32\[2, 6\] in the model and float32\[1, 12\]",
+        mismatches.DENSE_FORM,
+    ),
+    "buffer": (
+        extra_buffer,
+        "'seen' is not in the checkpoint",
+        mismatches.DENSE_ONLY_HERE,
+    ),
 }
 
 
@@ -91,7 +140,7 @@ CHANGES: dict[str, tuple[Callable[[Training], None], str]] = {
 def test_another_model_is_refused_and_untouched(
     change: str, place: Place, trained: Training
 ) -> None:
-    alter, message = CHANGES[change]
+    alter, message, next_step = CHANGES[change]
     second = simple_training(9)
     alter(second)
     second.optimizers = [SGD(second.model.parameters(), lr=0.1)]
@@ -99,6 +148,7 @@ def test_another_model_is_refused_and_untouched(
     ckpt = checkpointer(second, place)
     with pytest.raises(IncompatibleModel, match=message) as caught:
         ckpt.restore()
+    assert caught.value.next_step == f"{next_step}; {mismatches.LOAD_BY_NAME}"
     # The message is not pushed out of sight: what is shown above it is the call, and where it ends.
     assert [frame.name for frame in caught.traceback][1:] == ["restore"]
     assert all(map(torch.equal, before, snapshot(second)))
@@ -128,24 +178,57 @@ def more_extras(second: Training) -> dict[str, Any]:
     return {"extras": {"again": second.reader}}
 
 
+def more_optimizers(second: Training) -> dict[str, Any]:
+    parameters = list(second.model.parameters())
+    second.optimizers = [SGD(parameters[:1], lr=0.1), SGD(parameters[1:], lr=0.1)]
+    return {}
+
+
+def two_mismatches(second: Training) -> dict[str, Any]:
+    return no_reader(second) | more_extras(second)
+
+
 @pytest.mark.parametrize(
-    ("alter", "message"),
+    ("alter", "message", "next_steps"),
     [
-        (swap_class, "optimizer 0 is torch.optim.adagrad.Adagrad here and torch.optim.sgd.SGD"),
-        (regroup, "other parameter groups"),
-        (no_reader, "a reader only in the checkpoint"),
-        (more_schedulers, "1 schedulers here, 0 in the checkpoint"),
-        (more_extras, "extra 'again' is only here"),
+        (
+            swap_class,
+            "optimizer 0 is torch.optim.adagrad.Adagrad here and torch.optim.sgd.SGD",
+            [mismatches.OPTIMIZER_CLASS],
+        ),
+        (regroup, "other parameter groups", [mismatches.PARAMETER_GROUPS]),
+        (
+            more_optimizers,
+            "2 optimizers here, 1 in the checkpoint",
+            [mismatches.OPTIMIZER_COUNT],
+        ),
+        (no_reader, "a reader only in the checkpoint", [mismatches.READER_ONLY_THERE]),
+        (
+            more_schedulers,
+            "1 schedulers here, 0 in the checkpoint",
+            [mismatches.SCHEDULER_COUNT],
+        ),
+        (more_extras, "extra 'again' is only here", [mismatches.EXTRA_ONLY_HERE]),
+        (
+            two_mismatches,
+            "a reader only in the checkpoint; extra 'again' is only here",
+            [mismatches.READER_ONLY_THERE, mismatches.EXTRA_ONLY_HERE],
+        ),
     ],
 )
 def test_other_surroundings_are_refused(
-    alter: Callable[[Training], dict[str, Any]], message: str, place: Place, trained: Training
+    alter: Callable[[Training], dict[str, Any]],
+    message: str,
+    next_steps: list[str],
+    place: Place,
+    trained: Training,
 ) -> None:
     second = simple_training(9)
     settings = alter(second)
     before = snapshot(second)
-    with pytest.raises(IncompatibleModel, match=message):
+    with pytest.raises(IncompatibleModel, match=message) as caught:
         checkpointer(second, place, **settings).restore()
+    assert caught.value.next_step == "; ".join([*next_steps, mismatches.LOAD_BY_NAME])
     assert all(map(torch.equal, before, snapshot(second)))
 
 
@@ -164,8 +247,46 @@ def test_a_schedule_of_more_rates_is_refused(place: Place) -> None:
         ckpt.restore()
         train(first, ckpt, 2)
     message = r"schedulers\[0\] sets 2 learning rates here, 1 in the checkpoint"
-    with pytest.raises(IncompatibleModel, match=message):
+    with pytest.raises(IncompatibleModel, match=message) as caught:
         checkpointer(scheduled(groups=2), place).restore()
+    assert mismatches.SCHEDULER_RATES in caught.value.next_step
+
+
+def test_state_that_only_the_checkpoint_has_is_refused_with_a_next_step(place: Place) -> None:
+    first = simple_training()
+    settings: dict[str, Any] = {"reader": None, "extras": {"metrics": first.reader}}
+    with place.agent(), checkpointer(first, place, **settings) as ckpt:
+        ckpt.restore()
+        train(first, ckpt, 2)
+    message = "a reader only here; extra 'metrics' is only in the checkpoint"
+    with pytest.raises(IncompatibleModel, match=message) as caught:
+        checkpointer(simple_training(9), place).restore()
+    expected = [mismatches.READER_ONLY_HERE, mismatches.EXTRA_ONLY_THERE, mismatches.LOAD_BY_NAME]
+    assert caught.value.next_step == "; ".join(expected)
+
+
+def test_equal_next_steps_are_said_once_and_alike_tables_are_not_taken_for_renamed(
+    place: Place, trained: Training
+) -> None:
+    """Two new tables have the form of the one that is missing: nobody knows which it was."""
+    second = simple_training(9)
+    renamed_table(second)
+    second.model.guests = nn.Embedding(ROWS, DIM)
+    second.optimizers = [SGD(second.model.parameters(), lr=0.1)]
+    with pytest.raises(IncompatibleModel) as caught:
+        checkpointer(second, place).restore()
+    assert caught.value.next_step == "; ".join(
+        [mismatches.TABLE_ONLY_HERE, mismatches.TABLE_ONLY_THERE, mismatches.LOAD_BY_NAME]
+    )
+
+
+def test_a_renamed_table_loads_under_its_new_name(place: Place, trained: Training) -> None:
+    second = simple_training(9)
+    second.model.members = nn.Embedding(ROWS, DIM)
+    second.optimizers = [SGD(second.model.parameters(), lr=0.1)]
+    with place.agent(), checkpointer(second, place) as ckpt:
+        ckpt.restore(partial={"tables": {"members": "users"}})
+        assert torch.equal(second.model.members.weight, trained.model.users.weight)
 
 
 def test_parts_by_name_start_a_line_of_their_own(place: Place, trained: Training) -> None:

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
+from recpoint.trainer_plugin import mismatches
 from recpoint.trainer_plugin.fused_optimizers import Trainers, adopt, lacks
+from recpoint.trainer_plugin.mismatches import Mismatch
 from recpoint.trainer_plugin.state.optimizers import OptimizerState
 from recpoint.trainer_plugin.tables import find_tables
 
@@ -197,7 +199,7 @@ def test_a_table_of_another_rank_comes_with_its_group_and_state() -> None:
     found, differences = adopt(others, fused)
     assert not differences and found["sources"]["torchrec"][0]["b"]["lr"] == 0.3
     _, differences = adopt(others, here(trained(last_too), tables=["b"]))
-    assert differences == [
+    assert [one.found for one in differences] == [
         "table 'b' is trained by torch.optim.sgd.SGD here and by torch.optim.adagrad.Adagrad in "
         "the checkpoint",
     ]
@@ -261,17 +263,17 @@ def test_another_update_is_named(
     for differences in (to_torch, to_fused):
         assert len(differences) == 2
         for table, one in zip(TABLES, sorted(differences), strict=True):
-            assert f"table {table!r} is trained by the fused " in one
-    assert expected in to_torch[0]
-    assert "in the checkpoint and by" in to_torch[0] and "here and by" in to_fused[0]
+            assert f"table {table!r} is trained by the fused " in one.found
+            assert one.next_step == mismatches.OTHER_UPDATE
+    assert expected in to_torch[0].found
+    assert "in the checkpoint and by" in to_torch[0].found
+    assert "here and by" in to_fused[0].found
 
 
 def test_what_no_optimizer_trains_here_and_groups_of_other_rates_are_named() -> None:
     saved = tree(trained(dense), {"a": FUSED, "b": FUSED | {"group_lr": 0.2, "lr": 0.2}})
     _, found = adopt(saved, here(trained(dense), {}))
-    assert [one[-23:] for one in found] == ["and by no optimizer here"[-23:]] * 2
+    assert [one.found[-23:] for one in found] == ["and by no optimizer here"[-23:]] * 2
     _, found = adopt(saved, here(trained(tables_too())))
-    assert found == [
-        "'b.weight' was trained with lr=0.2 in the checkpoint, and its group has 0.1: give it a "
-        "group of its own"
-    ]
+    text = "'b.weight' was trained with lr=0.2 in the checkpoint, and its group has 0.1"
+    assert found == [Mismatch(text, mismatches.OWN_GROUP)]
