@@ -213,11 +213,15 @@ def _risk(overview: RunOverview) -> Figure:
 
 
 def staged_text(overview: RunOverview) -> str:
-    """What is staged and not stored, and what is lost if it is stored; empty: nothing is staged."""
+    """What is staged and not stored, and what is lost if it is stored; empty: nothing is staged.
+
+    This loss counts from the cut of what is staged. `risk_text` is the loss with the whole host: it
+    counts from the cut of what is stored. Both stand here, each with its meaning.
+    """
     staged = overview.staged
     if staged is None:
         return ""
-    lost = f"about {duration_text(staged.at_risk_seconds)} of training"
+    lost = f"about {duration_text(staged.at_risk_seconds)} of training since its cut"
     if staged.at_risk_batches is not None:
         lost += f" ({counted(staged.at_risk_batches, 'batch')})"
     if staged.at_risk_batches == 0 and overview.ended is not None:
@@ -225,7 +229,10 @@ def staged_text(overview: RunOverview) -> str:
     what = f"step {staged.step:,} is staged on this host and not stored yet"
     if overview.ended is not None or overview.trainer_gone:
         return f"{what}; once recpoint agent has stored it, {lost} is lost"
-    return f"{what}; if only the trainer dies, and recpoint agent stores it, {lost} is lost"
+    return (
+        f"{what}; if only the trainer dies, and recpoint agent stores it, {lost} is lost, instead "
+        f"of {_risk(overview).value} if this host dies"
+    )
 
 
 def figures(overview: RunOverview) -> dict[str, Figure]:

@@ -18,7 +18,7 @@ from recpoint.format.manifest import CacheUse, CopiedAhead, Manifest
 from recpoint.format.records import EndRecord
 from recpoint.format.retention_records import Plan
 from recpoint.format.servers import AllServers
-from recpoint.units import time_text
+from recpoint.units import duration_text, time_text
 
 __all__ = [
     "Age",
@@ -647,9 +647,16 @@ def _silence(
             f"on {host}: if a checkpoint is staged there, run recpoint agent, which stores it; a "
             "new start trains the other batches again",
         )
-    since = "checkpoint that restores" if overview.checkpoints else "checkpoint at all"
-    expected = "" if known is None else f", one is expected every {_seconds_text(known)}"
-    what = f"no new {since} for {_seconds_text(silence)}{expected}"
+    what = f"no new checkpoint at all for {duration_text(silence)}"
+    if overview.checkpoints:
+        what = f"no new checkpoint that restores for {duration_text(silence)}"
+    if lag.seconds is not None and lag.seconds > silence:
+        # A trainer that has just started is silent for less time than the checkpoint is old.
+        what += (
+            f", since the newest trainer started; the newest is {duration_text(lag.seconds)} old"
+        )
+    if known is not None:
+        what += f"; one is expected every {duration_text(known)}"
     return Alarm("no_commit", what, f"on {host}: is the trainer alive, and recpoint agent running?")
 
 
@@ -659,10 +666,6 @@ _ENDED: Final[dict[str, str]] = {
     "terminated": "been terminated",
     "failed": "failed",
 }
-
-
-def _seconds_text(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
 def clock_note(*, store_less_trainer_seconds: float, ahead_seconds: float) -> str:

@@ -209,8 +209,27 @@ def test_silence_alarms_after_so_many_intervals(run: Run, monkeypatch: pytest.Mo
     assert alarms(watch(run).refresh()) == ()
     monkeypatch.setattr(now, lambda: NOW_MS / 1000 + 251.0)
     (alarm,) = alarms(watch(run).refresh())
-    assert alarm.trouble == "no_commit" and "301 s" in alarm.text and "every 100 s" in alarm.text
+    assert alarm.trouble == "no_commit"
+    assert alarm.text == (
+        "no new checkpoint that restores for 5 min 1 s; one is expected every 1 min 40 s"
+    )
     assert len(alarms(watch(run).refresh(), intervals=4.0)) == 0
+
+
+def test_the_alarm_of_a_new_trainer_names_both_times(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It started 301 s ago on a store that is full; the checkpoint that restores is older."""
+    made = three(run)
+    begin(run, at=20, restored=made[-1].ref)
+    monkeypatch.setattr("recpoint.catalog.overview.watch.time.time", lambda: NOW_MS / 1000 + 281.0)
+    seen = watch(run).refresh()
+    (alarm,) = alarms(seen)
+    assert (seen.lag.silent_seconds, seen.lag.seconds) == (301.0, 331.0)
+    assert alarm.text == (
+        "no new checkpoint that restores for 5 min 1 s, since the newest trainer started; the "
+        "newest is 5 min 31 s old; one is expected every 1 min 40 s"
+    )
 
 
 def test_the_interval_is_what_the_trainer_meant_or_longer(run: Run) -> None:

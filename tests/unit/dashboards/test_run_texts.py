@@ -157,16 +157,19 @@ def test_what_is_staged_is_told_beside_what_the_host_would_take_with_it() -> Non
         number=1, host="h", pid=7, created_ms=0, age=Age(90.0, "store"), restored_step=None
     )
     staged = StagedRisk(step=1_200, at_risk_seconds=3.0, at_risk_batches=12)
-    alive = replace(NOTHING, generation=began, staged=staged)
+    lag = replace(NOTHING.lag, at_risk_seconds=79.0, overdue=True)
+    alive = replace(NOTHING, generation=began, staged=staged, lag=lag)
     assert texts.staged_text(NOTHING) == ""
     assert texts.staged_text(alive) == (
         "step 1,200 is staged on this host and not stored yet; if only the trainer dies, and "
-        "recpoint agent stores it, about 3.0 s of training (12 batches) is lost"
+        "recpoint agent stores it, about 3.0 s of training since its cut (12 batches) is lost, "
+        "instead of up to 1 min 19 s if this host dies"
     )
     assert texts.staged_text(alive) in texts.figures(alive)[texts.FIGURES[0]].note
     gone = texts.staged_text(replace(alive, gone_ms=1))
     assert gone.endswith(
-        "once recpoint agent has stored it, about 3.0 s of training (12 batches) is lost"
+        "once recpoint agent has stored it, about 3.0 s of training since its cut (12 batches) is "
+        "lost"
     )
     ended = replace(alive, ended=Ended(step=1_200, reason="finished", ended_ms=0))
     stored = replace(ended, staged=replace(staged, at_risk_seconds=0.0, at_risk_batches=0))
