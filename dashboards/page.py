@@ -375,8 +375,7 @@ def _overview_page(runs: Sequence[WatchedRun]) -> Callable[[], None]:
 
     def fill() -> None:
         words = texts.summary_text(runs)
-        if summary.text != words:
-            summary.text = words
+        summary.fill(words)
         _set_title(title, runs)
         ordered = sorted(enumerate(runs), key=lambda one: _ORDER.get(one[1].seen.standing, 2))
         now = time.monotonic()
@@ -451,7 +450,7 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
 
     def fill() -> None:
         seen = run.seen
-        state.text = f"{texts.standing_text(seen)}; {_age_text(seen)}"
+        state.fill(f"{texts.standing_text(seen)}; {_age_text(seen)}")
         set_state(state, _colour(seen))
         alerts.fill(texts.alerts(seen, time.monotonic()))
         _set_title(title, [run])
@@ -460,8 +459,8 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
         version[0] = seen.version
         shown = seen.overview
         figures.fill(texts.figures(shown))
-        expectation.text = texts.expectation_text(shown)
-        lost.text = texts.lost_servers_text(shown)
+        expectation.fill(texts.expectation_text(shown))
+        lost.fill(texts.lost_servers_text(shown))
         for box, content in (
             (charts, shown.checkpoints),
             (served, shown.servers),
@@ -477,7 +476,7 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
         stall.fill(*stall_chart(what))
         written.fill(*bytes_chart(what))
         if shown.servers is not None:
-            redundancy.text = texts.servers_text(shown)
+            redundancy.fill(texts.servers_text(shown))
             all_servers = shown.servers.servers
             servers.fill(
                 []
@@ -489,7 +488,7 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
             [texts.checkpoint_row(one) for one in shown.checkpoints[:CHECKPOINTS_SHOWN]]
         )
         failures.fill([texts.failure_row(one) for one in shown.failures[:_ROWS_SHOWN]])
-        rules.text = texts.plan_text(shown.plan, shown.refreshed_ms)
+        rules.fill(texts.plan_text(shown.plan, shown.refreshed_ms))
         plan.fill(texts.plan_rows(shown.plan, _ROWS_SHOWN))
         expiring.fill([texts.expiring_row(one) for one in shown.expiring[:_ROWS_SHOWN]])
 

@@ -10,7 +10,7 @@ from nicegui import ui
 from nicegui.element import Element
 from nicegui.elements.mixins.text_element import TextElement
 
-from recpoint.dashboards.texts import NONE, Alert, Figure, spans
+from recpoint.dashboards.texts import NONE, Alert, Figure, path_pieces, spans
 
 __all__ = [
     "STYLE",
@@ -19,6 +19,7 @@ __all__ = [
     "Fields",
     "Figures",
     "Table",
+    "Text",
     "heading",
     "section",
     "set_state",
@@ -29,9 +30,36 @@ __all__ = [
 STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
-def text(tag: str, words: str = "", classes: str = "", **props: str) -> TextElement:
-    """An element that holds nothing but text, which is never read as markup."""
-    element = TextElement(tag=tag, text=words)
+class Text(TextElement):
+    """An element that holds nothing but words, which are never read as markup.
+
+    A line ends inside a path only after one of its slashes, if the next piece fits into a line. The
+    places are `wbr` elements: who copies the words gets no other characters.
+    """
+
+    def __init__(self, tag: str, words: str = "") -> None:
+        super().__init__(tag=tag, text="")
+        self._words = ""
+        self.fill(words)
+
+    def fill(self, words: str) -> None:
+        """Show these words; nothing is sent if they are shown already."""
+        if words == self._words:
+            return
+        self._words = words
+        first, *others = path_pieces(words)
+        if self.default_slot.children:
+            self.clear()
+        self.text = first
+        with self:
+            for piece in others:
+                Element("wbr")
+                TextElement(tag="span", text=piece)
+
+
+def text(tag: str, words: str = "", classes: str = "", **props: str) -> Text:
+    """An element that holds nothing but text; see `Text`."""
+    element = Text(tag, words)
     if classes:
         element.classes(classes)
     for name, value in props.items():
@@ -39,7 +67,7 @@ def text(tag: str, words: str = "", classes: str = "", **props: str) -> TextElem
     return element
 
 
-def heading(level: int, words: str) -> TextElement:
+def heading(level: int, words: str) -> Text:
     """A heading."""
     return text(f"h{level}", words)
 
@@ -64,7 +92,7 @@ class _AlertLine:
         """Show this alert; None: nothing."""
         self._box.set_visibility(alert is not None)
         cause, next_step = alert or Alert("", "")
-        _set_text(self._cause, cause)
+        self._cause.fill(cause)
         if next_step == self._next_step:
             return
         self._next_step = next_step
@@ -95,7 +123,7 @@ class _Row:
     """One row of a table: its cells, and the row below it that holds a remark."""
 
     def __init__(self, headings: Sequence[str], classes: Sequence[str], links: int | None) -> None:
-        self.cells: list[TextElement] = []
+        self.cells: list[Text] = []
         self._boxes: list[Element] = []
         with Element("tr") as self._line:
             self._line.props["role"] = "row"
@@ -128,7 +156,7 @@ class _Row:
             self._remark[1].fill(remark if noted else None)
             _set_class(self._line, "noted", noted)
         for box, cell, words in zip(self._boxes, self.cells, row or (), strict=False):
-            _set_text(cell, words)
+            cell.fill(words)
             _set_class(box, "none", words == NONE)
 
 
@@ -215,7 +243,7 @@ class Figures:
     """The headline figure and those beside it, each with its name and a note below its value."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._shown: dict[str, tuple[Element, TextElement, TextElement]] = {}
+        self._shown: dict[str, tuple[Element, Text, Text]] = {}
         with Element("dl").classes("figures") as self._box:
             for position, name in enumerate(names):
                 with Element("div").classes("" if position else "headline") as box:
@@ -232,15 +260,15 @@ class Figures:
         for name, (box, value, note) in self._shown.items():
             box.set_visibility(name in figures)
             shown = figures.get(name, Figure("", ""))
-            _set_text(value, shown.value)
-            _set_text(note, shown.note)
+            value.fill(shown.value)
+            note.fill(shown.note)
 
 
 class Fields:
     """Names and their values."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._values: dict[str, tuple[TextElement, TextElement]] = {}
+        self._values: dict[str, tuple[Text, Text]] = {}
         with Element("dl").classes("facts"):
             for name in names:
                 self._values[name] = (text("dt", name), text("dd"))
@@ -251,7 +279,7 @@ class Fields:
             words = values.get(name, "")
             term.set_visibility(bool(words))
             value.set_visibility(bool(words))
-            _set_text(value, words)
+            value.fill(words)
 
 
 class Chart:
@@ -270,7 +298,7 @@ class Chart:
 
     def fill(self, options: dict[str, Any], words: str) -> None:
         """Draw this."""
-        _set_text(self._caption, words)
+        self._caption.fill(words)
         if options == self._shown:
             return
         self._shown = options
@@ -282,11 +310,6 @@ class Chart:
 def set_state(element: TextElement, state: str) -> None:
     """Show the colour of a state: `good`, `bad` or none."""
     element.classes(replace=f"state {state}".strip())
-
-
-def _set_text(element: TextElement, words: str) -> None:
-    if element.text != words:
-        element.text = words
 
 
 def _set_prop(element: TextElement, name: str, value: str) -> None:

@@ -42,6 +42,7 @@ __all__ = [
     "field_texts",
     "figures",
     "lost_servers_text",
+    "path_pieces",
     "plain",
     "plan_rows",
     "plan_text",
@@ -185,6 +186,11 @@ def spans(words: str) -> list[tuple[str, bool]]:
         end = match.end()
     found.append((words[end:], False))
     return [(piece, command) for piece, command in found if piece]
+
+
+def path_pieces(words: str) -> list[str]:
+    """`words` in pieces, between which a line may end: after the slashes of paths and URLs."""
+    return re.split(r"(?<=/)(?=[^/\s])", words)
 
 
 def risk_text(overview: RunOverview, space: str = " ") -> str:
