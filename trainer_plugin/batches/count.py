@@ -80,6 +80,7 @@ class BatchCount:
         self._backwards_a_batch = 0  # of the batch that was counted last
         self._trained_in_a_row = 0  # asks of a loop that has trained one batch before each
         self._changes_before = 0
+        self._gradients_before: tuple[tuple[int, int], ...] = ()
 
     def begin(self) -> None:
         """Watch the reader's fetches; training begins in this thread. `end` undoes it.
@@ -229,9 +230,8 @@ class BatchCount:
         if signs.last_step > self._last_count:
             self.is_between_steps = self._has_trained = True
             self.batches_without_step = 0
-        elif signs.last_backward > self._last_count or signs.holds_gradients():
-            # A model that is called by its parts shows its gradients only.
-            self._has_trained |= signs.last_backward > self._last_count
+        elif signs.last_backward > self._last_count or self._has_new_gradients():
+            self._has_trained = True
             self.batches_without_step += 1
             self.is_between_steps = not signs.last_step and self._has_stepped_unseen()
         self._note_count()
@@ -240,6 +240,18 @@ class BatchCount:
         signs = self._signs
         self._last_count = signs.now
         self._steps_before, self._backwards_before = signs.steps, signs.backwards
+        if not signs.last_backward:
+            self._gradients_before = signs.gradients()
+
+    def _has_new_gradients(self) -> bool:
+        """Whether a backward pass has run that is not seen: a model was called by its parts.
+
+        Loops keep the gradients of the last step until the next batch, so old ones say nothing.
+        """
+        if self._signs.last_backward:
+            return False
+        gradients = self._signs.gradients()
+        return bool(gradients) and gradients != self._gradients_before
 
     def _has_stepped_unseen(self) -> bool:
         """Whether an optimizer whose hooks do not work has stepped, as far as that can be seen."""
@@ -399,7 +411,7 @@ class BatchCount:
         """
         if self._has_trained or self._allowed is not None:
             return
-        if self._signs.holds_gradients() or self._signs.changes() != self._changes_before:
+        if self._has_new_gradients() or self._signs.changes() != self._changes_before:
             # A model was called by its parts, or an optimizer's steps have no hook.
             self._has_trained = True
             return

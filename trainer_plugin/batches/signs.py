@@ -85,9 +85,18 @@ class TrainingSigns:
         parameters = self._trained_parameters()
         return sum(one._version for one in parameters if not one.is_inference())
 
-    def holds_gradients(self) -> bool:
-        """Whether a parameter has a gradient: a backward pass has run, seen or not."""
-        return any(one.grad is not None for one in self._trained_parameters())
+    def gradients(self) -> tuple[tuple[int, int], ...]:
+        """Return what changes when a backward pass that is not seen adds to gradients.
+
+        Returns:
+            For each parameter with a gradient: its address, and how often it was changed in place.
+            Empty: no parameter has one.
+        """
+        return tuple(
+            (one.grad.data_ptr(), one.grad._version)
+            for one in self._trained_parameters()
+            if one.grad is not None and one.grad.layout is torch.strided
+        )
 
     def _trained_parameters(self) -> Iterable[Tensor]:
         held: dict[int, Tensor] = {id(one): one for one in self._model.parameters()}

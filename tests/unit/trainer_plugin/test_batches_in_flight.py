@@ -598,6 +598,39 @@ def test_no_checkpoint_is_cut_before_the_step_of_its_batch(place: Place) -> None
         assert ckpt.batches_done == 3
 
 
+@pytest.mark.parametrize("steps_last", [True, False])
+@pytest.mark.parametrize("calls_step", [True, False])
+def test_an_end_warns_of_gradients_only_if_they_wait(
+    steps_last: bool, calls_step: bool, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gradients stay after their step, until the loop sets them to zero for the next batch."""
+    training = simple_training()
+    reader = shuffled()
+    with place.agent(), checkpointer(training, place, reader=reader) as ckpt:
+        ckpt.restore()
+        for number, batch in enumerate(reader if calls_step else ckpt.batches(epochs=1), 1):
+            forward(training, batch).backward()
+            if steps_last or number < BATCHES_AN_EPOCH:
+                training.optimizers[0].step()
+            if calls_step:
+                ckpt.step()
+    assert ckpt.batches_done == BATCHES_AN_EPOCH
+    assert ("gradients wait for an optimizer step" in caplog.text) is not steps_last
+
+
+def test_a_step_without_training_has_its_checkpoint(place: Place) -> None:
+    """A loop may call step() for a batch that it has left out."""
+    training = simple_training()
+    with place.agent(), checkpointer(training, place, when_busy="wait") as ckpt:
+        ckpt.restore()
+        training.batch()
+        ckpt.step()
+        ckpt.step()
+        assert len(ckpt.stats.stalls_ms) == 1  # it is due after two batches
+        ckpt.step()
+        assert ckpt.checkpoint()
+
+
 def test_a_loader_replays_what_was_in_flight_for_any_loop() -> None:
     """Batches are read with the generators that they were first read with, plainly or ahead."""
     seed_everything(5)
