@@ -399,7 +399,7 @@ def unhooked(training: Training, ckpt: Checkpointer, _: Any, stop: int | None) -
             with torch.no_grad():
                 for parameter in training.model.parameters():
                     assert parameter.grad is not None
-                    parameter -= 0.1 * parameter.grad
+                    parameter.sub_(0.1 * parameter.grad)
             yield int(batch[3].sum())
 
     return stopped(trained(), stop)
