@@ -66,7 +66,6 @@ class BatchCount:
         self._forget()
 
     def _forget(self) -> None:
-        self._thread = threading.get_ident()
         self.is_between_steps = True
         self._has_trained = False  # training has shown signs
         self._untrained_fetches = 0  # batches that the reader gave since a sign of training
@@ -83,7 +82,7 @@ class BatchCount:
         self._gradients_before: tuple[tuple[int, int], ...] = ()
 
     def begin(self) -> None:
-        """Watch the reader's fetches; training begins in this thread. `end` undoes it.
+        """Watch the reader's fetches; `end` undoes it.
 
         Raises:
             SettingsError: the reader's position cannot be that of an earlier batch, and
@@ -115,7 +114,7 @@ class BatchCount:
     def _read_ahead(self) -> None:
         """From now on, the loop takes batches ahead: each trained batch is the oldest of them."""
         if self._counted is not None:
-            self._counted.in_flight.read_ahead(self._thread)
+            self._counted.in_flight.read_ahead(self._training_thread)
         elif self._reader is not None:
             raise SettingsError(
                 "reader",
@@ -342,7 +341,8 @@ class BatchCount:
         has_trained = self._signs.has_trained_since(self._last_fetch)
         if self.reads_ahead:
             # A thread may take several batches after each that is trained.
-            if not self._has_landed and threading.get_ident() == self._thread:
+            reader.in_flight.thread = self._training_thread
+            if not self._has_landed and reader.in_flight.is_asked_in_training:
                 self._refuse_more(len(reader.in_flight))
             elif len(reader.in_flight) > self._limit:
                 raise _too_many(len(reader.in_flight), self._limit)
@@ -370,15 +370,20 @@ class BatchCount:
             self._read_ahead()
             self.keeps_batches = True
 
+    @property
+    def _training_thread(self) -> int:
+        """The thread that steps the optimizers; before the first step, this one."""
+        return threading.get_ident() if self._signs.thread is None else self._signs.thread
+
     def _refuse_thread(self, subject: str, remedy: str) -> None:
-        if threading.get_ident() != self._thread and self._allowed != 0:
+        if threading.get_ident() != self._training_thread and self._allowed != 0:
             error = SettingsError(
                 subject,
                 found="a thread that takes batches for the training thread",
-                expected="batches taken by the thread that called restore(), or a loop that says "
-                "how many batches are taken ahead",
+                expected="batches taken by the thread that steps the optimizers, or a loop that "
+                "says how many batches are taken ahead",
                 next_step=f"{remedy}, and call checkpoints.step() in the training thread after "
-                "each step; or call restore() in the thread that trains",
+                "each step",
             )
             _log.error("%s", error)  # that thread may end with it, while training waits for batches
             raise error

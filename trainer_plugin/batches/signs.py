@@ -6,6 +6,7 @@ asks for batches: a plain loop, one that accumulates gradients, or one that take
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Never
@@ -42,6 +43,7 @@ class TrainingSigns:
     Attributes:
         now: number of the newest event; 0: none.
         backwards: backward passes that were seen.
+        thread: identity of the thread that the newest optimizer step was seen in; None: no step.
         last_forward, last_backward, last_step: number of the newest event of its kind; 0: none.
     """
 
@@ -54,6 +56,7 @@ class TrainingSigns:
         #: Called after each step; None: nobody listens.
         self.on_step: Callable[[], None] | None = None
         self.backwards = 0
+        self.thread: int | None = None
         self.now = self.last_forward = self.last_backward = self.last_step = 0
 
     def install(self) -> None:
@@ -126,6 +129,7 @@ class TrainingSigns:
     def after_step(self, optimizer: Optimizer) -> None:
         """Note a step of an optimizer, if it trains the model."""
         if any(optimizer is given for given in self._optimizers) or self._trains(optimizer):
+            self.thread = threading.get_ident()
             self._note_step(id(optimizer))
 
     def _trains(self, optimizer: Optimizer) -> bool:

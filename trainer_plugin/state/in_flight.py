@@ -43,13 +43,14 @@ class InFlight:
         is_counted: whether batches that are trained are counted by `land`. Otherwise all batches
             that were taken count as trained.
         reads_ahead: whether the training loop takes batches ahead, so that positions are kept.
+        thread: identity of the training thread.
         has_ended: whether the reader's newest epoch has given its last batch.
     """
 
     def __init__(self) -> None:
         self.is_counted = self.reads_ahead = False
         self.has_ended = True
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._taken: deque[Taken] = deque()
 
     def __len__(self) -> int:
@@ -69,7 +70,7 @@ class InFlight:
     @property
     def is_asked_in_training(self) -> bool:
         """Whether this is the training thread, so that it draws when training does not."""
-        return threading.get_ident() == self._thread
+        return threading.get_ident() == self.thread
 
     def take(self, taken: Taken) -> None:
         """Add a batch that is about to be read; nothing happens if batches are not counted.
@@ -111,7 +112,7 @@ class InFlight:
             thread: identity of the training thread.
         """
         self.is_counted = self.reads_ahead = True
-        self._thread = thread
+        self.thread = thread
 
     def end_counting(self) -> None:
         """Have all batches count as trained again."""

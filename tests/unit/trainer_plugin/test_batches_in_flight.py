@@ -560,11 +560,17 @@ def test_a_thread_that_takes_batches_is_refused_unless_the_setting_says_so(place
         thread.join()
         raise errors[0]
 
-    assert "a thread that takes batches" in _refusal(lambda t, c, r: in_thread(iter(r)), place)
+    def in_reader(training: Training, ckpt: Checkpointer, reader: Any) -> None:
+        batches = iter(reader)
+        train(training, next(batches))
+        ckpt.step()
+        in_thread(batches)
+
+    assert "a thread that takes batches" in _refusal(in_reader, place)
 
     def in_loop(training: Training, ckpt: Checkpointer, _: Any) -> None:
         batches = ckpt.batches(epochs=1)
-        next(batches)
+        train(training, next(batches))
         in_thread(batches)
 
     assert "take batches there from iter(reader)" in _refusal(in_loop, place)
