@@ -599,8 +599,7 @@ class Checkpointer:
         """Count one more batch, and take a checkpoint if one is due.
 
         Call it after the optimizers have stepped. A loop over `batches` needs no call. If batches
-        are read ahead, call it for each batch, also for one that is left out. A checkpoint that is
-        due waits while gradients wait for an optimizer step.
+        are read ahead, call it for each batch, also for one that is left out.
 
         Raises:
             SettingsError: `restore` was not called; this is a forked child of the process that
@@ -618,7 +617,7 @@ class Checkpointer:
         self._running("step()")
         self._count.stepped()
         self._note_done()
-        self._act_between_steps()
+        self._act_if_due()  # the caller says that the optimizers have stepped
 
     def _act_between_steps(self) -> None:
         most_batches = _MOST_AT_END if self._end.is_due else _MOST_WITHOUT_STEP

@@ -56,11 +56,10 @@ class RankJob:
         self, ranks: int, until_batch: int, *, only: int | None = None, **one: Any
     ) -> list[Life]:
         """Run a job to its end; `one`: more arguments, for the rank `only`, or for all;
-        `settings`, `hosted` and `batches_a_step` are for all."""
+        `settings` and `hosted` are for all."""
         self._jobs += 1
         told = [self.place / f"told-{self._jobs}-{rank}" for rank in range(ranks)]
         common = {key: one.pop(key, None) for key in ("settings", "hosted")}
-        common["batches_a_step"] = one.pop("batches_a_step", 1)
         processes = []
         for rank in range(ranks):
             arguments: dict[str, Any] = {

@@ -128,7 +128,6 @@ def rank_life(
     end_once_staged: bool = False,
     divisible: bool = True,
     hosted: bool | None = None,
-    batches_a_step: int = 1,
     settings: dict[str, Any] | None = None,
     restoring: dict[str, Any] | None = None,
 ) -> None:
@@ -152,7 +151,6 @@ def rank_life(
         unstaged: the first time, a checkpoint of this step cannot be staged.
         end_once_staged: end when all that was cut is staged, or could not be.
         divisible: whether the reader goes on with another number of ranks.
-        batches_a_step: batches whose gradients are accumulated for each optimizer step.
         hosted: rank 0 keeps what ranks meet with, as where nobody else does; else a file does.
         settings: of the Checkpointer.
         restoring: arguments of `restore`.
@@ -215,10 +213,9 @@ def rank_life(
         while c.batches_done < until_batch:
             ids = reader.next()
             samples += ids.tolist()
-            if c.batches_done % batches_a_step == 0:
-                model.zero_grad()
+            model.zero_grad()
             nn.functional.mse_loss(model(ids), torch.rand(len(ids))).backward()
-            for optimizer in optimizers if (c.batches_done + 1) % batches_a_step == 0 else ():
+            for optimizer in optimizers:
                 optimizer.step()
             if shard_dense:
                 with torch.no_grad():  # an evaluation, which leaves what is in pieces whole

@@ -60,18 +60,14 @@ def test_ranks_that_wait_for_one_that_is_gone_name_it(job: RankJob, rank: int) -
     assert lives[1 - rank].told["lost"].startswith(f"rank {rank} of 2: ")
 
 
-@pytest.mark.parametrize("batches_a_step", [1, 3])
 def test_a_signal_takes_a_final_checkpoint_on_all_ranks_whatever_the_end_waits(
-    job: RankJob, batches_a_step: int
+    job: RankJob,
 ) -> None:
-    """With accumulated gradients, the final checkpoint comes after an optimizer step."""
     settings = {"interval_batches": 10**6, "close_seconds": 0.0}
-    lives = job.train(
-        2, 10**6, only=1, terminate_at=3, batches_a_step=batches_a_step, settings=settings
-    )
+    lives = job.train(2, 10**6, only=1, terminate_at=3, settings=settings)
     assert [life.exit_code for life in lives] == [-signal.SIGTERM] * 2
     one, other = job.staged_jobs()
-    assert one.ref == other.ref and one.step >= 3 and one.step % batches_a_step == 0
+    assert one.ref == other.ref and one.step >= 3
 
 
 def test_training_that_outlives_the_signal_is_not_sent_it_again(job: RankJob) -> None:

@@ -195,8 +195,9 @@ class Loop:
         if self.is_waiting and self._count.may_count():
             self._land(self._count.trained(len(self._taken)))
             self._is_counted_early = True
-        has_position = self._count.reads_ahead or not (self.is_waiting and self._taken)
-        return self._count.is_between_steps and has_position
+        if not self.is_waiting:
+            return True  # a loop of the user's own says when
+        return self._count.is_between_steps and (self._count.reads_ahead or not self._taken)
 
     def _land_progressed(self) -> int:
         progressed, self._progressed = self._progressed, 0

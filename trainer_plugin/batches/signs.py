@@ -102,11 +102,7 @@ class TrainingSigns:
         )
 
     def _trained_parameters(self) -> Iterable[Tensor]:
-        held: dict[int, Tensor] = {id(one): one for one in self._model.parameters()}
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                held |= {id(one): one for one in group["params"]}
-        return held.values()
+        return self._model.parameters()
 
     def after_forward(self, module: nn.Module, output: object) -> None:
         """Note a forward pass, and have its backward pass noted."""
@@ -129,7 +125,8 @@ class TrainingSigns:
     def after_step(self, optimizer: Optimizer) -> None:
         """Note a step of an optimizer, if it trains the model."""
         if any(optimizer is given for given in self._optimizers) or self._trains(optimizer):
-            self.thread = threading.get_ident()
+            if not torch.compiler.is_compiling():  # a compiled step runs this hook inside a graph
+                self.thread = threading.get_ident()
             self._note_step(id(optimizer))
 
     def _trains(self, optimizer: Optimizer) -> bool:
