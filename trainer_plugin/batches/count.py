@@ -69,6 +69,7 @@ class BatchCount:
         self.is_between_steps = True
         self._has_trained = False  # training has shown signs
         self._untrained_fetches = 0  # batches that the reader gave since a sign of training
+        self._fetching_thread: int | None = None
         self._is_in_loop = False  # a loop over `batches` takes the batches
         self._is_filled = False  # a batch was trained since the loop began to take batches
         self._has_landed = False  # a batch was counted since the last fetch
@@ -154,7 +155,8 @@ class BatchCount:
         """
         if not taken or self.is_driven:
             return 0
-        self._refuse_thread("batches()", "take batches there from iter(reader)")
+        if self._signs.last_step > self._last_count:
+            self._refuse_thread("batches()", "take batches there from iter(reader)")
         has_trained = self._has_trained_one()
         if not self.reads_ahead:
             if not has_trained:
@@ -347,7 +349,7 @@ class BatchCount:
             elif len(reader.in_flight) > self._limit:
                 raise _too_many(len(reader.in_flight), self._limit)
         else:
-            self._refuse_thread("the reader", "pass Checkpointer(options=Options(in_flight=N))")
+            self._look_at_thread()
             if has_trained or self._has_landed:
                 self._untrained_fetches = 0
             elif self._untrained_fetches:
@@ -369,6 +371,17 @@ class BatchCount:
             refuse_pipeline(pipeline)
             self._read_ahead()
             self.keeps_batches = True
+
+    def _look_at_thread(self) -> None:
+        """Refuse a thread that takes batches which another one trains.
+
+        Training may have moved to the thread that asks: its next step shows that.
+        """
+        if threading.get_ident() != self._fetching_thread:
+            self._fetching_thread = threading.get_ident()
+            self._has_trained = False
+        elif self._signs.last_step > self._last_fetch:
+            self._refuse_thread("the reader", "pass Checkpointer(options=Options(in_flight=N))")
 
     @property
     def _training_thread(self) -> int:

@@ -13,6 +13,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -546,34 +547,37 @@ def test_batches_asked_for_in_mid_step_are_refused(place: Place) -> None:
 
 
 def test_a_thread_that_takes_batches_is_refused_unless_the_setting_says_so(place: Place) -> None:
-    def in_thread(batches: Iterator[Any]) -> None:
-        errors: list[BaseException] = []
-
-        def take() -> None:
-            try:
-                next(batches)
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=take)
-        thread.start()
-        thread.join()
-        raise errors[0]
-
     def in_reader(training: Training, ckpt: Checkpointer, reader: Any) -> None:
         batches = iter(reader)
-        train(training, next(batches))
-        ckpt.step()
-        in_thread(batches)
+        with ThreadPoolExecutor(1) as filler:
+            while True:
+                train(training, filler.submit(next, batches).result())
+                ckpt.step()
 
     assert "a thread that takes batches" in _refusal(in_reader, place)
 
     def in_loop(training: Training, ckpt: Checkpointer, _: Any) -> None:
         batches = ckpt.batches(epochs=1)
         train(training, next(batches))
-        in_thread(batches)
+        with ThreadPoolExecutor(1) as filler:
+            filler.submit(next, batches).result()
 
     assert "take batches there from iter(reader)" in _refusal(in_loop, place)
+
+
+def test_training_may_move_to_another_thread(place: Place) -> None:
+    def moving(training: Training, ckpt: Checkpointer, reader: Any, _: int | None) -> list[int]:
+        def epoch() -> list[int]:
+            numbers = []
+            for batch in reader:
+                numbers.append(train(training, batch))
+                ckpt.step()
+            return numbers
+
+        with ThreadPoolExecutor(1) as thread:
+            return epoch() + thread.submit(epoch).result()
+
+    assert len(life(moving, place, undrawn, 1).trained) == 2 * BATCHES_AN_EPOCH
 
 
 def test_a_reader_that_keeps_no_positions_is_refused(place: Place) -> None:
