@@ -119,8 +119,7 @@ def run(*, smoke: bool) -> Report:
         return report
     device = torch.device("cuda")
     compared = check(device, rows=2_000 if smoke else 60_000, seed=torch.seed() % 2**31)
-    without = "" if "row_set" in load() else "; row_set is left out: zstandard is not installed"
-    report.notes.append(f"{compared} results equal those of the references, bit for bit{without}")
+    report.notes.append(f"{compared} results equal those of the references, bit for bit")
     free_bytes = torch.cuda.mem_get_info(device)[0]
     table_bytes = min(1 << (28 if smoke else 34), free_bytes // 3)
     bench = _Bench(
@@ -133,7 +132,6 @@ def run(*, smoke: bool) -> Report:
     copy = _ceiling(bench)
     _marks(bench)
     _collects(bench)
-    _parities(bench, copy)
     _tables(bench, copy)
     if not smoke:
         report.notes.append(record(report, device))
@@ -222,27 +220,6 @@ def _dirty(bench: _Bench, share: float) -> Tensor:
     ids = torch.nonzero(torch.rand(bench.rows, device=bench.device) < share).flatten()
     dirty_bitmap.mark(bitmap, ids, rows=bench.rows)
     return bitmap
-
-
-def _parities(bench: _Bench, copy: float) -> None:
-    """Measures stripes of four data members, whose rows are as long as a table's."""
-    erasure = bench.kernels["erasure"].triton
-    shape = (bench.rows, 4 * _DIM)
-    kind: dict[str, Any] = {"dtype": torch.uint8, "device": bench.device}
-    data = [torch.randint(0, 256, shape, **kind) for _ in range(4)]
-    outs = [torch.empty(shape, **kind) for _ in range(2)]
-    size = outs[0].nbytes
-    for name, call, members in (
-        ("P of 4 members", lambda: erasure.encode(data, outs[:1]), 5),
-        ("P and Q of 4 members", lambda: erasure.encode(data, outs), 6),
-        ("one of two lost members", lambda: erasure.combine(data, [7, 91, 130, 255], outs[0]), 5),
-    ):
-        bench.row(name, bench.device_seconds(call), members * size, copy)
-    slots = torch.randperm(bench.rows, device=bench.device)
-    positions = torch.randint(0, 4, (bench.rows,), device=bench.device)
-    for name, places in (("P", None), ("Q", positions)):
-        call = partial(erasure.apply, outs[0], slots, data[0], places)
-        bench.row(f"differences into {name}", bench.device_seconds(call), 3 * size, copy)
 
 
 def _tables(bench: _Bench, copy: float) -> None:

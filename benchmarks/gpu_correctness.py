@@ -18,9 +18,6 @@ _BITS: Final = (2, 3, 4, 8)
 def check(device: torch.device, *, rows: int, seed: int) -> int:
     """Compares all kernels; returns the number of compared results.
 
-    The kernels of `row_set` are compared only if zstandard is installed, because their results are
-    zstandard frames.
-
     Args:
         device: where the Triton kernels run.
         rows: rows of the largest table; the others are smaller.
@@ -31,9 +28,7 @@ def check(device: torch.device, *, rows: int, seed: int) -> int:
     """
     generator = torch.Generator().manual_seed(seed)
     kernels = load()
-    checks: list[Callable[..., int]] = [_bitmaps, _erasure, _gathers, _packing, _quantizers]
-    if "row_set" in kernels:
-        checks.append(_row_sets)
+    checks: list[Callable[..., int]] = [_bitmaps, _gathers, _packing, _quantizers]
     return sum(part(kernels, device, rows, generator) for part in checks)
 
 
@@ -75,7 +70,8 @@ def _bitmaps(kernels: Any, device: torch.device, rows: int, generator: torch.Gen
         for bitmap, some, length in zip(expected, ids, lengths, strict=True):
             reference.mark(bitmap, some, rows=length)
         compared += _require("mark_many", found, expected)
-    compared += _require("count_many", triton.count_many(found), reference.count_many(expected))
+    counted = [reference.count(bitmap) for bitmap in expected]
+    compared += _require("count", [triton.count(bitmap) for bitmap in found], counted)
     collected = triton.collect_many(found, rows=lengths)
     compared += _require("collect_many", collected, reference.collect_many(expected, rows=lengths))
     counts = [0, 1, 40, lengths[3] // 2, 3, lengths[5] // 4]
@@ -93,44 +89,10 @@ def _bitmaps(kernels: Any, device: torch.device, rows: int, generator: torch.Gen
     triton.merge(found[0], other[0].to(device))
     reference.merge(expected[0], other[0])
     compared += _require("mark and merge", found, expected)
-    second = [torch.zeros_like(bitmap) for bitmap in expected]
-    for bitmap, length in zip(second, lengths, strict=True):
-        reference.mark(bitmap, _ids(length, length // 5 + 1, generator), rows=length)
-    on_device = [bitmap.to(device, copy=True) for bitmap in second]
-    for k, length in enumerate(lengths):
-        triton.swap(found[k], on_device[k])
-        reference.swap(expected[k], second[k])
-        compared += _require("swap", [found[k], on_device[k]], [expected[k], second[k]])
-        triton.mark_all(found[k], rows=length)
-        reference.mark_all(expected[k], rows=length)
-        triton.clear(on_device[k])
-        reference.clear(second[k])
-    return compared + _require("mark_all and clear", found + on_device, expected + second)
-
-
-def _erasure(kernels: Any, device: torch.device, rows: int, generator: torch.Generator) -> int:
-    reference, triton = kernels["erasure"]
-    compared = 0
-    for row_bytes in (64, 13):
-        shape = (rows // 64 + 3, row_bytes)
-        data = [torch.randint(0, 256, shape, generator=generator).byte() for _ in range(5)]
-        on_device = [member.to(device) for member in data]
-        expected = [torch.empty_like(data[0]) for _ in range(3)]
-        found = [torch.full_like(member, 7) for member in on_device[:3]]
-        reference.encode(data, expected[:2])
-        triton.encode(on_device, found[:2])
-        coefficients = torch.randint(0, 256, (len(data),), generator=generator).tolist()
-        reference.combine(data, coefficients, expected[2])
-        triton.combine(on_device, coefficients, found[2])
-        compared += _require(f"encode and combine of {row_bytes} bytes", found, expected)
-        slots = _ids(shape[0] // 2, shape[0], generator)
-        positions = torch.randint(0, 255, (shape[0],), generator=generator)
-        for places in (None, positions):
-            reference.apply(expected[0], slots, data[0], places)
-            moved = None if places is None else places.to(device)
-            triton.apply(found[0], slots.to(device), on_device[0], moved)
-        compared += _require(f"apply to {row_bytes} bytes", found[:1], expected[:1])
-    return compared
+    for bitmap, copy in zip(expected, found, strict=True):
+        reference.clear(bitmap)
+        triton.clear(copy)
+    return compared + _require("clear", found, expected)
 
 
 def _gathers(kernels: Any, device: torch.device, rows: int, generator: torch.Generator) -> int:
@@ -171,32 +133,6 @@ def _packing(kernels: Any, device: torch.device, rows: int, generator: torch.Gen
                 [packed, unpacked],
                 [wanted, reference.unpack(wanted, dim=dim, bits=bits)],
             )
-    return compared
-
-
-def _row_sets(kernels: Any, device: torch.device, rows: int, generator: torch.Generator) -> int:
-    reference, triton = kernels["row_set"]
-    n = min(rows // 16 + 8, 2000)  # few, because the references take ids one by one
-    steps = torch.randint(1, 4, (n,), generator=generator)
-    far = torch.randint(1, 2**40, (50,), generator=generator)
-    clusters = torch.randint(40, 90_000, (n // 12 + 2,), generator=generator).cumsum(0)
-    sets = {
-        "none": steps[:0],
-        "range": torch.arange(7, n + 7),
-        "bitmap": steps.cumsum(0),
-        "delta": _ids(600 * n, n, generator).unique(),
-        "delta, far apart": far.cumsum(0),
-        "runs": (clusters[:, None] + torch.arange(12)).reshape(-1),
-    }
-    compared = 0
-    for name, ids in sets.items():
-        expected = reference.encode(ids)
-        found = triton.encode(ids.to(device))
-        compared += _require(f"row_set.encode, {name}", found, expected)
-        if name.split(",")[0] not in (expected.coding, "none"):
-            raise RuntimeError(f"row_set.encode: {expected.coding} for rows meant for {name}")
-        decoded = triton.decode(*expected, count=len(ids), rows=2**48, device=device)
-        compared += _require(f"row_set.decode, {name}", [decoded], [ids])
     return compared
 
 

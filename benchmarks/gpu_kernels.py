@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 __all__ = ["OPERATIONS", "Kernels", "load"]
 
-OPERATIONS = ("bit_packing", "dirty_bitmap", "erasure", "quantize", "row_gather", "row_set")
+OPERATIONS = ("bit_packing", "dirty_bitmap", "quantize", "row_gather")
 _SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 
@@ -26,7 +26,7 @@ class Kernels(NamedTuple):
 
 
 def load() -> dict[str, Kernels]:
-    """Imports both versions of each of `OPERATIONS`; leaves out `row_set` without zstandard."""
+    """Imports both versions of each of `OPERATIONS`."""
     if str(_SOURCE) not in sys.path:
         sys.path.insert(0, str(_SOURCE))  # a checkout that is not installed
     try:
@@ -39,16 +39,7 @@ def load() -> dict[str, Kernels]:
             importlib.import_module(f"recpoint.kernels.{name}.triton"),
         )
         for name in OPERATIONS
-        if name != "row_set" or _has_zstandard()
     }
-
-
-def _has_zstandard() -> bool:
-    try:
-        importlib.import_module("zstandard")
-    except ModuleNotFoundError:
-        return False
-    return True
 
 
 def _enter_packages() -> None:

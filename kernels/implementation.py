@@ -40,9 +40,11 @@ KERNELS: Final = (
 _ON_CPU_ONLY: Final = {
     "copy_ahead": "rows on a GPU are gathered there in the stall",
     "dirty_rows": "rows on a GPU go through dirty_bitmap and row_gather",
+    "erasure": "records of rows and their parity are held in host memory",
     "row_blocks": "files are read into host memory",
     "row_digest": "rows are digested where they are staged or decoded, in host memory",
     "row_map": "places of rows in files are looked up in host memory",
+    "row_set": "ids are coded where they are stored or read, in host memory",
     "slot_map": "ids are read ahead in host memory",
 }
 

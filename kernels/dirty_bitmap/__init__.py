@@ -21,9 +21,7 @@ __all__ = [
     "collect",
     "collect_many",
     "count",
-    "count_many",
     "mark",
-    "mark_all",
     "mark_features",
     "mark_many",
     "mark_new",
@@ -32,7 +30,6 @@ __all__ = [
     "marker",
     "merge",
     "new",
-    "swap",
 ]
 
 
@@ -179,19 +176,6 @@ def mark_nonzero(bitmap: Tensor, values: Tensor, *, rows: int) -> None:
     cpu.mark_nonzero(bitmap, values, rows=rows)
 
 
-def mark_all(bitmap: Tensor, *, rows: int) -> None:
-    """Set the bits of all rows."""
-    if bitmap.is_cpu:
-        cpu.mark_all(bitmap, rows=rows)
-    elif bitmap.is_cuda:
-        from recpoint.kernels.dirty_bitmap import triton
-
-        with torch.cuda.device_of(bitmap):  # Triton launches on the current device
-            triton.mark_all(bitmap, rows=rows)
-    else:
-        raise unsupported_device("bitmap", bitmap)
-
-
 def merge(into: Tensor, other: Tensor) -> None:
     """Mark in `into` what is marked in `other`, a bitmap of the same table on the same device."""
     if into.is_cpu:
@@ -247,20 +231,6 @@ def collect(bitmap: Tensor, *, rows: int) -> Tensor:
     raise unsupported_device("bitmap", bitmap)
 
 
-def count_many(bitmaps: Sequence[Tensor]) -> list[int]:
-    """How many rows of each are marked. Waits for the device once.
-
-    Raises:
-        ValueError: the bitmaps are on several devices.
-    """
-    if not any(bitmap.is_cuda for bitmap in bitmaps):
-        return [count(bitmap) for bitmap in bitmaps]
-    from recpoint.kernels.dirty_bitmap import triton
-
-    with torch.cuda.device_of(bitmaps[0]):  # Triton launches on the current device
-        return triton.count_many(bitmaps)
-
-
 def collect_many(bitmaps: Sequence[Tensor], *, rows: Sequence[int]) -> list[Tensor]:
     """The marked rows of each: int64 [n], ascending, on the bitmaps' device. Waits for it once.
 
@@ -277,16 +247,3 @@ def collect_many(bitmaps: Sequence[Tensor], *, rows: Sequence[int]) -> list[Tens
 
     with torch.cuda.device_of(bitmaps[0]):  # Triton launches on the current device
         return triton.collect_many(bitmaps, rows=rows)
-
-
-def swap(a: Tensor, b: Tensor) -> None:
-    """Exchange the contents of two bitmaps of the same table on the same device."""
-    if a.is_cpu:
-        cpu.swap(a, b)
-    elif a.is_cuda:
-        from recpoint.kernels.dirty_bitmap import triton
-
-        with torch.cuda.device_of(a):  # Triton launches on the current device
-            triton.swap(a, b)
-    else:
-        raise unsupported_device("a", a)

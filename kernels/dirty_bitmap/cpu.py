@@ -27,7 +27,6 @@ __all__ = [
     "collect",
     "count",
     "mark",
-    "mark_all",
     "mark_features",
     "mark_many",
     "mark_new",
@@ -35,7 +34,6 @@ __all__ = [
     "mark_tables",
     "marker",
     "merge",
-    "swap",
 ]
 
 _INT32 = torch.int32
@@ -177,14 +175,6 @@ def mark_nonzero(bitmap: Tensor, values: Tensor, *, rows: int) -> None:
     library.merge_bits(bitmap.data_ptr(), found.data_ptr(), bitmap.numel())
 
 
-def mark_all(bitmap: Tensor, *, rows: int) -> None:
-    """Set the bits of all rows. The bits past the last row stay zero."""
-    require_fit(bitmap, rows)
-    bitmap.fill_(-1)
-    if rows % 32:
-        bitmap[-1] = (1 << rows % 32) - 1
-
-
 def merge(into: Tensor, other: Tensor) -> None:
     """Mark in `into` the rows that are marked in `other`."""
     require_pair(into, other)
@@ -235,10 +225,3 @@ def _count(bitmap: Tensor) -> tuple[Tensor, int]:
 
 def _threads(bitmap: Tensor) -> int:
     return team_size(32 * bitmap.nbytes)
-
-
-def swap(a: Tensor, b: Tensor) -> None:
-    """Exchange the contents of two bitmaps."""
-    require_pair(a, b)
-    if a.data_ptr() != b.data_ptr():
-        library.swap_bits(a.data_ptr(), b.data_ptr(), a.numel())

@@ -206,14 +206,6 @@ void merge(uint32_t* into, const uint32_t* other, int64_t n) {
     for (int64_t i = 0; i < n; ++i) into[i] |= other[i];
 }
 
-void swap(uint32_t* a, uint32_t* b, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-        const uint32_t word = a[i];
-        a[i] = b[i];
-        b[i] = word;
-    }
-}
-
 void clear(uint32_t* words, int64_t n) { memset(words, 0, 4 * n); }
 
 // Writes the number of set bits of each part. Returns the number of all set bits.
@@ -268,7 +260,6 @@ extern const Operation dirty_bitmap[] = {
     {"mark_tables", mark_tables},
     {"mark_new", call<mark_new, Gil::kept>},
     {"merge_bits", call<merge, Gil::kept>},
-    {"swap_bits", call<swap, Gil::kept>},
     {"clear_bits", call<clear, Gil::kept>},
     {"find_nonzero", call<find_nonzero>},
     {"count_bits", call<count>},

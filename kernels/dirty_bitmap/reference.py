@@ -12,15 +12,12 @@ __all__ = [
     "collect",
     "collect_many",
     "count",
-    "count_many",
     "mark",
-    "mark_all",
     "mark_features",
     "mark_many",
     "mark_new",
     "mark_nonzero",
     "merge",
-    "swap",
 ]
 
 
@@ -97,11 +94,6 @@ def mark_nonzero(bitmap: Tensor, values: Tensor, *, rows: int) -> None:
     _write(bitmap, _read(bitmap) | found)
 
 
-def mark_all(bitmap: Tensor, *, rows: int) -> None:
-    """Set the bits of all rows."""
-    _write(bitmap, set(range(rows)))
-
-
 def merge(into: Tensor, other: Tensor) -> None:
     """Mark in `into` what is marked in `other`."""
     _write(into, _read(into) | _read(other))
@@ -122,18 +114,6 @@ def collect(bitmap: Tensor, *, rows: int) -> Tensor:
     return torch.tensor(sorted(_read(bitmap)), dtype=torch.int64, device="cpu")
 
 
-def count_many(bitmaps: Sequence[Tensor]) -> list[int]:
-    """How many rows of each are marked."""
-    return [count(bitmap) for bitmap in bitmaps]
-
-
 def collect_many(bitmaps: Sequence[Tensor], *, rows: Sequence[int]) -> list[Tensor]:
     """The marked rows of each: int64 [n], ascending."""
     return [collect(bitmap, rows=limit) for bitmap, limit in zip(bitmaps, rows, strict=True)]
-
-
-def swap(a: Tensor, b: Tensor) -> None:
-    """Exchange the contents of two bitmaps."""
-    first, second = _read(a), _read(b)
-    _write(a, second)
-    _write(b, first)

@@ -26,13 +26,10 @@ __all__ = [
     "collect",
     "collect_many",
     "count",
-    "count_many",
     "mark",
-    "mark_all",
     "mark_features",
     "mark_many",
     "merge",
-    "swap",
 ]
 
 #: Ids that a program marks at once, and how often, one after another. Ids are skewed: a bit set in
@@ -176,15 +173,6 @@ def _merge(into, other, n, BLOCK: tl.constexpr):
     tl.store(into + at, words, mask=at < n)
 
 
-@triton.jit
-def _swap(a, b, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    first = tl.load(a + at, mask=at < n, other=0)
-    second = tl.load(b + at, mask=at < n, other=0)
-    tl.store(a + at, second, mask=at < n)
-    tl.store(b + at, first, mask=at < n)
-
-
 def _require_ids(ids: Tensor) -> None:
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"ids: dtype {ids.dtype}, expected torch.int32 or torch.int64")
@@ -272,14 +260,6 @@ def _require_same_device(bitmap: Tensor, first: Tensor) -> None:
         )
 
 
-def mark_all(bitmap: Tensor, *, rows: int) -> None:
-    """Set the bits of all rows; those past the last row stay zero."""
-    require_fit(bitmap, rows)
-    bitmap.fill_(-1)
-    if rows % 32:
-        bitmap[-1] = (1 << rows % 32) - 1
-
-
 def merge(into: Tensor, other: Tensor) -> None:
     """Mark in `into` what is marked in `other`."""
     require_pair(into, other)
@@ -345,14 +325,8 @@ def _write(scan: _Scan | None, ids: Tensor) -> None:
 
 def count(bitmap: Tensor) -> int:
     """How many rows are marked."""
-    return count_many([bitmap])[0]
-
-
-def count_many(bitmaps: Sequence[Tensor]) -> list[int]:
-    """How many rows of each are marked; waits for the device once."""
-    for bitmap in bitmaps:
-        require_bitmap("bitmap", bitmap)
-    return _totals(bitmaps, _scan(bitmaps))
+    require_bitmap("bitmap", bitmap)
+    return _totals([bitmap], _scan([bitmap]))[0]
 
 
 def collect(bitmap: Tensor, *, rows: int) -> Tensor:
@@ -373,11 +347,3 @@ def collect_many(bitmaps: Sequence[Tensor], *, rows: Sequence[int]) -> list[Tens
     ids = torch.empty(sum(totals), dtype=torch.int64, device=device)
     _write(scan, ids)
     return list(ids.split(totals)) if totals else []
-
-
-def swap(a: Tensor, b: Tensor) -> None:
-    """Exchange the contents of two bitmaps."""
-    require_pair(a, b)
-    n = a.numel()
-    if n and a.data_ptr() != b.data_ptr():
-        _swap[(triton.cdiv(n, _WORDS_BLOCK),)](a, b, n, BLOCK=_WORDS_BLOCK)

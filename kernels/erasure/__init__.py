@@ -5,6 +5,7 @@ the exclusive or of the data rows. Q is the sum of g^position times the row at t
 GF(2^8). Members are numbered: 0 … data - 1 are the data members, `data` is P, `data + 1` is Q.
 
 Row i of each tensor belongs to stripe i. Results are exact, so they depend on no order.
+On CPUs only: records of rows and their parity are held in host memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from recpoint.kernels.arguments import unsupported_device
 from recpoint.kernels.erasure import cpu
 from recpoint.kernels.erasure.decoding import decoding_coefficients, parity_coefficients
 from recpoint.kernels.erasure.field import MOST_DATA
@@ -45,15 +45,7 @@ def difference(old: Tensor, new: Tensor, out: Tensor | None = None) -> Tensor:
         ValueError: shapes, dtypes or devices do not fit, or a tensor is not contiguous.
     """
     out = torch.empty_like(old) if out is None else out
-    if old.is_cpu:
-        cpu.difference(old, new, out)
-    elif old.is_cuda:
-        from recpoint.kernels.erasure import triton
-
-        with torch.cuda.device_of(old):  # Triton launches on the current device
-            triton.difference(old, new, out)
-    else:
-        raise unsupported_device("old", old)
+    cpu.difference(old, new, out)
     return out
 
 
@@ -71,21 +63,11 @@ def apply(
         positions: int64 [n], the positions of the data members that changed, each 0 <= position
             < 255: the rows of `parity` are Q. None: they are P.
 
-    On a GPU, a difference with an index out of range is not reported and touches no memory.
-
     Raises:
-        IndexError: on a CPU, a slot or a position is out of range; nothing was applied.
+        IndexError: a slot or a position is out of range; nothing was applied.
         ValueError: shapes, dtypes or devices do not fit, or a tensor is not contiguous.
     """
-    if parity.is_cpu:
-        cpu.apply(parity, slots, differences, positions)
-    elif parity.is_cuda:
-        from recpoint.kernels.erasure import triton
-
-        with torch.cuda.device_of(parity):  # Triton launches on the current device
-            triton.apply(parity, slots, differences, positions)
-    else:
-        raise unsupported_device("parity", parity)
+    cpu.apply(parity, slots, differences, positions)
 
 
 def encode(
@@ -112,15 +94,7 @@ def encode(
     found = [torch.empty_like(data[0]) for _ in range(parity)] if outs is None else list(outs)
     if len(found) != parity:
         raise ValueError(f"outs: {len(found)}, expected {parity} as the parity")
-    if data[0].is_cpu:
-        cpu.encode(data, found)
-    elif data[0].is_cuda:
-        from recpoint.kernels.erasure import triton
-
-        with torch.cuda.device_of(data[0]):  # Triton launches on the current device
-            triton.encode(data, found)
-    else:
-        raise unsupported_device("data", data[0])
+    cpu.encode(data, found)
     return found
 
 
@@ -143,15 +117,7 @@ def combine(
     if not members:
         raise ValueError("members: none, expected one or more")
     out = torch.empty_like(members[0]) if out is None else out
-    if members[0].is_cpu:
-        cpu.combine(members, coefficients, out)
-    elif members[0].is_cuda:
-        from recpoint.kernels.erasure import triton
-
-        with torch.cuda.device_of(members[0]):  # Triton launches on the current device
-            triton.combine(members, coefficients, out)
-    else:
-        raise unsupported_device("members", members[0])
+    cpu.combine(members, coefficients, out)
     return out
 
 

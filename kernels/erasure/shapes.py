@@ -19,7 +19,7 @@ MOST_MEMBERS = MOST_DATA + 2
 def require_members(
     members: Sequence[Tensor], outs: Sequence[Tensor], *, most: int = MOST_MEMBERS
 ) -> None:
-    """Check that members and outputs are contiguous u8 [n, row_bytes], alike and on one device.
+    """Check that members and outputs are contiguous u8 [n, row_bytes], alike and on the CPU.
 
     Raises:
         ValueError: names what does not fit.
@@ -27,6 +27,7 @@ def require_members(
     if not 1 <= len(members) <= most:
         raise ValueError(f"members: {len(members)}, expected 1 to {most}")
     first = members[0]
+    _require_on_cpu("members", first)
     shape, device = first.shape, first.device
     for name, tensors in (("members", members), ("out", outs)):
         for tensor in tensors:
@@ -44,6 +45,11 @@ def require_members(
                 f"{name}: shape {tuple(tensor.shape)} on {tensor.device}, expected"
                 f" {tuple(shape)} on {device} as the first member"
             )
+
+
+def _require_on_cpu(name: str, tensor: Tensor) -> None:
+    if not tensor.is_cpu:
+        raise ValueError(f"{name}: device {tensor.device}, expected cpu")
 
 
 def require_coefficients(members: Sequence[Tensor], coefficients: Sequence[int]) -> None:
@@ -67,6 +73,7 @@ def require_differences(
     Raises:
         ValueError: names what does not fit.
     """
+    _require_on_cpu("parity", parity)
     require("parity", parity, torch.uint8, 2)
     require("differences", differences, torch.uint8, 2)
     if differences.shape[1] != parity.shape[1]:

@@ -1,11 +1,12 @@
-"""Coding of ascending row ids (format §3.1): a range, a bitmap, runs, or gaps."""
+"""Coding of ascending row ids (format §3.1): a range, a bitmap, runs, or gaps.
+
+On CPUs only: ids are coded where they are stored or read, in host memory.
+"""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from recpoint.kernels.arguments import unsupported_device
 from recpoint.kernels.row_set import cpu
 from recpoint.kernels.row_set.coding import RowSet
 
@@ -23,14 +24,7 @@ def encode(ids: Tensor) -> RowSet:
     Raises:
         ValueError: the ids are not int64 [n], not ascending, or negative.
     """
-    if ids.is_cpu:
-        return cpu.encode(ids)
-    if ids.is_cuda:
-        from recpoint.kernels.row_set import triton
-
-        with torch.cuda.device_of(ids):  # Triton launches on the current device
-            return triton.encode(ids)
-    raise unsupported_device("ids", ids)
+    return cpu.encode(ids)
 
 
 def decode(
@@ -40,7 +34,6 @@ def decode(
     *,
     count: int,
     rows: int,
-    device: torch.device | str = "cpu",
 ) -> Tensor:
     """The ids of a row set: int64 [count], ascending, without duplicates, each 0 <= id < rows.
 
@@ -53,17 +46,8 @@ def decode(
         payload: what `encode` gave; None for a range.
         count: how many ids there must be.
         rows: rows of the table, at most 2^62.
-        device: where the ids are wanted.
 
     Raises:
         ValueError: any defect; says which.
     """
-    kind = torch.device(device).type
-    if kind == "cpu":
-        return cpu.decode(coding, first, payload, count=count, rows=rows)
-    if kind == "cuda":
-        from recpoint.kernels.row_set import triton
-
-        with torch.cuda.device(device):  # Triton launches on the current device
-            return triton.decode(coding, first, payload, count=count, rows=rows, device=device)
-    raise ValueError(f"device: {device}, expected cpu or cuda")
+    return cpu.decode(coding, first, payload, count=count, rows=rows)

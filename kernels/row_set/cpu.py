@@ -34,6 +34,8 @@ __all__ = ["decode", "encode", "payload_as"]
 
 def encode(ids: Tensor) -> RowSet:
     """Encode ids int64 [n], ascending and without duplicates."""
+    if not ids.is_cpu:
+        raise ValueError(f"ids: device {ids.device}, expected cpu")
     first, span = extent(ids)
     runs = _count_runs(ids)
     coding = choose(ids.numel(), span, runs)

@@ -36,11 +36,6 @@ class TwoBitmaps(RuleBasedStateMachine):
             dirty_bitmap.mark(self.bitmaps[which], ids, rows=self.rows)
 
     @rule(which=st.integers(0, 1))
-    def mark_all(self, which: int) -> None:
-        dirty_bitmap.mark_all(self.bitmaps[which], rows=self.rows)
-        self.models[which] = set(range(self.rows))
-
-    @rule(which=st.integers(0, 1))
     def merge(self, which: int) -> None:
         dirty_bitmap.merge(self.bitmaps[which], self.bitmaps[1 - which])
         self.models[which] |= self.models[1 - which]
@@ -49,11 +44,6 @@ class TwoBitmaps(RuleBasedStateMachine):
     def clear(self, which: int) -> None:
         dirty_bitmap.clear(self.bitmaps[which])
         self.models[which] = set()
-
-    @rule()
-    def swap(self) -> None:
-        dirty_bitmap.swap(*self.bitmaps)
-        self.models.reverse()
 
     @invariant()
     def equal_their_models(self) -> None:

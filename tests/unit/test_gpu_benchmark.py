@@ -49,15 +49,9 @@ def one_bit_off(*arguments, **options):
     return found
 triton.quantize_rows = one_bit_off
 """
-ONE_ROW_ON = """
+MERGED_NOTHING = """
 from benchmarks import gpu_kernels
-triton = gpu_kernels.load()["row_set"].triton
-right = triton.decode
-triton.decode = lambda *arguments, **options: right(*arguments, **options) + 1
-"""
-SWAPPED_NOTHING = """
-from benchmarks import gpu_kernels
-gpu_kernels.load()["dirty_bitmap"].triton.swap = lambda a, b: None
+gpu_kernels.load()["dirty_bitmap"].triton.merge = lambda into, other: None
 """
 
 
@@ -65,10 +59,9 @@ gpu_kernels.load()["dirty_bitmap"].triton.swap = lambda a, b: None
     ("wrong", "named"),
     [
         (ONE_BIT_OFF, "quantize_rows, asymmetric, 2 bits of dim 64"),
-        (ONE_ROW_ON, "row_set.decode, range"),
-        (SWAPPED_NOTHING, "swap: result 0"),
+        (MERGED_NOTHING, "mark and merge: result 0"),
     ],
-    ids=["quantize", "row_set", "swap"],
+    ids=["quantize", "merge"],
 )
 def test_the_gate_stops_at_a_kernel_that_differs(wrong: str, named: str) -> None:
     done = run(wrong + GATE, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")

@@ -66,21 +66,6 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         dirty_bitmap.new(-1)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 31, 32, 33, 1000])
-def test_marking_all_leaves_the_bits_past_the_end_zero(rows: int) -> None:
-    bitmap = dirty_bitmap.new(rows)
-    dirty_bitmap.mark_all(bitmap, rows=rows)
-    assert dirty_bitmap.count(bitmap) == rows
-    assert dirty_bitmap.collect(bitmap, rows=rows).tolist() == list(range(rows))
-
-
-def test_swapping_a_bitmap_with_itself_keeps_it() -> None:
-    bitmap = dirty_bitmap.new(50)
-    dirty_bitmap.mark(bitmap, torch.tensor([3, 49]), rows=50)
-    dirty_bitmap.swap(bitmap, bitmap)
-    assert dirty_bitmap.collect(bitmap, rows=50).tolist() == [3, 49]
-
-
 def test_collecting_is_the_same_for_any_number_of_threads(threads: int) -> None:
     torch.manual_seed(3)
     bitmap = dirty_bitmap.new(40_000)

@@ -47,9 +47,11 @@ def _on_cuda() -> set[tuple[str | None, str]]:
     on_cpu_only = (
         "copy_ahead",
         "dirty_rows",
+        "erasure",
         "row_blocks",
         "row_digest",
         "row_map",
+        "row_set",
         "slot_map",
     )
     told = {kernel.kernel: kernel for kernel in found}

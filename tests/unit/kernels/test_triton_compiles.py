@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 
 POINTERS = {
     "table": "*i64", "descriptors": "*i64", "ids": "*i64", "ends": "*i64", "counts": "*i32",
-    "bitmap": "*i32", "into": "*i32", "other": "*i32", "a": "*i32", "b": "*i32",
+    "bitmap": "*i32", "into": "*i32", "other": "*i32",
     "scales": "*fp32", "offsets": "*fp32", "rows": "*fp32", "candidates": "*fp32",
     "codes": "*u8", "packed": "*u8", "exacts": "*u8", "wides": "*u8", "nearby": "fp32",
 }  # fmt: skip
@@ -76,7 +76,6 @@ def test_the_other_kernels_of_bitmaps_and_packing_compile() -> None:
     assert "st.global" in compiled(kernels._count_many, scan)
     assert "st.global.b64" in compiled(kernels._collect_many, scan)
     assert "st.global" in compiled(kernels._merge, {"BLOCK": 1024})
-    assert "st.global" in compiled(kernels._swap, {"BLOCK": 1024})
     for bits in (2, 3, 4, 8):
         sizes = {"BITS": bits, "BLOCK": 1024}
         assert "st.global.b8" in compiled(packing._pack, sizes) + compiled(packing._unpack, sizes)
@@ -90,36 +89,6 @@ def test_rows_are_moved_in_sixteen_bytes(into_table: bool) -> None:
     code = compiled(kernels._move_many, sizes, ids="*i64")
     found = Counter(re.findall(r"(?:ld|st)\.global\.v4\.b32", code))
     assert found == {"ld.global.v4.b32": 4, "st.global.v4.b32": 4}
-
-
-#: Addresses and counts of the erasure kernels.
-ERASURE = dict.fromkeys(
-    ("out", "p", "q", "parity", "differences", "units", "rows"), "i64"
-) | dict.fromkeys(("table", "slots", "positions", "factors"), "*i64")
-
-
-@pytest.mark.parametrize(("unit", "kind"), [(16, "v4.b32"), (4, "b32"), (1, "b8")])
-def test_parities_are_read_in_the_widest_unit(unit: int, kind: str) -> None:
-    from recpoint.kernels.erasure import triton as kernels
-
-    sizes = {"UNIT": unit, "BLOCK": 1024}
-    for kernel in (kernels._exclusive_or, kernels._combine, kernels._encode):
-        code = compiled(kernel, sizes, **ERASURE)
-        assert f"ld.global.{kind}" in code and f"st.global.{kind}" in code
-        assert "bar.sync" not in code, "no thread needs what another one has read"
-
-
-@pytest.mark.parametrize("in_words", [True, False])
-@pytest.mark.parametrize("has_positions", [True, False])
-def test_differences_are_added_by_atomics_that_wait_for_no_other(
-    has_positions: bool, in_words: bool
-) -> None:
-    from recpoint.kernels.erasure import triton as kernels
-
-    sizes = {"HAS_POSITIONS": has_positions, "IN_WORDS": in_words, "BLOCK": 256}
-    code = compiled(kernels._apply, sizes, **ERASURE)
-    assert re.search(r"(atom|red)\.global\.\S*relaxed\S*\.xor\.b32", code)
-    assert ("ld.global.b8" in code) is not in_words
 
 
 def shape(dim: int, bits: int) -> dict[str, Any]:
