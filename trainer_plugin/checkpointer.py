@@ -598,8 +598,9 @@ class Checkpointer:
     def step(self) -> None:
         """Count one more batch, and take a checkpoint if one is due.
 
-        Call it after the optimizers have stepped. A loop over `batches` needs no call. If batches
-        are read ahead, call it for each batch, also for one that is left out.
+        Call it after the optimizers have stepped. If gradients are accumulated, a checkpoint that
+        is due waits for the step. A loop over `batches` needs no call. If batches are read ahead,
+        call it for each batch, also for one that is left out.
 
         Raises:
             SettingsError: `restore` was not called; this is a forked child of the process that
@@ -617,7 +618,7 @@ class Checkpointer:
         self._running("step()")
         self._count.stepped()
         self._note_done()
-        self._act_if_due()  # the caller says that the optimizers have stepped
+        self._act_between_steps()
 
     def _act_between_steps(self) -> None:
         most_batches = _MOST_AT_END if self._end.is_due else _MOST_WITHOUT_STEP
@@ -670,7 +671,7 @@ class Checkpointer:
 
         Returns:
             Whether the checkpoint was cut. It is not cut while earlier checkpoints wait (see
-            `Staging.when_busy`), after an error, a second time at the same batch, before the step
+            `Staging.when_busy`), after an error, a second time at the same batch, before the steps
             of the batch that a loop over `batches` is working on, or during another call of this
             object (from a `state_dict` or a signal handler).
         """

@@ -19,7 +19,7 @@ The loops that this module tells apart, and what it counts at an ask for the nex
 | plain, a batch left out | none | the batch; a checkpoint waits for a step |
 | reading ahead, filling | none, until the first batch is trained | nothing |
 | reading ahead | a backward pass or a step | the oldest batch |
-| a loop that calls `step`, and `Pipelined` | not looked at | the oldest batch |
+| a loop that calls `step`, and `Pipelined` | any | the oldest batch; a checkpoint waits |
 
 A checkpoint is cut only after an optimizer step: gradients that wait for one are in no checkpoint.
 """
@@ -63,6 +63,7 @@ class BatchCount:
         self._allowed = most_in_flight
         self._limit = MOST_IN_FLIGHT if most_in_flight is None else most_in_flight
         self.reads_ahead = self.is_driven = self.keeps_batches = False
+        self._has_warned = False  # of a loop that reads less far ahead than `most_in_flight`
         self._forget()
 
     def _forget(self) -> None:
@@ -77,6 +78,8 @@ class BatchCount:
         # Numbers of the newest event when a batch was last fetched and last counted.
         self._last_fetch = self._last_count = self._signs.now
         self._steps_before, self._backwards_before = self._signs.steps, self._signs.backwards
+        self._all_steps_before = self._signs.all_steps
+        self._steps_a_batch = 0  # of all optimizers, for the batch that was counted last
         self._backwards_a_batch = 0  # of the batch that was counted last
         self._trained_in_a_row = 0  # asks of a loop that has trained one batch before each
         self._changes_before = 0
@@ -166,6 +169,8 @@ class BatchCount:
             trained = taken
         elif has_trained:
             self._refuse_mid_step(max(self._signs.last_forward, self._signs.last_backward))
+            if not (self._trained_in_a_row or self._is_filled or self.keeps_batches):
+                self._look_at_first(taken)
             trained = 1
         else:
             self._refuse_more(taken)
@@ -177,6 +182,33 @@ class BatchCount:
         if self.reads_ahead and not self.keeps_batches and self._trained_in_a_row == 1:
             self.is_between_steps = False  # whether one batch is trained for each ask shows later
         return trained
+
+    def _look_at_first(self, taken: int) -> None:
+        """Look whether a loop that reads ahead has trained one batch, the first that it took.
+
+        Raises:
+            SettingsError: it may have trained several.
+        """
+        steps = self._signs.steps - self._steps_before
+        if 2 <= steps <= taken:
+            raise SettingsError(
+                "the training loop",
+                found=f"{steps} optimizer steps since it took {taken} batches: it has trained one "
+                "batch with several steps, or several batches",
+                expected="a loop that trains one batch, with one step of each optimizer, before it "
+                "takes the next one",
+                next_step="take batches from iter(reader), and call checkpoints.step() after each",
+            )
+        if self._allowed is not None and taken <= self._allowed and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "Options(in_flight=%d): the loop over batches() trains a batch while it holds %d "
+                "others. If it has left a batch out before its first optimizer step, checkpoints "
+                "count the wrong batches. Next: pass Options(in_flight=%d)",
+                self._allowed,
+                taken - 1,
+                taken - 1,
+            )
 
     def left(self, taken: int) -> int:
         """Return how many batches were trained since a loop has asked for its last batch.
@@ -215,7 +247,11 @@ class BatchCount:
         """Whether the batch that the loop works on counts as trained now: its step is done."""
         if self.is_driven:
             return False
-        return self._allowed == 0 or self._signs.last_step > self._last_count
+        if self._allowed == 0:
+            return True
+        # Another optimizer may still have to step, as it has for the batch before.
+        steps = self._signs.all_steps - self._all_steps_before
+        return self._signs.last_step > self._last_count and steps >= self._steps_a_batch
 
     def _has_trained_one(self) -> bool:
         """Whether training has shown signs since batches were last counted."""
@@ -228,6 +264,7 @@ class BatchCount:
         """
         signs = self._signs
         self._backwards_a_batch = signs.backwards - self._backwards_before
+        self._steps_a_batch = signs.all_steps - self._all_steps_before
         if signs.last_step > self._last_count:
             self.is_between_steps = self._has_trained = True
             self.batches_without_step = 0
@@ -241,6 +278,7 @@ class BatchCount:
         signs = self._signs
         self._last_count = signs.now
         self._steps_before, self._backwards_before = signs.steps, signs.backwards
+        self._all_steps_before = signs.all_steps
         if not signs.last_backward:
             self._gradients_before = signs.gradients()
 

@@ -79,6 +79,11 @@ class TrainingSigns:
         """Steps of the optimizer that has stepped most often."""
         return max(self._steps.values(), default=0)
 
+    @property
+    def all_steps(self) -> int:
+        """Steps of all optimizers together."""
+        return sum(self._steps.values())
+
     def has_trained_since(self, event: int) -> bool:
         """Whether a backward pass or an optimizer step came after the event of that number."""
         return max(self.last_backward, self.last_step) > event

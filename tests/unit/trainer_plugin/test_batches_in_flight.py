@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -432,6 +433,31 @@ def test_an_end_waits_not_for_ever_for_a_step(place: Place) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+def accumulated_in_steps(
+    training: Training, ckpt: Checkpointer, reader: Any, stop: int | None
+) -> list[int]:
+    """Every third batch has an optimizer step, and each has a call of step()."""
+
+    def trained() -> Iterator[int]:
+        while ckpt.batches_done < EPOCHS * BATCHES_AN_EPOCH:
+            for batch in reader:
+                scores = training.model(batch[0], batch[1])
+                nn.functional.mse_loss(scores, batch[2]).backward()
+                if (ckpt.batches_done + 1) % 3 == 0:
+                    training.optimizers[0].step()
+                    training.optimizers[0].zero_grad()
+                ckpt.step()
+                yield int(batch[3].sum())
+
+    return stopped(trained(), stop)
+
+
+@pytest.mark.parametrize("interval_batches", [2, 4])
+def test_a_loop_with_step_waits_for_gradients_too(interval_batches: int, place: Place) -> None:
+    """A checkpoint that is due before the first optimizer step waits as well."""
+    check(accumulated_in_steps, place, stop=8, interval_batches=interval_batches)
+
+
 @pytest.mark.parametrize("is_called_by_its_parts", [False, True])
 def test_gradients_that_wait_for_a_step_are_in_no_checkpoint(
     is_called_by_its_parts: bool, place: Place
@@ -457,6 +483,41 @@ def test_a_batch_whose_step_is_left_out_counts(place: Place) -> None:
     second = life(overflowing, place, shuffled, 2, extras={"scaler": ScalerState()})
     assert second.trained == whole.trained[-len(second.trained) :]
     assert second.state == whole.state
+
+
+def test_no_checkpoint_is_cut_between_the_steps_of_one_batch(place: Place) -> None:
+    training = simple_training()
+    two_optimizers(training)
+    with place.agent(), checkpointer(training, place, reader=shuffled(), jobs=2) as ckpt:
+        ckpt.restore()
+        for number, batch in enumerate(ckpt.batches(total=3)):
+            for optimizer in training.optimizers:
+                is_cut = bool(number) and ckpt.checkpoint()
+                assert not is_cut
+                forward(training, batch).backward()
+                optimizer.step()
+            assert ckpt.checkpoint()
+
+
+def test_a_loop_that_trains_blocks_of_batches_is_refused(place: Place) -> None:
+    def blocks(training: Training, ckpt: Checkpointer, _: Any) -> None:
+        batches = ckpt.batches(total=4)
+        while block := list(islice(batches, 4)):
+            for batch in block:
+                train(training, batch)
+
+    assert "4 optimizer steps since it took 4 batches" in _refusal(blocks, place, in_flight=4)
+
+
+def test_a_loop_that_reads_less_far_ahead_than_it_says_is_warned(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have left out the first batch, which would count as the one that was trained."""
+    life(plain, place, shuffled, 1, stop=3, in_flight=4)
+    assert caplog.text.count("pass Options(in_flight=0)") == 1
+    caplog.clear()
+    life(prefetched, place, shuffled, 1, stop=3, in_flight=2)
+    assert "Options(in_flight=" not in caplog.text
 
 
 def test_several_optimizers_step_as_they_like(place: Place) -> None:
