@@ -37,24 +37,24 @@ def alert_rules(values: Mapping[str, str]) -> str:
     Raises:
         SettingsError: there is no such parameter, or Prometheus would not load the value.
     """
-    known = parameters()
+    defaults = parameters()
     lines = _rules().splitlines()
     for name, value in values.items():
-        if name not in known:
+        if name not in defaults:
             raise SettingsError(
                 f"parameter {name!r}",
                 found="no such parameter",
-                expected=f"one of {', '.join(known)}",
+                expected=f"one of {', '.join(defaults)}",
                 next_step=_NEXT_STEP,
             )
-        if not (_VALUE.match(value) and _would_load(name, known[name], value)):
+        if not (_VALUE.match(value) and _would_load(name, defaults[name], value)):
             raise SettingsError(
                 f"parameter {name}",
                 found=repr(value),
-                expected=f"a value such as {known[name]}, which Prometheus would load",
+                expected=f"a value such as {defaults[name]}, which Prometheus would load",
                 next_step=_NEXT_STEP,
             )
-        lines = [_with(line, name, known[name], value) for line in lines]
+        lines = [_with(line, name, defaults[name], value) for line in lines]
     return "\n".join(lines) + "\n"
 
 
@@ -79,5 +79,5 @@ def _with(line: str, name: str, default: str, value: str) -> str:
     head = f"#   {name} "
     if not line.endswith(f" # {name}") and not line.startswith(head):
         return line
-    at = line.index(default, len(head) if line.startswith(head) else 0)
-    return line[:at] + value + line[at + len(default) :]
+    value_start = line.index(default, len(head) if line.startswith(head) else 0)
+    return line[:value_start] + value + line[value_start + len(default) :]

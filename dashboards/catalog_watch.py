@@ -133,13 +133,13 @@ class CatalogWatch:
     def _keep_looking_up(self) -> None:
         while not self._stop.wait(min(_POLL_SECONDS, self._refresh_seconds)):
             try:
-                there = set(self._runs())
+                current_runs = set(self._runs())
             except Exception:  # else the thread would end, and no new run would ever be read
                 _LOG.exception("the agent's runs cannot be listed; trying again")
                 continue
-            for gone in self._watched.keys() - there:
-                self._watched.pop(gone).stop.set()
-            for run in there - self._watched.keys():
+            for ended_run in self._watched.keys() - current_runs:
+                self._watched.pop(ended_run).stop.set()
+            for run in current_runs - self._watched.keys():
                 watched = _Watched()
                 thread = threading.Thread(
                     target=self._watch, args=(run, watched), name=f"catalog {run}", daemon=True

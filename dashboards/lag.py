@@ -61,11 +61,11 @@ def lag_views(runs: Sequence[RunLag]) -> list[RenderableType]:
             views.append(shown(f"{run.url}: {staged_text(run.found)}", limit=2000))
     for run in runs:
         if isinstance(run.found, RecpointError):
-            said = [f"{type(run.found).__name__}: {run.found}"]
+            texts = [f"{type(run.found).__name__}: {run.found}"]
         else:
-            said = [f"{alarm.text}. Next: {alarm.next_step}" for alarm in alarms(run.found)]
+            texts = [f"{alarm.text}. Next: {alarm.next_step}" for alarm in alarms(run.found)]
         url = f"{run.url}: " if run.url else ""
-        views += [shown(f"{url}{text}", limit=2000, style="red") for text in said]
+        views += [shown(f"{url}{text}", limit=2000, style="red") for text in texts]
     return views
 
 

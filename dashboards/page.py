@@ -85,28 +85,45 @@ class Drawn(NamedTuple):
 
 def drawn(overview: RunOverview, window: Window) -> Drawn:
     """What the charts of a run draw."""
-    known = [one for one in overview.checkpoints if one.error is None]
-    newest_ms = max((one.committed_ms for one in known), default=overview.refreshed_ms)
+    readable = [checkpoint for checkpoint in overview.checkpoints if checkpoint.error is None]
+    newest_ms = max(
+        (checkpoint.committed_ms for checkpoint in readable), default=overview.refreshed_ms
+    )
     if window.seconds is None:
-        found = [one for one in reversed(overview.checkpoints[:NEWEST]) if one.error is None]
-        first_ms = min((one.committed_ms for one in found), default=newest_ms)
+        visible = [
+            checkpoint
+            for checkpoint in reversed(overview.checkpoints[:NEWEST])
+            if checkpoint.error is None
+        ]
+        first_ms = min((checkpoint.committed_ms for checkpoint in visible), default=newest_ms)
         # Half of the first and of the last bar lies beyond its commit.
         margin_ms = max((newest_ms - first_ms) // 50, 1000)
-        return Drawn(found, first_ms - margin_ms, newest_ms + margin_ms, "", True)
+        return Drawn(visible, first_ms - margin_ms, newest_ms + margin_ms, "", True)
     # A trainer's clock may be ahead of this host's.
     last_ms = max(overview.refreshed_ms, newest_ms)
     first_ms = last_ms - 1000 * window.seconds
-    found = [one for one in reversed(known) if one.committed_ms >= first_ms]
+    visible = [
+        checkpoint for checkpoint in reversed(readable) if checkpoint.committed_ms >= first_ms
+    ]
     more = len(overview.checkpoints) < overview.live_checkpoints
-    return Drawn(found, first_ms, last_ms, f" of the {window.name}", more and found == known[::-1])
+    return Drawn(
+        visible, first_ms, last_ms, f" of the {window.name}", more and visible == readable[::-1]
+    )
 
 
 def lag_chart(shown: Drawn) -> tuple[dict[str, Any], str]:
     """What a crash right before each commit would have cost, in seconds and in batches."""
-    known = [one for one in shown.checkpoints if one.at_risk_seconds is not None]
-    seconds = [[one.committed_ms, round(one.at_risk_seconds or 0.0, 3)] for one in known]
-    batches = [[one.committed_ms, one.at_risk_batches] for one in known]
-    persist = [[one.committed_ms, round(one.lag_seconds, 3)] for one in known]
+    measured = [
+        checkpoint for checkpoint in shown.checkpoints if checkpoint.at_risk_seconds is not None
+    ]
+    seconds = [
+        [checkpoint.committed_ms, round(checkpoint.at_risk_seconds or 0.0, 3)]
+        for checkpoint in measured
+    ]
+    batches = [[checkpoint.committed_ms, checkpoint.at_risk_batches] for checkpoint in measured]
+    persist = [
+        [checkpoint.committed_ms, round(checkpoint.lag_seconds, 3)] for checkpoint in measured
+    ]
     options = _time_axes(
         shown,
         [_axis("seconds"), _axis("batches", right=True)],
@@ -118,11 +135,12 @@ def lag_chart(shown: Drawn) -> tuple[dict[str, Any], str]:
     )
     if not shown.checkpoints:
         return options, _nothing(shown)
-    if not known:
+    if not measured:
         return options, "No history yet: it takes a checkpoint with a known one before it."
-    worst = max(known, key=lambda one: one.at_risk_seconds or 0.0)
+    worst = max(measured, key=lambda checkpoint: checkpoint.at_risk_seconds or 0.0)
     text = (
-        f"Lost by a crash right before each of the {shown.counted(len(known), 'commit')}: at most "
+        f"Lost by a crash right before each of the {shown.counted(len(measured), 'commit')}: at "
+        "most "
         f"{duration_text(worst.at_risk_seconds or 0.0)} and "
         f"{counted(worst.at_risk_batches or 0, 'batch')}, before step {worst.step:,}."
     )
@@ -131,21 +149,26 @@ def lag_chart(shown: Drawn) -> tuple[dict[str, Any], str]:
 
 def stall_chart(shown: Drawn) -> tuple[dict[str, Any], str]:
     """How long training waited for each checkpoint."""
-    known = shown.checkpoints
-    stalls = [[one.committed_ms, round(1000 * one.stall_seconds, 3)] for one in known]
+    checkpoints = shown.checkpoints
+    stalls = [
+        [checkpoint.committed_ms, round(1000 * checkpoint.stall_seconds, 3)]
+        for checkpoint in checkpoints
+    ]
     series = [_series("stall, ms", "bar", stalls, _BLUE)]
     options = _time_axes(shown, [_axis("milliseconds")], series)
-    if not known:
+    if not checkpoints:
         return options, _nothing(shown)
-    worst = max(known, key=lambda one: one.stall_seconds)
+    worst = max(checkpoints, key=lambda checkpoint: checkpoint.stall_seconds)
     text = (
-        f"Stall of each of the {shown.counted(len(known), 'checkpoint')}: at most "
+        f"Stall of each of the {shown.counted(len(checkpoints), 'checkpoint')}: at most "
         f"{duration_text(worst.stall_seconds)}, at step {worst.step:,}."
     )
-    ahead = [one.copied_ahead for one in known if one.copied_ahead is not None]
+    ahead = [
+        checkpoint.copied_ahead for checkpoint in checkpoints if checkpoint.copied_ahead is not None
+    ]
     if ahead:
         rows = copied_text(
-            sum(one.rows_before for one in ahead), sum(one.rows_in_stall for one in ahead)
+            sum(rows.rows_before for rows in ahead), sum(rows.rows_in_stall for rows in ahead)
         )
         text += f" {counted(len(ahead), 'checkpoint')} read ahead: {rows}."
     return options, text
@@ -153,21 +176,23 @@ def stall_chart(shown: Drawn) -> tuple[dict[str, Any], str]:
 
 def bytes_chart(shown: Drawn) -> tuple[dict[str, Any], str]:
     """Bytes of each checkpoint beside the bytes of a full one in fp32."""
-    known = shown.checkpoints
-    stored = [[one.committed_ms, one.stored_bytes / 1e6] for one in known]
-    full = [[one.committed_ms, one.full_bytes / 1e6] for one in known]
+    checkpoints = shown.checkpoints
+    stored = [
+        [checkpoint.committed_ms, checkpoint.stored_bytes / 1e6] for checkpoint in checkpoints
+    ]
+    full = [[checkpoint.committed_ms, checkpoint.full_bytes / 1e6] for checkpoint in checkpoints]
     series = [
         _series("stored, MB", "bar", stored, _BLUE),
         _series("full fp32, MB", "line", full, _RED, dashed=True),
     ]
     options = _time_axes(shown, [_axis("MB")], series)
-    if not known:
+    if not checkpoints:
         return options, _nothing(shown)
-    written = sum(one.stored_bytes for one in known)
-    whole = sum(one.full_bytes for one in known)
+    written = sum(checkpoint.stored_bytes for checkpoint in checkpoints)
+    whole = sum(checkpoint.full_bytes for checkpoint in checkpoints)
     share = f" ({written / whole:.1%})" if whole else ""
     text = (
-        f"The {shown.counted(len(known), 'checkpoint')} took {bytes_text(written)}; "
+        f"The {shown.counted(len(checkpoints), 'checkpoint')} took {bytes_text(written)}; "
         f"full fp32 checkpoints would have taken {bytes_text(whole)}{share}."
     )
     return options, text
@@ -377,7 +402,9 @@ def _overview_page(runs: Sequence[WatchedRun]) -> Callable[[], None]:
         words = texts.summary_text(runs)
         summary.fill(words)
         _set_title(title, runs)
-        ordered = sorted(enumerate(runs), key=lambda one: _ORDER.get(one[1].seen.standing, 2))
+        ordered = sorted(
+            enumerate(runs), key=lambda numbered: _ORDER.get(numbered[1].seen.standing, 2)
+        )
         now = time.monotonic()
         table.fill(
             [texts.run_row(run) for _, run in ordered],
@@ -449,15 +476,15 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
     figures.fill({})
 
     def fill() -> None:
-        seen = run.seen
-        state.fill(f"{texts.standing_text(seen)}; {_age_text(seen)}")
-        set_state(state, _colour(seen))
-        alerts.fill(texts.alerts(seen, time.monotonic()))
+        view = run.seen
+        state.fill(f"{texts.standing_text(view)}; {_age_text(view)}")
+        set_state(state, _colour(view))
+        alerts.fill(texts.alerts(view, time.monotonic()))
         _set_title(title, [run])
-        if seen.overview is None or version[0] == seen.version:
+        if view.overview is None or version[0] == view.version:
             return
-        version[0] = seen.version
-        shown = seen.overview
+        version[0] = view.version
+        shown = view.overview
         figures.fill(texts.figures(shown))
         expectation.fill(texts.expectation_text(shown))
         lost.fill(texts.lost_servers_text(shown))
@@ -471,26 +498,31 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
             (marked, shown.expiring),
         ):
             box.set_visibility(bool(content))
-        what = drawn(shown, WINDOWS[chosen])
-        lag.fill(*lag_chart(what))
-        stall.fill(*stall_chart(what))
-        written.fill(*bytes_chart(what))
+        visible = drawn(shown, WINDOWS[chosen])
+        lag.fill(*lag_chart(visible))
+        stall.fill(*stall_chart(visible))
+        written.fill(*bytes_chart(visible))
         if shown.servers is not None:
             redundancy.fill(texts.servers_text(shown))
             all_servers = shown.servers.servers
             servers.fill(
                 []
                 if all_servers is None
-                else [texts.server_row(one, all_servers.parity) for one in all_servers.each]
+                else [texts.server_row(server, all_servers.parity) for server in all_servers.each]
             )
         fields.fill(texts.field_texts(shown))
         checkpoints.fill(
-            [texts.checkpoint_row(one) for one in shown.checkpoints[:CHECKPOINTS_SHOWN]]
+            [
+                texts.checkpoint_row(checkpoint)
+                for checkpoint in shown.checkpoints[:CHECKPOINTS_SHOWN]
+            ]
         )
-        failures.fill([texts.failure_row(one) for one in shown.failures[:_ROWS_SHOWN]])
+        failures.fill([texts.failure_row(failure) for failure in shown.failures[:_ROWS_SHOWN]])
         rules.fill(texts.plan_text(shown.plan, shown.refreshed_ms))
         plan.fill(texts.plan_rows(shown.plan, _ROWS_SHOWN))
-        expiring.fill([texts.expiring_row(one) for one in shown.expiring[:_ROWS_SHOWN]])
+        expiring.fill(
+            [texts.expiring_row(checkpoint) for checkpoint in shown.expiring[:_ROWS_SHOWN]]
+        )
 
     return fill
 

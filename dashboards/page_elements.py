@@ -47,12 +47,12 @@ class Text(TextElement):
         if words == self._words:
             return
         self._words = words
-        first, *others = path_pieces(words)
+        first, *pieces = path_pieces(words)
         if self.default_slot.children:
             self.clear()
         self.text = first
         with self:
-            for piece in others:
+            for piece in pieces:
                 Element("wbr")
                 TextElement(tag="span", text=piece)
 
@@ -224,10 +224,10 @@ class Table:
         """
         while len(self._rows) < len(rows):
             with self._body:
-                made = _Row(self._headings, self._classes, self._links)
+                row = _Row(self._headings, self._classes, self._links)
                 if self._remarks:
-                    made.add_remark()
-            self._rows.append(made)
+                    row.add_remark()
+            self._rows.append(row)
         for position, line in enumerate(self._rows):
             if position >= len(rows):
                 line.fill(None)

@@ -149,16 +149,16 @@ class FittedTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = [
-            max([cell_len(column.heading), *(cells[at].cell_len for cells, _ in self._rows)])
-            for at, column in enumerate(self._columns)
+            max([cell_len(column.heading), *(cells[number].cell_len for cells, _ in self._rows)])
+            for number, column in enumerate(self._columns)
         ]
         shown_columns = list(range(len(widths)))
 
         def room() -> int:
-            return options.max_width - sum(widths[at] + 2 for at in shown_columns) + 2
+            return options.max_width - sum(widths[column] + 2 for column in shown_columns) + 2
 
-        while room() < 0 and any(self._columns[at].drop for at in shown_columns):
-            shown_columns.remove(max(shown_columns, key=lambda at: self._columns[at].drop))
+        while room() < 0 and any(self._columns[column].drop for column in shown_columns):
+            shown_columns.remove(max(shown_columns, key=lambda number: self._columns[number].drop))
         longest = max((note.cell_len for _, note in self._rows), default=0)
         beside = room() >= longest + 2
         if self._title:
@@ -166,14 +166,16 @@ class FittedTable:
         headings = [Text(column.heading, style="bold") for column in self._columns]
         head = Text("notes", style="bold") if beside and longest else Text()
         above = [
-            at
-            for at, column in enumerate(self._columns)
-            if column.own_line and at not in shown_columns
+            number
+            for number, column in enumerate(self._columns)
+            if column.own_line and number not in shown_columns
         ]
         for cells, note in ((headings, head), *self._rows):
             if cells is not headings:
-                yield from (cells[at] for at in above)
-            texts = [self._padded(cells[at], widths[at], at) for at in shown_columns]
+                yield from (cells[column] for column in above)
+            texts = [
+                self._padded(cells[column], widths[column], column) for column in shown_columns
+            ]
             line = Text("  ").join([*texts, note] if beside else texts)
             line.rstrip()
             line.no_wrap = True
@@ -281,8 +283,11 @@ def stall_text(manifest: Manifest) -> str:
     if copied is None:
         return text
     share = copied_text(copied.rows_before, copied.rows_in_stall)
-    before, within = bytes_text(copied.bytes_before), bytes_text(copied.bytes_in_stall)
-    return f"{text}; {share} ({before}, and {within} in it)"
+    bytes_before, bytes_in_stall = (
+        bytes_text(copied.bytes_before),
+        bytes_text(copied.bytes_in_stall),
+    )
+    return f"{text}; {share} ({bytes_before}, and {bytes_in_stall} in it)"
 
 
 def _figures(manifest: Manifest, to_read: int | None) -> Sequence[str]:
@@ -450,8 +455,8 @@ def sweep_table(plan: SweepPlan) -> Table:
     for swept in plan.objects + plan.unfinished:
         remove = Text("remove", style="red")
         table.add_row(remove, shown(swept.key), f"{swept.size_bytes:,}", shown(swept.reason))
-    for kept in plan.kept:
-        table.add_row("keep", shown(kept.prefix), "", shown(kept.reason))
+    for prefix in plan.kept:
+        table.add_row("keep", shown(prefix.prefix), "", shown(prefix.reason))
     for key in plan.unrecognised:
         table.add_row("keep", shown(key), "", "not an object of this format")
     for key in plan.blocked:
@@ -524,8 +529,8 @@ def retention_table(made: PrunePlan) -> Table:
         )
     for key in made.stray_pins:
         table.add_row("", "", "", "", "", shown(f"{key} pins a checkpoint that is not there"))
-    for who in made.held:
-        table.add_row("", "", "", Text("held", style="yellow"), "", shown(who))
+    for reader in made.held:
+        table.add_row("", "", "", Text("held", style="yellow"), "", shown(reader))
     return table
 
 
@@ -547,9 +552,9 @@ def staged_views(work: StagedWork, run_url: str) -> list[Table]:
     table = plain_table(f"staged here: {len(work.jobs)} job{'' if len(work.jobs) == 1 else 's'}")
     for name in ("fate", "job", "why"):
         table.add_column(name, overflow="fold")
-    for job, fate, why in work.jobs:
-        said = shown(naming_run(why, run_url), limit=1000)
-        table.add_row(Text(fate, style=_FATE_STYLES.get(fate, "")), shown(job), said)
+    for job, fate, reason in work.jobs:
+        reason_text = shown(naming_run(reason, run_url), limit=1000)
+        table.add_row(Text(fate, style=_FATE_STYLES.get(fate, "")), shown(job), reason_text)
     return [table]
 
 

@@ -132,19 +132,19 @@ def summary_text(runs: Sequence[WatchedRun]) -> str:
 
 def alerts(seen: Seen, now: float) -> list[Alert]:
     """What is wrong and what to do; what keeps the run from being read comes first."""
-    found = []
+    alerts = []
     error = seen.error
     if error is not None:
-        since = duration_text(now - (seen.failing_since or now))
-        what = "The catalog cannot be read" if seen.damaged else "No answer"
+        duration = duration_text(now - (seen.failing_since or now))
+        failure = "The catalog cannot be read" if seen.damaged else "No answer"
         cause = f"{error.subject}: found {error.found}; expected {error.expected}"
-        found.append(Alert(f"{what} for {since}: {plain(cause)}.", plain(error.next_step)))
+        alerts.append(Alert(f"{failure} for {duration}: {plain(cause)}.", plain(error.next_step)))
     elif seen.overdue:
         age = seen.age_seconds()
         silence = "" if age is None else f" for {duration_text(age)}"
         cause = f"No answer{silence}: a look at the store has begun and has not come back."
-        found.append(Alert(cause, "check that this host still reaches the store"))
-    return found + [_alert(alarm) for alarm in seen.alarms]
+        alerts.append(Alert(cause, "check that this host still reaches the store"))
+    return alerts + [_alert(alarm) for alarm in seen.alarms]
 
 
 def _alert(alarm: Alarm) -> Alert:
@@ -163,11 +163,11 @@ def _alert(alarm: Alarm) -> Alert:
 
 def trouble(seen: Seen, now: float) -> Alert | None:
     """The worst alert of a run, and how many more there are; None: nothing is wrong."""
-    found = alerts(seen, now)
-    if not found:
+    alarms = alerts(seen, now)
+    if not alarms:
         return None
-    worst = found[0]
-    more = len(found) - 1
+    worst = alarms[0]
+    more = len(alarms) - 1
     return worst if not more else worst._replace(cause=f"{worst.cause} And {more} more.")
 
 
@@ -180,12 +180,12 @@ _COMMAND = re.compile(
 
 def spans(words: str) -> list[tuple[str, bool]]:
     """`words` in pieces, and whether each piece is a command that can be copied."""
-    found, end = [], 0
+    pieces, end = [], 0
     for match in _COMMAND.finditer(words):
-        found += [(words[end : match.start()], False), (match[0], True)]
+        pieces += [(words[end : match.start()], False), (match[0], True)]
         end = match.end()
-    found.append((words[end:], False))
-    return [(piece, command) for piece, command in found if piece]
+    pieces.append((words[end:], False))
+    return [(piece, command) for piece, command in pieces if piece]
 
 
 def path_pieces(words: str) -> list[str]:
@@ -212,10 +212,10 @@ def _risk(overview: RunOverview) -> Figure:
     if overview.trainer_gone and overview.ended is None and lag.at_risk_seconds < BEAT_SECONDS:
         # It trained on after its last sign of life, by an unknown part of the time between two.
         return Figure(f"up to {duration_text(BEAT_SECONDS)}", "")
-    known = "" if overview.ended is not None else "about "
+    bound = "" if overview.ended is not None else "about "
     if lag.overdue:
-        known = "up to "
-    return Figure(f"{known}{duration_text(lag.at_risk_seconds)}", batches)
+        bound = "up to "
+    return Figure(f"{bound}{duration_text(lag.at_risk_seconds)}", batches)
 
 
 def staged_text(overview: RunOverview) -> str:
@@ -232,11 +232,11 @@ def staged_text(overview: RunOverview) -> str:
         lost += f" ({counted(staged.at_risk_batches, 'batch')})"
     if staged.at_risk_batches == 0 and overview.ended is not None:
         lost = "nothing"
-    what = f"step {staged.step:,} is staged on this host and not stored yet"
+    loss = f"step {staged.step:,} is staged on this host and not stored yet"
     if overview.ended is not None or overview.trainer_gone:
-        return f"{what}; once recpoint agent has stored it, {lost} is lost"
+        return f"{loss}; once recpoint agent has stored it, {lost} is lost"
     return (
-        f"{what}; if only the trainer dies, and recpoint agent stores it, {lost} is lost, instead "
+        f"{loss}; if only the trainer dies, and recpoint agent stores it, {lost} is lost, instead "
         f"of {_risk(overview).value} if this host dies"
     )
 
@@ -244,7 +244,7 @@ def staged_text(overview: RunOverview) -> str:
 def figures(overview: RunOverview) -> dict[str, Figure]:
     """The figures of a run, by `FIGURES`; unknown figures are left out."""
     lag = overview.lag
-    found = {}
+    figures = {}
     if overview.generation is not None:
         value, note = _risk(overview)
         notes = [note] if note else []
@@ -252,12 +252,12 @@ def figures(overview: RunOverview) -> dict[str, Figure]:
         bounded = value == f"up to {duration_text(BEAT_SECONDS)}" and not note
         notes += [] if lag.intervals is None or bounded else [f"{lag.intervals:.1f} intervals"]
         notes += [staged_text(overview)] if overview.staged is not None else []
-        found[FIGURES[0]] = Figure(value, ", ".join(notes))
+        figures[FIGURES[0]] = Figure(value, ", ".join(notes))
     if overview.checkpoints:
-        found[FIGURES[1]] = _newest_figure(overview)
-        found[FIGURES[2]] = _stall_figure(overview)
-        found[FIGURES[3]] = _restore_figure(overview)
-    return found
+        figures[FIGURES[1]] = _newest_figure(overview)
+        figures[FIGURES[2]] = _stall_figure(overview)
+        figures[FIGURES[3]] = _restore_figure(overview)
+    return figures
 
 
 def _newest_figure(overview: RunOverview) -> Figure:
@@ -311,7 +311,7 @@ def expectation_text(overview: RunOverview) -> str:
 
 
 def _stall_text(checkpoints: Sequence[CheckpointFacts]) -> str:
-    stalls = [one.stall_seconds for one in checkpoints if one.error is None]
+    stalls = [checkpoint.stall_seconds for checkpoint in checkpoints if checkpoint.error is None]
     if not stalls:
         return NONE
     return f"{duration_text(statistics.median(stalls))} (most {duration_text(max(stalls))})"
@@ -338,16 +338,16 @@ def _validation_text(overview: RunOverview) -> str:
 
 def run_row(run: WatchedRun) -> tuple[str, ...]:
     """The texts of a run's row, as `RUN_HEADINGS`; the second is the link's."""
-    seen = run.seen
+    view = run.seen
     name = plain(run.name)
-    age = seen.age_seconds()
+    age = view.age_seconds()
     aged = "never" if age is None else f"{duration_text(age) if age >= 1 else '0 s'} ago"
-    overview = seen.overview
+    overview = view.overview
     if overview is None:
-        return (standing_text(seen), name, *[NONE] * 7, aged)
+        return (standing_text(view), name, *[NONE] * 7, aged)
     newest = overview.newest
     return (
-        standing_text(seen),
+        standing_text(view),
         name,
         risk_text(overview, "\n"),
         NONE if newest is None else f"{newest.step:,}",
@@ -448,17 +448,21 @@ def plan_text(plan: Plan | None, now_ms: int) -> str:
     if plan is None:
         return ""
     rules = plan.rules
-    kept = [f"the newest {rules.last}"] if rules.last else []
+    rule_texts = [f"the newest {rules.last}"] if rules.last else []
     if rules.within_ms:
-        kept.append(f"what is at most {duration_text(rules.within_ms / 1000)} older than that")
+        rule_texts.append(
+            f"what is at most {duration_text(rules.within_ms / 1000)} older than that"
+        )
     periods = {"hour": rules.hourly, "day": rules.daily, "week": rules.weekly}
     periods["month"] = rules.monthly
-    kept += [f"one of each of {count} {name}s" for name, count in periods.items() if count]
-    kept += [f"the {one.count} best by {one.direction} {plain(one.metric)}" for one in rules.best]
+    rule_texts += [f"one of each of {count} {name}s" for name, count in periods.items() if count]
+    rule_texts += [
+        f"the {rule.count} best by {rule.direction} {plain(rule.metric)}" for rule in rules.best
+    ]
     validated = "; nothing goes unless a validated one stays" if rules.require_validated else ""
     ago = duration_text(max(0, now_ms - plan.planned_ms) / 1000)
     return (
-        f"Rules: {', '.join(kept)}; what is pinned{validated}. Grace "
+        f"Rules: {', '.join(rule_texts)}; what is pinned{validated}. Grace "
         f"{duration_text(plan.grace_ms / 1000)}. Planned {ago} ago by process {plan.pid} of "
         f"{plain(plan.host)}: {plan.keep} stay, {plan.mark} to mark, {plan.wait} wait, "
         f"{plan.delete} to delete."
@@ -469,8 +473,8 @@ def plan_rows(plan: Plan | None, most: int) -> list[tuple[str, ...]]:
     """The texts of a plan's rows, as `PLAN_HEADINGS`; what goes comes first."""
     if plan is None:
         return []
-    rows = sorted(plan.manifests, key=lambda one: one.action == "keep")[:most]
-    return [(plain(one.manifest), _BECOMES[one.action], plain(one.reason)) for one in rows]
+    rows = sorted(plan.manifests, key=lambda entry: entry.action == "keep")[:most]
+    return [(plain(entry.manifest), _BECOMES[entry.action], plain(entry.reason)) for entry in rows]
 
 
 def expiring_row(one: ExpiringManifest) -> tuple[str, ...]:
@@ -481,8 +485,8 @@ def expiring_row(one: ExpiringManifest) -> tuple[str, ...]:
 
 def failure_row(one: Failure) -> tuple[str, ...]:
     """The texts of a failure's row, as `FAILURE_HEADINGS`."""
-    when = NONE if one.when_ms is None else time_text(one.when_ms)
-    return (when, plain(one.subject), plain(one.cause), plain(one.next_step))
+    time = NONE if one.when_ms is None else time_text(one.when_ms)
+    return (time, plain(one.subject), plain(one.cause), plain(one.next_step))
 
 
 #: A trainer says how its servers are at least every `BEAT_SECONDS`. After so long, what it said
@@ -492,28 +496,28 @@ _SILENT_SECONDS = 3 * BEAT_SECONDS
 
 def servers_text(overview: RunOverview) -> str:
     """How embedding servers are: whether all is whole, and since when; empty: there are none."""
-    seen = overview.servers
-    if seen is None:
+    reading = overview.servers
+    if reading is None:
         return ""
-    if seen.servers is None:
-        return f"What the trainer says of its servers cannot be read. {plain(seen.error)}"
-    age = duration_text(seen.age_seconds)
-    if not seen.trainer_lives:
+    if reading.servers is None:
+        return f"What the trainer says of its servers cannot be read. {plain(reading.error)}"
+    age = duration_text(reading.age_seconds)
+    if not reading.trainer_lives:
         return f"The trainer does not run any more. This is what it saw last, {age} ago."
-    if seen.age_seconds > _SILENT_SECONDS:
+    if reading.age_seconds > _SILENT_SECONDS:
         return f"The trainer has said nothing for {age}. This is what it saw last."
-    back = "goes back to the newest checkpoint"
+    fallback = "goes back to the newest checkpoint"
     if not overview.checkpoints:
-        back = "ends this training, which has no checkpoint yet"
-    return _redundancy_text(seen.servers, back)
+        fallback = "ends this training, which has no checkpoint yet"
+    return _redundancy_text(reading.servers, fallback)
 
 
 def lost_servers_text(overview: RunOverview) -> str:
     """What to know before all else: that a server is not whole; empty: all are, as far as known."""
-    seen = overview.servers
-    if seen is None or seen.servers is None or not seen.trainer_lives:
+    reading = overview.servers
+    if reading is None or reading.servers is None or not reading.trainer_lives:
         return ""
-    return f"Embedding servers: {servers_text(overview)}" if seen.servers.not_whole else ""
+    return f"Embedding servers: {servers_text(overview)}" if reading.servers.not_whole else ""
 
 
 def _redundancy_text(servers: AllServers, back: str) -> str:
@@ -527,12 +531,12 @@ def _redundancy_text(servers: AllServers, back: str) -> str:
     if servers.has_given_up:
         names = _numbers_text(missing)
         return f"{names}: more lost at a time than parity makes up for. That {back}."
-    left = servers.parity - len(missing)
+    spare = servers.parity - len(missing)
     if not missing:
-        any_of = "Any one server" if left == 1 else f"Any {left} servers"
+        any_of = "Any one server" if spare == 1 else f"Any {spare} servers"
         return f"All is whole, with its parity. {any_of} may be lost.{_last_loss_text(servers)}"
-    states = " ".join(_missing_text(one) for one in missing)
-    if left > 0:
+    states = " ".join(_missing_text(server) for server in missing)
+    if spare > 0:
         return f"{states} One more server may be lost meanwhile."
     return f"{states} Losing another one now {back}."
 
@@ -544,10 +548,10 @@ def _missing_text(server: ServerFacts) -> str:
 
 
 def _last_loss_text(servers: AllServers) -> str:
-    losses = [one for one in servers.each if one.whole_ms is not None]
+    losses = [server for server in servers.each if server.whole_ms is not None]
     if not losses:
         return ""
-    last = max(losses, key=lambda one: one.whole_ms or 0)
+    last = max(losses, key=lambda server: server.whole_ms or 0)
     took = max(0, (last.whole_ms or 0) - (last.lost_ms or 0)) / 1000
     return (
         f" Server {last.number} was lost, and is whole again since {time_text(last.whole_ms or 0)} "
@@ -556,7 +560,7 @@ def _last_loss_text(servers: AllServers) -> str:
 
 
 def _numbers_text(servers: Sequence[ServerFacts]) -> str:
-    numbers = ", ".join(str(one.number) for one in servers)
+    numbers = ", ".join(str(server.number) for server in servers)
     return f"Server {numbers}" if len(servers) == 1 else f"Servers {numbers}"
 
 
@@ -576,8 +580,8 @@ def server_row(one: ServerFacts, parity: int) -> tuple[str, ...]:
     disk = f", {bytes_text(one.disk_bytes)} on disk" if one.disk_bytes else ""
     loss = NONE
     if one.lost_ms is not None:
-        back = "" if one.whole_ms is None else f", whole again {time_text(one.whole_ms)[11:]}"
-        loss = f"{time_text(one.lost_ms)}{back}"
+        recovered = "" if one.whole_ms is None else f", whole again {time_text(one.whole_ms)[11:]}"
+        loss = f"{time_text(one.lost_ms)}{recovered}"
     return (
         str(one.number),
         state,

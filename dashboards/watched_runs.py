@@ -123,8 +123,8 @@ class WatchedRun:
 
     def refresh(self) -> Seen:
         """Reads the run once, in the calling thread, and returns what is known of it now."""
-        before = self.seen
-        version = before.version + 1
+        view = self.seen
+        version = view.version + 1
         began = time.monotonic()
         try:
             self._watch = current_watch(self._url, self._watch)
@@ -132,13 +132,13 @@ class WatchedRun:
         except Exception as raised:  # else the thread would end and the page show "fine" for ever
             error = raised if isinstance(raised, RecpointError) else self._unexpected(raised)
             error.next_step = naming_run(error.next_step, self.name)
-            since = before.failing_since
+            failing_since = view.failing_since
             now = time.monotonic()
             due = self._due(now, now - began)
             self.seen = replace(
-                before,
+                view,
                 error=error,
-                failing_since=now if since is None else since,
+                failing_since=now if failing_since is None else failing_since,
                 version=version,
                 due=due,
             )

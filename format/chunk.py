@@ -221,7 +221,7 @@ def _check_belongs(
 ) -> None:
     attempt = naming.parse_chunk_key(entry.key)
     assert attempt is not None  # ChunkEntry lets no other key through
-    for name, found, expected in (
+    for name, actual, expected in (
         ("run", meta.run, manifest.run),
         ("step", meta.step, attempt.step),
         ("generation", meta.generation, attempt.generation),
@@ -230,9 +230,9 @@ def _check_belongs(
         ("rank", meta.rank, entry.rank),
         ("table", meta.table, entry.table),
     ):
-        if found != expected:
+        if actual != expected:
             raise ForeignObject(
-                key, found=f"{name} {found}", expected=f"{name} {expected}", next_step=next_step
+                key, found=f"{name} {actual}", expected=f"{name} {expected}", next_step=next_step
             )
 
 
@@ -251,14 +251,14 @@ def _check_rows(
     assert table is not None and row_set is not None and rows is not None and bits is not None
     spec = manifest.tables[table]
     exact = meta.scheme == "exact"
-    for name, found, expected in (
+    for name, actual, expected in (
         ("row_count", rows, entry.row_count),
         ("bits", bits, entry.bits),
         ("scheme", meta.scheme, entry.scheme),
         ("dim", meta.dim, spec.dim),
     ):
-        if found != expected:
-            refuse(f"{name} {found}", f"{name} {expected}, as in the manifest")
+        if actual != expected:
+            refuse(f"{name} {actual}", f"{name} {expected}, as in the manifest")
     if exact and bits != 8 * item_bytes(spec.dtype):
         refuse(f"{bits} bits of scheme exact", f"{8 * item_bytes(spec.dtype)} for {spec.dtype}")
     if row_set.first + rows > spec.rows:
@@ -321,7 +321,7 @@ def _check_sample(
     def refuse(found: str, expected: str) -> NoReturn:
         raise MalformedObject(key, found=found, expected=expected, next_step=next_step)
 
-    left = dict(sections)
+    unchecked = dict(sections)
     for name, ids in sections.items():
         match = _SAMPLE_IDS.match(name)
         if match is None:
@@ -330,15 +330,15 @@ def _check_sample(
         if table >= len(manifest.tables) or not 1 <= n <= MAX_SAMPLE_ROWS:
             refuse(f"{name}: {_shape(ids.shape)}", f"1 to {MAX_SAMPLE_ROWS} rows of a table")
         for part, (dtype, shape) in sample_arrays(manifest.tables[table], n).items():
-            section = left.pop(f"sample.{table}.{part}", None)
+            section = unchecked.pop(f"sample.{table}.{part}", None)
             if section is None:
                 if part != "digests":
                     refuse(f"no sample.{table}.{part}", "each part of a table's sample")
             elif (section.dtype, section.shape) != (dtype, shape):
-                found = f"sample.{table}.{part}: {section.dtype} {_shape(section.shape)}"
-                refuse(found, f"{dtype} {_shape(shape)}")
-    if left:
-        refuse(f"the section {brief(next(iter(left)))}", "samples of the manifest's tables")
+                actual = f"sample.{table}.{part}: {section.dtype} {_shape(section.shape)}"
+                refuse(actual, f"{dtype} {_shape(shape)}")
+    if unchecked:
+        refuse(f"the section {brief(next(iter(unchecked)))}", "samples of the manifest's tables")
 
 
 def sample_arrays(spec: TableSpec, rows: int) -> dict[str, tuple[Dtype, tuple[int, ...]]]:

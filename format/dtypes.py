@@ -68,8 +68,8 @@ def dtype_name(dtype: torch.dtype) -> Dtype:
     Raises:
         ValueError: the format has no such dtype.
     """
-    for name, known in _torch_dtypes().items():
-        if known == dtype:
+    for name, torch_dtype in _torch_dtypes().items():
+        if torch_dtype == dtype:
             return name
     raise ValueError(f"{dtype} cannot be stored; known are {', '.join(DTYPES)}")
 

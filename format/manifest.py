@@ -157,13 +157,13 @@ def check_tables(tables: Sequence[TableSpec]) -> None:
     by_name: dict[str, list[TableSpec]] = {}
     for table in tables:
         by_name.setdefault(table.name, []).append(table)
-    for name, found in by_name.items():
-        pieces = [(table.columns, table) for table in found if table.columns is not None]
-        if not pieces and len(found) == 1:
+    for name, pieces_found in by_name.items():
+        pieces = [(table.columns, table) for table in pieces_found if table.columns is not None]
+        if not pieces and len(pieces_found) == 1:
             continue
-        if len(pieces) != len(found):
+        if len(pieces) != len(pieces_found):
             raise ValueError("two tables have one name")
-        end, first = 0, found[0]
+        end, first = 0, pieces_found[0]
         for columns, piece in sorted(pieces, key=lambda pair: pair[0].first):
             if columns.first != end or pieces[0][0].of != columns.of:
                 raise ValueError(
@@ -217,8 +217,8 @@ def check_parts(ranks: int, servers: int | None) -> None:
         ValueError: they are too many.
     """
     if ranks + (servers or 0) > naming.MAX_RANK + 1:
-        found = f"{ranks} ranks and {servers} embedding servers"
-        raise ValueError(f"{found}, of at most {naming.MAX_RANK + 1} together")
+        parts_text = f"{ranks} ranks and {servers} embedding servers"
+        raise ValueError(f"{parts_text}, of at most {naming.MAX_RANK + 1} together")
 
 
 def check_chunks(
@@ -244,8 +244,8 @@ def check_chunks(
     rows = [0] * len(tables)
     for chunk in chunks:
         if chunk.rank >= (ranks if chunk.content == "state" else parts):
-            found = f"{chunk.key} is {chunk.content} of part {chunk.rank}"
-            raise ValueError(f"{found} of {parts}, of which {ranks} are of ranks")
+            chunk_text = f"{chunk.key} is {chunk.content} of part {chunk.rank}"
+            raise ValueError(f"{chunk_text} of {parts}, of which {ranks} are of ranks")
         if chunk.table is None or chunk.row_count is None or chunk.last_row is None:
             continue
         if chunk.table >= len(rows):
@@ -299,8 +299,10 @@ def check_quantizers(quantizers: Sequence[Quantizer], tables: int, parts: int) -
     Raises:
         ValueError: they do not, or name a table or a part that does not exist.
     """
-    found = [(quantizer.table, quantizer.rank) for quantizer in quantizers]
-    if found != sorted(set(found)) or any(at[0] >= tables or at[1] >= parts for at in found):
+    quantized = [(quantizer.table, quantizer.rank) for quantizer in quantizers]
+    if quantized != sorted(set(quantized)) or any(
+        table_and_part[0] >= tables or table_and_part[1] >= parts for table_and_part in quantized
+    ):
         raise ValueError("quantizers must ascend by table, then rank, one at most for each pair")
 
 
@@ -344,11 +346,11 @@ class CacheUse(Part):
     @classmethod
     def joined(cls, found: Iterable[Self | None]) -> Self | None:
         """Return the sums of what several ranks' caches did, and the largest of their windows."""
-        there = [one for one in found if one is not None]
-        if not there:
+        uses = [use for use in found if use is not None]
+        if not uses:
             return None
-        sums = {name: sum(getattr(one, name) for one in there) for name in cls.model_fields}
-        return cls(**sums | {"window": max(one.window for one in there)})
+        sums = {name: sum(getattr(use, name) for use in uses) for name in cls.model_fields}
+        return cls(**sums | {"window": max(use.window for use in uses)})
 
 
 class CheckedStripes(Part):
@@ -368,10 +370,10 @@ class CheckedStripes(Part):
     @classmethod
     def joined(cls, found: Iterable[Self | None]) -> Self | None:
         """Return the sums of what several ranks, or several checkpoints, found."""
-        there = [one for one in found if one is not None]
-        if not there:
+        checks = [check for check in found if check is not None]
+        if not checks:
             return None
-        fits, unknown = sum(one.fits for one in there), sum(one.unknown for one in there)
+        fits, unknown = sum(check.fits for check in checks), sum(check.unknown for check in checks)
         return cls(fits=fits, unknown=unknown)
 
 
@@ -462,8 +464,8 @@ class Manifest(StoredRecord):
     @property
     def links(self) -> Links:
         """The links of the checkpoint when it was taken; its children go by these."""
-        of = self.stands_for or self
-        return Links(of.kind, of.base, of.parent, of.chain_length)
+        name = self.stands_for or self
+        return Links(name.kind, name.base, name.parent, name.chain_length)
 
     @property
     def stored_bytes(self) -> int:
@@ -476,8 +478,8 @@ class Manifest(StoredRecord):
         check_parts(self.ranks, self.servers)
         check_copied_ahead(self.copied_ahead, self.parts)
         if self.stands_for is not None:
-            taken = self.links
-            check_links(taken.kind, self.step, taken.base, taken.parent, taken.chain_length)
+            links = self.links
+            check_links(links.kind, self.step, links.base, links.parent, links.chain_length)
             self._check_shorter(self.stands_for)
         return self
 
@@ -502,14 +504,14 @@ class Manifest(StoredRecord):
     @model_validator(mode="after")
     def _under_one_prefix(self) -> Self:
         """Checks that one attempt, or one consolidation, wrote all chunks (§4, invariant 1)."""
-        at = naming.AttemptName(self.step, self.generation, self.attempt)
+        attempt = naming.AttemptName(self.step, self.generation, self.attempt)
         if self.stands_for is not None:
-            found = naming.parse_chunk_key(self.chunks[0].key)
-            assert found is not None  # ChunkEntry lets no other key through
-            if found[:2] != at[:2] or found == at:
+            chunk_name = naming.parse_chunk_key(self.chunks[0].key)
+            assert chunk_name is not None  # ChunkEntry lets no other key through
+            if chunk_name[:2] != attempt[:2] or chunk_name == attempt:
                 raise ValueError(f"{self.chunks[0].key} is of no consolidation of this checkpoint")
-            at = found
-        prefix = naming.attempt_prefix(*at)
+            attempt = chunk_name
+        prefix = naming.attempt_prefix(*attempt)
         for chunk in self.chunks:
             if not chunk.key.startswith(prefix):
                 raise ValueError(f"{chunk.key} is not under {prefix}")

@@ -203,9 +203,11 @@ class KeyPattern(Generic[P, NameT]):
     def __init__(self, name: Callable[P, NameT], *pieces: str | _Field) -> None:
         self._name = name
         self._pieces = pieces
-        looks = (re.escape(one) if isinstance(one, str) else f"({one.looks})" for one in pieces)
+        looks = (
+            re.escape(piece) if isinstance(piece, str) else f"({piece.looks})" for piece in pieces
+        )
         self._pattern = re.compile("".join(looks) + r"\Z")
-        self._fields = [one for one in pieces if isinstance(one, _Field)]
+        self._fields = [piece for piece in pieces if isinstance(piece, _Field)]
         self.prefix = self._written(())
 
     def of(self, *parts: P.args, **named: P.kwargs) -> str:
@@ -239,12 +241,12 @@ class KeyPattern(Generic[P, NameT]):
 
     def _written(self, values: tuple[object, ...]) -> str:
         """Returns the start of the key up to the first field without a value."""
-        text, left = "", list(values)
+        text, values_left = "", list(values)
         for piece in self._pieces:
             if isinstance(piece, str):
                 text += piece
-            elif left:
-                text += piece.write(left.pop(0))
+            elif values_left:
+                text += piece.write(values_left.pop(0))
             else:
                 return text
         return text
@@ -262,7 +264,7 @@ _RESULT = _text("result", "passed|failed|stateless", "the result of a validation
 _AFTER = _Field(
     r"full|after-[0-9]{12}",
     lambda text: None if text == "full" else int(text.removeprefix("after-")),
-    lambda after: "full" if after is None else f"after-{_STEP.write(after)}",
+    lambda parent_step: "full" if parent_step is None else f"after-{_STEP.write(parent_step)}",
 )
 
 
@@ -370,8 +372,8 @@ def shared_attempt(token: str, step: int, *, cut: int) -> str:
         cut: how many checkpoints the ranks have cut together in this generation, this one
             included. So a second cut of the same step gets another attempt id.
     """
-    said = f"recpoint attempt|{token}|{_within('step', step, 0, MAX_STEP)}|{cut}"
-    return hashlib.sha256(said.encode("ascii")).hexdigest()[:32]
+    identity = f"recpoint attempt|{token}|{_within('step', step, 0, MAX_STEP)}|{cut}"
+    return hashlib.sha256(identity.encode("ascii")).hexdigest()[:32]
 
 
 def row_chunk_key(
@@ -467,7 +469,7 @@ def generation_in_key(key: str) -> int | None:
     """
     if (chunk := parse_chunk_key(key)) is not None:
         return chunk.generation
-    of = EXPIRED_KEY.parse(key) or key
-    pattern = _OF_A_GENERATION.get(of[: of.find("/") + 1])
-    name = None if pattern is None else pattern.parse(of)
+    described_key = EXPIRED_KEY.parse(key) or key
+    pattern = _OF_A_GENERATION.get(described_key[: described_key.find("/") + 1])
+    name = None if pattern is None else pattern.parse(described_key)
     return name if name is None or isinstance(name, int) else name.generation

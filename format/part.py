@@ -63,8 +63,8 @@ class Shard(Part):
     @model_validator(mode="after")
     def _within(self) -> Self:
         if self.first_row + self.rows > self.spec.rows or (self.first_row and not self.rows):
-            found = f"a shard of {self.rows} rows from {self.first_row}"
-            raise ValueError(f"{found} of {self.spec.rows} of {self.spec.name!r:.80}")
+            shard_text = f"a shard of {self.rows} rows from {self.first_row}"
+            raise ValueError(f"{shard_text} of {self.spec.rows} of {self.spec.name!r:.80}")
         if self.scattered and self.first_row:
             raise ValueError(f"scattered rows from {self.first_row} of {self.spec.name!r:.80}")
         return self

@@ -133,14 +133,16 @@ class RecordKind(Generic[P, NameT, RecordT]):
 def _key_of_manifest(manifest: Manifest, _: str) -> str:
     if manifest.stands_for is None:
         return MANIFEST_KEY.of(manifest.step, manifest.generation)
-    after = None if manifest.parent is None else manifest.parent.step
-    return CONSOLIDATED_KEY.of(manifest.step, manifest.generation, after)
+    parent_step = None if manifest.parent is None else manifest.parent.step
+    return CONSOLIDATED_KEY.of(manifest.step, manifest.generation, parent_step)
 
 
 def _key_of_validation(record: ValidationRecord, key: str) -> str:
-    name, of = VALIDATION_KEY.parse(key), record.checkpoint
+    name, checkpoint = VALIDATION_KEY.parse(key), record.checkpoint
     number = 1 if name is None else name.number
-    return VALIDATION_KEY.of(of.step, of.generation, number, record.level, record.result)
+    return VALIDATION_KEY.of(
+        checkpoint.step, checkpoint.generation, number, record.level, record.result
+    )
 
 
 def _place(ref: CheckpointRef) -> tuple[int, int]:

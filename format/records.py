@@ -151,8 +151,8 @@ def unpack_record(kind: type[RecordT], data: bytes, *, name: str, next_step: str
     body = envelope["body"]
     expected_format = kind.model_fields["format"].default
     if not isinstance(body, dict) or body.get("format") != expected_format:
-        found = body.get("format") if isinstance(body, dict) else body
-        raise malformed(f"format {brief(found)}", f"format {expected_format!r}")
+        body_format = body.get("format") if isinstance(body, dict) else body
+        raise malformed(f"format {brief(body_format)}", f"format {expected_format!r}")
     check_version(body, name=name, next_step=next_step)
     digest = crc32c.crc32c(_canonical(body))
     recorded = envelope["crc32c"]
@@ -208,8 +208,8 @@ def validate(
     try:
         part = kind.model_validate(fields)
     except ValidationError as error:
-        found, expected = first_defect(error)
-        raise MalformedObject(name, found=found, expected=expected, next_step=next_step) from None
+        fault, expected = first_defect(error)
+        raise MalformedObject(name, found=fault, expected=expected, next_step=next_step) from None
     # Validation alone fills missing fields with defaults and accepts true as a literal 1.
     if _canonical(part.model_dump(mode="json", exclude_none=exclude_none)) != _canonical(fields):
         raise MalformedObject(
@@ -224,8 +224,8 @@ def validate(
 def first_defect(error: ValidationError) -> tuple[str, str]:
     """Returns (found, expected) of the first defect, both short whatever the input was."""
     first = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(str(piece)[:80] for piece in first["loc"]) or "the record"
-    return f"{where} = {brief(first['input'])}", first["msg"][:200]
+    field = ".".join(str(piece)[:80] for piece in first["loc"]) or "the record"
+    return f"{field} = {brief(first['input'])}", first["msg"][:200]
 
 
 def _canonical(body: Any) -> bytes:

@@ -23,10 +23,10 @@ def to_bfloat16(values: Tensor) -> Tensor:
     rounded = torch.empty(values.shape, dtype=torch.bfloat16, device="cpu")
     # Each part stays in the caches, because reading fresh memory costs more than the rounding.
     parts = zip(values.reshape(-1).split(_PART), rounded.view(-1).split(_PART), strict=True)
-    for part, into in parts:
-        into.copy_(part)  # rounds to nearest, ties to even
-        magnitudes = into.view(torch.int16) & 0x7FFF
+    for part, target in parts:
+        target.copy_(part)  # rounds to nearest, ties to even
+        magnitudes = target.view(torch.int16) & 0x7FFF
         if bool((magnitudes >= _INFINITY).any()):
-            within = part.clamp(-_LARGEST, _LARGEST)
-            into.copy_(torch.where(part.isfinite(), within, part))
+            finite = part.clamp(-_LARGEST, _LARGEST)
+            target.copy_(torch.where(part.isfinite(), finite, part))
     return rounded

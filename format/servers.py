@@ -76,14 +76,14 @@ class AllServers(Part):
 
     @model_validator(mode="after")
     def _numbered(self) -> Self:
-        if [one.number for one in self.each] != list(range(1, len(self.each) + 1)):
+        if [server.number for server in self.each] != list(range(1, len(self.each) + 1)):
             raise ValueError("servers that are not numbered from 1 on")
         return self
 
     @property
     def not_whole(self) -> tuple[ServerFacts, ...]:
         """The servers that have not all their rows."""
-        return tuple(one for one in self.each if one.state != "up")
+        return tuple(server for server in self.each if server.state != "up")
 
 
 class ServersRecord(Record):

@@ -181,8 +181,8 @@ class _Writer:
         if sparse:
             return {"sparse_coo": self._sparse(value)}
         if value.layout is not torch.strided or value.is_nested or value.is_meta:
-            found = f"a tensor of layout {value.layout} on {value.device}"
-            raise _Refused(found, "dense or sparse COO tensors with data")
+            fault = f"a tensor of layout {value.layout} on {value.device}"
+            raise _Refused(fault, "dense or sparse COO tensors with data")
         # A lazily negated view holds the bits of the values before the negation.
         bits = tensor_bits(value.resolve_neg() if value.is_neg() else value, name)
         bits = booleans(bits) if name == "BOOL" else bits

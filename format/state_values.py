@@ -127,17 +127,17 @@ def unflatten_keys(
     """
     tree = _parsed(tree_json, name, next_step)
     items = tree.get("dict") if isinstance(tree, dict) else None
-    wanted = [
+    keyed_nodes = [
         item
         for item in (items if isinstance(items, list) else ())
         if isinstance(item, list) and item and isinstance(item[0], str) and item[0] in keys
     ]
     try:
         reader = _Reader(tensors, name, next_step, partial=True)
-        found: dict[str, Any] = reader.value({"dict": wanted})
+        state: dict[str, Any] = reader.value({"dict": keyed_nodes})
     except _NotGiven:
         return None
-    return found
+    return state
 
 
 def _parsed(tree_json: bytes, name: str, next_step: str) -> Any:
@@ -183,13 +183,13 @@ def sparse_fault(
     """
     sparse_dims, count = indices.shape
     if values.shape != (count, *shape[sparse_dims:]) or sparse_dims > len(shape):
-        found = f"sparse indices {list(indices.shape)} and values {list(values.shape)}"
-        return found, f"indices and values of a tensor of shape {list(shape)}"
+        fault = f"sparse indices {list(indices.shape)} and values {list(values.shape)}"
+        return fault, f"indices and values of a tensor of shape {list(shape)}"
     bounds = torch.tensor(shape[:sparse_dims], dtype=torch.int64, device="cpu").reshape(-1, 1)
-    where = indices.cpu()
-    if bool(((where < 0) | (where >= bounds)).any()):
+    index_values = indices.cpu()
+    if bool(((index_values < 0) | (index_values >= bounds)).any()):
         return "sparse indices out of bounds", f"within {list(shape)}"
-    if coalesced and not _ascends(where):
+    if coalesced and not _ascends(index_values):
         return "sparse indices that repeat or descend", "ascending indices, as coalesced promises"
     return None
 
@@ -241,9 +241,9 @@ class _Reader:
         self._next_step = next_step
 
     def finish(self) -> None:
-        left = sum(tensor is not None for tensor in self._tensors.values())
-        if left:
-            self._refuse(f"{left} tensors that the tree does not name", "each of them named once")
+        unused = sum(tensor is not None for tensor in self._tensors.values())
+        if unused:
+            self._refuse(f"{unused} tensors that the tree does not name", "each of them named once")
 
     def value(self, node: Any) -> Any:
         if not isinstance(node, dict):
@@ -321,12 +321,16 @@ class _Reader:
         return array.reshape(-1).view(_NUMPY_DTYPES[dtype]).reshape(sizes)
 
     def _scalar(self, text: str, dtype: str) -> Any:
-        known = _NUMPY_DTYPES.get(dtype)
-        if known is None or not _HEX_BYTES.match(text) or len(text) != 2 * known.itemsize:
+        numpy_dtype = _NUMPY_DTYPES.get(dtype)
+        if (
+            numpy_dtype is None
+            or not _HEX_BYTES.match(text)
+            or len(text) != 2 * numpy_dtype.itemsize
+        ):
             self._refuse(f"the scalar {brief(text)} of {brief(dtype)}", "its bytes in hexadecimal")
         if dtype == "BOOL" and text not in ("00", "01"):
             self._refuse(f"the scalar {brief(text)} of BOOL", "00 or 01")
-        return np.frombuffer(bytes.fromhex(text), known)[0]
+        return np.frombuffer(bytes.fromhex(text), numpy_dtype)[0]
 
     def _sparse(self, fields: dict[str, Any]) -> torch.Tensor:
         if fields.keys() != {"indices", "values", "shape", "coalesced"}:
@@ -381,9 +385,9 @@ class _Reader:
 
 def _ascends(indices: torch.Tensor) -> bool:
     """Says whether the columns of int64 [dimensions, entries] ascend strictly, first row first."""
-    before, after = indices[:, :-1], indices[:, 1:]
-    decided = torch.zeros(before.shape[1], dtype=torch.bool, device="cpu")
-    for low, high in zip(before, after, strict=True):
+    lower, upper = indices[:, :-1], indices[:, 1:]
+    decided = torch.zeros(lower.shape[1], dtype=torch.bool, device="cpu")
+    for low, high in zip(lower, upper, strict=True):
         if bool((~decided & (low > high)).any()):
             return False
         decided |= low < high

@@ -155,28 +155,28 @@ def parse_file(
 
 def _array(key: str, fields: Any, malformed: Any) -> tuple[int, int, Dtype, tuple[int, ...]]:
     """Returns (begin, end, dtype, shape) of an array in the header, checked against each other."""
-    where = brief(key)
+    field = brief(key)
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
-        raise malformed(f"{where} = {brief(fields)}", "an object of dtype, shape, data_offsets")
+        raise malformed(f"{field} = {brief(fields)}", "an object of dtype, shape, data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if type(dtype) is not str or dtype not in DTYPES:
-        raise malformed(f"dtype {brief(dtype)} of {where}", f"one of {', '.join(DTYPES)}")
+        raise malformed(f"dtype {brief(dtype)} of {field}", f"one of {', '.join(DTYPES)}")
     if not isinstance(shape, list) or not all(type(size) is int for size in shape):
-        raise malformed(f"shape {brief(shape)} of {where}", "a list of integers")
+        raise malformed(f"shape {brief(shape)} of {field}", "a list of integers")
     try:
         size_bytes = array_bytes(dtype, tuple(shape))
     except ValueError as error:
-        raise malformed(f"the shape of {where}", f"a possible one ({str(error)[:120]})") from error
+        raise malformed(f"the shape of {field}", f"a possible one ({str(error)[:120]})") from error
     if (
         not isinstance(offsets, list)
         or len(offsets) != 2
         or not all(type(offset) is int for offset in offsets)
         or not 0 <= offsets[0] <= offsets[1]
     ):
-        raise malformed(f"data_offsets {brief(offsets)} of {where}", "two ascending integers")
+        raise malformed(f"data_offsets {brief(offsets)} of {field}", "two ascending integers")
     if offsets[1] - offsets[0] != size_bytes:
         raise malformed(
-            f"{brief(offsets[1] - offsets[0])} bytes for {where}",
+            f"{brief(offsets[1] - offsets[0])} bytes for {field}",
             f"{size_bytes} for {dtype} of {len(shape)} dimensions",
         )
     return offsets[0], offsets[1], dtype, tuple(shape)

@@ -97,11 +97,11 @@ def brief(value: object) -> str:
 
 
 def _twice(pairs: list[tuple[str, Any]]) -> str:
-    seen: set[str] = set()
+    keys: set[str] = set()
     for key, _ in pairs:
-        if key in seen:
+        if key in keys:
             return brief(key)
-        seen.add(key)
+        keys.add(key)
     raise AssertionError("no key is there twice")
 
 

@@ -75,10 +75,10 @@ def plan(
     # The stream is part of the key: only on the same one is the copy sure to be over by then.
     key = (device, stream, tuple(programs), tuple(entries))
     with _lock:
-        known = _kept.get(key)
-        if known is not None:
+        plan = _kept.get(key)
+        if plan is not None:
             _kept.move_to_end(key)
-            return known
+            return plan
     slots = max(_FEWEST_SLOTS, triton.next_power_of_2(len(entries)))
     unused = slots - len(entries)
     firsts, total = [], 0

@@ -60,15 +60,17 @@ class Implementation(NamedTuple):
 
 def implementations() -> list[Implementation]:
     """The implementation of each kernel here, for tensors on a CPU and on a CUDA device."""
-    name, why = _on_cuda()
-    found: list[Implementation] = []
+    name, reason = _on_cuda()
+    found_kinds: list[Implementation] = []
     for kernel in KERNELS:
-        found.append(Implementation(kernel, "cpu", "native", f"{on_cpu()}, compiled by {COMPILER}"))
+        found_kinds.append(
+            Implementation(kernel, "cpu", "native", f"{on_cpu()}, compiled by {COMPILER}")
+        )
         if kernel in _ON_CPU_ONLY:
-            found.append(Implementation(kernel, "cuda", None, _ON_CPU_ONLY[kernel]))
+            found_kinds.append(Implementation(kernel, "cuda", None, _ON_CPU_ONLY[kernel]))
         else:
-            found.append(Implementation(kernel, "cuda", name, why))
-    return found
+            found_kinds.append(Implementation(kernel, "cuda", name, reason))
+    return found_kinds
 
 
 def on_cpu() -> str:
@@ -80,8 +82,8 @@ def on_cpu() -> str:
 
 def on_devices(kinds: Iterable[str]) -> str:
     """Describes what runs on devices of these kinds, "cpu" and "cuda"; "" for none."""
-    found = [on_cpu() if kind == "cpu" else _on_cuda()[1] for kind in sorted(kinds)]
-    return "; ".join(found)
+    names = [on_cpu() if kind == "cpu" else _on_cuda()[1] for kind in sorted(kinds)]
+    return "; ".join(names)
 
 
 def _on_cuda() -> tuple[str | None, str]:

@@ -141,23 +141,23 @@ def find_wanted(run: Run, channel: Channel, served: ManifestName | None) -> Want
     if channel == "published":
         return _published(run, served)
     generations = run.generation_numbers()  # before the checkpoints, as in `Run.live_line`
-    there = set(run.manifest_names())
-    line = run.line_of(generations, there if served is None else {*there, served})
+    present = set(run.manifest_names())
+    line = run.line_of(generations, present if served is None else {*present, served})
     doubts = Doubts(run, validated_only=channel == "validated")
     names: list[ManifestName] = []
     skipped: list[Skipped] = []
     for name in line:
-        doubt = doubts.about(name) if name in there else None
-        if name == served and (doubt is None or name not in there):
+        doubt = doubts.about(name) if name in present else None
+        if name == served and (doubt is None or name not in present):
             break
         if doubt is not None:
             skipped.append(Skipped(name, doubt))
-        elif name in there:
+        elif name in present:
             names.append(name)
     return Wanted(
         names=names,
         skipped=skipped,
-        newest=next((name for name in line if name in there), None),
+        newest=next((name for name in line if name in present), None),
         doubts=doubts,
     )
 
@@ -166,7 +166,7 @@ def _published(run: Run, served: ManifestName | None) -> Wanted:
     live = run.live_line()
     newest = live[0] if live else None
     names: list[ManifestName] = []
-    since: int | None = None
+    since_ms: int | None = None
     for number in list(reversed(publication_numbers(run)))[:_MOST_PUBLICATIONS]:
         try:
             record = run.records(PUBLICATION).read(number)
@@ -179,7 +179,7 @@ def _published(run: Run, served: ManifestName | None) -> Wanted:
         if name == served:
             break
         if name not in names:
-            since = since or record.created_ms
+            since_ms = since_ms or record.created_ms
             names.append(name)
         if served is not None:
             break
@@ -188,7 +188,7 @@ def _published(run: Run, served: ManifestName | None) -> Wanted:
         skipped=(),
         newest=newest,
         doubts=Doubts(run, validated_only=False),
-        published_ms=since,
+        published_ms=since_ms,
     )
 
 
@@ -200,19 +200,19 @@ def find_pinned(run: Run, step: int, generation: int | None) -> ManifestName:
             step and generation.
     """
     if generation is None:
-        found = [name for name in run.live_line() if name.step == step]
+        matching = [name for name in run.live_line() if name.step == step]
         missing = "no checkpoint of this step on the live line"
     else:
-        found = [name for name in run.manifest_names() if name == (step, generation)]
+        matching = [name for name in run.manifest_names() if name == (step, generation)]
         missing = f"none of generation {generation}"
-    if not found:
+    if not matching:
         raise NothingToRestore(
             f"{run.url}, step {step}",
             found=missing,
             expected="the checkpoint that the follower is pinned to",
             next_step=f"recpoint list {run.url}; then unpin, or pin another one",
         )
-    return found[0]
+    return matching[0]
 
 
 # How far behind a version is. This is known before requests are given the version.
@@ -237,8 +237,8 @@ class Standing:
     @property
     def lag_seconds(self) -> float:
         """See `Status.lag_seconds`."""
-        since = self.waiting_since_ms
-        return 0.0 if since is None else max(0.0, time.time() - since / 1000)
+        since_ms = self.waiting_since_ms
+        return 0.0 if since_ms is None else max(0.0, time.time() - since_ms / 1000)
 
 
 class Standings:
@@ -259,8 +259,11 @@ class Standings:
 
     def of(self, served: ManifestName | None) -> Standing | None:
         """Returns the standing of this version; if it is unknown, of the served version."""
-        known = self._known
-        return next((one for one in known if one.served == served), known[0] if known else None)
+        standings = self._known
+        return next(
+            (standing for standing in standings if standing.served == served),
+            standings[0] if standings else None,
+        )
 
     def note(self, served: ManifestName | None, wanted: Wanted, run: Run, updater: Updater) -> None:
         """Take over what a look has found, seen from the version that is served now."""
@@ -288,25 +291,27 @@ class Standings:
         if wanted.published_ms is not None:
             return wanted.published_ms
         names = wanted.names
-        self._committed_ms = {one: at for one, at in self._committed_ms.items() if one in names}
+        self._committed_ms = {
+            name: time_ms for name, time_ms in self._committed_ms.items() if name in names
+        }
         for name in reversed(names):
-            if (since := self._committed(name, run, updater)) is not None:
-                return since
+            if (since_ms := self._committed(name, run, updater)) is not None:
+                return since_ms
         # If no manifest can be read, the follower is at least as far behind as before.
         return None if not names or self.last is None else self.last.waiting_since_ms
 
     def _committed(self, name: ManifestName, run: Run, updater: Updater) -> int | None:
         """Returns when it was committed at the latest; None: none of its manifests is good."""
-        known = self._committed_ms.get(name)
-        if known is None:
+        committed_ms = self._committed_ms.get(name)
+        if committed_ms is None:
             with suppress(*DAMAGE):
-                known = updater.read(Representation(name)).committed_ms
-        if known is None:  # retention deleted its own; a merged one has a later time
+                committed_ms = updater.read(Representation(name)).committed_ms
+        if committed_ms is None:  # retention deleted its own; a merged one has a later time
             with suppress(*DAMAGE):
-                known = run.manifest(*name).committed_ms
-        if known is not None:
-            self._committed_ms[name] = known
-        return known
+                committed_ms = run.manifest(*name).committed_ms
+        if committed_ms is not None:
+            self._committed_ms[name] = committed_ms
+        return committed_ms
 
 
 # A serving process that follows a run: every request sees one whole version.
@@ -411,13 +416,13 @@ class Follower:
     def status(self) -> Status:
         """What is served, how far behind that is, and what went wrong."""
         version, standing = self._at_once()
-        updater, wanted = self._updater, None if standing is None else standing.wanted
-        newest = None if wanted is None or wanted.newest is None else wanted.newest.step
+        updater, goal = self._updater, None if standing is None else standing.wanted
+        newest = None if goal is None or goal.newest is None else goal.newest.step
         failed = [Skipped(name, text) for name, (_, text) in list(self._failed.items())]
-        doubted = () if wanted is None else wanted.skipped
+        doubted = () if goal is None else goal.skipped
         if version is not None:
             served = ManifestName(version.step, version.checkpoint.generation)
-            doubted = [one for one in doubted if one.name > served]
+            doubted = [doubt for doubt in doubted if doubt.name > served]
         looked = self._looked_at
         return Status(
             serving=None if version is None else version.checkpoint,
@@ -425,7 +430,7 @@ class Follower:
             served_ms=0 if version is None else version.served_ms,
             newest=newest,
             lag_seconds=None if standing is None else standing.lag_seconds,
-            lag_checkpoints=0 if wanted is None else len(wanted.names),
+            lag_checkpoints=0 if goal is None else len(goal.names),
             lag_batches=None if version is None or newest is None else newest - version.step,
             pinned=None if self._pinned is None else self._pinned[0],
             versions_applied=self._versions,
@@ -546,20 +551,20 @@ class Follower:
             return moved
 
     def _follow(self) -> None:
-        told: str | None = None
+        last_error: str | None = None
         while not self._stop.is_set():
             self._wake.clear()
             try:
                 self.poll()
             except RecpointError:
-                if self._error != told:
+                if self._error != last_error:
                     self._log_error()
             except Exception as error:  # a bug must not end the following silently
                 self._error = f"{type(error).__name__}: {error}"
                 _log.exception("following %s", self._store.url)
-            if told is not None and self._error is None:
+            if last_error is not None and self._error is None:
                 _log.info("following %s again", self._store.url)
-            told = self._error
+            last_error = self._error
             self._wake.wait(self._poll_seconds)
 
     def _log_error(self) -> None:
@@ -585,27 +590,27 @@ class Follower:
 
     def _note_wanted(self, run: Run, updater: Updater) -> None:
         served = _served(updater)
-        wanted = self._wanted_from(run, served)
+        goal = self._wanted_from(run, served)
         self._looked_at = time.monotonic()
-        self._note_failed(wanted)
-        self._standings.note(served, wanted, run, updater)
+        self._note_failed(goal)
+        self._standings.note(served, goal, run, updater)
 
     def _wanted_from(self, run: Run, served: ManifestName | None) -> Wanted:
-        wanted = find_wanted(run, self._channel, served)
+        goal = find_wanted(run, self._channel, served)
         if self._pinned is not None and served is not None and self._channel != "published":
-            return wanted.after(served)
-        return wanted
+            return goal.after(served)
+        return goal
 
     def _follow_channel(self, run: Run, updater: Updater, on_progress: OnProgress | None) -> bool:
         now = time.monotonic()
-        wanted = self._wanted
-        for place, name in enumerate(wanted.names):
-            at, _ = self._failed.get(name, (None, ""))
-            if at is not None and now - at < _RETRY_SECONDS:
+        goal = self._wanted
+        for place, name in enumerate(goal.names):
+            failed_at, _ = self._failed.get(name, (None, ""))
+            if failed_at is not None and now - failed_at < _RETRY_SECONDS:
                 continue
             try:
-                since = wanted.published_ms if place else None
-                ahead = replace(wanted, names=wanted.names[:place], published_ms=since)
+                published_ms = goal.published_ms if place else None
+                ahead = replace(goal, names=goal.names[:place], published_ms=published_ms)
                 self._move(run, updater, name, ahead, on_progress)
             except UnsupportedVersion:
                 raise
@@ -647,20 +652,22 @@ class Follower:
         return standing.wanted
 
     def _note_failed(self, wanted: Wanted) -> None:
-        self._failed = {one: why for one, why in self._failed.items() if one in wanted.names}
+        self._failed = {
+            name: reason for name, reason in self._failed.items() if name in wanted.names
+        }
 
     def _opened(self) -> tuple[Run, Updater]:
         # Opened at each look: a local store whose mount is gone lists as empty, as if without news.
-        there = Run.open(self._store)
-        if self._run is not None and there.id != self._run.id:
+        run = Run.open(self._store)
+        if self._run is not None and run.id != self._run.id:
             raise ForeignObject(
-                f"{there.url}/{RUN_KEY}",
-                found=f"run {there.id}",
+                f"{run.url}/{RUN_KEY}",
+                found=f"run {run.id}",
                 expected=f"run {self._run.id}, which is followed",
                 next_step="start the serving process anew, if this is the run to serve now",
             )
         if self._run is None or self._updater is None:
-            self._run = there
+            self._run = run
             self._updater = Updater(
                 self._run,
                 self._copies,
@@ -711,10 +718,10 @@ def _check(
                 "under it",
             )
     if wrong is not None:
-        setting, found, expected = wrong
+        setting, actual, expected = wrong
         raise SettingsError(
             setting,
-            found=f"{found!r:.200}",
+            found=f"{actual!r:.200}",
             expected=expected,
             next_step="see the docstring of recpoint.Follower",
         )

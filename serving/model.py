@@ -74,8 +74,8 @@ class Version:
             UnknownRow: an id in CPU memory is out of range; an IndexError.
             TypeError: the ids are not integers.
         """
-        there = self.tables.get(table)
-        if there is None:
+        served = self.tables.get(table)
+        if served is None:
             names = sorted(self.tables)
             more = len(names) - _MOST_NAMES
             raise UnknownTable(
@@ -89,15 +89,15 @@ class Version:
                 "name it in Follower(tables=...)",
             )
         try:
-            return there.lookup(ids)
+            return served.lookup(ids)
         except IndexError:
-            outside = ids[(ids < 0) | (ids >= there.rows)]
+            outside = ids[(ids < 0) | (ids >= served.rows)]
             if not outside.numel():
                 raise
             raise UnknownRow(
                 f"table {table!r}",
                 found=f"row {int(outside[0])} among {ids.numel()} ids",
-                expected=f"rows 0 … {there.rows - 1}, of {there.rows} at step {self.step}",
+                expected=f"rows 0 … {served.rows - 1}, of {served.rows} at step {self.step}",
                 next_step="look up rows that the table has; ids that came into use later need a "
                 "larger table in training",
             ) from None
@@ -149,8 +149,8 @@ class CodedBag(nn.Module):
         unique, places = input.unique(return_inverse=True)
         padding = None
         if self._padding is not None:
-            found = (unique == self._padding).nonzero()
-            padding = int(found[0]) if found.numel() else None
+            padding_places = (unique == self._padding).nonzero()
+            padding = int(padding_places[0]) if padding_places.numel() else None
         return F.embedding_bag(
             places,
             _table(self.table).lookup(unique),
@@ -169,19 +169,19 @@ def replace_lookups(model: nn.Module) -> None:
         IncompatibleModel: the model is itself an embedding, or one of its embeddings does more than
             look rows up. Nothing is replaced.
     """
-    found: dict[nn.Module, CodedEmbedding | CodedBag] = {}
+    replacements: dict[nn.Module, CodedEmbedding | CodedBag] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             _check(name, module)
             if isinstance(module, nn.EmbeddingBag):
-                found[module] = CodedBag(module)
+                replacements[module] = CodedBag(module)
             else:
-                found[module] = CodedEmbedding(module)
+                replacements[module] = CodedEmbedding(module)
     # Each embedding is replaced under all its names.
     for parent in list(model.modules()):
         for name, module in parent._modules.items():
-            if module is not None and module in found:
-                setattr(parent, name, found[module])
+            if module is not None and module in replacements:
+                setattr(parent, name, replacements[module])
 
 
 def _check(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
@@ -260,35 +260,49 @@ class ServedModel:
         Raises:
             IncompatibleModel: they differ, each difference named.
         """
-        here = {*self._weights, *self._coded}
-        there = logical_tables(manifest.tables)
-        found = [f"table {name!r} is not in the checkpoint" for name in here - there.keys()]
-        found += [f"table {name!r} is not in the model" for name in there.keys() - here]
-        for name in self._weights.keys() & there.keys():
-            weight, spec = self._weights[name], there[name]
+        model_tables = {*self._weights, *self._coded}
+        stored_tables = logical_tables(manifest.tables)
+        faults = [
+            f"table {name!r} is not in the checkpoint"
+            for name in model_tables - stored_tables.keys()
+        ]
+        faults += [
+            f"table {name!r} is not in the model" for name in stored_tables.keys() - model_tables
+        ]
+        for name in self._weights.keys() & stored_tables.keys():
+            weight, spec = self._weights[name], stored_tables[name]
             stored = (spec.rows, spec.dim), torch_dtype(spec.dtype)
             if (tuple(weight.shape), weight.dtype) != stored:
-                found.append(f"table {name!r} is {_form(weight)} in the model and {stored} stored")
-        _refuse(manifest, found)
+                faults.append(f"table {name!r} is {_form(weight)} in the model and {stored} stored")
+        _refuse(manifest, faults)
 
     def check_dense(self, manifest: Manifest, state: Mapping[int, object]) -> None:
         """Check that it has the checkpoint's dense layers; errors as `check_tables`."""
-        here, there = self._dense(), dense_tensors(state)
-        found = [f"{name!r} is not in the checkpoint" for name in here.keys() - there.keys()]
-        found += [f"{name!r} is not in the model" for name in there.keys() - here.keys()]
-        for name in here.keys() & there.keys():
-            if (here[name].shape, here[name].dtype) != (there[name].shape, there[name].dtype):
-                found.append(
-                    f"{name!r} is {_form(here[name])} in the model and {_form(there[name])} stored"
+        model_tensors, stored_tensors = self._dense(), dense_tensors(state)
+        faults = [
+            f"{name!r} is not in the checkpoint"
+            for name in model_tensors.keys() - stored_tensors.keys()
+        ]
+        faults += [
+            f"{name!r} is not in the model" for name in stored_tensors.keys() - model_tensors.keys()
+        ]
+        for name in model_tensors.keys() & stored_tensors.keys():
+            if (model_tensors[name].shape, model_tensors[name].dtype) != (
+                stored_tensors[name].shape,
+                stored_tensors[name].dtype,
+            ):
+                faults.append(
+                    f"{name!r} is {_form(model_tensors[name])} in the model and "
+                    f"{_form(stored_tensors[name])} stored"
                 )
-            elif not fits(here[name], there[name]):
-                found.append(
+            elif not fits(model_tensors[name], stored_tensors[name]):
+                faults.append(
                     f"{name!r} has elements that share memory in the model (expand()), and differ "
                     "in the checkpoint"
                 )
         for name in extra_states(state).keys() - self._modules().keys():
-            found.append(f"the extra state of module {name!r} is only in the checkpoint")
-        _refuse(manifest, found)
+            faults.append(f"the extra state of module {name!r} is only in the checkpoint")
+        _refuse(manifest, faults)
 
     def load_dense(self, state: Mapping[int, object]) -> None:
         """Replace dense layers, buffers and extra state, after `check_dense` has checked them."""
@@ -310,13 +324,13 @@ class ServedModel:
 
     def _dense(self) -> dict[str, Tensor]:
         tables = {id(weight) for weight in self._weights.values()}
-        found: dict[str, Tensor] = {
+        tensors: dict[str, Tensor] = {
             name: parameter
             for name, parameter in self.model.named_parameters()
             if id(parameter) not in tables
         }
-        found.update(self.model.named_buffers())
-        return {canonical_name(self.model, name): tensor for name, tensor in found.items()}
+        tensors.update(self.model.named_buffers())
+        return {canonical_name(self.model, name): tensor for name, tensor in tensors.items()}
 
 
 def _form(tensor: Tensor) -> str:
@@ -367,18 +381,22 @@ class ModelCopy:
     def catch_up(self, other: ModelCopy) -> None:
         """Take over the rows in which this copy differs from the other, which is whole."""
         for name, table in other.tables.items():
-            mine, ids = self.tables.get(name), None
-            if mine is None or mine.form != table.form:
-                mine = self.tables[name] = self._like(name, table)
+            served, ids = self.tables.get(name), None
+            if served is None or served.form != table.form:
+                served = self.tables[name] = self._like(name, table)
             elif self.behind is not ALL:
-                rows = [bits for (of, _), bits in self.behind.items() if of == name]
+                rows = [
+                    bits
+                    for (changed_table, _), bits in self.behind.items()
+                    if changed_table == name
+                ]
                 if not rows:
                     continue
                 ids = dirty_bitmap.collect(reduce(torch.bitwise_or, rows), rows=table.rows)
-            if isinstance(mine, FloatTable) and isinstance(table, FloatTable):
-                mine.copy_rows(table, ids)
-            elif isinstance(mine, CodedTable) and isinstance(table, CodedTable):
-                mine.copy_rows(table, ids)
+            if isinstance(served, FloatTable) and isinstance(table, FloatTable):
+                served.copy_rows(table, ids)
+            elif isinstance(served, CodedTable) and isinstance(table, CodedTable):
+                served.copy_rows(table, ids)
         for name in self.tables.keys() - other.tables.keys():
             del self.tables[name]
         self.behind = {}
@@ -432,18 +450,18 @@ class Loading:
         if self._from_full:
             for name in self._copy.tables.keys() - tables.keys():
                 del self._copy.tables[name]
-        wanted = [t for n, t in tables.items() if self._wanted is None or n in self._wanted]
+        chosen = [t for n, t in tables.items() if self._wanted is None or n in self._wanted]
         coded: dict[int, CodedTable] = {}
         parts: list[TablePart] = []
-        for table in wanted:
+        for table in chosen:
             served = self._served(table)
             if isinstance(served, CodedTable):
                 changed = self.changed[table.name, 0] = dirty_bitmap.new(table.rows)
                 coded[table.pieces[0].index] = served.into(table, changed)
             else:
                 parts += self._parts(table, served.values)
-        into = map_parts(manifest, parts)
-        return [coded.get(index, target) for index, target in enumerate(into)]
+        targets = map_parts(manifest, parts)
+        return [coded.get(index, target) for index, target in enumerate(targets)]
 
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `StateCheckingTarget.check_state`."""
@@ -468,10 +486,10 @@ class Loading:
             )
 
     def _served(self, table: LogicalTable) -> ServedTable:
-        there = self._copy.tables.get(table.name)
-        if self._from_full or there is None:
-            there = self._copy.tables[table.name] = self._table(table, there)
-        return there
+        served = self._copy.tables.get(table.name)
+        if self._from_full or served is None:
+            served = self._copy.tables[table.name] = self._table(table, served)
+        return served
 
     def _table(self, table: LogicalTable, there: ServedTable | None) -> ServedTable:
         weight = None if self._copy.model is None else self._copy.model.table(table.name)
@@ -489,7 +507,7 @@ class Loading:
         """Returns the widest codes of a table's chunks; 0 unless most rows are quantized."""
         chunks = [e for link in self._chain.manifests for e in link.chunks if e.table == table]
         coded = [entry for entry in chunks if entry.scheme == "asymmetric"]
-        rows, coded_rows = (sum(e.row_count or 0 for e in some) for some in (chunks, coded))
+        rows, coded_rows = (sum(e.row_count or 0 for e in entries) for entries in (chunks, coded))
         return max((e.bits or 0 for e in coded), default=0) if 2 * coded_rows > rows else 0
 
 
@@ -523,7 +541,7 @@ class Copies:
     @property
     def nbytes(self) -> int:
         """Bytes of all tables."""
-        return sum(table.nbytes for one in self._copies for table in list(one.tables.values()))
+        return sum(table.nbytes for copy in self._copies for table in list(copy.tables.values()))
 
     @contextmanager
     def reading(self, missing: Callable[[], str | None]) -> Iterator[Version]:
@@ -533,24 +551,24 @@ class Copies:
             missing: says why there is no version yet, if the reason is known.
         """
         with self.changed:
-            held = self._copies[self._active]
-            version = held.version
+            copy = self._copies[self._active]
+            version = copy.version
             if version is None:
-                why = missing()
+                reason = missing()
                 raise NotServing(
                     self._url,
-                    found="no version in memory yet" + (f" ({why})" if why else ""),
+                    found="no version in memory yet" + (f" ({reason})" if reason else ""),
                     expected="a checkpoint that was read",
                     next_step="do what that says, or wait with Follower.wait()"
-                    if why
+                    if reason
                     else "wait with Follower.wait(); Follower.status says what is missing",
                 )
-            held.readers += 1
+            copy.readers += 1
         try:
             yield version
         finally:
             with self.changed:
-                held.readers -= 1
+                copy.readers -= 1
                 self.changed.notify_all()
 
     def standby(self, *, wait_seconds: float) -> ModelCopy:
@@ -564,8 +582,8 @@ class Copies:
         if len(self._copies) == 1:
             model = self.active.model
             # This is safe because requests only read the model.
-            other = None if model is None else ServedModel(copy.deepcopy(model.model))
-            self._copies.append(ModelCopy(other))
+            second_model = None if model is None else ServedModel(copy.deepcopy(model.model))
+            self._copies.append(ModelCopy(second_model))
         standby = self._copies[1 - self._active]
         with self.changed:
             if not self.changed.wait_for(lambda: standby.readers == 0, timeout=wait_seconds):
@@ -581,8 +599,8 @@ class Copies:
     def switch(self, standby: ModelCopy, version: Version) -> ModelCopy:
         """Give `standby` to requests that begin from now on; returns the copy read so far."""
         with self.changed:
-            before = self.active
+            previous = self.active
             standby.version = version
             self._active = self._copies.index(standby)
             self.changed.notify_all()
-        return before
+        return previous

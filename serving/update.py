@@ -96,16 +96,16 @@ def find_route(
             if choice in walked or choice.key in avoid:
                 continue
             try:
-                found = _link(read, choice, way)
+                link = _link(read, choice, way)
             except _DAMAGE as error:
-                gone = isinstance(error.__cause__ or error, ObjectNotFound)
-                gone = gone and bool(there.get(checkpoint))
-                if not gone:  # retention deletes the longer of several ways: no damage
+                is_deleted = isinstance(error.__cause__ or error, ObjectNotFound)
+                is_deleted = is_deleted and bool(there.get(checkpoint))
+                if not is_deleted:  # retention deletes the longer of several ways: no damage
                     errors.setdefault(choice.key, error)
                 continue
             walked.add(choice)
-            total = cost + _row_bytes(found, tables)
-            heapq.heappush(ways, (total, next(number), choice, (found, *way)))
+            total = cost + _row_bytes(link, tables)
+            heapq.heappush(ways, (total, next(number), choice, (link, *way)))
 
     enter(0, name, ())
     while ways:
@@ -147,11 +147,11 @@ def _link(
     read: Callable[[Representation], Manifest], choice: Representation, way: tuple[Manifest, ...]
 ) -> Manifest:
     if not way:
-        found = read(choice)
-        check_with_own(found, read)
-        return found
+        manifest = read(choice)
+        check_with_own(manifest, read)
+        return manifest
     try:
-        found = read(choice)
+        manifest = read(choice)
     except ObjectNotFound as error:
         raise MissingLink(
             choice.key,
@@ -159,8 +159,8 @@ def _link(
             expected=f"{way[0].parent}, on which {way[0].ref} depends",
             next_step="nothing: the follower takes the next full or consolidated checkpoint",
         ) from error
-    check_link(way[0], found)
-    return found
+    check_link(way[0], manifest)
+    return manifest
 
 
 def _row_bytes(manifest: Manifest, tables: Collection[str] | None) -> int:
@@ -283,13 +283,13 @@ class Updater:
     def _read(
         self, representation: Representation, read: Callable[[Representation], Manifest]
     ) -> Manifest:
-        known = self._manifests.get(representation)
-        if known is None:
-            known = self._manifests[representation] = read(representation)
+        manifest = self._manifests.get(representation)
+        if manifest is None:
+            manifest = self._manifests[representation] = read(representation)
         self._manifests.move_to_end(representation)
         while len(self._manifests) > _KEPT_MANIFESTS:
             self._manifests.popitem(last=False)
-        return known
+        return manifest
 
     def _route(
         self,
@@ -299,16 +299,16 @@ class Updater:
         *,
         base: bool,
     ) -> Route:
-        there = self._run.consolidated()
+        consolidated = self._run.consolidated()
         # If nothing is served, a whole chain is read; else a few manifests: not worth guessing.
         guessed = () if self.served is not None else line
-        with ManifestsAhead(self._run, guessed, there, avoid) as ahead:
+        with ManifestsAhead(self._run, guessed, consolidated, avoid) as ahead:
             return find_route(
                 name,
                 self.served,
                 base=self._base if base else None,
-                there=there,
-                read=lambda one: self._read(one, ahead.read),
+                there=consolidated,
+                read=lambda representation: self._read(representation, ahead.read),
                 tables=self._tables,
                 avoid=avoid,
             )
@@ -339,9 +339,9 @@ class Updater:
             dense=standby.dense,
         )
         standby.behind = {}
-        before = self._copies.switch(standby, version)
-        if before is not standby:
-            before.behind = ALL if route.start == "full" else loading.changed
+        previous = self._copies.switch(standby, version)
+        if previous is not standby:
+            previous.behind = ALL if route.start == "full" else loading.changed
         self._account(route, loading.changed, reading.bytes_read)
 
     def _account(self, route: Route, changed: Bitmaps, bytes_read: int) -> None:

@@ -167,8 +167,8 @@ async def report_merge(
         key=artifact_key(run_url, run_id, f"consolidation-g{generation}-step-{step}"),
         description=f"Step {step} consolidated ({outcome}): `{url}`",
         data=[
-            {"what": what, "value": value}
-            for what, value in merge_rows(plan, outcome, written_bytes, seconds)
+            {"what": label, "value": value}
+            for label, value in merge_rows(plan, outcome, written_bytes, seconds)
         ],
     ).acreate()
 

@@ -59,12 +59,14 @@ def _publish(
     why: str,
 ) -> PublishOutcome:
     run = Run.open(open_store(run_url))
-    before = publications.newest_publication(run)
-    if not selection.named and before is not None and before.held and not release:
-        return PublishOutcome(run.id, before, False, before, publications.doubt_about(run, before))
+    newest = publications.newest_publication(run)
+    if not selection.named and newest is not None and newest.held and not release:
+        return PublishOutcome(run.id, newest, False, newest, publications.doubt_about(run, newest))
     if selection.named:
         name = candidates(run, selection)[0]
     else:
         name = choose(run, validated_only=selection.validated_only)
-    done = publications.publish(run, name, held=held, release=release, force=force, why=why)
-    return PublishOutcome(run.id, done.record, done.created, before, done.doubt)
+    publication = publications.publish(run, name, held=held, release=release, force=force, why=why)
+    return PublishOutcome(
+        run.id, publication.record, publication.created, newest, publication.doubt
+    )

@@ -195,11 +195,11 @@ class ProgressBar:
         return True
 
     def _meanwhile(self, tell: Callable[[], None]) -> None:
-        before = self._teller
+        last_teller = self._teller
 
         def in_turn() -> None:
-            if before is not None:
-                before.join()
+            if last_teller is not None:
+                last_teller.join()
             tell()
 
         context = copy_context()  # which flow run this is, and where its server is
@@ -222,7 +222,7 @@ class ProgressBar:
                     client.update_artifact(self._artifact, ArtifactUpdate(data=percent))
                     return
                 task, flow = task_run.get_id(), flow_run.get_id()
-                made = client.create_artifact(
+                artifact = client.create_artifact(
                     ArtifactCreate(
                         type="progress",
                         key=self._key,
@@ -232,7 +232,7 @@ class ProgressBar:
                         flow_run_id=None if flow is None else UUID(flow),
                     )
                 )
-                self._artifact = made.id
+                self._artifact = artifact.id
         except (PrefectException, httpx.HTTPError) as error:
             self._end(error)
 
@@ -311,8 +311,8 @@ async def report(job: PersistJob, committed: Committed) -> None:
                 key=key(f"g{name.generation}-step-{name.step}-r{name.rank}"),
                 description=f"Checkpoint {name.step} of `{url}`",
                 data=[
-                    {"what": what, "value": value}
-                    for what, value in table_rows(name.step, checkpoint)
+                    {"what": label, "value": value}
+                    for label, value in table_rows(name.step, checkpoint)
                 ],
             ).acreate(client),
             _update(
@@ -359,9 +359,9 @@ def _lag_seconds(checkpoint: Checkpoint) -> float:
 async def _update(client: PrefectClient, key: str, text: str, description: str) -> None:
     """Show `text` in the markdown artifact `key`: replace its text, or make the artifact."""
     if key not in _known:
-        there = await Artifact.aget(key, client)
-        if there is not None and there.id is not None:
-            _known[key] = there.id
+        stored = await Artifact.aget(key, client)
+        if stored is not None and stored.id is not None:
+            _known[key] = stored.id
     if key in _known:
         try:
             return await client.update_artifact(

@@ -65,7 +65,7 @@ async def plan_restore(
     """
 
     def plan() -> tuple[ShardPlan, bool]:
-        made = plan_shards(
+        plan = plan_shards(
             open_run(run_url),
             selection,
             include=include,
@@ -73,12 +73,12 @@ async def plan_restore(
             leased=leased,
             shard_bytes=shard_bytes,
         )
-        into = open_store(target_url)
+        target = open_store(target_url)
         if instead_of is not None:
-            take_back(into, instead_of)
-        there = check_place(into, made)
-        remove_unfinished(into, made)
-        return made, there
+            take_back(target, instead_of)
+        complete = check_place(target, plan)
+        remove_unfinished(target, plan)
+        return plan, complete
 
     return await asyncio.to_thread(plan)
 
@@ -125,7 +125,7 @@ async def report_restore(
 ) -> None:
     """Show as a table what was restored, and what was not."""
     # A backtick would end the code span.
-    url, target = (one.replace("`", "'") for one in (run_url, target_url))
+    url, target = (url_text.replace("`", "'") for url_text in (run_url, target_url))
     verdict = done.validation
     rows = [
         ("outcome", outcome),
@@ -143,7 +143,7 @@ async def report_restore(
             run_url, plan.run, f"restore-g{plan.name.generation}-step-{plan.name.step}"
         ),
         description=f"Step {plan.name.step} restored into `{target}` ({outcome}): `{url}`",
-        data=[{"what": what, "value": value} for what, value in rows],
+        data=[{"what": label, "value": value} for label, value in rows],
     ).acreate()
 
 

@@ -56,21 +56,21 @@ def _retain(
 ) -> Retained:
     run = Run.open(open_store(run_url))
     try:
-        made = plan_prune(
+        plan = plan_prune(
             run, policy, grace_seconds=grace_seconds, keep=keep, ask_store=not dry_run
         )
     except NothingValidated as error:
         return Retained(run.id, "nothing marked, nothing deleted", [], refused=str(error))
-    rows = _rows(made)
+    rows = _rows(plan)
     if dry_run:
-        return Retained(run.id, f"{len(made.mark)} to mark, {len(made.delete)} to delete", rows)
-    result = execute(run, made)
+        return Retained(run.id, f"{len(plan.mark)} to mark, {len(plan.delete)} to delete", rows)
+    result = execute(run, plan)
     summary = (
         f"{len(result.marked)} marked, {len(result.deleted)} manifests deleted, "
         f"{bytes_text(result.removed_bytes)} freed{spared_words(result.spared)}"
     )
-    held = f"; nothing deleted while {made.held[0]} reads" if made.held else ""
-    return Retained(run.id, summary + held, rows)
+    held_text = f"; nothing deleted while {plan.held[0]} reads" if plan.held else ""
+    return Retained(run.id, summary + held_text, rows)
 
 
 def _rows(made: PrunePlan) -> list[dict[str, str | int]]:

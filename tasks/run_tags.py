@@ -29,11 +29,11 @@ async def tag_flow_run(*run_urls: str) -> None:
     identity = flow_run.get_id()
     if identity is None:
         return
-    wanted = [run_tag(url) for url in run_urls]
+    tags_wanted = [run_tag(url) for url in run_urls]
     try:
         tags = flow_run.get_tags()
-        if missing := [tag for tag in wanted if tag not in tags]:
+        if missing := [tag for tag in tags_wanted if tag not in tags]:
             async with get_client() as client:
                 await client.update_flow_run(UUID(identity), tags=[*tags, *missing])
     except (PrefectException, httpx.HTTPError) as error:
-        _LOG.warning("the flow run may lack the tags %s: %s", ", ".join(wanted), error)
+        _LOG.warning("the flow run may lack the tags %s: %s", ", ".join(tags_wanted), error)

@@ -52,11 +52,11 @@ def _validate(run_url: str, name: ManifestName, level: ValidationLevel) -> Valid
     run = Run.open(open_store(run_url))
     bar = _bar(run, name, f"validation-{level}")
     with reading(run, purpose="validate") as lease:
-        found = validation.validate(
+        verdict = validation.validate(
             run, name, level=level, leased=lease is not None, on_progress=bar.show
         )
     bar.finish()
-    return found
+    return verdict
 
 
 def _evaluate(run_url: str, name: ManifestName, function: str) -> dict[str, float]:

@@ -243,9 +243,9 @@ def probe_create_only(store: Store) -> None:
         except ObjectExists:
             # The first create can raise it too, if its answer was lost and the client tried again.
             pass
-    found = store.get(key, max_bytes=16)
+    stored = store.get(key, max_bytes=16)
     store.delete(key)
-    if found != b"first":
+    if stored != b"first":
         raise no_create_only(store, "a second create-only write that replaced the first")
 
 
@@ -353,18 +353,18 @@ def for_os_error(error: OSError, where: str, *, doing: str, writing: bool) -> St
         writing: whether this was a change; a missing path is then no ObjectNotFound.
     """
     number = error.errno or _number_of(error)
-    found = f"{type(error).__name__}: {error.strerror or error} (while {doing})"
+    failure = f"{type(error).__name__}: {error.strerror or error} (while {doing})"
     if number in _FULL:
         return StoreFull(
             where,
-            found=found,
+            found=failure,
             expected="room for the object",
             next_step="free space or raise the quota, or remove old checkpoints",
         )
     if number in _DENIED:
         return StoreAccessDenied(
             where,
-            found=found,
+            found=failure,
             expected="permission for this",
             next_step="check owner and mode of the directory and that it is not mounted read-only",
         )
@@ -375,20 +375,20 @@ def for_os_error(error: OSError, where: str, *, doing: str, writing: bool) -> St
     if number in _UNSUPPORTED:
         return StoreUnsupported(
             where,
-            found=found,
+            found=failure,
             expected="a file system with hard links, rename and fsync",
             next_step="choose another directory, or an object store, for the run",
         )
     if number in _IMPOSSIBLE or number in _ABSENT:
         return StoreError(
             where,
-            found=found,
+            found=failure,
             expected="a path that can be written",
             next_step="check the run URL, and that no file is in the place of a directory",
         )
     return StoreUnavailable(
         where,
-        found=found,
+        found=failure,
         expected="an answer from the file system",
         next_step="check that the disk or the mount works, then try again",
     )
@@ -427,7 +427,7 @@ def for_answer(
 def _for_status(
     where: str, status: int, code: str, message: str, doing: str, bucket: str
 ) -> StoreError:
-    found = f"{status or 'an error'} {code}: {message} (while {doing})"
+    failure = f"{status or 'an error'} {code}: {message} (while {doing})"
     if code == "NoSuchBucket":
         return StoreError(
             where,
@@ -438,7 +438,7 @@ def _for_status(
     if status in (401, 403) or code in _DENIED_CODES:
         return StoreAccessDenied(
             where,
-            found=found,
+            found=failure,
             expected="permission for this",
             next_step="check AWS_ACCESS_KEY_ID and its secret, the bucket's policy, the clock",
         )
@@ -449,21 +449,21 @@ def _for_status(
     if status == 507 or code in _FULL_CODES:
         return StoreFull(
             where,
-            found=found,
+            found=failure,
             expected="room for the object",
             next_step="raise the quota, or remove old checkpoints",
         )
     if status in (429, 503) or code in _THROTTLED_CODES:
         return StoreThrottled(
             where,
-            found=found,
+            found=failure,
             expected="an answer",
             next_step="try again later; if it stays so, send fewer requests at once",
         )
     if status in (405, 501):
         return StoreUnsupported(
             where,
-            found=found,
+            found=failure,
             expected="a store that supports this",
             next_step="choose another store for the run",
         )
@@ -471,13 +471,13 @@ def _for_status(
     if status >= 500 or status in (408, 409) or code in _DAMAGED_CODES:
         return StoreUnavailable(
             where,
-            found=found,
+            found=failure,
             expected="an answer that says what happened",
             next_step="try again; if it stays so, read the store's own log",
         )
     return StoreError(
         where,
-        found=found,
+        found=failure,
         expected="a request that the store accepts",
         next_step="check the run URL, the endpoint and the region",
     )

@@ -222,9 +222,9 @@ def _write_temporary(
     descriptor = os.open(temporary, flags, 0o666, dir_fd=directory)
     try:
         try:
-            left = memoryview(data).cast("B")
-            while left:
-                left = left[os.write(descriptor, left) :]
+            remaining = memoryview(data).cast("B")
+            while remaining:
+                remaining = remaining[os.write(descriptor, remaining) :]
             step(f"fsync {target.name}")
             # A failed fsync is not repeated: the kernel may have marked lost pages as clean, so a
             # second fsync would report success. The whole write has failed.

@@ -68,25 +68,25 @@ class LocalStore(Store):
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
         """See `Store.get`."""
-        where = self._where(key)
-        with self._translated(where, "reading"), self._open(key) as file:
-            size_bytes = self._size(where, file, max_bytes)
+        address = self._where(key)
+        with self._translated(address, "reading"), self._open(key) as file:
+            size_bytes = self._size(address, file, max_bytes)
             data = file.read(size_bytes)
         if len(data) != size_bytes:
-            raise too_short(where, found_bytes=len(data), expected_bytes=size_bytes)
+            raise too_short(address, found_bytes=len(data), expected_bytes=size_bytes)
         return data
 
     def get_lent(
         self, key: str, *, max_bytes: int, lend: Callable[[int], memoryview]
     ) -> memoryview:
         """See `Store.get_lent`."""
-        where = self._where(key)
-        with self._translated(where, "reading"), self._open(key) as file:
-            size_bytes = self._size(where, file, max_bytes)
+        address = self._where(key)
+        with self._translated(address, "reading"), self._open(key) as file:
+            size_bytes = self._size(address, file, max_bytes)
             data = lend(size_bytes)
             found_bytes = file.readinto(data)
         if found_bytes != size_bytes:
-            raise too_short(where, found_bytes=found_bytes, expected_bytes=size_bytes)
+            raise too_short(address, found_bytes=found_bytes, expected_bytes=size_bytes)
         return data
 
     def _size(self, where: str, file: BufferedReader, max_bytes: int) -> int:
@@ -99,17 +99,17 @@ class LocalStore(Store):
     def get_range(self, key: str, *, start: int, end: int) -> bytes:
         """See `Store.get_range`."""
         length_bytes = check_range(start, end)
-        where = self._where(key)
-        with self._translated(where, "reading"), self._open(key) as file:
+        address = self._where(key)
+        with self._translated(address, "reading"), self._open(key) as file:
             available_bytes = os.fstat(file.fileno()).st_size - start
             if available_bytes < length_bytes:  # before allocating for it
                 raise too_short(
-                    where, found_bytes=max(0, available_bytes), expected_bytes=length_bytes
+                    address, found_bytes=max(0, available_bytes), expected_bytes=length_bytes
                 )
             file.seek(start)
             data = file.read(length_bytes)
         if len(data) != length_bytes:
-            raise too_short(where, found_bytes=len(data), expected_bytes=length_bytes)
+            raise too_short(address, found_bytes=len(data), expected_bytes=length_bytes)
         return data
 
     def put(self, key: str, data: bytes) -> None:
@@ -206,7 +206,7 @@ class LocalStore(Store):
 
     def _write(self, key: str, data: bytes | memoryview, *, exclusively: bool) -> None:
         path = self._path(key)
-        verb, done = ("create", "created") if exclusively else ("put", "stored")
+        verb, past_verb = ("create", "created") if exclusively else ("put", "stored")
         durable.step(f"{verb} {key}")
         with self._translated(self._where(key), "writing", writing=True):
             for attempt in range(_TRIES):
@@ -220,7 +220,7 @@ class LocalStore(Store):
                 except FileNotFoundError:
                     if attempt == _TRIES - 1:
                         raise
-        durable.step(f"{done} {key}")
+        durable.step(f"{past_verb} {key}")
 
     def _make_directories(self, path: Path) -> None:
         """Make the directories above `path`, durable up to the root.
@@ -240,8 +240,8 @@ class LocalStore(Store):
         """Refuse to change `path` if a directory between the root and `path` is a link."""
         for directory in self._directories_above(path):
             if directory.is_symlink():
-                where = self._where(path.relative_to(self._root).as_posix())
-                raise linked(where, str(directory), reading=False)
+                address = self._where(path.relative_to(self._root).as_posix())
+                raise linked(address, str(directory), reading=False)
 
     def _directories_above(self, path: Path) -> Iterator[Path]:
         """Yields the directories between `path` and the root, both excluded, deepest first."""
@@ -268,23 +268,23 @@ class LocalStore(Store):
 
     def _entries(self, directory: str) -> Sequence[tuple[str, os.stat_result]]:
         """Returns the entries of `directory` in the order of keys; none if it does not exist."""
-        found = []
-        where = self._where(directory)
-        with self._translated(where, "listing"):
+        entries = []
+        address = self._where(directory)
+        with self._translated(address, "listing"):
             try:
                 parts = directory.split("/") if directory else []
-                with self._directory(parts, where, flags=_LISTED) as descriptor:
+                with self._directory(parts, address, flags=_LISTED) as descriptor:
                     for name in os.listdir(descriptor):
                         try:
                             status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
                         except FileNotFoundError:
                             continue  # removed meanwhile
-                        found.append((name, status))
+                        entries.append((name, status))
             except (FileNotFoundError, NotADirectoryError):
                 return []
         # A directory sorts with a slash behind its name, as the keys in it do.
-        found.sort(key=lambda entry: entry[0] + "/" * stat.S_ISDIR(entry[1].st_mode))
-        return found
+        entries.sort(key=lambda entry: entry[0] + "/" * stat.S_ISDIR(entry[1].st_mode))
+        return entries
 
     @contextmanager
     def _directory(

@@ -97,8 +97,8 @@ class Records(Generic[P, NameT, RecordT]):
         """As `create`, for a record that is already packed in its envelope."""
         key = self._kind.keys.of(*name, **named)
         store = RetryingStore(self._store, _CREATING)
-        there = store.create_or_read(key, data, max_bytes=self._kind.max_bytes)
-        return "created" if there is None else "same" if there == data else "other"
+        stored = store.create_or_read(key, data, max_bytes=self._kind.max_bytes)
+        return "created" if stored is None else "same" if stored == data else "other"
 
     def put(self, record: RecordT, *name: P.args, **named: P.kwargs) -> None:
         """Write a record, replacing any record under its key.

@@ -216,12 +216,12 @@ class RetryingStore(Store):
         return True
 
     def _listed(self, prefix: str) -> Iterator[ObjectInfo]:
-        failures, told = _Failures(self._retries), ""
+        failures, last_key = _Failures(self._retries), ""
         while True:
             try:
                 for info in self._store.list(prefix):
-                    if info.key > told:
-                        told = info.key
+                    if info.key > last_key:
+                        last_key = info.key
                         yield info
                 return
             except StoreError as error:

@@ -89,9 +89,9 @@ def parse_run_url(url: str) -> RunUrl:
         raise _refused(url, "a query or fragment, where a credential could hide")
     if scheme in ("file", "local"):
         return _local_url(url, parts.netloc, unquote(parts.path))
-    user, at, _ = parts.netloc.rpartition("@")
+    user, separator, _ = parts.netloc.rpartition("@")
     # abfs://container@account.dfs.core.windows.net is an address; a colon before @ is a password.
-    if at and (":" in user or not scheme.startswith(("abfs", "wasb"))):
+    if separator and (":" in user or not scheme.startswith(("abfs", "wasb"))):
         raise _refused(url, "a credential in the URL")
     if scheme in ("http", "https") and (":" in parts.netloc or not _HOST.match(parts.netloc)):
         raise _refused(
@@ -151,8 +151,10 @@ def _require_utf8(text: str, url: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        found = "bytes that are not UTF-8 in the URL or in the directory that it is relative to"
-        raise _refused(url, found, or_else=_RENAME) from None
+        path_fault = (
+            "bytes that are not UTF-8 in the URL or in the directory that it is relative to"
+        )
+        raise _refused(url, path_fault, or_else=_RENAME) from None
 
 
 def _refused(
@@ -188,10 +190,10 @@ def naming_run(text: str, url: object) -> str:
     not put in, because it may hold a credential.
     """
     try:
-        there = parse_run_url(url).url if isinstance(url, str) else "URL"
+        run_url = parse_run_url(url).url if isinstance(url, str) else "URL"
     except SettingsError:
         return text
-    return _PROPOSED.sub(lambda found: f"{found[1]} {shlex.quote(there)}", text)
+    return _PROPOSED.sub(lambda match: f"{match[1]} {shlex.quote(run_url)}", text)
 
 
 @contextmanager

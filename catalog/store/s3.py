@@ -70,15 +70,15 @@ class PerProcess(Generic[_Made]):
 
     def get(self) -> _Made:
         """Returns this process's object."""
-        made = self._made
-        if made is None or made[0] != os.getpid():
+        cached = self._made
+        if cached is None or cached[0] != os.getpid():
             with _making:
-                made = self._made
-                if made is None or made[0] != os.getpid():
-                    if made is not None:
-                        _inherited.append(made[1])
-                    made = self._made = (os.getpid(), self._make())
-        return made[1]
+                cached = self._made
+                if cached is None or cached[0] != os.getpid():
+                    if cached is not None:
+                        _inherited.append(cached[1])
+                    cached = self._made = (os.getpid(), self._make())
+        return cached[1]
 
 
 # The interface of an S3 client for `S3Store`; `catalog.store.store` implements it with an SDK.
@@ -347,13 +347,13 @@ class S3Store(Store):
     def list_unfinished(self) -> Iterator[ObjectInfo]:
         """See `Store.list_unfinished`: multipart uploads."""
         markers = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-        found = []
+        unfinished = []
         for page in self._pages("list_multipart_uploads", markers, self._prefix):
             for upload in page.get("Uploads", ()):
                 if upload["Key"].startswith(self._prefix):
                     key = upload["Key"][len(self._prefix) :] + _UPLOAD + upload["UploadId"]
-                    found.append(_info(key, 0, upload["Initiated"]))
-        yield from sorted(found, key=lambda info: info.key)
+                    unfinished.append(_info(key, 0, upload["Initiated"]))
+        yield from sorted(unfinished, key=lambda info: info.key)
 
     def delete_unfinished(self, key: str) -> None:
         """See `Store.delete_unfinished`."""
@@ -444,7 +444,7 @@ class S3Store(Store):
         The first answer gives the object's length, so no more is requested or allocated. The other
         answers must come from the same version of the object.
         """
-        where = self._where(check_key(key))
+        address = self._where(check_key(key))
         first_end = start + _RANGE_BYTES if end is None else min(start + _RANGE_BYTES, end)
 
         async def first_range() -> tuple[bytes, int, str]:
@@ -461,21 +461,23 @@ class S3Store(Store):
         end = total_bytes if end is None else end
         if total_bytes < end or (len(first) == 0 and end > start):
             found_bytes = min(len(first), max(0, total_bytes - start))
-            raise too_short(where, found_bytes=found_bytes, expected_bytes=end - start)
+            raise too_short(address, found_bytes=found_bytes, expected_bytes=end - start)
 
         async def other_ranges() -> builtins.list[tuple[bytes, int, str]]:
             return await requests_at_once(
                 (
-                    partial(self._range, key, at, min(at + _RANGE_BYTES, end), etag=etag)
-                    for at in range(start + len(first), end, _RANGE_BYTES)
+                    partial(
+                        self._range, key, start_byte, min(start_byte + _RANGE_BYTES, end), etag=etag
+                    )
+                    for start_byte in range(start + len(first), end, _RANGE_BYTES)
                 ),
                 at_once=_IN_FLIGHT,
             )
 
         if len(first) == end - start:
             return first
-        others = self._run("reading", key, other_ranges, end - start)
-        return b"".join([first, *(data for data, _, _ in others)])
+        answers = self._run("reading", key, other_ranges, end - start)
+        return b"".join([first, *(data for data, _, _ in answers)])
 
     async def _range(
         self, key: str, start: int, end: int, *, etag: str = "", max_bytes: int | None = None
@@ -484,39 +486,42 @@ class S3Store(Store):
 
         The client repeats requests. A body that breaks off is requested again here.
         """
-        where = self._where(key)
-        same = {"IfMatch": etag} if etag else {}
+        address = self._where(key)
+        condition = {"IfMatch": etag} if etag else {}
         for attempt in range(1, self._timeouts.attempts + 1):
             try:
                 answer = await self._call(
-                    "get_object", Key=self._prefix + key, Range=f"bytes={start}-{end - 1}", **same
+                    "get_object",
+                    Key=self._prefix + key,
+                    Range=f"bytes={start}-{end - 1}",
+                    **condition,
                 )
             except S3Failure as changed:
                 if changed.status != 412:
                     raise
                 raise StoreUnavailable(
-                    where,
+                    address,
                     found="an object that was replaced during the read",
                     expected="the same object until the end of the read",
                     next_step="read it again",
                 ) from changed
             body = answer["Body"]
             try:
-                found = _CONTENT_RANGE.match(answer.get("ContentRange", ""))
-                if not found or int(found[1]) != start:
+                content_range = _CONTENT_RANGE.match(answer.get("ContentRange", ""))
+                if not content_range or int(content_range[1]) != start:
                     raise StoreError(
-                        where,
+                        address,
                         found=f"the range {answer.get('ContentRange')!r}",
                         expected=f"bytes from {start} on",
                         next_step="use an S3 server, or a proxy, that answers range requests",
                     )
-                total_bytes = int(found[3])
+                total_bytes = int(content_range[3])
                 if max_bytes is not None and total_bytes > max_bytes:
-                    raise too_large(where, found_bytes=total_bytes, max_bytes=max_bytes)
+                    raise too_large(address, found_bytes=total_bytes, max_bytes=max_bytes)
                 expected_bytes = min(end, total_bytes) - start
                 if answer.get("ContentLength", 0) != expected_bytes:
                     raise too_short(
-                        where,
+                        address,
                         found_bytes=answer.get("ContentLength", 0),
                         expected_bytes=expected_bytes,
                     )
@@ -533,7 +538,7 @@ class S3Store(Store):
         raise failure
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
-        found = []
+        infos = []
         token = {"ContinuationToken": "NextContinuationToken"}
         for page in self._pages("list_objects_v2", token, self._prefix + prefix):
             for entry in page.get("Contents", ()):
@@ -541,9 +546,9 @@ class S3Store(Store):
                 # Names that end in a slash are folders of other tools.
                 if name.startswith(self._prefix + prefix) and not name.endswith("/"):
                     key = name[len(self._prefix) :]
-                    found.append(_info(key, entry["Size"], entry["LastModified"]))
+                    infos.append(_info(key, entry["Size"], entry["LastModified"]))
         # Sorted, because not every server lists in the order of keys.
-        yield from sorted(found, key=lambda info: info.key)
+        yield from sorted(infos, key=lambda info: info.key)
 
     def _pages(
         self, method: str, markers: Mapping[str, str], prefix: str
@@ -555,7 +560,7 @@ class S3Store(Store):
             yield page
             if not page.get("IsTruncated"):
                 return
-            following = {name: page[at] for name, at in markers.items() if page.get(at)}
+            following = {name: page[field] for name, field in markers.items() if page.get(field)}
             if not following or following == position:
                 raise StoreError(
                     self.url,

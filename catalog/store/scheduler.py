@@ -126,7 +126,7 @@ class ReadScheduler:
                 most `READ_SMALL_BYTES` are small.
         """
         waiting = iter(jobs)
-        taken: list[_Job] = []
+        next_jobs: list[_Job] = []
         under_way: deque[tuple[_Job, Future[_Result]]] = deque()
         sizes: deque[int] = deque()  # bytes of each job under way
         room_bytes = self._budget_bytes
@@ -134,17 +134,17 @@ class ReadScheduler:
         try:
             while True:
                 while len(under_way) < most:
-                    taken = taken or list(islice(waiting, 1))
-                    if not taken:
+                    next_jobs = next_jobs or list(islice(waiting, 1))
+                    if not next_jobs:
                         break
-                    size = WHOLE_CHUNK_BYTES if size_bytes is None else size_bytes(taken[0])
+                    size = WHOLE_CHUNK_BYTES if size_bytes is None else size_bytes(next_jobs[0])
                     small = size <= READ_SMALL_BYTES
                     if not small and len(under_way) >= self._window:
                         break
                     if under_way and size > room_bytes:
                         break
                     pool = self._small if small else self._large
-                    job = taken.pop()
+                    job = next_jobs.pop()
                     under_way.append((job, _submit(pool, partial(work, job))))
                     sizes.append(size)
                     room_bytes -= size
@@ -210,7 +210,7 @@ class WriteBudget:
     def give_all_back(self, holder: object) -> None:
         """Give back all room of `holder`, which must have no write under way."""
         with self._changed:
-            self._held = [one for one in self._held if one[0] is not holder]
+            self._held = [entry for entry in self._held if entry[0] is not holder]
             self._changed.notify_all()
 
     def _has_room(self, size_bytes: int) -> bool:

@@ -383,40 +383,40 @@ class _FsspecStore(Store):
             entries = self._run("listing", "find", directory, detail=True)
         except ObjectNotFound:
             return
-        found = []
+        infos = []
         for name, entry in entries.items():
             key = name.removeprefix(root)
             if name.startswith(root) and key.startswith(prefix) and entry.get("type") == "file":
-                found.append(ObjectInfo(key=key, size_bytes=entry["size"], modified_ms=_ms(entry)))
-        yield from sorted(found, key=lambda info: info.key)
+                infos.append(ObjectInfo(key=key, size_bytes=entry["size"], modified_ms=_ms(entry)))
+        yield from sorted(infos, key=lambda info: info.key)
 
     def _run(self, doing: str, method: str, key: str, *arguments: Any, **named: Any) -> Any:
-        where = self._where(key)
+        address = self._where(key)
         file_system = self._file_system.get()
         try:
             if self._scheme == "memory":
                 with _one_at_a_time:
-                    return getattr(file_system, method)(where, *arguments, **named)
-            return getattr(file_system, method)(where, *arguments, **named)
+                    return getattr(file_system, method)(address, *arguments, **named)
+            return getattr(file_system, method)(address, *arguments, **named)
         except OSError as error:
             behind = _behind(error)
             if behind is not None:
-                raise self._for_failure(behind, where, doing) from error
-            raise for_os_error(error, where, doing=doing, writing="writing" in doing) from error
+                raise self._for_failure(behind, address, doing) from error
+            raise for_os_error(error, address, doing=doing, writing="writing" in doing) from error
         except (NotImplementedError, TypeError) as error:
             raise no_create_only(
                 self, f"{type(error).__name__}: {error} (while {doing})"
             ) from error
         except Exception as error:  # the errors of different SDKs have no common base
-            raise self._for_failure(error, where, doing) from error
+            raise self._for_failure(error, address, doing) from error
 
     def _for_failure(self, error: Exception, where: str, doing: str) -> RecpointError:
         """Translates an SDK's error, by the HTTP status of the answer if one came."""
         status = next(
             (
-                found
+                value
                 for name in ("status_code", "status", "code")
-                if isinstance(found := getattr(error, name, None), int)
+                if isinstance(value := getattr(error, name, None), int)
             ),
             None,
         )
@@ -451,12 +451,12 @@ def _connect(parsed: RunUrl) -> Any:
 def _ms(entry: Mapping[str, Any]) -> int:
     """Returns when the object was last changed, in milliseconds since the epoch."""
     for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
-        when = entry.get(name)
-        if isinstance(when, str):
-            when = datetime.fromisoformat(when)
-        if isinstance(when, datetime):
-            when = when.timestamp()
-        if isinstance(when, int | float):
-            return int(when * 1000)
+        time = entry.get(name)
+        if isinstance(time, str):
+            time = datetime.fromisoformat(time)
+        if isinstance(time, datetime):
+            time = time.timestamp()
+        if isinstance(time, int | float):
+            return int(time * 1000)
     # If the file system does not say, the object counts as just written, so no grace has passed.
     return now_ms()

@@ -122,10 +122,10 @@ class DemoSettings:
         if not 0 <= self.servers <= MOST_SERVERS:
             raise _refused("--servers", str(self.servers), f"1 to {MOST_SERVERS} processes")
         if self.parity:
-            found = re.fullmatch(r"(\d{1,2})\+(\d)", self.parity)
-            if found is None:
+            match = re.fullmatch(r"(\d{1,2})\+(\d)", self.parity)
+            if match is None:
                 raise _refused("--parity", self.parity, "K+R, such as 4+1")
-            Parity(data=int(found[1]), parity=int(found[2])).require_servers(self.servers)
+            Parity(data=int(match[1]), parity=int(match[2])).require_servers(self.servers)
         if self.is_cached and self.lookahead:
             raise _refused(
                 "--lookahead",
@@ -270,11 +270,11 @@ class _Demo:
         target = self.settings.steps // 4 // interval * interval + (interval + 1) // 2
         self.watch(lambda: victim.step >= target, victim, *others)
         self.stop_until_committed(1, victim, *others)
-        before = victim.servers
-        os.kill(before[-1], signal.SIGKILL)
+        servers_before = victim.servers
+        os.kill(servers_before[-1], signal.SIGKILL)
         step = victim.step
         victim.go_on()
-        self.watch(lambda: victim.servers not in ([], before), victim, *others)
+        self.watch(lambda: victim.servers not in ([], servers_before), victim, *others)
         self.progress.server_killed(step, goes_on=bool(self.settings.parity))
         return step
 
@@ -355,13 +355,13 @@ def _run(demo: _Demo) -> DemoResult:
     # With another seed, initial weights and random numbers differ unless they are restored.
     resumed = demo.start_trainer("resumed", seed=_OTHER_SEED, checkpoints=True)
     demo.watch(lambda: not (alone.running or resumed.running), resumed, alone)
-    expected, found = alone.result(), resumed.result()
+    expected, resumed_result = alone.result(), resumed.result()
 
     run = Run.open(open_store(demo.run_url))
     manifests = [run.manifest(*entry) for entry in run.live_line()]
     report = check(run, level="full")
     flows = persisted_by_prefect(ui, demo.run_url)
-    document = _document(demo.settings, manifests, expected=expected, found=found) | {
+    document = _document(demo.settings, manifests, expected=expected, found=resumed_result) | {
         "server_killed_at_step": server_killed_at,
         "killed_at_step": killed_at,
         "check_ok": report.ok,
@@ -421,8 +421,8 @@ def _document(
         **_copied(manifests),
         "lag_s_median": round(statistics.median(lags), 3) if lags else None,
         "digests_equal": {
-            what: found["digests"].get(what) == digest
-            for what, digest in expected["digests"].items()
+            state: found["digests"].get(state) == digest
+            for state, digest in expected["digests"].items()
         },
     }
 
@@ -435,10 +435,10 @@ def _copied(manifests: list[Manifest]) -> dict[str, int]:
     ahead = [manifest.copied_ahead for manifest in manifests if manifest.copied_ahead is not None]
     return {
         "checkpoints_copied_ahead": len(ahead),
-        "rows_copied_before_stalls": sum(one.rows_before for one in ahead),
-        "rows_copied_in_stalls": sum(one.rows_in_stall for one in ahead),
-        "bytes_copied_before_stalls": sum(one.bytes_before for one in ahead),
-        "bytes_copied_in_stalls": sum(one.bytes_in_stall for one in ahead),
+        "rows_copied_before_stalls": sum(entry.rows_before for entry in ahead),
+        "rows_copied_in_stalls": sum(entry.rows_in_stall for entry in ahead),
+        "bytes_copied_before_stalls": sum(entry.bytes_before for entry in ahead),
+        "bytes_copied_in_stalls": sum(entry.bytes_in_stall for entry in ahead),
     }
 
 
@@ -535,11 +535,16 @@ def _cache_text(cache: dict[str, Any]) -> str:
 
 
 def _copied_text(document: dict[str, Any]) -> str:
-    before, within = document["rows_copied_before_stalls"], document["rows_copied_in_stalls"]
+    rows_before, rows_in_stall = (
+        document["rows_copied_before_stalls"],
+        document["rows_copied_in_stalls"],
+    )
     all_of_them = counted(document["checkpoints"], "checkpoint")
     return (
-        f"{document['checkpoints_copied_ahead']} of {all_of_them}: {copied_text(before, within)} "
-        f"({bytes_text(document['bytes_copied_before_stalls'])}, and {counted(within, 'row')} of "
+        f"{document['checkpoints_copied_ahead']} of {all_of_them}: "
+        f"{copied_text(rows_before, rows_in_stall)} "
+        f"({bytes_text(document['bytes_copied_before_stalls'])}, and "
+        f"{counted(rows_in_stall, 'row')} of "
         f"{bytes_text(document['bytes_copied_in_stalls'])} in it)"
     )
 
@@ -548,22 +553,24 @@ def _proof(result: DemoResult) -> Text:
     document = result.document
     killed, restored = document["killed_at_step"], document["restored_step"]
     ranks = document["ranks"]
-    who = f"rank {ranks - 1} of {ranks} " if ranks > 1 else ""
+    killed_process = f"rank {ranks - 1} of {ranks} " if ranks > 1 else ""
     story = ""
     if document["server_killed_at_step"] is not None:
-        at = document["server_killed_at_step"]
-        story = f"an embedding server killed with SIGKILL at step {at}, "
+        lost_step = document["server_killed_at_step"]
+        story = f"an embedding server killed with SIGKILL at step {lost_step}, "
         if document["parity"]:
             story += "training went on with rows of the others, "
-        who = who or "the trainer "
-    story += f"{who}killed with SIGKILL at step {killed}, restored at step {restored}: after "
+        killed_process = killed_process or "the trainer "
+    story += (
+        f"{killed_process}killed with SIGKILL at step {killed}, restored at step {restored}: after "
+    )
     story += (
         f"{document['steps']} steps weights, optimizer state, random generators and next batch "
     )
     if document["resumed_bit_identical"]:
         proof = "are the same, bit for bit, as those of the run that was never interrupted."
         return Text.assemble(("proof: ", "bold green"), story, proof)
-    differing = ", ".join(name for name, same in document["digests_equal"].items() if not same)
+    differing = ", ".join(name for name, equal in document["digests_equal"].items() if not equal)
     if document["bits"] != "lossless":
         proof = f"differ ({differing}), as they must at {document['bits']} bits; compare the AUC."
         return Text.assemble(("not bit-identical: ", "yellow"), story, proof)

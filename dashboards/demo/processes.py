@@ -159,10 +159,15 @@ class Trainer(Child):
     ) -> None:
         self._progress = directory / f"{name}.progress.jsonl"
         self.steps = steps
-        own = [str(script), f"--steps={steps}", f"--progress-file={self._progress}", *arguments]
+        script_arguments = [
+            str(script),
+            f"--steps={steps}",
+            f"--progress-file={self._progress}",
+            *arguments,
+        ]
         super().__init__(
             name,
-            [*launcher, *own],
+            [*launcher, *script_arguments],
             log=directory / f"{name}.log",
             # One thread: two trainers, an agent and a server share the machine, and the number of
             # threads could change the bits of a sum.
@@ -209,14 +214,14 @@ def ended(children: list[Child]) -> Iterator[None]:
         raise SystemExit(128 + number)
 
     main = threading.current_thread() is threading.main_thread()
-    before = {n: signal.signal(n, leave) for n in (signal.SIGTERM, signal.SIGHUP) if main}
+    handlers = {n: signal.signal(n, leave) for n in (signal.SIGTERM, signal.SIGHUP) if main}
     try:
         yield
     finally:
         for child in reversed(children):
             if child.running:
                 child.terminate()
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -313,22 +318,27 @@ class DemoProgress:
 
     def server_killed(self, step: int, *, goes_on: bool) -> None:
         """Shows that SIGKILL was sent to an embedding server, and that training has gone on."""
-        what = (
+        progress = (
             "went on, with rows that were computed from those of the other servers"
             if goes_on
             else "went back to a checkpoint, and on with another server"
         )
-        self._print_line(f"killed an embedding server with SIGKILL at step {step}; training {what}")
+        self._print_line(
+            f"killed an embedding server with SIGKILL at step {step}; training {progress}"
+        )
 
     def killed(self, step: int, committed: int) -> None:
         """Shows that SIGKILL was sent at batch `step`, after `committed` checkpoints."""
         self._bars.update(self._tasks["killed"], completed=step, note=f"SIGKILL at step {step}")
         self._bars.stop_task(self._tasks["killed"])
-        who = "the trainer" if self._ranks == 1 else f"rank {self._ranks - 1} of {self._ranks}"
-        again = "it" if self._ranks == 1 else "all ranks"
+        killed_process = (
+            "the trainer" if self._ranks == 1 else f"rank {self._ranks - 1} of {self._ranks}"
+        )
+        restarted = "it" if self._ranks == 1 else "all ranks"
         self._print_line(
-            f"killed {who} with SIGKILL at step {step}, {committed} checkpoints committed; "
-            f"starting {again} again, with another seed"
+            f"killed {killed_process} with SIGKILL at step {step}, {committed} checkpoints "
+            "committed; "
+            f"starting {restarted} again, with another seed"
         )
 
     def _print_line(self, text: str) -> None:
@@ -444,8 +454,8 @@ class RanksTrainer(Trainer):
         ranks: int,
     ) -> None:
         first = directory / f"{name}.progress.jsonl"
-        others = [f"{first.stem}.rank{rank}{first.suffix}" for rank in range(1, ranks)]
-        self._files = [first, *(directory / other for other in others)]
+        further_names = [f"{first.stem}.rank{rank}{first.suffix}" for rank in range(1, ranks)]
+        self._files = [first, *(directory / file_name for file_name in further_names)]
         super().__init__(
             name,
             script,

@@ -108,15 +108,15 @@ def _sample_catalog(samples: Samples, run: str, catalog: CatalogWatch) -> None:
     facts = catalog.facts(run)
     if facts is None:
         return
-    seen = facts.overview
-    add("refresh_timestamp_seconds", seen.refreshed_ms / 1000)
-    add("checkpoints", seen.live_checkpoints)
+    view = facts.overview
+    add("refresh_timestamp_seconds", view.refreshed_ms / 1000)
+    add("checkpoints", view.live_checkpoints)
     add("created_timestamp_seconds", facts.created_ms / 1000)
-    add("restarts", seen.restarts)
-    add("ended", int(seen.ended is not None))
-    add("restore_manifests", seen.restore.manifests_to_read if seen.restore else None)
-    add("restore_bytes", seen.restore.bytes_to_read if seen.restore else None)
-    kinds = [failure.kind for failure in seen.failures]
+    add("restarts", view.restarts)
+    add("ended", int(view.ended is not None))
+    add("restore_manifests", view.restore.manifests_to_read if view.restore else None)
+    add("restore_bytes", view.restore.bytes_to_read if view.restore else None)
+    kinds = [failure.kind for failure in view.failures]
     troubles = ((kind, kinds.count(kind)) for kind in TROUBLES)
     samples.add_each("recpoint_catalog_troubles", troubles, label="kind", run=run)
     if facts.last_validation_ms is not None:

@@ -156,9 +156,9 @@ class MetricsServer:
                 expected="an address of this host and a port that is free",
                 next_step="give another port, or stop what listens there; 0 takes any",
             ) from error
-        host, taken = self._server.server_address[:2]
+        host, bound_port = self._server.server_address[:2]
         named = f"[{host!s}]" if ":" in str(host) else str(host)
-        self.url = f"http://{named}:{taken}/metrics"
+        self.url = f"http://{named}:{bound_port}/metrics"
         _serving.add(self)
 
     def close(self) -> None:

@@ -86,21 +86,21 @@ def _sample(samples: Samples, seen: Observation) -> None:
     if seen.last_commit_ms is not None:
         add("last_commit_timestamp_seconds", seen.last_commit_ms / 1000)
     samples.add("recpoint_trainer_stall_seconds", seen.stalls, run=run)
-    for what, copied in (("rows", seen.copied_rows), ("bytes", seen.copied_bytes)):
-        name = f"recpoint_trainer_copied_{what}_total"
+    for unit, copied in (("rows", seen.copied_rows), ("bytes", seen.copied_bytes)):
+        name = f"recpoint_trainer_copied_{unit}_total"
         samples.add_each(name, copied.items(), label="when", run=run)
     cache = seen.cache
     if cache is not None:
-        found = {"hit": cache.hits, "miss": cache.misses}
+        lookups = {"hit": cache.hits, "miss": cache.misses}
         samples.add_each(
-            "recpoint_trainer_cache_lookups_total", found.items(), label="result", run=run
+            "recpoint_trainer_cache_lookups_total", lookups.items(), label="result", run=run
         )
         rows = {"fetched": cache.fetched_rows, "written": cache.written_rows}
         samples.add_each("recpoint_trainer_cache_rows_total", rows.items(), label="way", run=run)
         sizes = {"fetched": cache.fetched_bytes, "written": cache.written_bytes}
         samples.add_each("recpoint_trainer_cache_bytes_total", sizes.items(), label="way", run=run)
-        later = cache.reduced_rows - cache.reduced_at_once
-        reduced = {"step": cache.reduced_at_once, "next_batch": later}
+        late_rows = cache.reduced_rows - cache.reduced_at_once
+        reduced = {"step": cache.reduced_at_once, "next_batch": late_rows}
         samples.add_each(
             "recpoint_trainer_cache_reduced_rows_total", reduced.items(), label="when", run=run
         )

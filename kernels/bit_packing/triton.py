@@ -19,34 +19,34 @@ _BLOCK = 1024
 
 @triton.jit
 def _pack(codes, packed, total, dim, width, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row = at // width
-    bit = (at % width) * 8  # the byte's first bit in its row
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = index // width
+    bit = (index % width) * 8  # the byte's first bit in its row
     first = bit // BITS
     byte = tl.zeros([BLOCK], tl.int32)
     # Widths that divide 8 fill a byte with 8 / BITS codes; three bits take from up to four codes.
     for j in tl.static_range(8 // BITS if 8 % BITS == 0 else 4):
         k = first + j
-        code = tl.load(codes + row * dim + k, mask=(at < total) & (k < dim), other=0)
+        code = tl.load(codes + row * dim + k, mask=(index < total) & (k < dim), other=0)
         code = code.to(tl.int32) & ((1 << BITS) - 1)
         shift = (k * BITS - bit).to(tl.int32)
-        left = code << tl.maximum(shift, 0)
+        shifted = code << tl.maximum(shift, 0)
         right = code >> tl.maximum(-shift, 0)
-        byte |= tl.where(shift >= 0, left, right) & 255
-    tl.store(packed + at, byte.to(tl.uint8), mask=at < total)
+        byte |= tl.where(shift >= 0, shifted, right) & 255
+    tl.store(packed + index, byte.to(tl.uint8), mask=index < total)
 
 
 @triton.jit
 def _unpack(packed, codes, total, dim, width, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row = at // dim
-    bit = (at % dim) * BITS
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = index // dim
+    bit = (index % dim) * BITS
     byte = bit // 8
-    inside = at < total
-    low = tl.load(packed + row * width + byte, mask=inside, other=0).to(tl.int32)
-    high = tl.load(packed + row * width + byte + 1, mask=inside & (byte + 1 < width), other=0)
+    valid = index < total
+    low = tl.load(packed + row * width + byte, mask=valid, other=0).to(tl.int32)
+    high = tl.load(packed + row * width + byte + 1, mask=valid & (byte + 1 < width), other=0)
     code = ((low | (high.to(tl.int32) << 8)) >> (bit % 8).to(tl.int32)) & ((1 << BITS) - 1)
-    tl.store(codes + at, code.to(tl.uint8), mask=inside)
+    tl.store(codes + index, code.to(tl.uint8), mask=valid)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -27,7 +27,7 @@ _WHOLE = 1_000  # a share of the time, in thousandths
 def last_uses(batches: Sequence[Tensor], *, rows: int, seen: Tensor) -> LastUses:
     """List each row that the batches look up once, under the last batch that looks it up."""
     require_fit(seen, rows)
-    given: list[int] = []
+    pointers: list[int] = []
     total = 0
     for ids in batches:
         if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1 or not ids.is_cpu:
@@ -36,14 +36,14 @@ def last_uses(batches: Sequence[Tensor], *, rows: int, seen: Tensor) -> LastUses
                 " or int64 on the cpu"
             )
         require_dense("ids", ids)
-        given += ids.data_ptr(), ids.numel(), ids.element_size()
+        pointers += ids.data_ptr(), ids.numel(), ids.element_size()
         total += ids.numel()
     # One entry more: native code writes the entry before the list before it knows whether the id
     # is new. Memory that is never written is not there.
     room = min(total, rows) + 1
     ids = torch.empty(room, dtype=torch.int64, device="cpu")
     starts = torch.empty(len(batches) + 1, dtype=torch.int64, device="cpu")
-    all_given = array("q", given)
+    all_given = array("q", pointers)
     first = library.last_uses(
         _address(all_given), len(batches), rows, seen.data_ptr(), ids.data_ptr(), room,
         starts.data_ptr(),
@@ -68,12 +68,12 @@ def places(ids: Tensor, taken: Tensor, seen: Tensor, first: Tensor) -> Tensor:
     wrong = library.first_outside(ids.data_ptr(), ids.numel(), 32 * taken.numel())
     if wrong >= 0:
         raise IndexError(f"ids: {int(ids[wrong])}, expected 0 <= id < {32 * taken.numel()}")
-    found = torch.empty_like(ids)
+    slots = torch.empty_like(ids)
     library.places_of(
         ids.data_ptr(), ids.numel(), taken.data_ptr(), seen.data_ptr(), first.data_ptr(),
-        found.data_ptr(),
+        slots.data_ptr(),
     )  # fmt: skip
-    return found
+    return slots
 
 
 class Copier:
@@ -124,8 +124,8 @@ class Copier:
             )
         first = len(arrays) // 4
         whole = Room(0, _ID_BYTES * table.placed, table.seen)  # stands for ids that nobody wants
-        to = Destination(whole if table.ids is None else table.ids, table.arrays)
-        sizes = row_bytes(to, count=table.placed, rows=table.rows)
+        destination = Destination(whole if table.ids is None else table.ids, table.arrays)
+        sizes = row_bytes(destination, count=table.placed, rows=table.rows)
         for size, (source, room) in zip(sizes, table.arrays, strict=True):
             # Training may give a source other memory, so its present memory is kept.
             self._kept += source.untyped_storage(), room.owner
@@ -172,8 +172,8 @@ class Copier:
             raise ValueError(
                 f"batches: {list(batches)}, expected 0 … {self.batches} for each table"
             )
-        wanted = array("q", batches)
-        if not library.hand_over(self._address, _address(wanted)):
+        known_batches = array("q", batches)
+        if not library.hand_over(self._address, _address(known_batches)):
             raise MemoryError("no memory to copy rows ahead")
 
     def stop(self) -> None:
@@ -182,7 +182,7 @@ class Copier:
 
     def left(self) -> list[Left]:
         """Return the rows that are marked and were not handed over, table by table."""
-        found = []
+        copies = []
         for index, table in enumerate(self._tables):
             n = dirty_bitmap.count(table.fresh)
             ids, places, unplaced = torch.empty((3, n), dtype=torch.int64, device="cpu")
@@ -191,8 +191,8 @@ class Copier:
                 placed = library.list_left(
                     self._address, index, ids.data_ptr(), places.data_ptr(), unplaced.data_ptr()
                 )
-            found.append(Left(ids[:placed], places[:placed], unplaced[: n - placed]))
-        return found
+            copies.append(Left(ids[:placed], places[:placed], unplaced[: n - placed]))
+        return copies
 
     def finish(self, left: Sequence[Left]) -> None:
         """Copy everything that is left, and move all marks to `taken`.
@@ -220,8 +220,8 @@ class Copier:
         """Return the rows and bytes that `run` has copied, and those that `finish` has copied."""
         counts = array("q", bytes(4 * 8))
         library.copied_rows(self._address, _address(counts))
-        before, bytes_before, after, bytes_after = counts
-        return before, bytes_before, after, bytes_after
+        rows_before, bytes_before, rows_after, bytes_after = counts
+        return rows_before, bytes_before, rows_after, bytes_after
 
 
 def _address(values: array[int]) -> int:

@@ -55,8 +55,8 @@ def first_places(taken: Tensor, seen: Tensor) -> Tensor:
 def places(ids: Tensor, taken: Tensor, seen: Tensor, first: Tensor) -> Tensor:
     """Return how many rows before each id are set in either bitmap."""
     placed = sorted(_marked(taken) | _marked(seen))
-    found = [sum(row < id for row in placed) for id in ids.tolist()]
-    return _integers(found)
+    positions = [sum(row < id for row in placed) for id in ids.tolist()]
+    return _integers(positions)
 
 
 class Copier:
@@ -82,34 +82,34 @@ class Copier:
         self._rows[late] += len(rows)
         for row in rows:
             for source, room in self._tables[index].arrays:
-                one = source[row].clone()
-                place = room.address + one.nbytes * self._places[index][row]
-                ctypes.memmove(place, one.data_ptr(), one.nbytes)
+                row_bytes = source[row].clone()
+                place = room.address + row_bytes.nbytes * self._places[index][row]
+                ctypes.memmove(place, row_bytes.data_ptr(), row_bytes.nbytes)
 
     def hand_over(self, batches: Sequence[int], *, late: bool = False) -> None:
         """Copy the rows that no batch of the window after these looks up, and move their marks."""
-        for index, (table, until) in enumerate(zip(self._tables, batches, strict=True)):
+        for index, (table, batch_end) in enumerate(zip(self._tables, batches, strict=True)):
             starts = table.uses.starts
-            rows = set(table.uses.ids[starts[self._handed[index]] : starts[until]].tolist())
-            self._handed[index] = until
-            fresh, taken = _marked(table.fresh), _marked(table.taken)
+            rows = set(table.uses.ids[starts[self._handed[index]] : starts[batch_end]].tolist())
+            self._handed[index] = batch_end
+            fresh, taken_rows = _marked(table.fresh), _marked(table.taken)
             _set(table.fresh, fresh - rows)
-            _set(table.taken, taken | (fresh & rows))
-            held = rows if table.first_places is None else rows & (taken | fresh)
-            self._copy(index, held, late=late)
+            _set(table.taken, taken_rows | (fresh & rows))
+            copied = rows if table.first_places is None else rows & (taken_rows | fresh)
+            self._copy(index, copied, late=late)
 
     def stop(self) -> None:
         """Do nothing: everything is copied at once."""
 
     def left(self) -> list[Left]:
         """Return the rows that are marked and were not handed over, table by table."""
-        found = []
+        copies = []
         for index, table in enumerate(self._tables):
-            fresh, known = _marked(table.fresh), self._places[index]
-            placed = sorted(fresh & known.keys())
-            lists = placed, [known[row] for row in placed], sorted(fresh - known.keys())
-            found.append(Left(*map(_integers, lists)))
-        return found
+            fresh, row_places = _marked(table.fresh), self._places[index]
+            placed = sorted(fresh & row_places.keys())
+            lists = placed, [row_places[row] for row in placed], sorted(fresh - row_places.keys())
+            copies.append(Left(*map(_integers, lists)))
+        return copies
 
     def finish(self, left: Sequence[Left]) -> None:
         """Copy the rows that are left, and move all marks to `taken`."""

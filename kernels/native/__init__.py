@@ -72,12 +72,12 @@ def use(name: str) -> Iterator[None]:
     Raises:
         ValueError: this processor does not have the set.
     """
-    before = instruction_set()
+    previous_set = instruction_set()
     _use(name)
     try:
         yield
     finally:
-        _use(before)
+        _use(previous_set)
 
 
 def team_size(traffic_bytes: int) -> int:
@@ -86,8 +86,8 @@ def team_size(traffic_bytes: int) -> int:
 
 
 def _refuse_stale(kernels: Path) -> None:
-    found = digest(kernels)
-    if found is not None and found != _native.sources:
+    current_digest = digest(kernels)
+    if current_digest is not None and current_digest != _native.sources:
         raise ImportError(
             "recpoint's kernels are older than their C++ sources in"
             f" {kernels}. Next: make install, or pip install -e ."

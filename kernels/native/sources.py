@@ -16,8 +16,8 @@ def digest(kernels: Path) -> str | None:
     files = sorted(path for kind in ("*.cpp", "*.h") for path in kernels.glob(f"*/{kind}"))
     if not files:
         return None
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for file in files:
         content = file.read_bytes()
-        found.update(f"{file.parent.name}/{file.name} {len(content)}\n".encode() + content)
-    return found.hexdigest()
+        sha256.update(f"{file.parent.name}/{file.name} {len(content)}\n".encode() + content)
+    return sha256.hexdigest()

@@ -33,19 +33,19 @@ def _encode(
     """Quantize to `bits` bits and store each code in `code_bits` bits."""
     require_rows(rows, bits)
     n, dim = rows.shape
-    found = room_for_packed(n, dim, code_bits)
-    given = array(
+    packed_rows = room_for_packed(n, dim, code_bits)
+    parameters = array(
         "q",
         (
             rows.data_ptr(), dim, bits, code_bits, method.name == "symmetric", half_parameters,
-            *(tensor.data_ptr() for tensor in found),
+            *(tensor.data_ptr() for tensor in packed_rows),
         ),
     )  # fmt: skip
-    given_at, _ = given.buffer_info()
-    traffic = rows.nbytes + found.packed.nbytes
+    given_at, _ = parameters.buffer_info()
+    traffic = rows.nbytes + packed_rows.packed.nbytes
     if not _search(given_at, n, dim, bits, method, team_size(_SEARCH_BYTES * traffic)):
         library.quantize_plain(given_at, n, team_size(traffic))
-    return found
+    return packed_rows
 
 
 def _search(given_at: int, n: int, dim: int, bits: int, method: Method, threads: int) -> bool:
@@ -88,7 +88,7 @@ def _decode_into(
     (n, width), dim = packed.shape, rows.shape[1]
     require_parameters(n, packed.device, scale, offset)
     n = n if positions is None else positions.numel()
-    chosen = [0 if some is None else some.data_ptr() for some in (positions, ids)]
+    chosen = [0 if addresses is None else addresses.data_ptr() for addresses in (positions, ids)]
     library.dequantize(
         packed.data_ptr(), scale.data_ptr(), offset.data_ptr(), rows.data_ptr(), dim, bits,
         *chosen, n, team_size(n * (4 * dim + width)),

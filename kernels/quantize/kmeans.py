@@ -56,14 +56,14 @@ def _clustered(rows: Tensor, count: int, rounds: int) -> Clustered:
     places = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
     low, high = values.amin(dim=1, keepdim=True), values.amax(dim=1, keepdim=True)
     starts = (torch.quantile(values, places, dim=1).t(), low + (high - low) * places)
-    found, errors = [], []
+    clusterings, errors = [], []
     for start in starts:
         codebook = _lloyd(values, start.contiguous(), rounds).float()
         clustered = Clustered(_nearest(values, codebook.double()).to(torch.uint8), codebook)
-        found.append(clustered)
+        clusterings.append(clustered)
         errors.append((decode(clustered).double() - values).square().sum(dim=1))
     first = (errors[0] <= errors[1])[:, None]
-    return Clustered(*(torch.where(first, a, b) for a, b in zip(*found, strict=True)))
+    return Clustered(*(torch.where(first, a, b) for a, b in zip(*clusterings, strict=True)))
 
 
 def _lloyd(values: Tensor, centroids: Tensor, rounds: int) -> Tensor:

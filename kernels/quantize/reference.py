@@ -53,15 +53,15 @@ def quantize(
         fits &= (half_offset.abs() <= 65504) & ((scale > 0) | (half_offset == offset))
         scale, offset = torch.where(fits, half_scale, scale), torch.where(fits, half_offset, offset)
         wide = ~fits
-    found = scale > 0
-    if method.searches and found.any():
-        scale[found], offset[found] = found_parameters(
-            rows[found],
+    nonzero = scale > 0
+    if method.searches and nonzero.any():
+        scale[nonzero], offset[nonzero] = found_parameters(
+            rows[nonzero],
             bits,
             method,
-            (plain[0][found], plain[1][found]),
-            (scale[found], offset[found]),
-            half_parameters & ~wide[found],
+            (plain[0][nonzero], plain[1][nonzero]),
+            (scale[nonzero], offset[nonzero]),
+            half_parameters & ~wide[nonzero],
         )
     return Quantized(_codes(usable, scale, offset, levels), scale, offset, exact, wide)
 
@@ -100,8 +100,8 @@ def quantize_packed(
     rows: Tensor, bits: int, method: Method = ASYMMETRIC, *, half_parameters: bool = False
 ) -> PackedRows:
     """`quantize`, then `pack`."""
-    codes, *others = quantize(rows, bits, method, half_parameters=half_parameters)
-    return PackedRows(packing.pack(codes, bits), *others)
+    codes, *parameters = quantize(rows, bits, method, half_parameters=half_parameters)
+    return PackedRows(packing.pack(codes, bits), *parameters)
 
 
 def dequantize_packed(

@@ -35,14 +35,14 @@ def found_parameters(
     if method.name == "greedy":
         if dim > grid.LARGEST_DIM:
             return stored
-        found = _greedy(rows, bits, method, plain, stored, halves)
+        searched = _greedy(rows, bits, method, plain, stored, halves)
     else:
         if not grid.fraction_bits(dim, bits):
             return stored
-        found = _stored(*_refit(rows, bits, method, *plain), stored, halves)
+        searched = _stored(*_refit(rows, bits, method, *plain), stored, halves)
     margin = torch.tensor(1.25 * dim, dtype=torch.float32, device="cpu")
-    better = cost(rows, bits, *found, plain[0]) + margin <= cost(rows, bits, *stored, plain[0])
-    return torch.where(better, found[0], stored[0]), torch.where(better, found[1], stored[1])
+    better = cost(rows, bits, *searched, plain[0]) + margin <= cost(rows, bits, *stored, plain[0])
+    return torch.where(better, searched[0], stored[0]), torch.where(better, searched[1], stored[1])
 
 
 def cost(rows: Tensor, bits: int, scale: Tensor, offset: Tensor, step: Tensor) -> Tensor:

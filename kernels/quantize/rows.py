@@ -81,12 +81,12 @@ def exact_rows_many(
     tables: Sequence[Tensor], ids: Sequence[Tensor | None], exact: Sequence[Tensor]
 ) -> list[ExactRows]:
     """`exact_rows` of many tables: waits once for each device on which there are none at all."""
-    some = {
+    has_exact = {
         device: bool(torch.cat([flags for flags in exact if flags.device == device]).any())
         for device in {flags.device for flags in exact}
     }
     return [
-        exact_rows(table, chosen, flags) if some[flags.device] else _no_rows(table)
+        exact_rows(table, chosen, flags) if has_exact[flags.device] else _no_rows(table)
         for table, chosen, flags in zip(tables, ids, exact, strict=True)
     ]
 
@@ -101,7 +101,7 @@ def _on_cpu(
 ) -> PackedRows:
     n = table.shape[0] if ids is None else ids.numel()
     dim = table.shape[1]
-    found = room_for_packed(n, dim, bits)
+    packed_rows = room_for_packed(n, dim, bits)
     rows_each = max(1, _PASS_BYTES // (4 * dim))
     buffer = torch.empty(min(rows_each, n), dim, dtype=table.dtype, device="cpu")
     for start in range(0, n, rows_each):
@@ -114,6 +114,6 @@ def _on_cpu(
         parts = cpu.quantize_packed(
             rows.to(torch.float32), bits, method, half_parameters=half_parameters
         )
-        for whole, part in zip(found, parts, strict=True):
+        for whole, part in zip(packed_rows, parts, strict=True):
             whole[start:stop] = part
-    return found
+    return packed_rows

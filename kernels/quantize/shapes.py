@@ -103,17 +103,20 @@ def require_places(
     if not (table.is_cpu and packed.is_cpu):
         raise ValueError(f"table on {table.device}, packed on {packed.device}, expected cpu")
     n = packed.shape[0] if positions is None else positions.numel()
-    for name, some, limit in (("positions", positions, packed.shape[0]), ("ids", ids, len(table))):
-        if some is None:
+    for name, indices, limit in (
+        ("positions", positions, packed.shape[0]),
+        ("ids", ids, len(table)),
+    ):
+        if indices is None:
             continue
-        require(name, some, torch.int64, 1)
-        if not some.is_cpu:
-            raise ValueError(f"{name}: device {some.device}, expected cpu")
-        if some.numel() != n:
-            raise ValueError(f"{name}: {some.numel()}, expected one for each of {n} rows")
-        if n and (int(some.min()) < 0 or int(some.max()) >= limit):
+        require(name, indices, torch.int64, 1)
+        if not indices.is_cpu:
+            raise ValueError(f"{name}: device {indices.device}, expected cpu")
+        if indices.numel() != n:
+            raise ValueError(f"{name}: {indices.numel()}, expected one for each of {n} rows")
+        if n and (int(indices.min()) < 0 or int(indices.max()) >= limit):
             raise IndexError(
-                f"{name}: {int(some.min())} … {int(some.max())}, below {limit} expected"
+                f"{name}: {int(indices.min())} … {int(indices.max())}, below {limit} expected"
             )
     if ids is None and n > len(table):
         raise ValueError(f"table: {len(table)} rows, expected {n} or more")

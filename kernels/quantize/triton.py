@@ -62,38 +62,38 @@ def _quantize(
     """Quantize ROWS rows; those of more than PARTS · PART columns are read twice."""
     COLUMNS: tl.constexpr = PART * PARTS
     WIDTH: tl.constexpr = (DIM * CODE_BITS + 7) // 8
-    i, inside, at, found = find_rows(ids, n, limit, HAS_IDS, ROWS)
+    i, in_block, index, has_row = find_rows(ids, n, limit, HAS_IDS, ROWS)
     row = packed + i * (WIDTH // 2 if PAIRS else WIDTH)
     if DIM <= COLUMNS:
-        a, b, c, d = load_parts(table, at, found, 0, DIM, PART, PARTS)
+        a, b, c, d = load_parts(table, index, has_row, 0, DIM, PART, PARTS)
         low, high = row_ends(a, b, c, d, 0, DIM, PART, PARTS)
         # A row that is not there counts as one of infinities: exact, without codes.
-        high = tl.where(found, high, 0x7FFFFFFF)
+        high = tl.where(has_row, high, 0x7FFFFFFF)
         scale, offset, exact, wide = parameters(low, high, LEVELS, SYMMETRIC, HALF)
         inverse = store_parameters(
-            scale, offset, exact, wide, scales, offsets, exacts, wides, i, inside
+            scale, offset, exact, wide, scales, offsets, exacts, wides, i, in_block
         )
         store_parts(
-            a, b, c, d, scale, offset, inverse, row, inside, 0, DIM, LEVELS, CODE_BITS, PAIRS,
+            a, b, c, d, scale, offset, inverse, row, in_block, 0, DIM, LEVELS, CODE_BITS, PAIRS,
             PART, PARTS,
         )  # fmt: skip
     else:
         low = tl.full([ROWS], 0x7FFFFFFF, tl.int32)
         high = tl.full([ROWS], -0x80000000, tl.int32)
         for start in range(0, DIM, COLUMNS):
-            a, b, c, d = load_parts(table, at, found, start, DIM, PART, PARTS)
+            a, b, c, d = load_parts(table, index, has_row, start, DIM, PART, PARTS)
             part_low, part_high = row_ends(a, b, c, d, start, DIM, PART, PARTS)
             low = tl.minimum(low, part_low)
             high = tl.maximum(high, part_high)
-        high = tl.where(found, high, 0x7FFFFFFF)
+        high = tl.where(has_row, high, 0x7FFFFFFF)
         scale, offset, exact, wide = parameters(low, high, LEVELS, SYMMETRIC, HALF)
         inverse = store_parameters(
-            scale, offset, exact, wide, scales, offsets, exacts, wides, i, inside
+            scale, offset, exact, wide, scales, offsets, exacts, wides, i, in_block
         )
         for start in range(0, DIM, COLUMNS):
-            a, b, c, d = load_parts(table, at, found, start, DIM, PART, PARTS)
+            a, b, c, d = load_parts(table, index, has_row, start, DIM, PART, PARTS)
             store_parts(
-                a, b, c, d, scale, offset, inverse, row, inside, start, DIM, LEVELS, CODE_BITS,
+                a, b, c, d, scale, offset, inverse, row, in_block, start, DIM, LEVELS, CODE_BITS,
                 PAIRS, PART, PARTS,
             )  # fmt: skip
 
@@ -115,10 +115,10 @@ def _quantize_searched(
     and the refits after it.
     """
     WIDTH: tl.constexpr = (DIM * CODE_BITS + 7) // 8
-    i, inside, at, found = find_rows(ids, n, limit, HAS_IDS, ROWS)
-    x = load(table, at, found, 0, DIM, COLUMNS)
+    i, in_block, index, has_row = find_rows(ids, n, limit, HAS_IDS, ROWS)
+    x = load(table, index, has_row, 0, DIM, COLUMNS)
     low, high = row_ends(x, x, x, x, 0, DIM, COLUMNS, 1)
-    high = tl.where(found, high, 0x7FFFFFFF)
+    high = tl.where(has_row, high, 0x7FFFFFFF)
     step, least, exact, wide = parameters(low, high, LEVELS, False, False)
     scale, offset, exact, wide = parameters(low, high, LEVELS, False, HALF)
     searched = scale > 0.0
@@ -142,20 +142,20 @@ def _quantize_searched(
     scale = tl.where(searched, its_scale, scale)
     offset = tl.where(searched, its_offset, offset)
     inverse = store_parameters(
-        scale, offset, exact, wide, scales, offsets, exacts, wides, i, inside
+        scale, offset, exact, wide, scales, offsets, exacts, wides, i, in_block
     )
     row = packed + i * (WIDTH // 2 if PAIRS else WIDTH)
-    store_codes(x, scale, offset, inverse, row, inside, 0, DIM, LEVELS, CODE_BITS, PAIRS, COLUMNS)
+    store_codes(x, scale, offset, inverse, row, in_block, 0, DIM, LEVELS, CODE_BITS, PAIRS, COLUMNS)
 
 
 @triton.jit
 def _dequantize(codes, scales, offsets, rows, total, dim, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
-    i = at // dim
-    code = tl.load(codes + at, mask=inside, other=0).to(tl.float32)
-    product = code * tl.load(scales + i, mask=inside, other=0.0)
-    tl.store(rows + at, product + tl.load(offsets + i, mask=inside, other=0.0), mask=inside)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    valid = index < total
+    i = index // dim
+    code = tl.load(codes + index, mask=valid, other=0).to(tl.float32)
+    product = code * tl.load(scales + i, mask=valid, other=0.0)
+    tl.store(rows + index, product + tl.load(offsets + i, mask=valid, other=0.0), mask=valid)
 
 
 def _searches(method: Method, dim: int, bits: int) -> bool:
@@ -186,9 +186,9 @@ def _encode(
     offset = torch.empty(n, dtype=torch.float32, device=device)
     flags = torch.empty(2, n, dtype=torch.uint8, device=device)
     exact, wide = flags.view(torch.bool)
-    found = PackedRows(packed, scale, offset, exact, wide)
+    packed_rows = PackedRows(packed, scale, offset, exact, wide)
     if n == 0:
-        return found
+        return packed_rows
     pairs = code_bits == 4 and width % 2 == 0
     values = table.view(torch.int16) if table.dtype == torch.bfloat16 else table
     places = table if ids is None else ids
@@ -196,22 +196,22 @@ def _encode(
     arguments = (values, places, codes, scale, offset, flags[0], flags[1], n, rows)
     columns = max(8, triton.next_power_of_2(dim))
     searches = _searches(method, dim, bits)
-    held = columns if searches else min(columns, _COLUMNS)
-    block = max(1, min(_TILE // held, _MOST_ROWS))
+    tile = columns if searches else min(columns, _COLUMNS)
+    block = max(1, min(_TILE // tile, _MOST_ROWS))
     common = {
         "DIM": dim, "LEVELS": 2**bits - 1, "CODE_BITS": code_bits, "PAIRS": pairs,
         "HAS_IDS": ids is not None, "HALF": half, "ROWS": block, "enable_fp_fusion": False,
     }  # fmt: skip
     grid_size = (triton.cdiv(n, block),)
     if searches:
-        _launch_search(grid_size, arguments, common, method, bits, held)
+        _launch_search(grid_size, arguments, common, method, bits, tile)
     else:
-        parts = min(4, held // 8)
+        parts = min(4, tile // 8)
         _quantize[grid_size](
-            *arguments, SYMMETRIC=method.name == "symmetric", PART=held // parts, PARTS=parts,
+            *arguments, SYMMETRIC=method.name == "symmetric", PART=tile // parts, PARTS=parts,
             num_warps=_WARPS, **common,
         )  # fmt: skip
-    return found
+    return packed_rows
 
 
 def _launch_search(

@@ -238,9 +238,9 @@ def store_parameters(scale, offset, exact, wide, scales, offsets, exacts, wides,
 def find_rows(ids, n, limit, HAS_IDS: tl.constexpr, ROWS: tl.constexpr):
     """Numbers of this program's rows, which of them there are, where they lie, which are found."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = i < n
-    at = i
+    in_block = i < n
+    index = i
     if HAS_IDS:
-        at = tl.load(ids + i, mask=inside, other=-1)
-    found = inside & (at >= 0) & (at < limit)
-    return i, inside, tl.where(found, at, 0), found
+        index = tl.load(ids + i, mask=in_block, other=-1)
+    has_row = in_block & (index >= 0) & (index < limit)
+    return i, in_block, tl.where(has_row, index, 0), has_row

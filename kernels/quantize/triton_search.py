@@ -99,22 +99,22 @@ def refit_parameters(
         halves: bool [ROWS], whether parameters have to be of binary16.
         grid: f32 [CANDIDATES, 2].
     """
-    one = tl.full(step.shape, 1.0, tl.float32)
-    per_step = tl.div_rn(one, step)
+    ones = tl.full(step.shape, 1.0, tl.float32)
+    per_step = tl.div_rn(ones, step)
     places = (x - low[:, None]) * per_step[:, None] * FRACTION
     units = tl.where(real, _rounded_signed(places) - LEVELS * 0.5 * FRACTION, 0.0)
     total = tl.sum(units, axis=1)
 
-    best = one * 0.0
-    slope = one * tl.load(grid)
-    shift = one * tl.load(grid + 1)
+    best = ones * 0.0
+    slope = ones * tl.load(grid)
+    shift = ones * tl.load(grid + 1)
     for number in range(CANDIDATES):
-        its_slope = one * tl.load(grid + 2 * number)
-        its_shift = one * tl.load(grid + 2 * number + 1)
+        its_slope = ones * tl.load(grid + 2 * number)
+        its_shift = ones * tl.load(grid + 2 * number + 1)
         slope, shift, best = _better(
             units, real, total, slope, shift, best, its_slope, its_shift, DIM, LEVELS
         )
-    top = one * LEVELS
+    top = ones * LEVELS
     first = 0.0 - tl.div_rn(shift, slope)
     last = tl.div_rn(top - shift, slope)
     for number in range(9):
@@ -129,17 +129,17 @@ def refit_parameters(
         along = tl.where(usable, along, 1.0)
         square = tl.where(usable, square, 1.0)
         its_slope = tl.div_rn(square, along)
-        start = tl.div_rn(total - tl.div_rn(along, square) * codes, one * DIM)
+        start = tl.div_rn(total - tl.div_rn(along, square) * codes, ones * DIM)
         slope = tl.where(usable, its_slope, slope)
         shift = tl.where(usable, 0.0 - start * its_slope, shift)
 
-    scale = step * tl.div_rn(one * (1.0 / FRACTION), slope)
+    scale = step * tl.div_rn(ones * (1.0 / FRACTION), slope)
     offset = low + step * (LEVELS * 0.5 - tl.div_rn(shift, slope) * (1.0 / FRACTION))
     scale, offset = _as_stored(scale, offset, stored_scale, stored_offset, halves)
     cost = _cost(x, real, scale, offset, per_step, LEVELS, UNIT, LARGEST)
     plain = _cost(x, real, stored_scale, stored_offset, per_step, LEVELS, UNIT, LARGEST)
-    found = cost + 1.25 * DIM <= plain
-    return tl.where(found, scale, stored_scale), tl.where(found, offset, stored_offset)
+    improves = cost + 1.25 * DIM <= plain
+    return tl.where(improves, scale, stored_scale), tl.where(improves, offset, stored_offset)
 
 
 @triton.jit
@@ -149,11 +149,11 @@ def greedy_parameters(
     UNIT: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Scale and offset by moving in the end that costs less; arguments as above."""
-    one = tl.full(step.shape, 1.0, tl.float32)
-    per_step = tl.div_rn(one, step)
-    levels = one * LEVELS
+    ones = tl.full(step.shape, 1.0, tl.float32)
+    per_step = tl.div_rn(ones, step)
+    levels = ones * LEVELS
     high = low + step * levels
-    move = tl.div_rn(step * levels, one * BINS)
+    move = tl.div_rn(step * levels, ones * BINS)
     plain = _cost(x, real, stored_scale, stored_offset, per_step, LEVELS, UNIT, LARGEST)
     scale, offset, best = stored_scale, stored_offset, plain
     for _ in range(STEPS):
@@ -174,5 +174,5 @@ def greedy_parameters(
         scale = tl.where(better, tl.where(take_up, up_scale, down_scale), scale)
         offset = tl.where(better, tl.where(take_up, up_offset, down_offset), offset)
         best = tl.where(better, cost, best)
-    found = best + 1.25 * DIM <= plain
-    return tl.where(found, scale, stored_scale), tl.where(found, offset, stored_offset)
+    improves = best + 1.25 * DIM <= plain
+    return tl.where(improves, scale, stored_scale), tl.where(improves, offset, stored_offset)

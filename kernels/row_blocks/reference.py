@@ -32,8 +32,10 @@ def fill(
 ) -> None:
     """Write records to slots of blocks in memory, with their headers."""
     for i, row in enumerate(ids.tolist()):
-        at = form.place(first + i)
-        memory[at : at + form.slot_bytes] = _tensor(_slot(_bytes(records[i]), row, table, form))
+        start = form.place(first + i)
+        memory[start : start + form.slot_bytes] = _tensor(
+            _slot(_bytes(records[i]), row, table, form)
+        )
 
 
 def take(
@@ -41,8 +43,8 @@ def take(
 ) -> None:
     """Copy the records of slots in memory to out[positions]."""
     for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
-        at = form.place(slot)
-        out[position] = _tensor(_cut(_bytes(memory[at : at + form.slot_bytes]), form, whole))
+        start = form.place(slot)
+        out[position] = _tensor(_cut(_bytes(memory[start : start + form.slot_bytes]), form, whole))
 
 
 def _cut(slot: bytes, form: BlockForm, whole: bool) -> bytes:
@@ -54,10 +56,10 @@ def _state(slot: bytes, row: int, table: int, form: BlockForm) -> State:
         return State.CUT_OFF
     if not any(slot):
         return State.ABSENT
-    total, *found = struct.unpack("<IIq", slot[:HEADER_BYTES])
+    total, *header = struct.unpack("<IIq", slot[:HEADER_BYTES])
     if crc32c.crc32c(slot[4 : HEADER_BYTES + form.record_bytes]) != total:
         return State.DAMAGED
-    return State.FOUND if found == [table, row] else State.MISPLACED
+    return State.FOUND if header == [table, row] else State.MISPLACED
 
 
 class Channel:
@@ -77,7 +79,7 @@ class Channel:
     ) -> Tensor:
         """Read rows. Row i goes to out[positions[i]] if it is found."""
         states = []
-        rows = zip(*(each.tolist() for each in (files, slots, ids, positions)), strict=True)
+        rows = zip(*(tensor.tolist() for tensor in (files, slots, ids, positions)), strict=True)
         for file, slot, row, position in rows:
             data = os.pread(file, form.slot_bytes, form.place(slot))
             states.append(_state(data, row, table, form))

@@ -32,8 +32,8 @@ def digest(rows: Tensor, ids: Tensor | int) -> int:
 def digest_each(rows: Tensor, ids: Tensor) -> Tensor:
     """The digest of each row, one row at a time."""
     require_digestible(rows, ids)
-    found = [digest(rows[i : i + 1], ids[i : i + 1]) for i in range(len(ids))]
-    return torch.from_numpy(np.array(found, np.uint64).view(np.int64))
+    digests = [digest(rows[i : i + 1], ids[i : i + 1]) for i in range(len(ids))]
+    return torch.from_numpy(np.array(digests, np.uint64).view(np.int64))
 
 
 def _columns(words: np.ndarray[Any, Any]) -> Any:

@@ -70,8 +70,8 @@ def gather_many(sources: Sequence[Tensor], ids: Sequence[Tensor], outs: Sequence
         ValueError: as `gather`, or the numbers of sources, ids and outs differ.
     """
     if not sources or sources[0].is_cpu:
-        for source, some, out in zip(sources, ids, outs, strict=True):
-            cpu.gather(source, some, out)
+        for source, row_ids, out in zip(sources, ids, outs, strict=True):
+            cpu.gather(source, row_ids, out)
     elif sources[0].is_cuda:
         from recpoint.kernels.row_gather import triton
 

@@ -42,8 +42,8 @@ def scatter(rows: Tensor, ids: Tensor, dest: Tensor) -> None:
 def first_unordered(ids: Tensor, start: int, stop: int) -> int:
     """The position of the first id out of range, or not above the one before it; -1: none."""
     require("ids", ids, torch.int64, 1)
-    found: int = library.first_unordered(ids.data_ptr(), ids.numel(), start, stop)
-    return found
+    position: int = library.first_unordered(ids.data_ptr(), ids.numel(), start, stop)
+    return position
 
 
 def _move(source: Tensor, at: int, dest: Tensor, to: int, row_bytes: int, n: int) -> None:

@@ -12,8 +12,8 @@ __all__ = ["first_unordered", "gather", "gather_many", "move", "scatter"]
 def first_unordered(ids: Tensor, start: int, stop: int) -> int:
     """The position of the first id out of range, or not above the one before it; -1: none."""
     listed = ids.tolist()
-    for i, one in enumerate(listed):
-        if not start <= one < stop or (i > 0 and one <= listed[i - 1]):
+    for i, row in enumerate(listed):
+        if not start <= row < stop or (i > 0 and row <= listed[i - 1]):
             return i
     return -1
 
@@ -26,8 +26,8 @@ def gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
 
 def gather_many(sources: Sequence[Tensor], ids: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
     """`gather` for each source."""
-    for source, some, out in zip(sources, ids, outs, strict=True):
-        gather(source, some, out)
+    for source, row_ids, out in zip(sources, ids, outs, strict=True):
+        gather(source, row_ids, out)
 
 
 def move(source: Tensor, positions: Tensor, dest: Tensor, ids: Tensor) -> None:

@@ -37,20 +37,20 @@ def _move_units(
     """Move UNITS units of the part from unit `first` on: VECTOR elements each, `width` in a row."""
     row_0 = first // width
     # Below width + UNITS: 32 bits are enough from here, and dividing by them takes half as long.
-    within = (first - row_0 * width).to(tl.uint32) + tl.arange(0, UNITS).to(tl.uint32)
-    row = within // width.to(tl.uint32)
-    unit = within - row * width.to(tl.uint32)
+    position = (first - row_0 * width).to(tl.uint32) + tl.arange(0, UNITS).to(tl.uint32)
+    row = position // width.to(tl.uint32)
+    unit = position - row * width.to(tl.uint32)
     i = row_0 + row.to(tl.int64)
-    at = tl.load(ids + i, mask=i < n, other=-1)
-    inside = (at >= 0) & (at < limit)
+    row_id = tl.load(ids + i, mask=i < n, other=-1)
+    valid = (row_id >= 0) & (row_id < limit)
     lane = tl.arange(0, VECTOR)[None, :]
-    stored = table + ((at * width + unit.to(tl.int64)) * VECTOR)[:, None] + lane
-    given = part + ((first + tl.arange(0, UNITS)) * VECTOR)[:, None] + lane
-    mask = inside[:, None] & (lane < VECTOR)
+    stored = table + ((row_id * width + unit.to(tl.int64)) * VECTOR)[:, None] + lane
+    part_units = part + ((first + tl.arange(0, UNITS)) * VECTOR)[:, None] + lane
+    mask = valid[:, None] & (lane < VECTOR)
     if INTO_TABLE:
-        tl.store(stored, tl.load(given, mask=mask), mask=mask)
+        tl.store(stored, tl.load(part_units, mask=mask), mask=mask)
     else:
-        tl.store(given, tl.load(stored, mask=mask), mask=mask)
+        tl.store(part_units, tl.load(stored, mask=mask), mask=mask)
 
 
 @triton.jit

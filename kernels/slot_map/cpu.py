@@ -48,8 +48,8 @@ class SlotMap:
         sizes = 2 << bits, capacity, capacity, capacity, capacity
         # native.cpp writes them first, after it has asked for large pages.
         self._tensors = tuple(torch.empty(n, dtype=torch.int64, device="cpu") for n in sizes)
-        entries, keys, last, held, queue = (one.data_ptr() for one in self._tensors)
-        fields = entries, (1 << bits) - 1, 64 - bits, keys, last, held, queue, capacity
+        entries, keys, last, in_use, queue = (tensor.data_ptr() for tensor in self._tensors)
+        fields = entries, (1 << bits) - 1, 64 - bits, keys, last, in_use, queue, capacity
         self._map = array("q", [*fields, *[0] * (_FIELDS - len(fields))])
         self._address = self._map.buffer_info()[0]
         library.clear_slots(self._address)
@@ -62,7 +62,7 @@ class SlotMap:
     @property
     def size_bytes(self) -> int:
         """Bytes of the map: they follow the capacity."""
-        return sum(one.nbytes for one in self._tensors) + 8 * _FIELDS
+        return sum(tensor.nbytes for tensor in self._tensors) + 8 * _FIELDS
 
     def find(self, ids: Tensor) -> Tensor:
         """Return the slot of each row, or -1: int64 [k] for k ids."""
@@ -155,9 +155,9 @@ class SlotMap:
         m = max(0, n - (self.capacity - self._map[_TAKEN]))
         # One tensor of just this size: a caller keeps what is returned for many batches.
         out = torch.empty(2 * (n + m), dtype=torch.int64, device="cpu")
-        taken = Taken(*out.split_with_sizes((n, n, m, m)))
+        slots = Taken(*out.split_with_sizes((n, n, m, m)))
         library.fill_slots(self._address, use, all_new, out.data_ptr(), n, m, scratch.data_ptr())
-        return taken
+        return slots
 
     def lower(self, use: int) -> None:
         """Lower later last uses to `use`, or to the use until which a row is held.
@@ -187,10 +187,10 @@ class SlotMap:
 
     def evictable(self, released: int) -> int:
         """Return the number of rows whose last use is `released` or before."""
-        found = int(library.count_evictable(self._address, released))
-        if found == _NO_MEMORY:
+        count = int(library.count_evictable(self._address, released))
+        if count == _NO_MEMORY:
             raise MemoryError("no memory to sort rows by their last use")
-        return found
+        return count
 
 
 def _error(code: int, ids: Tensor) -> Exception:

@@ -63,22 +63,22 @@ class SlotMap:
         rows = set(ids.tolist())
         if all(row >= 0 for row in rows) and (len(rows) < ids.numel() or rows & self._slots.keys()):
             raise ValueError("ids: a row that has a slot, or comes twice; expected new rows")
-        taken = self._take(ids, use=use, released=released)
-        if taken is not None:
+        slots = self._take(ids, use=use, released=released)
+        if slots is not None:
             self._held.update(dict.fromkeys(rows, use))
-        return taken
+        return slots
 
     def _take(self, ids: Tensor, *, use: int, released: int) -> Taken | None:
-        given = as_vector(ids).tolist()
-        for row in given:
+        rows = as_vector(ids).tolist()
+        for row in rows:
             if row < 0:
                 raise IndexError(f"ids: {row}, expected id >= 0")
-        absent = sorted(set(given) - self._slots.keys())
+        absent = sorted(set(rows) - self._slots.keys())
         free = sorted(set(range(self.capacity)) - set(self._slots.values()))[: len(absent)]
         leave = sorted(
             (last, self._slots[row], row)
             for row, last in self._last.items()
-            if last <= released and row not in given
+            if last <= released and row not in rows
         )
         needed = len(absent) - len(free)
         if needed > len(leave):
@@ -89,7 +89,7 @@ class SlotMap:
             self._remove(row)
         for row, slot in zip(absent, slots, strict=True):
             self._slots[row], self._last[row], self._held[row] = slot, use, 0
-        for row in given:
+        for row in rows:
             self._last[row] = max(self._last[row], use)
         evicted.sort()
         return Taken(
@@ -117,8 +117,8 @@ class SlotMap:
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return the rows that have a slot, ascending, and their slots."""
-        found = sorted(self._slots.items())
-        return _integers([row for row, _ in found]), _integers([slot for _, slot in found])
+        row_slots = sorted(self._slots.items())
+        return _integers([row for row, _ in row_slots]), _integers([slot for _, slot in row_slots])
 
     def evictable(self, released: int) -> int:
         """Return the number of rows whose last use is `released` or before."""

@@ -29,8 +29,8 @@ def install_command(extra: str, *, distribution: metadata.Distribution | None = 
     """
     by_name = f"pip install 'recpoint[{extra}]'"
     try:
-        found = metadata.distribution("recpoint") if distribution is None else distribution
-        origin = json.loads(found.read_text("direct_url.json") or "null")
+        installed = metadata.distribution("recpoint") if distribution is None else distribution
+        origin = json.loads(installed.read_text("direct_url.json") or "null")
         return _from_origin(origin, extra) or by_name
     except (metadata.PackageNotFoundError, OSError, ValueError, KeyError, TypeError):
         return by_name

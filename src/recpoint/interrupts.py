@@ -149,15 +149,15 @@ class Hold:
         if self.kept is None:
             self.kept = error
             return
-        first, other = self.kept, error
-        if isinstance(first, Exception) and not isinstance(other, Exception):
-            first, other = other, first
-        last, seen = first, {id(first)}
-        while last.__context__ is not None and id(last.__context__) not in seen:
+        first, later = self.kept, error
+        if isinstance(first, Exception) and not isinstance(later, Exception):
+            first, later = later, first
+        last, seen_ids = first, {id(first)}
+        while last.__context__ is not None and id(last.__context__) not in seen_ids:
             last = last.__context__
-            seen.add(id(last))
-        if id(other) not in seen:
-            last.__context__ = other
+            seen_ids.add(id(last))
+        if id(later) not in seen_ids:
+            last.__context__ = later
         self.kept = first
 
     def _stand_in(self) -> None:
@@ -175,8 +175,8 @@ class Hold:
 
     def _give_back(self) -> None:
         for number, standin in self._standins:
-            there: object = signal.getsignal(number)
-            if there is standin:  # else the program has set another
+            handler: object = signal.getsignal(number)
+            if handler is standin:  # else the program has set another
                 _put(number, standin.handler)
 
 
@@ -250,11 +250,11 @@ def handler_of(number: signal.Signals) -> object:
 
 def set_handler(number: signal.Signals, handler: Any) -> None:
     """Set a handler as `signal.signal` does; a block around it holds what the handler raises."""
-    there: object = signal.getsignal(number)
-    while isinstance(there, _Standin) and isinstance(there.handler, _Standin):
-        there = there.handler
-    if isinstance(there, _Standin) and callable(handler):
-        there.handler = handler
+    current: object = signal.getsignal(number)
+    while isinstance(current, _Standin) and isinstance(current.handler, _Standin):
+        current = current.handler
+    if isinstance(current, _Standin) and callable(handler):
+        current.handler = handler
     else:
         signal.signal(number, handler)
 
@@ -283,21 +283,24 @@ def _put(number: signal.Signals | int, handler: Any) -> None:
     and `signal.siginterrupt` may have set the flags.
     """
     system = _sigaction()
-    before = ctypes.create_string_buffer(_MOST_BYTES_OF_SIGACTION)
-    known = system is not None and system(int(number), None, before) == 0
+    old_action = ctypes.create_string_buffer(_MOST_BYTES_OF_SIGACTION)
+    is_saved = system is not None and system(int(number), None, old_action) == 0
     signal.signal(number, handler)
-    if known and system is not None:
-        system(int(number), before, None)
+    if is_saved and system is not None:
+        system(int(number), old_action, None)
 
 
 @cache
 def _sigaction() -> Callable[[int, Any, Any], int] | None:
     try:
-        found = ctypes.CDLL(None).sigaction
+        sigaction = ctypes.CDLL(None).sigaction
     except (AttributeError, OSError, TypeError):
         return None
-    found.argtypes, found.restype = (ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p), ctypes.c_int
-    return cast(Callable[[int, Any, Any], int], found)
+    sigaction.argtypes, sigaction.restype = (
+        (ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p),
+        ctypes.c_int,
+    )
+    return cast(Callable[[int, Any, Any], int], sigaction)
 
 
 def _after_fork() -> None:

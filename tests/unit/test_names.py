@@ -66,7 +66,7 @@ def test_each_kind_of_name_is_counted(tmp_path: Path) -> None:
     (tmp_path / "first.py").write_text(SOURCE)
     (tmp_path / "second.py").write_text("class Part:\n    size = 0\n")
     counted = names.count([tmp_path / "first.py", tmp_path / "second.py"], tmp_path)
-    assert counted.pronouns == ["first.py:11 found", "first.py:12 one", "first.py:13 _its"]
+    assert counted.pronouns == ["first.py:11 found", "first.py:13 _its", "first.py:12 one"]
     assert (counted.assigned, counted.pronoun_percent) == (5, 60)
     assert counted.pronoun_parameters == ["first.py:9 there"]
     assert counted.namesakes == {"Part": ["first.py:7 _Part", "second.py:1 Part"]}

@@ -35,11 +35,11 @@ class _Commands(TyperGroup):
         **extra: Any,
     ) -> Any:
         """Run the command that `args` name, and exit with its code."""
-        given = list(sys.argv[1:] if args is None else args)
-        as_json = standalone_mode and "--json" in given
+        words = list(sys.argv[1:] if args is None else args)
+        as_json = standalone_mode and "--json" in words
         try:
             code = super().main(
-                given,
+                words,
                 prog_name,
                 complete_var,
                 standalone_mode and not as_json,
@@ -57,13 +57,13 @@ class _Commands(TyperGroup):
 
 
 def _document(error: Any, program: str) -> dict[str, Any]:
-    where = program if error.ctx is None else error.ctx.command_path
+    command = program if error.ctx is None else error.ctx.command_path
     return {
         "error": "UsageError",
-        "subject": where,
+        "subject": command,
         "found": error.format_message(),
         "expected": "options and arguments as in its help",
-        "next_step": f"{where} --help",
+        "next_step": f"{command} --help",
     }
 
 

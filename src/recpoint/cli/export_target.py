@@ -58,12 +58,12 @@ def check_ending(path: Path, *, table: str | None) -> None:
     Raises:
         SettingsError: the name is refused, or pandas is missing.
     """
-    known = TABLE_ENDINGS if table is not None else WHOLE_ENDINGS
-    if path.suffix not in known:
+    endings = TABLE_ENDINGS if table is not None else WHOLE_ENDINGS
+    if path.suffix not in endings:
         raise SettingsError(
             "--to",
             found=str(path),
-            expected=f"a name that ends in {', '.join(known)}"
+            expected=f"a name that ends in {', '.join(endings)}"
             + (
                 " for one table"
                 if table is not None

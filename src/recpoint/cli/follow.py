@@ -86,7 +86,7 @@ def _next(status: Status, channel: str) -> str:
 
 def _follow(follower: Follower, url: str, poll_seconds: float, as_json: bool) -> None:
     """Polls until interrupted; prints a line for each version and each change of errors."""
-    told: tuple[object, ...] = ()
+    last_status: tuple[object, ...] = ()
     console = output_console()
     while True:
         # Only the first read, of a whole model, has a bar: during increments it would flicker.
@@ -98,8 +98,8 @@ def _follow(follower: Follower, url: str, poll_seconds: float, as_json: bool) ->
             pass  # the status has the error; the served version stays served
         status = follower.status
         now = (status.serving, status.error, status.skipped, status.doubt)
-        if now != told:
-            told = now
+        if now != last_status:
+            last_status = now
             if as_json:
                 print_json(_document(status, url))
             else:
@@ -138,26 +138,26 @@ def _document(status: Status, url: str) -> dict[str, Any]:
 
 
 def _lines(status: Status, url: str) -> list[Any]:
-    found: list[Any] = []
+    lines: list[Any] = []
     for line in skipped_lines(status.skipped):
         text = f"skipped {naming_run(line, url)}"
-        found.append(terminal.shown(text, limit=2000, style="yellow"))
+        lines.append(terminal.shown(text, limit=2000, style="yellow"))
     if status.error is not None:
-        found.append(terminal.shown(naming_run(status.error, url), limit=2000, style="red"))
+        lines.append(terminal.shown(naming_run(status.error, url), limit=2000, style="red"))
     if status.serving is None:
-        return [*found, terminal.shown("nothing is served yet")]
+        return [*lines, terminal.shown("nothing is served yet")]
     if status.doubt is not None:
         text = f"{status.serving} is served although {status.doubt}"
-        found.append(terminal.shown(text, limit=2000, style="red"))
-    after = (status.served_ms - status.committed_ms) / 1000
+        lines.append(terminal.shown(text, limit=2000, style="red"))
+    delay_seconds = (status.served_ms - status.committed_ms) / 1000
     lag = "none" if not status.lag_seconds else duration_text(status.lag_seconds)
     text = (
-        f"{status.serving}: served {duration_text(after)} after its commit, lag {lag}, "
+        f"{status.serving}: served {duration_text(delay_seconds)} after its commit, lag {lag}, "
         f"{counted(status.increments_applied, 'increment')} and "
         f"{counted(status.fulls_applied, 'full')} applied, "
         f"{bytes_text(status.bytes_read)} read"
     )
-    return [*found, terminal.shown(text, limit=2000)]
+    return [*lines, terminal.shown(text, limit=2000)]
 
 
 @command
@@ -195,7 +195,7 @@ def publish(
         raise typer.BadParameter("needs --step", param_hint="--generation")
     else:
         name = publications.choose(run, validated_only=validated)
-    done = publications.publish(
+    publication = publications.publish(
         run,
         name,
         held=step is not None if hold is None else hold,
@@ -203,22 +203,22 @@ def publish(
         force=force,
         why=why,
     )
-    record = done.record
+    record = publication.record
     document = {
         "number": record.number,
-        "created": done.created,
+        "created": publication.created,
         "step": record.checkpoint.step,
         "generation": record.checkpoint.generation,
         "attempt": record.checkpoint.attempt,
         "held": record.held,
-        "doubt": done.doubt,
+        "doubt": publication.doubt,
         "who": record.who,
         "why": record.why,
     }
-    state = "is published" if done.created else "was published already,"
-    held = ", held until --release" if record.held else ""
-    text = f"{record.checkpoint} {state} as publication {record.number}{held}"
+    state = "is published" if publication.created else "was published already,"
+    held_text = ", held until --release" if record.held else ""
+    text = f"{record.checkpoint} {state} as publication {record.number}{held_text}"
     views = [terminal.shown(text)]
-    if done.doubt is not None:
-        views.append(terminal.shown(f"although {done.doubt}", style="yellow"))
+    if publication.doubt is not None:
+        views.append(terminal.shown(f"although {publication.doubt}", style="yellow"))
     return Result(document, *views)

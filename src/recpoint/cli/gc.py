@@ -108,15 +108,15 @@ def consolidate_run(
         views = [_plan_table(plan, url), *([_weighed_table(plan)] if plan.needed else [])]
         return Result(_consolidation_document(plan, None, url, dry_run=True), *views)
     with showing_bytes("merging", quiet=json_output) as on_progress:
-        plan, done = consolidate_around_damage(
+        plan, outcome = consolidate_around_damage(
             run,
             lambda avoid: plan_consolidation(run, name, links=links, avoid=avoid),
             on_progress=on_progress,
         )
-    if done is None or not plan.needed:
+    if outcome is None or not plan.needed:
         return Result(_consolidation_document(plan, None, url), _plan_table(plan, url))
-    said = terminal.shown(_said(done), limit=2000)
-    return Result(_consolidation_document(plan, done, url), _plan_table(plan, url), said)
+    summary = terminal.shown(_said(outcome), limit=2000)
+    return Result(_consolidation_document(plan, outcome, url), _plan_table(plan, url), summary)
 
 
 def _said(done: Consolidated) -> str:
@@ -169,10 +169,10 @@ def _weighed(plan: ConsolidationPlan) -> tuple[tuple[WeighedMerge, ...], Weighed
 def _weighed_table(plan: ConsolidationPlan) -> Table:
     weighed, chosen = _weighed(plan)
     by_cost = sorted(
-        weighed, key=lambda one: math.inf if one.cost_bytes is None else one.cost_bytes
+        weighed, key=lambda merge: math.inf if merge.cost_bytes is None else merge.cost_bytes
     )
-    kept = by_cost[:_SHOWN_MERGES]
-    left_out = len(weighed) - len(kept)
+    cheapest = by_cost[:_SHOWN_MERGES]
+    left_out = len(weighed) - len(cheapest)
     table = terminal.plain_table(
         "What an agent weighs, with its default triggers"
         + (f"; {left_out} more with --json" if left_out else "")
@@ -182,19 +182,19 @@ def _weighed_table(plan: ConsolidationPlan) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("cost")
     size = bytes_text
-    for one in weighed:
-        if one not in kept:
+    for merge in weighed:
+        if merge not in cheapest:
             continue
-        sizes = one.sizes
+        sizes = merge.sizes
         merges = "all, into a full" if sizes.into_full else f"the newest {sizes.merged}"
-        cost = one.why_not if one.cost_bytes is None else size(round(one.cost_bytes))
+        cost = merge.why_not if merge.cost_bytes is None else size(round(merge.cost_bytes))
         table.add_row(
             merges,
             size(sizes.read_bytes),
             size(sizes.write_bytes),
             size(sizes.restore_bytes_after),
             str(sizes.links_after),
-            f"{cost}, chosen" if one is chosen else cost,
+            f"{cost}, chosen" if merge is chosen else cost,
         )
     return table
 
@@ -295,13 +295,13 @@ def sweep_run(
     grace_seconds = seconds_of(grace)
     require_grace(grace_seconds, why=GRACE_NEEDED)
     store = open_store(url)
-    here = _directory(store.url, staging)
+    directory = _directory(store.url, staging)
     if discard:
-        return _discard(store, here, dry_run=dry_run)
+        return _discard(store, directory, dry_run=dry_run)
     with showing_steps(quiet=json_output) as on_step:
         swept = sweep_here(
             store,
-            here,
+            directory,
             grace_seconds=grace_seconds,
             include_newest=include_newest,
             dry_run=dry_run,
@@ -374,10 +374,10 @@ def _sweep_document(swept: SweptHere, url: str) -> dict[str, Any]:
         "slots": [slot._asdict() for slot in swept.slots],
         "planned": [planned._asdict() for planned in plan.objects + plan.unfinished],
         "planned_bytes": plan.size_bytes,
-        "kept": [kept._asdict() for kept in plan.kept],
+        "kept": [prefix._asdict() for prefix in plan.kept],
         "unrecognised": list(plan.unrecognised),
         "blocked": list(plan.blocked),
-        "removed": [] if result is None else [one.key for one in result.removed],
+        "removed": [] if result is None else [info.key for info in result.removed],
         "removed_bytes": 0 if result is None else result.removed_bytes,
     }
 
@@ -445,7 +445,7 @@ def retain(
         raise
     run = open_run(url)
     with showing_steps(quiet=json_output) as on_step:
-        made = plan_prune(
+        plan = plan_prune(
             run,
             policy,
             grace_seconds=seconds_of(grace),
@@ -453,17 +453,17 @@ def retain(
             ask_store=not dry_run,
             on_step=on_step,
         )
-    views = [retention_table(made), terminal.sweep_table(made.orphans)]
+    views = [retention_table(plan), terminal.sweep_table(plan.orphans)]
     if dry_run:
-        return Result(_retention_document(run.url, made, None), *views)
+        return Result(_retention_document(run.url, plan, None), *views)
     with showing_steps(quiet=json_output) as on_step:
-        result = execute(run, made, on_step=on_step)
+        result = execute(run, plan, on_step=on_step)
     text = (
         f"marked {len(result.marked)}, deleted {len(result.deleted)} manifests and "
         f"{len(result.swept.removed)} other objects, {bytes_text(result.removed_bytes)}"
         f"{spared_words(result.spared)}"
     )
-    return Result(_retention_document(run.url, made, result), *views, terminal.shown(text))
+    return Result(_retention_document(run.url, plan, result), *views, terminal.shown(text))
 
 
 def _best(text: str) -> BestBy:
@@ -514,10 +514,10 @@ def pin(
     """Keep a checkpoint, and all it needs, whatever retention's rules say."""
     _require_label(name, "--name")
     run = open_run(url)
-    made = pins.pin(run, find_checkpoint(run, step, generation), label=name, why=why)
-    document = {**_named(made.checkpoint.step, made.checkpoint.generation), "name": made.name}
-    document |= {"who": made.who, "why": made.why, "created_ms": made.created_ms}
-    return Result(document, terminal.shown(f"{made.checkpoint} is pinned as {made.name}"))
+    pinned = pins.pin(run, find_checkpoint(run, step, generation), label=name, why=why)
+    document = {**_named(pinned.checkpoint.step, pinned.checkpoint.generation), "name": pinned.name}
+    document |= {"who": pinned.who, "why": pinned.why, "created_ms": pinned.created_ms}
+    return Result(document, terminal.shown(f"{pinned.checkpoint} is pinned as {pinned.name}"))
 
 
 @command
@@ -531,18 +531,22 @@ def unpin(
     """Remove a pin; retention's rules decide from then on."""
     _require_label(name, "--name")
     run = open_run(url)
-    at = _pinned_at(run, step, generation, name)
-    pins.unpin(run, at, label=name)
-    document = {**_named(*at), "name": name}
-    return Result(document, terminal.shown(f"{at} is no longer pinned as {name}"))
+    name_at = _pinned_at(run, step, generation, name)
+    pins.unpin(run, name_at, label=name)
+    document = {**_named(*name_at), "name": name}
+    return Result(document, terminal.shown(f"{name_at} is no longer pinned as {name}"))
 
 
 def _pinned_at(run: Run, step: int, generation: int | None, name: str) -> ManifestName:
     """Returns the checkpoint with this pin; it may be superseded by now, or gone."""
     if generation is None:
-        there = [at for at, names in pins.pinned(run).items() if at.step == step and name in names]
-        if len(there) == 1:
-            return there[0]
+        candidates = [
+            checkpoint
+            for checkpoint, names in pins.pinned(run).items()
+            if checkpoint.step == step and name in names
+        ]
+        if len(candidates) == 1:
+            return candidates[0]
     return find_checkpoint(run, step, generation)
 
 
@@ -566,10 +570,10 @@ def record_metric(
         )
     _require_label(name, "METRIC")
     run = open_run(url)
-    at = find_checkpoint(run, step, generation)
-    pins.record_metric(run, at, name, value)
-    document = {**_named(*at), "name": name, "value": value}
-    return Result(document, terminal.shown(f"{name} of {at} is {value:g}"))
+    checkpoint = find_checkpoint(run, step, generation)
+    pins.record_metric(run, checkpoint, name, value)
+    document = {**_named(*checkpoint), "name": name, "value": value}
+    return Result(document, terminal.shown(f"{name} of {checkpoint} is {value:g}"))
 
 
 def _require_label(name: str, option: str) -> None:

@@ -106,13 +106,13 @@ def print_rules(
     json_output: JsonOption = False,
 ) -> Result:
     """Print the alert rules, a file for Prometheus' rule_files; it begins with the parameters."""
-    given = {}
+    value_of = {}
     for text in values or ():
         name, equals, value = text.partition("=")
         if not equals:
             raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--set")
-        given[name] = value
-    rules = alert_rules(given)
+        value_of[name] = value
+    rules = alert_rules(value_of)
     return Result({"rules": rules}, Text(rules.rstrip("\n")))
 
 
@@ -215,16 +215,18 @@ def agent(
     json_output: JsonOption = False,
 ) -> Result:
     """Persist what trainers on this host stage, until SIGTERM or SIGINT."""
-    which: Literal["auto", "all", "off"]
-    which = "all" if consolidate == "all" else "off" if consolidate == "off" else "auto"
-    if consolidate != which:
+    mode: Literal["auto", "all", "off"]
+    mode = "all" if consolidate == "all" else "off" if consolidate == "off" else "auto"
+    if consolidate != mode:
         raise typer.BadParameter(
             f"{consolidate!r} is none of auto, all, off", param_hint="--consolidate"
         )
     chosen: Literal["auto", "off"] = "off" if prefect == "off" else "auto"
     if prefect != chosen:
         raise typer.BadParameter(f"{prefect!r} is neither auto nor off", param_hint="--prefect")
-    every = None if sweep_every == "off" else seconds_of(sweep_every, option="--sweep-every")
+    interval_seconds = (
+        None if sweep_every == "off" else seconds_of(sweep_every, option="--sweep-every")
+    )
     if chosen == "auto":
         require_flows("recpoint agent", otherwise=", or --prefect off")
     if metrics_port is not None:
@@ -243,20 +245,20 @@ def agent(
         watch = agent_metrics(
             port=metrics_port, address=metrics_address, refresh_seconds=metrics_refresh
         )
-    left = run_agent(
+    staged = run_agent(
         staging,
         once=once,
         prefect=chosen,
-        consolidate=which,
+        consolidate=mode,
         consolidate_when=ConsolidationTriggers.chosen(
             links=consolidate_after, restore_ratio=consolidate_ratio, dead_share=consolidate_dead
         ),
         name_ranks_after=name_ranks_after,
-        sweep_every=every,
+        sweep_every=interval_seconds,
         watch=watch,
     )
-    text = f"{left} checkpoint{'' if left == 1 else 's'} still staged"
-    return Result({"still_staged": left}, terminal.shown(text))
+    text = f"{staged} checkpoint{'' if staged == 1 else 's'} still staged"
+    return Result({"still_staged": staged}, terminal.shown(text))
 
 
 class LogFormat(logging.Formatter):
@@ -561,10 +563,10 @@ def apply_automations(
         notify=notify,
         publish=publish,
     )
-    done = alerts.apply(settings)
+    applied = alerts.apply(settings)
     return Result(
-        {"automations": [one._asdict() for one in done]},
-        *(terminal.shown(_words(**one._asdict())) for one in done),
+        {"automations": [automation._asdict() for automation in applied]},
+        *(terminal.shown(_words(**automation._asdict())) for automation in applied),
     )
 
 
@@ -591,15 +593,18 @@ def _words(
 @command
 def list_automations(json_output: JsonOption = False) -> Result:
     """List the alerts that the server has."""
-    found = _automations("list").find_ours()
-    if not found:
+    ours_found = _automations("list").find_ours()
+    if not ours_found:
         text = "the server has no automations of recpoint; recpoint automations apply makes them"
         return Result({"automations": []}, terminal.shown(text))
     return Result(
-        {"automations": [one._asdict() for one in found]},
+        {"automations": [automation._asdict() for automation in ours_found]},
         *(
-            terminal.shown(f"{one.name}{'' if one.enabled else ' (disabled)'}: {one.description}")
-            for one in found
+            terminal.shown(
+                f"{automation.name}{'' if automation.enabled else ' (disabled)'}: "
+                f"{automation.description}"
+            )
+            for automation in ours_found
         ),
     )
 

@@ -154,7 +154,7 @@ def info(json_output: JsonOption = False) -> Result:
 
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     kernels = implementations()
-    found = left_behind(area.default_staging_root())
+    leftovers = left_behind(area.default_staging_root())
     versions = {name: _version(name) for name in _PACKAGES}
     document = {
         "recpoint": _version("recpoint"),
@@ -167,11 +167,11 @@ def info(json_output: JsonOption = False) -> Result:
         "cpu_threads": torch.get_num_threads(),
         "instruction_set": instruction_set(),
         "staging": str(area.default_staging_root()),
-        "left_behind": [left._asdict() for left in found],
+        "left_behind": [leftover._asdict() for leftover in leftovers],
         "huge_pages": staging.policy(),
         "huge_pages_from_bytes": staging.SMALLEST_BYTES,
     }
-    packages = ", ".join(f"{name} {found or '(none)'}" for name, found in versions.items())
+    packages = ", ".join(f"{name} {version or '(none)'}" for name, version in versions.items())
     smallest = bytes_text(staging.SMALLEST_BYTES)
     fields = [
         ("recpoint", f"{document['recpoint']}, format {FORMAT_VERSION}"),
@@ -181,7 +181,7 @@ def info(json_output: JsonOption = False) -> Result:
         ("instruction set", document["instruction_set"]),
         ("CUDA devices", ", ".join(devices) or "none"),
         ("staging", document["staging"]),
-        *(("left behind", str(left)) for left in found),
+        *(("left behind", str(leftover)) for leftover in leftovers),
         ("huge pages", f"{document['huge_pages']}; asked for tables of {smallest} and more"),
     ]
     return Result(document, terminal.fields_table(fields), _kernels_table(kernels))
@@ -193,8 +193,8 @@ def _kernels_table(kernels: list[Implementation]) -> Table:
     for heading in ("kernel", "tensors on", "runs", "why"):
         table.add_column(heading)
     for kernel in kernels:
-        why = terminal.shown(kernel.why)
-        table.add_row(kernel.kernel, kernel.device, kernel.name or "nothing", why)
+        reason = terminal.shown(kernel.why)
+        table.add_row(kernel.kernel, kernel.device, kernel.name or "nothing", reason)
     return table
 
 
@@ -244,12 +244,14 @@ def lag(
             while True:
                 live.update(Group(*lag_views(lags.refresh())), refresh=True)
                 time.sleep(watch)
-    found = lags.refresh()
+    run_lags = lags.refresh()
     code = max(
-        exit_code(one.found) if isinstance(one.found, RecpointError) else int(one.above)
-        for one in found
+        exit_code(run_lag.found) if isinstance(run_lag.found, RecpointError) else int(run_lag.above)
+        for run_lag in run_lags
     )
-    return Result({"runs": [_document(one) for one in found]}, *lag_views(found), code=code)
+    return Result(
+        {"runs": [_document(run_lag) for run_lag in run_lags]}, *lag_views(run_lags), code=code
+    )
 
 
 class _Lags:
@@ -271,13 +273,13 @@ class _Lags:
             return RunLag("", error)
         try:
             self._watches[url] = current_watch(url, self._watches.get(url))
-            seen = self._watches[url].refresh()
+            view = self._watches[url].refresh()
         except RecpointError as error:
             self._watches.pop(url, None)
             error.next_step = naming_run(error.next_step, named)
             return RunLag(named, error)
         limit = self._max_seconds
-        return RunLag(named, seen, limit is not None and seen.lag.at_risk_seconds > limit)
+        return RunLag(named, view, limit is not None and view.lag.at_risk_seconds > limit)
 
 
 def _document(one: RunLag) -> dict[str, Any]:
@@ -373,7 +375,7 @@ def list_checkpoints(
     names = sorted(forms, reverse=True) if everything else live
     with ReadScheduler.of_records() as reads:
         manifests = list(reads.results(names, lambda name: _manifest(run, name)))
-    pins, doomed, known = pinned(run), marked(run), verdicts(run)
+    pins, doomed, verdict_of = pinned(run), marked(run), verdicts(run)
     to_read = _manifests_to_read(forms, dict(zip(names, manifests, strict=True)))
     entries = [
         Listed(
@@ -383,7 +385,7 @@ def list_checkpoints(
             to_read=to_read.get(name),
             merged=_merged(forms.get(name, ())),
             pins=pins.get(name, ()),
-            verdict=known.get(name),
+            verdict=verdict_of.get(name),
             expires=name in forms and all(form.key in doomed for form in forms[name]),
         )
         for name, manifest in zip(names, manifests, strict=True)
@@ -395,15 +397,15 @@ def list_checkpoints(
         "checkpoints": [listed(entry) for entry in entries],
     }
     if not entries:
-        if not forms and (gone := manifests_gone(run)):
-            document.update(error=type(gone).__name__, message=str(gone))
-            return Result(document, terminal.error_text(gone), code=exit_code(gone))
+        if not forms and (damage := manifests_gone(run)):
+            document.update(error=type(damage).__name__, message=str(damage))
+            return Result(document, terminal.error_text(damage), code=exit_code(damage))
         text = _NONE_YET
         troubles = alarms(current_watch(url, None).refresh())
-        text += "".join(f"; {one.text}. Next: {one.next_step}" for one in troubles)
+        text += "".join(f"; {trouble.text}. Next: {trouble.next_step}" for trouble in troubles)
         if forms:
-            others = superseded_text(sorted(forms))
-            text = f"no checkpoint that counts; {others}: --all lists them"
+            others_text = superseded_text(sorted(forms))
+            text = f"no checkpoint that counts; {others_text}: --all lists them"
         return Result(document, terminal.shown(f"{run.url}: {text}"))
     table = terminal.checkpoints_table(entries, title=run.url)
     if unknown is None:
@@ -422,24 +424,24 @@ def _manifests_to_read(
         forms: those of each checkpoint, which include what consolidations have made of it.
         manifests: each checkpoint's own; one that cannot be read is left out.
     """
-    found: dict[ManifestName, int] = {}
+    lengths: dict[ManifestName, int] = {}
     by_step: dict[int, ManifestName] = {}
     for name in sorted(manifests):
         merged = [form for form in forms.get(name, ()) if form.form != "own"]
         manifest = manifests[name]
         if any(form.form == "full" for form in merged):
-            found[name] = 1
+            lengths[name] = 1
         elif not isinstance(manifest, RecpointError):
             afters = [form.after for form in merged if form.after is not None]
             parent = manifest.parent
-            before = None if parent is None else ManifestName(parent.step, parent.generation)
+            parent_name = None if parent is None else ManifestName(parent.step, parent.generation)
             if afters:
-                before = by_step.get(min(afters))
-            found[name] = manifest.chain_length
-            if before in found:
-                found[name] = found[before] + 1
+                parent_name = by_step.get(min(afters))
+            lengths[name] = manifest.chain_length
+            if parent_name in lengths:
+                lengths[name] = lengths[parent_name] + 1
         by_step[name.step] = name
-    return found
+    return lengths
 
 
 def _merged(forms: Iterable[Representation]) -> tuple[str, ...]:
@@ -476,7 +478,7 @@ def show(
     name = find_checkpoint(run, step, generation)
     manifest = run.manifest(*name)
     validations = records_of(run, name)
-    known = verdict(validations) if validations else None
+    stored_verdict = verdict(validations) if validations else None
     chain: Chain | None = None
     broken: RecpointError | None = None
     try:
@@ -499,7 +501,7 @@ def show(
         ("staged", time_text(manifest.staged_ms)),
         ("committed", time_text(manifest.committed_ms)),
         ("written by", manifest.writer),
-        ("validation", terminal.verdict_text(known)),
+        ("validation", terminal.verdict_text(stored_verdict)),
     ]
     if manifest.servers is not None:
         fields.append(("embedding servers", f"{manifest.servers} have stored rows themselves"))
@@ -513,12 +515,12 @@ def show(
     if chunks:
         views.append(terminal.chunks_table(manifest))
     if chain is not None:
-        for key, why in chain.passed_over:
-            passed = f"passed over {key}: {naming_run(why, url)}"
+        for key, reason in chain.passed_over:
+            passed = f"passed over {key}: {naming_run(reason, url)}"
             views.append(terminal.shown(passed, limit=2000, style="yellow"))
     views.append(terminal.error_text(broken) if broken else terminal.chain_table(_members(chain)))
     document = details(manifest, None if chain is None else _members(chain))
-    document["validation"] = validation(known)
+    document["validation"] = validation(stored_verdict)
     if broken is not None:
         document.update(error=type(broken).__name__, message=str(broken))
     return Result(document, *views, code=0 if broken is None else 1)

@@ -177,7 +177,7 @@ def showing_bytes(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], No
         disable=quiet or not console.is_terminal,
     ) as progress:
         task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        yield lambda done_bytes, total: progress.update(task, completed=done_bytes, total=total)
 
 
 def print_json(document: dict[str, Any]) -> None:

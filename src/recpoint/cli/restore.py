@@ -125,7 +125,9 @@ def restore_to_file(
             report = restoring(
                 selection,
                 leased=lease is not None,
-                on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+                on_progress=lambda done_bytes, total: progress.update(
+                    task, completed=done_bytes, total=total
+                ),
             )
     if not in_shards:
         with export_target.replacing(to, force=force) as temporary:

@@ -110,20 +110,24 @@ def _tables(asked: list[str], there: Collection[str]) -> dict[str, str]:
         SettingsError: several splits are possible, or one new table is taken from two.
     """
     named: dict[str, str] = {}
-    for one in asked:
-        ends = [at for at, sign in enumerate(one) if sign == "="]
-        read = {one: one} if one in there else {}
-        read |= {one[:at] or one[1:]: one[at + 1 :] for at in ends if one[at + 1 :] in there}
+    for word in asked:
+        ends = [equals_sign for equals_sign, sign in enumerate(word) if sign == "="]
+        read = {word: word} if word in there else {}
+        read |= {
+            word[:equals_sign] or word[1:]: word[equals_sign + 1 :]
+            for equals_sign in ends
+            if word[equals_sign + 1 :] in there
+        }
         if len(read) > 1:
             raise SettingsError(
-                f"--table {one}",
+                f"--table {word}",
                 found="; ".join(f"{old!r} taken as {new!r}" for new, old in read.items()),
                 expected="one way to read it",
                 next_step="ask for the other parts, and write this table into the script's "
                 "Seed(tables={NEW: NAME})",
             )
         if not read:
-            new, _, old = one.rpartition("=")
+            new, _, old = word.rpartition("=")
             read = {new or old: old}
         for new, old in read.items():
             if named.setdefault(new, old) != old:
@@ -170,13 +174,13 @@ def _parts(target: MemoryTarget, seed: Seed | None) -> list[dict[str, Any]]:
     from recpoint.trainer_plugin.restore.target import Parts, near, resolve_dense
 
     assert target.manifest is not None  # it was restored
-    asked = Parts() if seed is None else seed.parts
+    parts = Parts() if seed is None else seed.parts
     tables = logical_tables(target.manifest.tables)
     tensors = model_tensors(target)
-    taken, missing = resolve_dense(asked.dense, tensors, tensors)
+    restored, missing = resolve_dense(parts.dense, tensors, tensors)
     missing += [
         f"table {name!r} is not in it{near(name, tables)}"
-        for name in asked.tables.values()
+        for name in parts.tables.values()
         if name not in tables
     ]
     if missing:
@@ -190,7 +194,7 @@ def _parts(target: MemoryTarget, seed: Seed | None) -> list[dict[str, Any]]:
         {
             "kind": "table",
             "name": name,
-            "as": [new for new, old in asked.tables.items() if old == name],
+            "as": [new for new, old in parts.tables.items() if old == name],
             "shape": [spec.rows, spec.dim],
             "dtype": spec.dtype,
             "row_states": [state.name for state in spec.row_states],
@@ -200,7 +204,7 @@ def _parts(target: MemoryTarget, seed: Seed | None) -> list[dict[str, Any]]:
         {
             "kind": "dense",
             "name": name,
-            "as": [name] if name in taken else [],
+            "as": [name] if name in restored else [],
             "shape": list(tensor.shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "row_states": [],
@@ -215,12 +219,12 @@ def _text(value: object) -> str:
 
 def _script(seed: Seed) -> str:
     """Returns the line for a training script."""
-    given: Mapping[str, object] = {
+    settings: Mapping[str, object] = {
         "tables": seed.tables or None,
         "dense": seed.dense or None,
         "optimizer_states": "carry" if seed.optimizer_states == "carry" else None,
         "step": seed.step,
         "generation": seed.generation,
     }
-    named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    named = [f"{name}={value!r}" for name, value in settings.items() if value is not None]
     return f"ckpt.restore(seed=recpoint.Seed({', '.join([repr(seed.url), *named])}))"

@@ -68,10 +68,10 @@ def validate_checkpoint(
     with reading(run, purpose="validate") as lease:
         leased = lease is not None
         with showing_bytes("validating", quiet=json_output) as on_progress:
-            found = validation.validate(
+            verdict = validation.validate(
                 run, name, level=chosen, leased=leased, on_progress=on_progress
             )
-        if function is not None and found.passed:
+        if function is not None and verdict.passed:
             with showing_bytes("restoring", quiet=json_output) as on_progress:
                 metrics = evaluation.evaluate(
                     run,
@@ -83,13 +83,13 @@ def validate_checkpoint(
                 )
     number = None
     if record:
-        evaluation.record_metrics(run, found.checkpoint, metrics)
+        evaluation.record_metrics(run, verdict.checkpoint, metrics)
         evaluated_by = evaluate_with if metrics else ""
-        number = validation.record(run, found, evaluated_by=evaluated_by).number
+        number = validation.record(run, verdict, evaluated_by=evaluated_by).number
     return Result(
-        _document(found, metrics, number),
-        *_views(found, metrics, number),
-        code=0 if found.passed else 1,
+        _document(verdict, metrics, number),
+        *_views(verdict, metrics, number),
+        code=0 if verdict.passed else 1,
     )
 
 
@@ -97,8 +97,8 @@ def _level(text: str) -> ValidationLevel:
     for level in LEVELS:
         if text == level:
             return level
-    known = ", ".join(LEVELS)
-    raise typer.BadParameter(f"{text!r} is none of {known}", param_hint="--level")
+    levels = ", ".join(LEVELS)
+    raise typer.BadParameter(f"{text!r} is none of {levels}", param_hint="--level")
 
 
 def _checkpoint(run: Run, step: int | None, generation: int | None) -> ManifestName:

@@ -47,18 +47,18 @@ def install(
         besides: kinds of steps that are not counted, given as the first words of their names.
     """
     lock = threading.Lock()
-    taken = 0
+    steps = 0
 
     def observe(name: str) -> None:
-        nonlocal taken
+        nonlocal steps
         if name.partition(" ")[0] in besides:
             return
         with lock:  # a thread that dies keeps the lock, so that no other thread takes a step
-            taken += 1
+            steps += 1
             if count_into is not None:
                 with open(count_into, "a", encoding="utf-8") as file:
-                    file.write(f"{taken}\t{os.getpid()}\t{name}\n")
-            if taken == die_at:
+                    file.write(f"{steps}\t{os.getpid()}\t{name}\n")
+            if steps == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     durable.set_observer(observe)
@@ -73,36 +73,36 @@ def install_from_environment() -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the program in `arguments`, as the module's docstring describes."""
-    rest = list(arguments)
+    words = list(arguments)
     die_at: int | None = None
     count_into: str | None = None
-    if rest[:1] == ["--count"] and len(rest) > 1:
-        count_into = str(Path(rest[1]).absolute())
-        del rest[:2]
-    elif rest and rest[0].isdecimal() and int(rest[0]) > 0:
-        die_at = int(rest.pop(0))
+    if words[:1] == ["--count"] and len(words) > 1:
+        count_into = str(Path(words[1]).absolute())
+        del words[:2]
+    elif words and words[0].isdecimal() and int(words[0]) > 0:
+        die_at = int(words.pop(0))
     else:
         raise SystemExit(_USAGE)
-    with_children = rest[:1] == ["--children"]
+    with_children = words[:1] == ["--children"]
     if with_children:
-        rest.pop(0)
-    if rest[:1] == ["--"]:
-        rest.pop(0)
-    is_module = rest[:1] == ["-m"] and len(rest) > 1
+        words.pop(0)
+    if words[:1] == ["--"]:
+        words.pop(0)
+    is_module = words[:1] == ["-m"] and len(words) > 1
     # Arguments are checked before `install`: a caller that gets the usage must not be killed later.
-    if not is_module and (not rest or rest[0].startswith("-")):
+    if not is_module and (not words or words[0].startswith("-")):
         raise SystemExit(_USAGE)
     if with_children:
         _reach_children(die_at, count_into)
     install(die_at=die_at, count_into=count_into)
     if is_module:
-        sys.argv = rest[1:]
+        sys.argv = words[1:]
         sys.path.insert(0, os.getcwd())
-        runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = rest
-        sys.path.insert(0, str(Path(rest[0]).absolute().parent))
-        runpy.run_path(rest[0], run_name="__main__")
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).absolute().parent))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def _reach_children(die_at: int | None, count_into: str | None) -> None:

@@ -36,8 +36,8 @@ def ids_of(rows: Sequence[int]) -> Tensor:
 def records_of(rows: Sequence[int], record_bytes: int, *, version: int = 0) -> Tensor:
     """Return records that differ by row and by version: uint8 [n, record_bytes]."""
     row = ids_of(rows).view(-1, 1)
-    at = torch.arange(record_bytes, dtype=torch.int64, device="cpu")
-    mixed = (row * 1_000_003 + version * 7_919 + 1) * (at * 2_654_435_761 + 97)
+    positions = torch.arange(record_bytes, dtype=torch.int64, device="cpu")
+    mixed = (row * 1_000_003 + version * 7_919 + 1) * (positions * 2_654_435_761 + 97)
     return ((mixed >> 7) & 0xFF).to(torch.uint8)
 
 
@@ -52,13 +52,13 @@ def fetched(
         record_bytes: of the table.
     """
     out = torch.full((len(rows), record_bytes), _UNTOUCHED, dtype=torch.uint8, device="cpu")
-    has = reader(ids_of(rows), out)
-    assert has.dtype == torch.bool and has.shape == (len(rows),)
-    assert (out[~has] == _UNTOUCHED).all()
+    present = reader(ids_of(rows), out)
+    assert present.dtype == torch.bool and present.shape == (len(rows),)
+    assert (out[~present] == _UNTOUCHED).all()
     return {
         row: bytes(record.tolist())
-        for row, record, there in zip(rows, out, has.tolist(), strict=True)
-        if there
+        for row, record, is_present in zip(rows, out, present.tolist(), strict=True)
+        if is_present
     }
 
 
@@ -84,8 +84,8 @@ class HomeSuite:
         home.add_table("t", rows=1_000, record_bytes=record_bytes)
         rows = [0, 3, 4, 5, 500, 999]
         home.write_back("t", ids_of(rows), records_of(rows, record_bytes), batch=0)
-        found = fetched(partial(home.fetch, "t"), range(1_000), record_bytes)
-        assert found == _expected(rows, record_bytes)
+        records = fetched(partial(home.fetch, "t"), range(1_000), record_bytes)
+        assert records == _expected(rows, record_bytes)
 
     def test_a_home_is_empty_at_the_start(self, home: Home) -> None:
         """No row is there before it is written; no ids are no rows."""
@@ -99,8 +99,8 @@ class HomeSuite:
         """A row whose record is all zeros is there; its neighbours are not."""
         home.add_table("t", rows=10, record_bytes=16)
         home.write_back("t", ids_of([0, 4]), torch.zeros(2, 16, dtype=torch.uint8), batch=0)
-        found = fetched(partial(home.fetch, "t"), range(10), 16)
-        assert found == {0: bytes(16), 4: bytes(16)}
+        records = fetched(partial(home.fetch, "t"), range(10), 16)
+        assert records == {0: bytes(16), 4: bytes(16)}
 
     def test_the_last_record_counts(self, home: Home) -> None:
         """A row that is written again has the new record, also within one batch."""
@@ -122,8 +122,8 @@ class HomeSuite:
         home.write_back("t", ids, records, batch=0)
         ids.fill_(7)
         records.fill_(7)
-        found = fetched(partial(home.fetch, "t"), range(10), 4)
-        assert found == _expected([1, 2], 4)
+        stored = fetched(partial(home.fetch, "t"), range(10), 4)
+        assert stored == _expected([1, 2], 4)
 
     def test_the_same_write_back_twice_is_one(self, home: Home) -> None:
         """Repeating a call leaves the same rows, and the same frozen rows."""
@@ -133,29 +133,29 @@ class HomeSuite:
             for _ in range(2):
                 rows = range(4, 12)
                 home.write_back("t", ids_of(rows), records_of(rows, 8, version=1), batch=1)
-                found = fetched(partial(home.fetch, "t"), range(20), 8)
-                assert found == _expected(range(4), 8) | _expected(rows, 8, version=1)
+                records = fetched(partial(home.fetch, "t"), range(20), 8)
+                assert records == _expected(range(4), 8) | _expected(rows, 8, version=1)
                 assert fetched(frozen.fetch, range(20), 8) == _expected(range(8), 8)
 
     def test_exclusive_or_replaces_records(self, home: Home) -> None:
         """Rows that are there become the XOR, others the given records; frozen ones stay."""
         home.add_table("t", rows=20, record_bytes=9)
         home.write_back("t", ids_of(range(8)), records_of(range(8), 9), batch=0)
-        rows, others = range(4, 12), records_of(range(4, 12), 9, version=1)
+        rows, differences = range(4, 12), records_of(range(4, 12), 9, version=1)
         with home.freeze("t", range(20)) as frozen:
-            home.exclusive_or("t", ids_of(rows), others, batch=1)
+            home.exclusive_or("t", ids_of(rows), differences, batch=1)
             assert fetched(frozen.fetch, range(20), 9) == _expected(range(8), 9)
         mixed = records_of(rows, 9)
         mixed[4:] = 0  # these were never written
-        mixed ^= others
-        expected = {row: bytes(one.tolist()) for row, one in zip(rows, mixed, strict=True)}
-        found = fetched(partial(home.fetch, "t"), range(20), 9)
-        assert found == _expected(range(4), 9) | expected
-        home.exclusive_or("t", ids_of(rows), others, batch=1)
+        mixed ^= differences
+        expected = {row: bytes(record.tolist()) for row, record in zip(rows, mixed, strict=True)}
+        records = fetched(partial(home.fetch, "t"), range(20), 9)
+        assert records == _expected(range(4), 9) | expected
+        home.exclusive_or("t", ids_of(rows), differences, batch=1)
         home.exclusive_or("t", ids_of([]), records_of([], 9), batch=1)
-        found = fetched(partial(home.fetch, "t"), range(4, 20), 9)
+        records = fetched(partial(home.fetch, "t"), range(4, 20), 9)
         zeros = dict.fromkeys(range(8, 12), bytes(9))
-        assert found == _expected(range(4, 8), 9) | zeros
+        assert records == _expected(range(4, 8), 9) | zeros
         with pytest.raises(ValueError, match="not ascending"):
             home.exclusive_or("t", ids_of([2, 1]), records_of([2, 1], 9), batch=1)
         assert fetched(partial(home.fetch, "t"), range(4), 9) == _expected(range(4), 9)
@@ -172,7 +172,7 @@ class HomeSuite:
         ]
         home.write_back_all(changed, batch=1)
         home.write_back_all([], batch=1)
-        wanted = [
+        fetches = [
             TableRows(
                 table,
                 ids_of(range(100)),
@@ -180,11 +180,11 @@ class HomeSuite:
             )
             for table, size in sizes.items()
         ]
-        for one, has in zip(wanted, home.fetch_all(wanted), strict=True):
-            rows = written[one.table]
-            assert has.nonzero().view(-1).tolist() == list(rows)
-            assert torch.equal(one.records[has], records_of(rows, sizes[one.table]))
-            assert (one.records[~has] == _UNTOUCHED).all()
+        for fetch, present in zip(fetches, home.fetch_all(fetches), strict=True):
+            rows = written[fetch.table]
+            assert present.nonzero().view(-1).tolist() == list(rows)
+            assert torch.equal(fetch.records[present], records_of(rows, sizes[fetch.table]))
+            assert (fetch.records[~present] == _UNTOUCHED).all()
         assert home.fetch_all([]) == []
         with pytest.raises(HomeError, match="batch 0"):
             home.write_back_all(changed, batch=0)
@@ -197,9 +197,9 @@ class HomeSuite:
             home.write_back(table, ids_of([number]), records_of([number], size), batch=9 - number)
         for number, (table, size) in enumerate(sizes.items()):
             out = torch.zeros(10, size, dtype=torch.uint8, device="cpu")
-            has = home.fetch(table, ids_of(range(10)), out)
-            assert has.nonzero().view(-1).tolist() == [number]
-            assert torch.equal(out[has], records_of([number], size))
+            present = home.fetch(table, ids_of(range(10)), out)
+            assert present.nonzero().view(-1).tolist() == [number]
+            assert torch.equal(out[present], records_of([number], size))
 
     def test_a_table_is_added_once(self, home: Home) -> None:
         """Adding it again keeps its rows; another size is refused."""
@@ -273,8 +273,8 @@ class HomeSuite:
             home.fetch("t", ids_of([1]), torch.zeros(1, 8, dtype=torch.int8, device="cpu"))
         with pytest.raises(ValueError, match="not contiguous"):
             home.fetch("t", ids_of([1, 2]), records_of([1, 2], 16)[:, ::2])
-        found = fetched(partial(home.fetch, "t"), range(10), 8)
-        assert found == _expected(range(10), 8)
+        stored = fetched(partial(home.fetch, "t"), range(10), 8)
+        assert stored == _expected(range(10), 8)
 
     def test_frozen_rows_stay(self, home: Home) -> None:
         """A frozen row has its record, or is missing, as when it was frozen."""
@@ -293,11 +293,11 @@ class HomeSuite:
         frozen.release()
         with pytest.raises(HomeError, match="release"):
             frozen.fetch(ids_of([11]), torch.zeros(1, 20, dtype=torch.uint8))
-        found = fetched(partial(home.fetch, "t"), range(25, 100), 20)
+        records = fetched(partial(home.fetch, "t"), range(25, 100), 20)
         expected = _expected(range(25, 60), 20)
         for batch in range(1, 6):
             expected |= _expected(range(5 * batch, 100, batch), 20, version=batch)
-        assert found == {row: record for row, record in expected.items() if row >= 25}
+        assert records == {row: record for row, record in expected.items() if row >= 25}
 
     def test_several_freezes_at_once(self, home: Home) -> None:
         """Each reader has the rows of its own time, in whatever order they are released."""
@@ -315,8 +315,8 @@ class HomeSuite:
             reader, expected = readers.pop(index)
             assert fetched(reader.fetch, range(40), 8) == expected
             reader.release()
-            for other, still in readers:
-                assert fetched(other.fetch, range(40), 8) == still
+            for other_reader, still in readers:
+                assert fetched(other_reader.fetch, range(40), 8) == still
         assert fetched(partial(home.fetch, "t"), range(40), 8) == now
 
     @pytest.mark.parametrize("rows", [range(0, 10, 2), range(-1, 3), range(0, 11), range(3, 1)])
@@ -340,8 +340,8 @@ class HomeSuite:
         home.clear("t")
         assert fetched(partial(home.fetch, "t"), range(30), 8) == {}
         home.write_back("t", ids_of([2]), records_of([2], 8, version=3), batch=0)
-        found = fetched(partial(home.fetch, "t"), range(30), 8)
-        assert found == _expected([2], 8, version=3)
+        records = fetched(partial(home.fetch, "t"), range(30), 8)
+        assert records == _expected([2], 8, version=3)
 
     def test_a_closed_home_refuses_calls(self, home: Home) -> None:
         """Closing twice is fine; every other call names the closed home."""
@@ -366,19 +366,19 @@ class HomeSuite:
     def test_sizes_follow_the_rows(self, home: Home) -> None:
         """A large table costs little before rows are written. All roles are there."""
         home.add_table("t", rows=self.many_rows, record_bytes=64)
-        before = home.size_bytes()
-        assert {"rows", "index", "frozen", "buffers", "disk"} <= before.keys()
+        sizes_before = home.size_bytes()
+        assert {"rows", "index", "frozen", "buffers", "disk"} <= sizes_before.keys()
         rows = range(self.many_rows - 3_000, self.many_rows, 3)
         home.write_back("t", ids_of(rows), records_of(rows, 64), batch=0)
         with home.freeze("t", range(self.many_rows)) as frozen:
             home.write_back("t", ids_of(rows), records_of(rows, 64, version=1), batch=1)
             assert fetched(frozen.fetch, rows, 64) == _expected(rows, 64)
-            found = fetched(partial(home.fetch, "t"), rows, 64)
-            assert found == _expected(rows, 64, version=1)
-            after = home.size_bytes()
-        held = sum(after.values()) - sum(before.values())
-        assert 64_000 <= sum(after.values())
-        assert held < 64 << 20
+            records = fetched(partial(home.fetch, "t"), rows, 64)
+            assert records == _expected(rows, 64, version=1)
+            sizes_after = home.size_bytes()
+        growth_bytes = sum(sizes_after.values()) - sum(sizes_before.values())
+        assert 64_000 <= sum(sizes_after.values())
+        assert growth_bytes < 64 << 20
 
     def test_threads_read_and_write_at_once(self, home: Home) -> None:
         """Each thread has rows of its own in one table, and finds what it wrote."""
@@ -389,10 +389,10 @@ class HomeSuite:
             for version in range(6):
                 ids = ids_of(rows)
                 home.write_back("t", ids, records_of(rows, 40, version=version), batch=0)
-                found = torch.zeros(len(rows), 40, dtype=torch.uint8, device="cpu")
-                if not home.fetch("t", ids, found).all():
+                records = torch.zeros(len(rows), 40, dtype=torch.uint8, device="cpu")
+                if not home.fetch("t", ids, records).all():
                     return False
-                if not torch.equal(found, records_of(rows, 40, version=version)):
+                if not torch.equal(records, records_of(rows, 40, version=version)):
                     return False
             return True
 
@@ -421,8 +421,8 @@ class HomeSuite:
             while not ended.is_set() or not reads:
                 out = torch.zeros_like(versions[0])
                 assert home.fetch("t", ids, out).all()
-                same = torch.stack([(out == version).all(1) for version in versions])
-                assert same.any(0).all()
+                matches = torch.stack([(out == version).all(1) for version in versions])
+                assert matches.any(0).all()
                 assert frozen.fetch(ids, out).all()
                 assert torch.equal(out, versions[0])
                 reads += 1

@@ -208,15 +208,15 @@ class StoreSuite:
 
     def test_nothing_is_cached(self, store: Store) -> None:
         """An object that another instance writes or removes appears or disappears at once."""
-        other = self.other_instance(store)
+        second_store = self.other_instance(store)
         assert list(store.list()) == []
-        other.put("k", b"1")
+        second_store.put("k", b"1")
         assert [info.key for info in store.list()] == ["k"]
         assert store.get("k", max_bytes=9) == b"1"
-        other.put("k", b"22")
+        second_store.put("k", b"22")
         assert store.get("k", max_bytes=9) == b"22"
         assert store.size("k") == 2
-        other.delete("k")
+        second_store.delete("k")
         assert list(store.list()) == []
         with pytest.raises(ObjectNotFound):
             store.size("k")
@@ -240,16 +240,16 @@ class StoreSuite:
         spawn = multiprocessing.get_context("spawn")
         pipes = [spawn.Pipe() for _ in range(3)]
         processes = [
-            spawn.Process(target=_create_when_told, args=(store, str(number), theirs))
-            for number, (_, theirs) in enumerate(pipes)
+            spawn.Process(target=_create_when_told, args=(store, str(number), their_end))
+            for number, (_, their_end) in enumerate(pipes)
         ]
         for process in processes:
             process.start()
-        for ours, _ in pipes:
-            assert ours.poll(240) and ours.recv() == "ready"
-        for ours, _ in pipes:
-            ours.send("go")
-        won = [bool(ours.poll(240) and ours.recv()) for ours, _ in pipes]
+        for our_end, _ in pipes:
+            assert our_end.poll(240) and our_end.recv() == "ready"
+        for our_end, _ in pipes:
+            our_end.send("go")
+        won = [bool(our_end.poll(240) and our_end.recv()) for our_end, _ in pipes]
         for process in processes:
             process.join(240)
             assert process.exitcode == 0
