@@ -87,7 +87,9 @@ def notification(client: SyncPrefectClient, notify: str) -> ActionTypes:
 
 def kept_actions(actions: Iterable[ActionTypes]) -> list[ActionTypes]:
     """Those of an automation that tell somebody, whoever added them."""
-    return [one for one in actions if not isinstance(one, ChangeFlowRunState)] or [DoNothing()]
+    return [action for action in actions if not isinstance(action, ChangeFlowRunState)] or [
+        DoNothing()
+    ]
 
 
 def recipients_text(client: SyncPrefectClient, actions: Iterable[ActionTypes]) -> str:
@@ -212,14 +214,14 @@ class RunSilence(NamedTuple):
 
     def automation(self, action: ActionTypes, *, prefix: str) -> AutomationCore:
         """The automation, with a name that begins with `prefix`."""
-        within = timedelta(seconds=round(self.seconds))
+        quiet_time = timedelta(seconds=round(self.seconds))
         return AutomationCore(
             name=self.name(prefix),
-            description=f"{self.url} committed nothing for {within}: {self.intervals:g} of its "
+            description=f"{self.url} committed nothing for {quiet_time}: {self.intervals:g} of its "
             f"intervals, {self.interval_seconds:.3g} s each when this was applied. "
             "Its trainer or its agent is dead, or its store is away.",
             tags=[f"{INTERVALS_TAG}{self.intervals:g}"],
-            trigger=_trigger(f"{RESOURCE_PREFIX}{self.run_id}", within),
+            trigger=_trigger(f"{RESOURCE_PREFIX}{self.run_id}", quiet_time),
             actions=[action],
         )
 
@@ -246,13 +248,13 @@ def run_silence(url: str, intervals: float) -> RunSilence:
 
 def silence(action: ActionTypes, *, seconds: float, prefix: str) -> AutomationCore:
     """The automation for all runs that send events to this server, named ones too."""
-    within = timedelta(seconds=seconds)
+    quiet_time = timedelta(seconds=seconds)
     return AutomationCore(
         name=silence_name(prefix),
-        description=f"A run committed nothing for {within}: its trainer or its agent is dead, "
+        description=f"A run committed nothing for {quiet_time}: its trainer or its agent is dead, "
         "or its store is away. Once for each silence; again while an agent says that it is "
         "behind. Not after a training that ended by itself on a host with an agent.",
-        trigger=_trigger(f"{RESOURCE_PREFIX}*", within),
+        trigger=_trigger(f"{RESOURCE_PREFIX}*", quiet_time),
         actions=[action],
     )
 
@@ -268,11 +270,13 @@ def longest(there: Iterable[Automation], named: Iterable[RunSilence], *, prefix:
         named: what it is about to have.
         prefix: that names of ours begin with.
     """
-    known = {one.name(prefix): one.seconds for one in named}
-    for one in there:
-        if one.name.startswith(of_runs(prefix)) and isinstance(one.trigger, EventTrigger):
-            known.setdefault(one.name, one.trigger.within.total_seconds())
-    return math.ceil(max(known.values(), default=0.0))
+    seconds_by_name = {silence.name(prefix): silence.seconds for silence in named}
+    for automation in there:
+        if automation.name.startswith(of_runs(prefix)) and isinstance(
+            automation.trigger, EventTrigger
+        ):
+            seconds_by_name.setdefault(automation.name, automation.trigger.within.total_seconds())
+    return math.ceil(max(seconds_by_name.values(), default=0.0))
 
 
 def silence_name(prefix: str) -> str:
@@ -350,7 +354,7 @@ class AlertSettings:
     publish: Publishes | None = None
 
     def __post_init__(self) -> None:
-        for name, of in (
+        for name, unit in (
             ("no_commit_seconds", "intervals between checkpoints"),
             ("no_heartbeat_seconds", "heartbeats of a flow run"),
         ):
@@ -360,7 +364,7 @@ class AlertSettings:
                     name,
                     found=f"{seconds:g}",
                     expected=f"{SHORTEST_SILENCE_SECONDS:g} seconds to a year",
-                    next_step=f"give a few {of}",
+                    next_step=f"give a few {unit}",
                 )
         intervals = self.no_commit_intervals
         if intervals is not None and not 1.0 < intervals <= 1e6:
@@ -460,28 +464,30 @@ def apply(settings: AlertSettings) -> list[Applied]:
             of one of the runs is not known yet.
         RecpointError: one of the runs cannot be read.
     """
-    given = settings.no_commit_intervals
-    named = [run_silence(url, given or INTERVALS_OF_SILENCE) for url in settings.runs]
+    intervals = settings.no_commit_intervals
+    named = [run_silence(url, intervals or INTERVALS_OF_SILENCE) for url in settings.runs]
     with _client() as client:
         # First of all: nothing is changed where that cannot be.
         chosen = None if settings.notify is None else notification(client, settings.notify)
-        there = _newest_of_each_name(client)
-        if given is None:
-            named = [one.as_before(there.get(one.name(_PREFIX))) for one in named]
+        current = _newest_of_each_name(client)
+        if intervals is None:
+            named = [silence.as_before(current.get(silence.name(_PREFIX))) for silence in named]
         action = chosen or DoNothing()
-        alerts = automations(_resolved(settings, there, named), action)
-        alerts += [one.automation(action, prefix=_PREFIX) for one in named]
-        others = there.keys() - {one.name for one in alerts}
-        of_others = sorted(name for name in others if name.startswith(of_runs(_PREFIX)))
+        alerts = automations(_resolved(settings, current, named), action)
+        alerts += [silence.automation(action, prefix=_PREFIX) for silence in named]
+        other_names = current.keys() - {alert.name for alert in alerts}
+        of_others = sorted(name for name in other_names if name.startswith(of_runs(_PREFIX)))
         # Those too tell whoever is to be told from now on.
-        alerts += [there[name].model_copy(update={"actions": [action]}) for name in of_others]
-        done = [_apply_alert(client, one, there, keep=chosen is None) for one in alerts]
+        alerts += [current[name].model_copy(update={"actions": [action]}) for name in of_others]
+        applied = [_apply_alert(client, alert, current, keep=chosen is None) for alert in alerts]
         if settings.publish is not None:
-            wanted = publishing(client, settings.publish, name=_PUBLISH)
-            done.append(Applied(_PUBLISH, _create_or_update(client, wanted, there.get(_PUBLISH))))
-        elif _PUBLISH in there:
-            done.append(Applied(_PUBLISH, "kept"))
-    return done
+            publication = publishing(client, settings.publish, name=_PUBLISH)
+            applied.append(
+                Applied(_PUBLISH, _create_or_update(client, publication, current.get(_PUBLISH)))
+            )
+        elif _PUBLISH in current:
+            applied.append(Applied(_PUBLISH, "kept"))
+    return applied
 
 
 def _apply_alert(
@@ -492,18 +498,20 @@ def _apply_alert(
     keep: bool,
 ) -> Applied:
     """See to an alert; `keep`: it tells whom it told before, a new one whom the others tell."""
-    before = there.get(wanted.name)
+    current = there.get(wanted.name)
     seconds = _waits_seconds(wanted)
-    kept = []
-    if keep and (model := before or there.get(_SILENCE)) is not None:
-        ours = [action for action in wanted.actions if isinstance(action, ChangeFlowRunState)]
-        wanted.actions = ours + kept_actions(model.actions)
-        kept.append("notification")
-    if before is not None and seconds is not None and seconds == _waits_seconds(before):
-        kept.append("time")
-    result = _create_or_update(client, wanted, before)
+    kept_parts = []
+    if keep and (model := current or there.get(_SILENCE)) is not None:
+        own_actions = [
+            action for action in wanted.actions if isinstance(action, ChangeFlowRunState)
+        ]
+        wanted.actions = own_actions + kept_actions(model.actions)
+        kept_parts.append("notification")
+    if current is not None and seconds is not None and seconds == _waits_seconds(current):
+        kept_parts.append("time")
+    result = _create_or_update(client, wanted, current)
     return Applied(
-        wanted.name, result, seconds, recipients_text(client, wanted.actions), tuple(kept)
+        wanted.name, result, seconds, recipients_text(client, wanted.actions), tuple(kept_parts)
     )
 
 
@@ -518,8 +526,8 @@ def _resolved(
     def seconds(given: float | None, name: str, default: float) -> float:
         if given is not None:
             return given
-        before = there.get(name)
-        return (None if before is None else _waits_seconds(before)) or default
+        current = there.get(name)
+        return (None if current is None else _waits_seconds(current)) or default
 
     silent = seconds(settings.no_commit_seconds, _SILENCE, NO_COMMIT_SECONDS)
     return replace(
@@ -543,9 +551,9 @@ def _create_or_update(
         client.create_automation(wanted)
         return "created"
     tags = {tag for tag in before.tags if not tag.startswith(INTERVALS_TAG)} | {*wanted.tags}
-    ours = ("description", "trigger", "actions")
+    own_fields = ("description", "trigger", "actions")
     # One that is changed counts anew.
-    if tags == {*before.tags} and all(getattr(before, x) == getattr(wanted, x) for x in ours):
+    if tags == {*before.tags} and all(getattr(before, x) == getattr(wanted, x) for x in own_fields):
         return "kept"
     client.update_automation(
         before.id,
@@ -570,7 +578,10 @@ def find_ours() -> list[Found]:
         SettingsError: there is no API, or it does not answer.
     """
     with _client() as client:
-        return sorted(Found(one.name, one.enabled, one.description) for one in _read_ours(client))
+        return sorted(
+            Found(automation.name, automation.enabled, automation.description)
+            for automation in _read_ours(client)
+        )
 
 
 def remove_ours() -> list[str]:
@@ -580,28 +591,28 @@ def remove_ours() -> list[str]:
         SettingsError: there is no API, or it does not answer.
     """
     with _client() as client:
-        ours = _read_ours(client)
-        for one in ours:
-            client.delete_automation(one.id)
-    return sorted(one.name for one in ours)
+        automations = _read_ours(client)
+        for automation in automations:
+            client.delete_automation(automation.id)
+    return sorted(automation.name for automation in automations)
 
 
 def _read_ours(client: SyncPrefectClient) -> list[Automation]:
     """All that are ours, those first that were changed last."""
-    ours: list[Automation] = []
+    automations: list[Automation] = []
     offset, newest = 0, AutomationSort.UPDATED_DESC
     while page := client.read_automations(sort=newest, limit=_PAGE, offset=offset):
-        ours += [one for one in page if one.name.startswith(_PREFIX)]
+        automations += [automation for automation in page if automation.name.startswith(_PREFIX)]
         offset += len(page)
-    return ours
+    return automations
 
 
 def _newest_of_each_name(client: SyncPrefectClient) -> dict[str, Automation]:
     """Those that are ours; of several with one name the others are removed."""
     newest: dict[str, Automation] = {}
-    for one in _read_ours(client):
-        if newest.setdefault(one.name, one) is not one:
-            client.delete_automation(one.id)
+    for automation in _read_ours(client):
+        if newest.setdefault(automation.name, automation) is not automation:
+            client.delete_automation(automation.id)
     return newest
 
 

@@ -140,17 +140,21 @@ async def _consolidate(
         if plan is None:
             return Completed(message=f"{NOTHING_DONE}: there is no checkpoint")
         if not plan.needed or (only_if_it_pays and not plan.pays):
-            why = f"{plan.reason}{passed_over_words(plan)}"
-            return Completed(message=f"{NOTHING_DONE}: {why}")
+            reason = f"{plan.reason}{passed_over_words(plan)}"
+            return Completed(message=f"{NOTHING_DONE}: {reason}")
         try:
             return await _merge(run_url, plan, at_once)
         except DAMAGE as error:
             first = first or error
-            found = await asyncio.to_thread(blamed_source, open_run(run_url), plan, error)
-            if found is None:
+            damaged_source = await asyncio.to_thread(blamed_source, open_run(run_url), plan, error)
+            if damaged_source is None:
                 raise first from None
-            _LOG.warning("%s is damaged; planning again without it: %s", found.key, found.error)
-            avoid, name = (*avoid, found), plan.target.name
+            _LOG.warning(
+                "%s is damaged; planning again without it: %s",
+                damaged_source.key,
+                damaged_source.error,
+            )
+            avoid, name = (*avoid, damaged_source), plan.target.name
 
 
 async def _merge(run_url: str, plan: ConsolidationPlan, at_once: int) -> State[Any]:
@@ -180,9 +184,9 @@ async def _merge(run_url: str, plan: ConsolidationPlan, at_once: int) -> State[A
     reporting: Any = report_merge(
         run_url, manifest.run, plan, outcome, manifest.stored_bytes, seconds, return_state=True
     )
-    told: State[Any] = await reporting
-    if not told.is_completed():
-        _LOG.warning("consolidated, but its report task failed: %s", told.message)
+    report_state: State[Any] = await reporting
+    if not report_state.is_completed():
+        _LOG.warning("consolidated, but its report task failed: %s", report_state.message)
     wrote = f"{bytes_text(manifest.stored_bytes)}{passed_over_words(plan)}"
     return Completed(message=f"{outcome}: {plan.target.key}, {wrote}")
 

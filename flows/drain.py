@@ -52,19 +52,19 @@ async def drain(staging: StagingArea | None = None) -> State[Any]:
 
 
 def _drain(root: Path) -> str:
-    before = _count(root)
-    if not before:
+    staged_before = _count(root)
+    if not staged_before:
         return "nothing is staged"
-    if (other := at_work(root)) is not None and not other.run:
-        return _left_to(other, root, before)
+    if (worker := at_work(root)) is not None and not worker.run:
+        return _left_to(worker, root, staged_before)
     try:
         # Without a flow run for each job: this flow run already shows the work.
-        left = run_agent(root, once=True, prefect="off")
+        still_staged = run_agent(root, once=True, prefect="off")
     except StagingError:
-        if (other := at_work(root)) is not None and not other.ends_by_itself:
-            return _left_to(other, root, before)  # an agent has just started
+        if (worker := at_work(root)) is not None and not worker.ends_by_itself:
+            return _left_to(worker, root, staged_before)  # an agent has just started
         raise
-    return f"{max(0, before - left)} jobs done, {left} still staged"
+    return f"{max(0, staged_before - still_staged)} jobs done, {still_staged} still staged"
 
 
 def _left_to(other: AtWork, root: Path, jobs: int) -> str:

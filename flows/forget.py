@@ -67,10 +67,10 @@ async def forget(older_than_days: Days = 3.0) -> State[Any]:
     Returns:
         Completed; its message says how many flow runs and artifacts were deleted.
     """
-    before = datetime.now(UTC) - timedelta(days=older_than_days)
+    end_time = datetime.now(UTC) - timedelta(days=older_than_days)
     runs = artifacts = 0
     async with get_client() as client:
-        while page := await _over_before(client, before):
+        while page := await _over_before(client, end_time):
             artifacts += await _delete_artifacts(client, page)
             await _each(client.delete_flow_run, page)
             runs += len(page)
@@ -80,20 +80,20 @@ async def forget(older_than_days: Days = 3.0) -> State[Any]:
 
 async def _over_before(client: PrefectClient, before: datetime) -> list[UUID]:
     """Return a page of runs that ended before a time, or else of runs due before it, not begun."""
-    ours, until = FlowRunFilterTags(all_=[TAG]), {"before_": before}
+    own_runs, time_bound = FlowRunFilterTags(all_=[TAG]), {"before_": before}
     for chosen in (
-        FlowRunFilter(tags=ours, end_time=FlowRunFilterEndTime.model_validate(until)),
+        FlowRunFilter(tags=own_runs, end_time=FlowRunFilterEndTime.model_validate(time_bound)),
         FlowRunFilter(
-            tags=ours,
+            tags=own_runs,
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
-            expected_start_time=FlowRunFilterExpectedStartTime.model_validate(until),
+            expected_start_time=FlowRunFilterExpectedStartTime.model_validate(time_bound),
         ),
     ):
-        found = await client.read_flow_runs(
+        runs = await client.read_flow_runs(
             flow_run_filter=chosen, sort=FlowRunSort.START_TIME_ASC, limit=_PAGE
         )
-        if found:
-            return [run.id for run in found]
+        if runs:
+            return [run.id for run in runs]
     return []
 
 
@@ -110,7 +110,7 @@ async def _delete_artifacts(client: PrefectClient, runs: list[UUID]) -> int:
     for key in (ArtifactFilterKey(like_=f"{ARTIFACT_PREFIX}%"), ArtifactFilterKey(exists_=False)):
         chosen = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=runs), key=key)
         while page := await client.read_artifacts(artifact_filter=chosen, limit=_PAGE):
-            await _each(client.delete_artifact, [one.id for one in page])
+            await _each(client.delete_artifact, [artifact.id for artifact in page])
             count += len(page)
     return count
 

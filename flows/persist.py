@@ -149,10 +149,10 @@ class _Tasks:
         self._run(upload, group.index)
 
     def commit(self) -> Committed:
-        done: Committed | Waiting = self._run(commit)
-        if isinstance(done, Waiting):
-            raise ranks_missing(self._begun.job.job, done.ranks)
-        return done
+        committed: Committed | Waiting = self._run(commit)
+        if isinstance(committed, Waiting):
+            raise ranks_missing(self._begun.job.job, committed.ranks)
+        return committed
 
     def advanced(self, done_bytes: int, total_bytes: int) -> None:
         self._bar.show_meanwhile(done_bytes, total_bytes)
@@ -210,7 +210,7 @@ async def persist(job_path: JobPath) -> State[Any]:
         StagingError: an agent, a drain or a sweep is at work in this staging area.
         RecpointError: the try failed; the job stays staged, and this flow does not try it again.
     """
-    begun = _begun.get()
+    begun_job = _begun.get()
     try:
         log = job_log(job_path)
     except ValueError as error:
@@ -224,28 +224,28 @@ async def persist(job_path: JobPath) -> State[Any]:
     # The flow run already has its tags. Prefect takes a task's tags for names of concurrency limits
     # and asks the server for them before each task.
     with TagsContext(current_tags=set()):
-        if begun is not None:
+        if begun_job is not None:
             try:
-                return await _persist(begun, log)
+                return await _persist(begun_job, log)
             except RecpointError as error:
-                begun.deferred.append(error)  # the agent logs it, with the time of the next try
+                begun_job.deferred.append(error)  # the agent logs it, with the time of the next try
                 return AwaitingRetry(message=f"not now: {error}")
         with _alone(job_path):
             try:
-                begun = _Begun.of(await asyncio.to_thread(PersistJob.open, job_path))
+                begun_job = _Begun.of(await asyncio.to_thread(PersistJob.open, job_path))
             except RecpointError as error:
                 if classify(error) == "deferred":
                     log.warning("not now: %s", error)
                     raise
                 return _tell_rejected(None, reject_job(job_path, error), log)
-            await tag_flow_run(begun.job.job.run_url)
+            await tag_flow_run(begun_job.job.job.run_url)
             try:
-                return await _persist(begun, log)
+                return await _persist(begun_job, log)
             except RecpointError as error:
                 log.warning("not now: %s", error)
                 raise
             finally:
-                await asyncio.to_thread(begun.end)
+                await asyncio.to_thread(begun_job.end)
 
 
 def _alone(job_path: str) -> AbstractContextManager[object]:
@@ -277,9 +277,9 @@ async def _persist(begun: _Begun, log: LoggerAdapter[Logger]) -> State[Any]:
     _tell_committed(job, committed)
     # Prefect's types do not know that the state of an async call has to be awaited.
     reporting: Any = report(begun.job, committed, return_state=True)
-    told: State[Any] = await reporting
-    if not told.is_completed():
-        log.warning("committed, but its report task failed: %s", told.message)
+    report_state: State[Any] = await reporting
+    if not report_state.is_completed():
+        log.warning("committed, but its report task failed: %s", report_state.message)
     return Completed(
         message=f"{bytes_text(committed.stored_bytes)} in {counted(committed.chunks, 'chunk')}"
     )
@@ -292,8 +292,8 @@ def _tell_rejected(job: Job | None, outcome: Outcome, log: LoggerAdapter[Logger]
         return Completed(name="Dropped", message="the trainer asked for it to be dropped")
     log.error("rejected: %s", outcome.error)
     if job is not None:
-        why = {"error_type": outcome.error_type, "error": outcome.error}
-        emit("failed", job.run, job.run_url, step=job.step, rank=job.rank, **why)
+        failure = {"error_type": outcome.error_type, "error": outcome.error}
+        emit("failed", job.run, job.run_url, step=job.step, rank=job.rank, **failure)
     return Failed(message=f"{outcome.error_type}: {outcome.error}")
 
 
@@ -342,34 +342,34 @@ def run_persist(
     """
 
     async def call() -> State[Any]:
-        wanted = _tags_of(job)
-        known = None
+        job_tags = _tags_of(job)
+        known_run = None
         if flow_run is not None or tried_before:
             async with get_client() as client:
-                known = await _flow_run(client, job, flow_run)
-        with tags(*wanted):
-            if known is None:
+                known_run = await _flow_run(client, job, flow_run)
+        with tags(*job_tags):
+            if known_run is None:
                 called: Any = persist(str(job.path), return_state=True)
             else:
                 parameters = {"job_path": str(job.path)}
                 called = run_flow(
-                    persist, flow_run=known, parameters=parameters, return_type="state"
+                    persist, flow_run=known_run, parameters=parameters, return_type="state"
                 )
             state: State[Any] = await called
             return state
 
     # Begun first, because the server takes a tenth of a second to create a flow run.
-    begun = _Begun.of(job)
-    before = _begun.set(begun)
+    begun_job = _Begun.of(job)
+    token = _begun.set(begun_job)
     try:
         # One client for all of Prefect's sync calls, because each client loads the CA certificates.
         with SyncClientContext.get_or_create():
             state = asyncio.run(call())
-            error = begun.deferred[0] if begun.deferred else None
+            error = begun_job.deferred[0] if begun_job.deferred else None
             return Tried(state, state.state_details.flow_run_id, error)
     finally:
-        _begun.reset(before)
-        begun.end()
+        _begun.reset(token)
+        begun_job.end()
 
 
 def _tags_of(job: PersistJob) -> list[str]:
@@ -381,18 +381,18 @@ async def _flow_run(client: PrefectClient, job: PersistJob, known: UUID | None) 
     """Return the flow run that waits for the next try of a job; None: there is none."""
     if known is not None:
         try:
-            there = await client.read_flow_run(known)
+            run = await client.read_flow_run(known)
         except ObjectNotFound:
             return None  # somebody has deleted it
-        return there if there.state_name == _AWAITS else None
-    found = await client.read_flow_runs(
+        return run if run.state_name == _AWAITS else None
+    runs = await client.read_flow_runs(
         flow_run_filter=FlowRunFilter(
             tags=FlowRunFilterTags(all_=_tags_of(job)),
             state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[_AWAITS])),
         )
     )
     path = str(job.path)
-    return next((one for one in found if one.parameters.get("job_path") == path), None)
+    return next((run for run in runs if run.parameters.get("job_path") == path), None)
 
 
 def end_flow_run(flow_run: UUID, outcome: Outcome | None) -> None:

@@ -85,15 +85,15 @@ def server_directory() -> Path:
 
 def without_key(url: str) -> str:
     """Return a URL without its user and password, if it has them."""
-    scheme, slashes, rest = url.partition("://")
-    host, slash, path = rest.partition("/")
+    scheme, slashes, address = url.partition("://")
+    host, slash, path = address.partition("/")
     return f"{scheme}{slashes}{host.rpartition('@')[2]}{slash}{path}"
 
 
 def key_of(url: str) -> str | None:
     """Return the `user:password` of a URL; None if it has none."""
-    at = url.partition("://")[2].partition("/")[0].rpartition("@")
-    return unquote(at[0]) if at[1] else None
+    credentials = url.partition("://")[2].partition("/")[0].rpartition("@")
+    return unquote(credentials[0]) if credentials[1] else None
 
 
 def ui_url(api_url: str) -> str:
@@ -255,19 +255,21 @@ def _free_port(directory: Path) -> tuple[int, socket.socket]:
     The first time, it is `RECPOINT_SERVER_PORT`, or 4200.
     """
     try:
-        before = int(json.loads((directory / "server.json").read_text(encoding="utf-8"))["port"])
+        preferred_port = int(
+            json.loads((directory / "server.json").read_text(encoding="utf-8"))["port"]
+        )
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        before = int(os.environ.get("RECPOINT_SERVER_PORT") or 4200)
+        preferred_port = int(os.environ.get("RECPOINT_SERVER_PORT") or 4200)
     # Then a port near 4200, outside the range that the system gives to connections. Chosen at
     # random, because several servers may start at once.
-    others = random.SystemRandom().sample(range(4201, 4300), 8)
-    for port in (before, *others, 0):
+    other_ports = random.SystemRandom().sample(range(4201, 4300), 8)
+    for port in (preferred_port, *other_ports, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
-                found = int(probe.getsockname()[1])
-                return found, _claim(found)
+                free_port = int(probe.getsockname()[1])
+                return free_port, _claim(free_port)
             except OSError:
                 continue
     raise OSError("no free port on 127.0.0.1")

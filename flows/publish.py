@@ -23,8 +23,8 @@ __all__ = ["publish"]
 def _run_name() -> str:
     parameters = flow_run.get_parameters()
     step = parameters["step"]
-    what = f"newest {parameters['which']}" if step is None else f"step {step}"
-    return f"publish {what} of {parameters['run_url']}"
+    checkpoint = f"newest {parameters['which']}" if step is None else f"step {step}"
+    return f"publish {checkpoint} of {parameters['run_url']}"
 
 
 @flow(
@@ -70,28 +70,28 @@ async def publish(
         RecpointError: the checkpoint does not restore, or the store cannot be read.
     """
     await tag_flow_run(open_store(run_url).url)
-    held = step is not None if hold is None else hold
-    done = await publish_checkpoint(
+    is_held = step is not None if hold is None else hold
+    publication = await publish_checkpoint(
         run_url,
         Selection(step=step, generation=generation, validated_only=which == "validated"),
-        held=held,
+        held=is_held,
         release=release,
         force=force,
         why=why,
     )
-    if done.created:
+    if publication.created:
         emit(
             "published",
-            done.run,
+            publication.run,
             run_url,
-            step=done.record.checkpoint.step,
-            generation=done.record.checkpoint.generation,
-            number=done.record.number,
-            held=int(done.record.held),
-            why=done.record.why,
+            step=publication.record.checkpoint.step,
+            generation=publication.record.checkpoint.generation,
+            number=publication.record.number,
+            held=int(publication.record.held),
+            why=publication.record.why,
         )
-        await _show(run_url, done)
-    return Completed(message=_message(done))
+        await _show(run_url, publication)
+    return Completed(message=_message(publication))
 
 
 def _message(done: PublishOutcome) -> str:
@@ -99,8 +99,8 @@ def _message(done: PublishOutcome) -> str:
     doubt = "" if done.doubt is None else f"; although {done.doubt}"
     if done.created:
         return f"{text}{doubt}"
-    held = f", held by {done.record.who}: {done.record.why}" if done.record.held else ""
-    return f"nothing changed: {text}{held}{doubt}"
+    held_text = f", held by {done.record.who}: {done.record.why}" if done.record.held else ""
+    return f"nothing changed: {text}{held_text}{doubt}"
 
 
 async def _show(run_url: str, done: PublishOutcome) -> None:

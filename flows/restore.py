@@ -114,28 +114,30 @@ async def restore(
     # Prefect takes a task's tags for names of concurrency limits and asks the server for each.
     with TagsContext(current_tags=set()):
         lease = ExitStack()
-        held = await asyncio.to_thread(
+        own_lease = await asyncio.to_thread(
             lambda: lease.enter_context(reading(open_run(run_url), purpose="restore"))
         )
         try:
-            plan, done, outcome = await _restore(
+            plan, result, outcome = await _restore(
                 run_url,
                 target,
                 selection,
                 include,
                 shard_bytes,
                 parts_at_once,
-                leased=held is not None,
+                leased=own_lease is not None,
             )
         finally:
             await asyncio.to_thread(lease.close)
-        reporting: Any = report_restore(run_url, target, plan, done, outcome, return_state=True)
-        told: State[Any] = await reporting
-        if not told.is_completed():
-            _LOG.warning("restored, but its report task failed: %s", told.message)
-    left_out = [f"skipped {name}: {error}" for name, error in done.skipped]
-    left_out += [f"passed over {key}: {error}" for key, error in done.passed_over]
-    words = f"{outcome}: {done.restored} in {len(plan.shards)} files, {bytes_text(plan.size_bytes)}"
+        reporting: Any = report_restore(run_url, target, plan, result, outcome, return_state=True)
+        report_state: State[Any] = await reporting
+        if not report_state.is_completed():
+            _LOG.warning("restored, but its report task failed: %s", report_state.message)
+    left_out = [f"skipped {name}: {error}" for name, error in result.skipped]
+    left_out += [f"passed over {key}: {error}" for key, error in result.passed_over]
+    words = (
+        f"{outcome}: {result.restored} in {len(plan.shards)} files, {bytes_text(plan.size_bytes)}"
+    )
     return Completed(message="; ".join([words, *left_out]))
 
 
@@ -153,10 +155,10 @@ async def _restore(
     damaged: dict[ManifestName, str] = {}
     instead_of: ShardPlan | None = None
     while True:
-        plan, there = await plan_restore(
+        plan, is_complete = await plan_restore(
             run_url, target, selection, include, damaged, shard_bytes, instead_of, leased
         )
-        if there:
+        if is_complete:
             return plan, plan.report, "already"
         _LOG.info("%s into %d files of %s", plan.name, len(plan.shards), target)
         try:
@@ -166,13 +168,13 @@ async def _restore(
                 at_once,
             )
         except DAMAGE as error:
-            found = partial(damaged_checkpoint, run_url=run_url, named=selection.named)
-            damaged |= await asyncio.to_thread(found, open_store(target), plan, error)
+            find_damage = partial(damaged_checkpoint, run_url=run_url, named=selection.named)
+            damaged |= await asyncio.to_thread(find_damage, open_store(target), plan, error)
             _LOG.warning("skipped %s: %s", plan.name, error)
             instead_of = plan  # its files may be replaced by those of the next plan
             continue
         await finish_restore(run_url, target, plan)
-        return plan, summary(plan, [one for one in reports if one is not None]), "restored"
+        return plan, summary(plan, [report for report in reports if report is not None]), "restored"
 
 
 def run_restore(run_url: str, target: str, **settings: Any) -> State[Any]:

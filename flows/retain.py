@@ -88,7 +88,7 @@ class Keep(BaseModel):
             keep_daily=self.daily,
             keep_weekly=self.weekly,
             keep_monthly=self.monthly,
-            best_by=tuple(BestBy(one.metric, one.direction, one.count) for one in self.best),
+            best_by=tuple(BestBy(rule.metric, rule.direction, rule.count) for rule in self.best),
             require_validated=self.require_validated,
         )
 
@@ -134,19 +134,25 @@ async def retain(
     await tag_flow_run(store_url)
     run_dir = area.run_directory(root, store_url)
     staged_here = await asyncio.to_thread(area.staged_attempts, run_dir)
-    found = await retain_store(run_url, policy, grace_seconds, sorted(staged_here), dry_run)
-    if found.refused:
-        return Completed(name="Refused", message=found.refused)
+    retained = await retain_store(run_url, policy, grace_seconds, sorted(staged_here), dry_run)
+    if retained.refused:
+        return Completed(name="Refused", message=retained.refused)
     if not dry_run:
-        emit("retained", found.run, run_url, summary=found.summary, manifests=len(found.rows))
-    await _show(run_url, found, dry_run=dry_run)
-    return Completed(message=found.summary)
+        emit(
+            "retained",
+            retained.run,
+            run_url,
+            summary=retained.summary,
+            manifests=len(retained.rows),
+        )
+    await _show(run_url, retained, dry_run=dry_run)
+    return Completed(message=retained.summary)
 
 
 async def _show(run_url: str, found: Retained, *, dry_run: bool) -> None:
     url = run_url.replace("`", "'")  # a backtick would end the code span
-    left = len(found.rows) - _MOST_ROWS
-    more = f" The first {_MOST_ROWS} of {len(found.rows)} manifests." if left > 0 else ""
+    hidden_rows = len(found.rows) - _MOST_ROWS
+    more = f" The first {_MOST_ROWS} of {len(found.rows)} manifests." if hidden_rows > 0 else ""
     # Deleted and marked checkpoints first, so that the cut does not hide them.
     rows = sorted(found.rows, key=lambda row: row["action"] == "keep")[:_MOST_ROWS]
     await Artifact(

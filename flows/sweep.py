@@ -95,14 +95,16 @@ async def sweep(
     store_url = open_store(run_url).url
     await tag_flow_run(store_url)
     run_dir = area.run_directory(root, store_url)
-    run_id, found = await sweep_store(run_url, grace_seconds, run_dir, include_newest, dry_run)
-    message = found.partition("\n")[0]
+    run_id, report_text = await sweep_store(
+        run_url, grace_seconds, run_dir, include_newest, dry_run
+    )
+    message = report_text.partition("\n")[0]
     url = run_url.replace("`", "'")  # a backtick would end the code span
     await Artifact(
         type="markdown",
         key=artifact_key(run_url, run_id, "sweep"),
         description=f"{message.rstrip('.:')}: `{url}`",
-        data=found,
+        data=report_text,
     ).acreate()
     return Completed(message=message)
 
@@ -138,10 +140,10 @@ def _sweep_store(
 
 def _lines(plan: SweepPlan) -> str:
     swept = [f"- `{item.key}`: {item.reason}" for item in plan.objects + plan.unfinished]
-    kept = [f"- kept `{item.prefix}`: {item.reason}" for item in plan.kept]
+    kept_lines = [f"- kept `{item.prefix}`: {item.reason}" for item in plan.kept]
     unknown = [f"- not ours, left alone: `{key.replace('`', '')}`" for key in plan.unrecognised]
     blocked = [f"- unreadable, so no chunk is removed: `{key}`" for key in plan.blocked]
-    lines = swept + kept + unknown + blocked
+    lines = swept + kept_lines + unknown + blocked
     more = [f"- and {len(lines) - 200} more"] if len(lines) > 200 else []
     return "\n".join([*lines[:200], *more]) or "- nothing"
 
@@ -150,8 +152,9 @@ def _staged_lines(work: StagedWork) -> str:
     if not work.jobs:
         return "\n\nNothing is staged here."
     lines = (
-        f"- {fate}: `{job}`" + (f": `{' '.join(why.replace('`', '').split())}`" if why else "")
-        for job, fate, why in work.jobs
+        f"- {fate}: `{job}`"
+        + (f": `{' '.join(reason.replace('`', '').split())}`" if reason else "")
+        for job, fate, reason in work.jobs
     )
     return "\n\nStaged here:\n\n" + "\n".join(lines)
 
@@ -159,5 +162,7 @@ def _staged_lines(work: StagedWork) -> str:
 def _slot_lines(slots: Sequence[FreeSlot]) -> str:
     if not slots:
         return ""
-    lines = (f"- slot `{one.slot}`, {bytes_text(one.size_bytes)}: {one.reason}" for one in slots)
+    lines = (
+        f"- slot `{slot.slot}`, {bytes_text(slot.size_bytes)}: {slot.reason}" for slot in slots
+    )
     return "\n\nSlots of this host:\n\n" + "\n".join(lines)

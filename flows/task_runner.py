@@ -79,14 +79,14 @@ def task_runner_named(name: str) -> TaskRunner[Any]:
     Raises:
         SettingsError: the task runner is not known, or not installed.
     """
-    kind, _, rest = name.partition(":")
+    kind, _, arguments = name.partition(":")
     if name == "threads":
         return ThreadPoolTaskRunner()
     if kind == "dask":
-        made = _found(name, "prefect_dask", "DaskTaskRunner")
-        runner = made(address=rest) if rest else made()
+        runner_class = _found(name, "prefect_dask", "DaskTaskRunner")
+        runner = runner_class(address=arguments) if arguments else runner_class()
     else:
-        runner = _found(name, kind, rest)()
+        runner = _found(name, kind, arguments)()
     if not isinstance(runner, TaskRunner):
         raise _refused(name, f"a {type(runner).__name__}")
     return runner

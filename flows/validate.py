@@ -73,12 +73,12 @@ async def validate(
     await tag_flow_run(store.url)
     run = await asyncio.to_thread(Run.open, store)
     name = await asyncio.to_thread(_checkpoint, run, step, generation)
-    found = await validate_checkpoint(run_url, *name, level)
+    verdict = await validate_checkpoint(run_url, *name, level)
     metrics: dict[str, float] = {}
-    if evaluate_with is not None and found.passed:
+    if evaluate_with is not None and verdict.passed:
         metrics = await evaluate(run_url, *name, evaluate_with)
-    number = await asyncio.to_thread(_record, run, found, metrics, evaluate_with or "")
-    event = await asyncio.to_thread(_event, run, found)
+    number = await asyncio.to_thread(_record, run, verdict, metrics, evaluate_with or "")
+    event = await asyncio.to_thread(_event, run, verdict)
     if event is not None:
         emit(
             event,
@@ -86,16 +86,16 @@ async def validate(
             run.url,
             step=name.step,
             generation=name.generation,
-            level=found.level,
-            result=found.result,
+            level=verdict.level,
+            result=verdict.result,
             number=number,
-            findings=len(found.findings),
-            first_finding=found.findings[0].model_dump_json() if found.findings else "",
+            findings=len(verdict.findings),
+            first_finding=verdict.findings[0].model_dump_json() if verdict.findings else "",
             metrics=dict(metrics),
         )
-    await _show(run, name, found, metrics)
-    text = f"validation {number} of {name}: {found.result} ({found.level})"
-    return Completed(message=text) if found.passed else Failed(message=text)
+    await _show(run, name, verdict, metrics)
+    text = f"validation {number} of {name}: {verdict.result} ({verdict.level})"
+    return Completed(message=text) if verdict.passed else Failed(message=text)
 
 
 def _checkpoint(run: Run, step: int | None, generation: int | None) -> ManifestName:
@@ -119,9 +119,11 @@ def _event(run: Run, found: Validation) -> CheckpointEvent | None:
         return "validation_failed"
     if LEVELS.index(found.level) < LEVELS.index("sample"):
         return None  # no byte of it was compared
-    known = verdict_of(run, ManifestName(found.checkpoint.step, found.checkpoint.generation))
+    stored_verdict = verdict_of(
+        run, ManifestName(found.checkpoint.step, found.checkpoint.generation)
+    )
     # A failed validation of a higher level outweighs this one.
-    return "validated" if known is not None and known.passed("sample") else None
+    return "validated" if stored_verdict is not None and stored_verdict.passed("sample") else None
 
 
 def _record(run: Run, found: Validation, metrics: Mapping[str, float], function: str) -> int:
@@ -150,7 +152,7 @@ async def _show(
         ),
         **metrics,
     }
-    rows += [{"": "figure", "what": what, "found": value} for what, value in figures.items()]
+    rows += [{"": "figure", "what": label, "found": value} for label, value in figures.items()]
     more = f", {len(marked) - _MOST_ROWS} more findings" if len(marked) > _MOST_ROWS else ""
     await Artifact(
         type="table",

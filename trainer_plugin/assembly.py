@@ -113,22 +113,22 @@ def _refuse_ahead(ranks: Ranks, trained: Trained, settings: Settings) -> None:
         SettingsError: there are several ranks; a library keeps the tables in its own form; a table
             is on a GPU; or rows are quantized in this process.
     """
-    found = None
+    unsupported = None
     if ranks.several:
-        found = f"{ranks.count} ranks"
+        unsupported = f"{ranks.count} ranks"
     elif trained.sources:
-        found = f"tables of {trained.sources[0].name}"
+        unsupported = f"tables of {trained.sources[0].name}"
     elif settings.precision.place == "device":
-        found = 'Precision(place="device"), which quantizes rows in the cut'
+        unsupported = 'Precision(place="device"), which quantizes rows in the cut'
     else:
         for table in trained.tables:
             if not table.weight.is_cpu:
-                found = f"table {table.name!r} on {table.weight.device}"
+                unsupported = f"table {table.name!r} on {table.weight.device}"
                 break
-    if found is not None:
+    if unsupported is not None:
         raise SettingsError(
             "Checkpointer(reader=Lookahead(...))",
-            found=found,
+            found=unsupported,
             expected="one process with tables on the CPU that are staged as they are",
             next_step="pass the reader inside, without Lookahead: checkpoints are the same, and "
             "training waits until all rows are copied",
@@ -230,15 +230,17 @@ def assemble(
             extras={} if extras is None else extras,
             sources=trained.sources,
             rank=ranks.rank,
-            copies=[one.copy.parameter_name for one in shards if one.copy is not None],
+            copies=[shard.copy.parameter_name for shard in shards if shard.copy is not None],
         )
         state.refuse_unwritable()
         trackers = {
             shard.key: _tracker_of(shard.table) for shard in shards if shard.table is not None
         }
         row_local = tuple(settings.options.row_local_optimizers)
-        others = () if extras is None else tuple(extras.values())
-        unknown = UnknownOptimizers(trained.module, trained.optimizers, trained.tables, others)
+        extra_objects = () if extras is None else tuple(extras.values())
+        unknown = UnknownOptimizers(
+            trained.module, trained.optimizers, trained.tables, extra_objects
+        )
         watch = OptimizerWatch(trained.optimizers, trackers, row_local=row_local, unknown=unknown)
         cutter = Cutter(
             shards=shards,

@@ -82,10 +82,10 @@ class _Trained(NamedTuple):
     group: Mapping[str, Any]
 
     def entry(self, parameter: str) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.optimizer["state"].get(
+        state: Mapping[str, Any] = self.optimizer["state"].get(
             parameter, {"keys": [], "values": {}, "on_host": []}
         )
-        return found
+        return state
 
 
 class _Arrival(NamedTuple):
@@ -114,12 +114,12 @@ class _There:
 
 def lacks(saved: _Tree, here: Trainers) -> bool:
     """Whether trees of more ranks than `saved` holds may say what trained a table."""
-    there = _There(saved)
+    saved_state = _There(saved)
     trained = _trained(here.optimizers).keys() | {
         weight_name(table) for table in here.fused.get(_SOURCE, ())
     }
-    unknown = {weight_name(table) for table in set(here.tables) - there.fused.keys()}
-    return bool(unknown & trained - there.all.keys())
+    unknown = {weight_name(table) for table in set(here.tables) - saved_state.fused.keys()}
+    return bool(unknown & trained - saved_state.all.keys())
 
 
 def adopt(saved: _Tree, here: Trainers) -> tuple[_Tree, list[Mismatch]]:
@@ -136,48 +136,52 @@ def adopt(saved: _Tree, here: Trainers) -> tuple[_Tree, list[Mismatch]]:
         The tree, which shares tensors with `saved`, and a mismatch for each table whose optimizer
         here does something else. If there is a mismatch, the tree must not be restored.
     """
-    there = _There(saved)
-    own, fused_here = _trained(here.optimizers), dict(here.fused.get(_SOURCE, {}))
-    gone = {weight_name(table) for table in {*here.elsewhere, *fused_here}} & there.own.keys()
-    found: list[Mismatch] = []
+    saved_state = _There(saved)
+    trained_here, fused_here = _trained(here.optimizers), dict(here.fused.get(_SOURCE, {}))
+    removed_names = {
+        weight_name(table) for table in {*here.elsewhere, *fused_here}
+    } & saved_state.own.keys()
+    differences: list[Mismatch] = []
 
     states: dict[str, Any] = {}
     for table, state in fused_here.items():
-        trained = there.all.get(weight_name(table))
-        if trained is not None and table not in there.fused:
-            found += _differences(table, state, trained, fused="here", torch="in the checkpoint")
+        trained = saved_state.all.get(weight_name(table))
+        if trained is not None and table not in saved_state.fused:
+            differences += _differences(
+                table, state, trained, fused="here", torch="in the checkpoint"
+            )
             states[table] = _fused_state(state, trained, weight_name(table))
 
     arrivals: dict[str, _Arrival] = {}
     for table in sorted(set(here.tables) - fused_here.keys()):
-        parameter, fused = weight_name(table), there.fused.get(table)
-        trained, now = there.all.get(parameter), own.get(parameter)
+        parameter, fused = weight_name(table), saved_state.fused.get(table)
+        trained, now = saved_state.all.get(parameter), trained_here.get(parameter)
         if now is None:
             if fused is not None:
                 text = (
                     f"table {table!r} is trained by the fused {fused['optimizer']} in the "
                     "checkpoint and by no optimizer here"
                 )
-                found.append(Mismatch(text, mismatches.OTHER_UPDATE))
+                differences.append(Mismatch(text, mismatches.OTHER_UPDATE))
         elif fused is not None:
-            found += _differences(table, fused, now, fused="in the checkpoint", torch="here")
+            differences += _differences(table, fused, now, fused="in the checkpoint", torch="here")
             steps = int(saved["batches_done"])
             arrivals[parameter] = _Arrival(_torch_settings(fused), _torch_entry(fused, steps))
-        elif trained is not None and parameter not in there.own:
+        elif trained is not None and parameter not in saved_state.own:
             if now.optimizer["class"] != trained.optimizer["class"]:
                 text = (
                     f"table {table!r} is trained by {now.optimizer['class']} here and by "
                     f"{trained.optimizer['class']} in the checkpoint"
                 )
-                found.append(Mismatch(text, mismatches.OPTIMIZER_CLASS))
+                differences.append(Mismatch(text, mismatches.OPTIMIZER_CLASS))
             settings = {name: value for name, value in trained.group.items() if name != "params"}
             arrivals[parameter] = _Arrival(settings, trained.entry(parameter))
 
-    if gone or arrivals:
-        optimizers = list(_merged(saved["optimizers"], here.optimizers, gone, arrivals))
-        found += _other_settings(optimizers, arrivals)
+    if removed_names or arrivals:
+        optimizers = list(_merged(saved["optimizers"], here.optimizers, removed_names, arrivals))
+        differences += _other_settings(optimizers, arrivals)
         saved = {**saved, "optimizers": optimizers}
-    return {**saved, "sources": _sources(saved["sources"], here, states, arrivals)}, found
+    return {**saved, "sources": _sources(saved["sources"], here, states, arrivals)}, differences
 
 
 def _sources(
@@ -187,13 +191,17 @@ def _sources(
     arrivals: Mapping[str, _Arrival],
 ) -> dict[str, list[Any]]:
     """Return the states of all sources, adding `states` of tables that torch trained there."""
-    found = dict(stored)
+    sources = dict(stored)
     if _SOURCE in here.fused:
-        if states or (_SOURCE not in found and not here.fused[_SOURCE]):
-            found[_SOURCE] = [*found.get(_SOURCE, ()), dict(states)]
-    elif all(weight_name(table) in arrivals for one in found.get(_SOURCE, ()) for table in one):
-        found.pop(_SOURCE, None)  # the model here is plain, and torch trains all its tables
-    return found
+        if states or (_SOURCE not in sources and not here.fused[_SOURCE]):
+            sources[_SOURCE] = [*sources.get(_SOURCE, ()), dict(states)]
+    elif all(
+        weight_name(table) in arrivals
+        for states_of_source in sources.get(_SOURCE, ())
+        for table in states_of_source
+    ):
+        sources.pop(_SOURCE, None)  # the model here is plain, and torch trains all its tables
+    return sources
 
 
 def same_rate(one: float, other: float) -> bool:
@@ -204,9 +212,9 @@ def same_rate(one: float, other: float) -> bool:
 
 def _trained(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, _Trained]:
     return {
-        name: _Trained(one, group)
-        for one in optimizers
-        for group in one["groups"]
+        name: _Trained(optimizer, group)
+        for optimizer in optimizers
+        for group in optimizer["groups"]
         for name in group["params"]
     }
 
@@ -215,17 +223,18 @@ def _differences(
     table: str, state: Mapping[str, Any], trained: _Trained, *, fused: str, torch: str
 ) -> list[Mismatch]:
     twin, kind = _TWINS.get(state["optimizer"]), trained.optimizer["class"]
-    both = (
+    both_updates = (
         f"table {table!r} is trained by the fused {state['optimizer']} {fused} and by {kind} "
         f"{torch}"
     )
     if twin is None or kind != twin.name:
         expected = "no optimizer of torch" if twin is None else f"only {twin.name}"
-        return [Mismatch(f"{both}; {expected} does the same", mismatches.OTHER_UPDATE)]
+        return [Mismatch(f"{both_updates}; {expected} does the same", mismatches.OTHER_UPDATE)]
     acting = [name for name in _TORCH_ONLY if _acts(trained.group.get(name, 0))]
     acting += [f"a fused {name}" for name in _FUSED_ONLY if _acts(state.get(name, 0))]
     return [
-        Mismatch(f"{both}, with {name}: updates differ", mismatches.OTHER_UPDATE) for name in acting
+        Mismatch(f"{both_updates}, with {name}: updates differ", mismatches.OTHER_UPDATE)
+        for name in acting
     ]
 
 
@@ -248,8 +257,8 @@ def _fused_state(here: Mapping[str, Any], trained: _Trained, parameter: str) -> 
 
 def _torch_settings(state: Mapping[str, Any]) -> dict[str, float]:
     # FBGEMM keeps the rate in float32. If it is the given rate, use that one, which is exact.
-    given = same_rate(state["lr"], state["group_lr"])
-    return {"lr": state["group_lr"] if given else state["lr"], "eps": state["eps"]}
+    is_scheduled = same_rate(state["lr"], state["group_lr"])
+    return {"lr": state["group_lr"] if is_scheduled else state["lr"], "eps": state["eps"]}
 
 
 def _torch_entry(state: Mapping[str, Any], steps: int) -> _Tree:
@@ -280,30 +289,34 @@ def _merged(
     as they are here.
     """
     if _same_places(there, here, gone, arrivals):
-        for same, one in zip(there, here, strict=True):
-            pairs = zip(same["groups"], one["groups"], strict=True)
+        for stored_optimizer, optimizer in zip(there, here, strict=True):
+            pairs = zip(stored_optimizer["groups"], optimizer["groups"], strict=True)
             yield {
-                **same,
+                **stored_optimizer,
                 "groups": [
                     _as_arrived(group, arrivals)
                     if _only([group], arrivals)
                     else {**stored_group, "params": group["params"]}
                     for stored_group, group in pairs
                 ],
-                "state": _state_without(same, gone) | _entries(one, arrivals),
+                "state": _state_without(stored_optimizer, gone) | _entries(optimizer, arrivals),
             }
         return
-    stored = iter([_without(one, gone) for one in there if not _only(one["groups"], gone)])
-    for one in here:
-        entries = _entries(one, arrivals)
-        if _only(one["groups"], arrivals):
-            groups: list[Mapping[str, Any]] = [_as_arrived(g, arrivals) for g in one["groups"]]
-            yield {**one, "groups": groups, "state": entries, "other": {}}
+    stored = iter(
+        [_without(optimizer, gone) for optimizer in there if not _only(optimizer["groups"], gone)]
+    )
+    for optimizer in here:
+        entries = _entries(optimizer, arrivals)
+        if _only(optimizer["groups"], arrivals):
+            groups: list[Mapping[str, Any]] = [
+                _as_arrived(g, arrivals) for g in optimizer["groups"]
+            ]
+            yield {**optimizer, "groups": groups, "state": entries, "other": {}}
             continue
         base = next(stored, None)
         if base is None:
             return  # the numbers of optimizers differ, which `OptimizerState` reports
-        groups = list(_merged_groups(base["groups"], one["groups"], arrivals))
+        groups = list(_merged_groups(base["groups"], optimizer["groups"], arrivals))
         yield {**base, "groups": groups, "state": base["state"] | entries}
     yield from stored
 
@@ -319,10 +332,13 @@ def _same_places(
     def places(optimizers: Sequence[Mapping[str, Any]], but: Collection[str]) -> object:
         return [
             (
-                one["class"],
-                [[name for name in group["params"] if name not in but] for group in one["groups"]],
+                optimizer["class"],
+                [
+                    [name for name in group["params"] if name not in but]
+                    for group in optimizer["groups"]
+                ],
             )
-            for one in optimizers
+            for optimizer in optimizers
         ]
 
     return places(there, gone) == places(here, arrivals)
@@ -367,20 +383,20 @@ def _merged_groups(
         base = next(stored, None)
         if base is None:
             return
-        others = [name for name in group["params"] if name not in arrivals]
-        yield {**base, "params": group["params"]} if base["params"] == others else base
+        other_names = [name for name in group["params"] if name not in arrivals]
+        yield {**base, "params": group["params"]} if base["params"] == other_names else base
     yield from stored
 
 
 def _as_arrived(group: Mapping[str, Any], arrivals: Mapping[str, _Arrival]) -> _Tree:
     """Return a group that trains only arrivals, with the hyperparameters that they had."""
-    found = dict(group)
+    arrived = dict(group)
     for name, value in arrivals[group["params"][0]].settings.items():
         if name in group:
             current = group[name]
             tensor = isinstance(current, Tensor) and not isinstance(value, Tensor)
-            found[name] = torch.full_like(current, value) if tensor else value
-    return found
+            arrived[name] = torch.full_like(current, value) if tensor else value
+    return arrived
 
 
 def _other_settings(

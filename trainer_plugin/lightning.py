@@ -145,11 +145,11 @@ class LightningCallback(Callback):
                     expected="no value, because it comes from Lightning",
                     next_step=f"remove {name}=",
                 )
-        given = self.__signature__.bind(restore=restore, **arguments)
-        given.apply_defaults()
+        bound = self.__signature__.bind(restore=restore, **arguments)
+        bound.apply_defaults()
         self._restore = {} if restore is None else dict(restore)
-        self._extras = dict(given.arguments["extras"] or {})
-        self._options = instance_of("options", given.arguments["options"], Options)
+        self._extras = dict(bound.arguments["extras"] or {})
+        self._options = instance_of("options", bound.arguments["options"], Options)
         self._arguments: dict[str, Any] = dict(arguments)
         self.checkpointer: Checkpointer | None = None
         self._position = _Position()
@@ -188,8 +188,8 @@ class LightningCallback(Callback):
         self.checkpointer = checkpointer
         if state.loaded is not None:
             self._loops = state.loaded["loops"]
-            own = {**self._loops["state_dict"], "combined_loader": [self._position.saved]}
-            trainer.fit_loop.load_state_dict({**self._loops, "state_dict": own})
+            loop_state = {**self._loops["state_dict"], "combined_loader": [self._position.saved]}
+            trainer.fit_loop.load_state_dict({**self._loops, "state_dict": loop_state})
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Follow the dataloader, and handle SIGTERM before Lightning does."""
@@ -334,19 +334,23 @@ class _FitState:
         loops = trainer.fit_loop.state_dict()
         # Each rank has its own position, which the reader stores.
         loops["state_dict"].pop("combined_loader", None)
-        others = [other for other in trainer.callbacks if other is not self._callback]
+        other_callbacks = [
+            callback for callback in trainer.callbacks if callback is not self._callback
+        ]
         return {
             "loops": loops,
-            "callbacks": {other.state_key: deepcopy(other.state_dict()) for other in others},
+            "callbacks": {
+                callback.state_key: deepcopy(callback.state_dict()) for callback in other_callbacks
+            },
             "datamodule": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
             "precision": trainer.precision_plugin.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer, self.loaded = self._trainer, state
-        for other in trainer.callbacks:
-            if other is not self._callback and state["callbacks"].get(other.state_key):
-                other.load_state_dict(deepcopy(state["callbacks"][other.state_key]))
+        for callback in trainer.callbacks:
+            if callback is not self._callback and state["callbacks"].get(callback.state_key):
+                callback.load_state_dict(deepcopy(state["callbacks"][callback.state_key]))
         if trainer.datamodule is not None and state["datamodule"]:
             trainer.datamodule.load_state_dict(state["datamodule"])
         if state["precision"]:

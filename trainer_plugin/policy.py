@@ -53,10 +53,10 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, sizes: Iterable[int]) -> Self:
         """Add up the sizes of increments, in bytes, given in the order of their cuts."""
-        found = cls()
+        total = cls()
         for size in sizes:
-            found = found.then(size)
-        return found
+            total = total.then(size)
+        return total
 
     def then(self, size_bytes: int) -> Self:
         """Return these sizes with one more increment, cut later than the others."""
@@ -125,11 +125,11 @@ class BaseHistory:
     @property
     def known(self) -> Sizes:
         """Sizes of the increments whose outcome is known."""
-        found = self._settled
+        sizes = self._settled
         for outcome in self._others.values():
             if outcome is not None:
-                found = found.then(outcome[0])
-        return found
+                sizes = sizes.then(outcome[0])
+        return sizes
 
     @property
     def links_to_read(self) -> int:
@@ -138,12 +138,12 @@ class BaseHistory:
         It is an estimate: the manifests that a restore of the newest committed increment reads, and
         one for each increment cut after that.
         """
-        after = 0
+        links_after = 0
         for outcome in reversed(self._others.values()):
             if outcome is not None:
-                return outcome[1] + after
-            after += 1
-        return self._settled_links + after
+                return outcome[1] + links_after
+            links_after += 1
+        return self._settled_links + links_after
 
     def _fold_outcomes(self) -> None:
         for ref, outcome in list(self._others.items()):
@@ -413,8 +413,8 @@ def next_link(
 
 
 def _error_class(error_type: str) -> type | None:
-    found = getattr(recpoint.errors, error_type, None)
-    return found if isinstance(found, type) else None
+    error_class = getattr(recpoint.errors, error_type, None)
+    return error_class if isinstance(error_class, type) else None
 
 
 def breaks_chain(error_type: str) -> bool:
@@ -427,11 +427,13 @@ def breaks_chain(error_type: str) -> bool:
     Args:
         error_type: name of an error class in `recpoint.errors`.
     """
-    found = _error_class(error_type)
-    return found is not None and issubclass(found, ChainError | CommitError | FormatError)
+    error_class = _error_class(error_type)
+    return error_class is not None and issubclass(
+        error_class, ChainError | CommitError | FormatError
+    )
 
 
 def superseded(error_type: str) -> bool:
     """Whether a rejection with this error means that another trainer owns the run now."""
-    found = _error_class(error_type)
-    return found is not None and issubclass(found, StaleWriter)
+    error_class = _error_class(error_type)
+    return error_class is not None and issubclass(error_class, StaleWriter)

@@ -86,8 +86,10 @@ class ServersNote:
             servers = self._home.servers_now()
             if servers is None or self._is_stalled():
                 return
-            each = tuple(self._with_answers(one, servers.parity) for one in servers.each)
-            servers = servers.model_copy(update={"each": each})
+            servers_now = tuple(
+                self._with_answers(server, servers.parity) for server in servers.each
+            )
+            servers = servers.model_copy(update={"each": servers_now})
             now = time.monotonic()
             if servers == self._written and now < self._written_at + BEAT_SECONDS:
                 return
@@ -100,22 +102,24 @@ class ServersNote:
 
     def ask(self) -> None:
         """Ask the servers for their sizes. Never raises; the first failure is logged."""
-        found: dict[tuple[int, int], tuple[int, int]] = {}
+        bytes_by_server: dict[tuple[int, int], tuple[int, int]] = {}
         silent = set()
         try:
             servers = self._home.servers_now()
-            for one in () if servers is None else servers.each:
-                if one.state == "lost":
+            for server in () if servers is None else servers.each:
+                if server.state == "lost":
                     continue
                 try:
-                    found[one.number, one.pid] = self._home.server_bytes(one.number - 1)
+                    bytes_by_server[server.number, server.pid] = self._home.server_bytes(
+                        server.number - 1
+                    )
                 except ServerLost:
-                    silent.add(one.number)
+                    silent.add(server.number)
                 except (HomeError, OutOfStep):
                     continue  # the home was closed, or a server is being replaced
         except Exception as error:  # Ray has errors of its own
             self._failed(error)
-        self._bytes, self._silent = found, frozenset(silent)
+        self._bytes, self._silent = bytes_by_server, frozenset(silent)
 
     def _with_answers(self, server: ServerFacts, parity: int) -> ServerFacts:
         if server.state == "up" and not parity and server.number in self._silent:
@@ -156,8 +160,8 @@ def _repeat(
     seconds: float,
 ) -> None:
     while not is_over.wait(seconds):
-        here = note()
-        if here is None:
+        target = note()
+        if target is None:
             return
-        act(here)
-        del here
+        act(target)
+        del target

@@ -511,10 +511,10 @@ class Settings:
 
     def _check_interval(self) -> None:
         if (self.interval_batches is None) == (self.interval_seconds is None):
-            both = self.interval_batches is not None
+            has_both = self.interval_batches is not None
             raise SettingsError(
                 "interval_batches, interval_seconds",
-                found="both" if both else "neither",
+                found="both" if has_both else "neither",
                 expected="exactly one of them",
                 next_step="set interval_batches=1000, or interval_seconds=300",
             )

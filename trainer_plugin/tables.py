@@ -53,8 +53,8 @@ Stored = Tensor | Sequence[DenseShard]
 def is_piece(tensor: object) -> TypeGuard[DTensor]:
     """Whether the tensor is a `DTensor`, of which this rank holds only a piece."""
     # Code that made a DTensor has imported this module. Importing it here would take long.
-    there = sys.modules.get("torch.distributed.tensor")
-    return there is not None and isinstance(tensor, there.DTensor)
+    tensor_module = sys.modules.get("torch.distributed.tensor")
+    return tensor_module is not None and isinstance(tensor, tensor_module.DTensor)
 
 
 def hold_pieces(model: nn.Module) -> None:
@@ -81,7 +81,8 @@ def piece_of(tensor: DTensor) -> dict[str, Any] | None:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None or any(
-        place.is_replicate() and at for place, at in zip(tensor.placements, coordinate, strict=True)
+        place.is_replicate() and coordinate_place
+        for place, coordinate_place in zip(tensor.placements, coordinate, strict=True)
     ):
         return None
     local = tensor.to_local()
@@ -104,14 +105,14 @@ def lacks_some(here: Tensor, stored: Stored, *, name: str) -> bool:
         return False
     shape, _ = form_of(stored)
     if shape == tuple(here.shape):
-        local, at = _local(here)
+        local, offset = _local(here)
         sizes = local.shape
     else:  # optimizer state of another shape, all of which is needed
-        at, sizes = (0,) * len(shape), torch.Size(shape)
+        offset, sizes = (0,) * len(shape), torch.Size(shape)
     if not sizes.numel():
         return False
     return not has_part(
-        stored, [range(a, a + n) for a, n in zip(at, sizes, strict=True)], name=name
+        stored, [range(a, a + n) for a, n in zip(offset, sizes, strict=True)], name=name
     )
 
 
@@ -124,18 +125,18 @@ def write_into(here: Tensor, stored: Stored, *, name: str) -> None:
         name: name of the tensor, for errors.
     """
     with torch.no_grad():
-        local, at = _local(here)
+        local, offset = _local(here)
         if not local.numel():
             return
         if isinstance(stored, Tensor) and stored.is_sparse:
             local.copy_(stored)  # a sparse tensor is always whole and cannot be sliced
         elif isinstance(stored, Tensor):
-            box = tuple(slice(a, a + n) for a, n in zip(at, local.shape, strict=True))
+            box = tuple(slice(a, a + n) for a, n in zip(offset, local.shape, strict=True))
             write(local, stored[box])
         elif shares_memory(local):
             write(local, join_shards(stored, name=name))
         else:
-            fill_part(stored, at, local.detach(), name=name)
+            fill_part(stored, offset, local.detach(), name=name)
 
 
 def can_hold(here: Tensor, stored: Stored, *, name: str) -> bool:
@@ -170,7 +171,7 @@ def restored_like(parameter: Tensor, stored: Stored, *, name: str) -> Tensor:
     local = torch.empty_like(parameter.to_local(), dtype=dtype, requires_grad=False)
     from torch.distributed.tensor import DTensor
 
-    found = DTensor.from_local(
+    restored = DTensor.from_local(
         local,
         parameter.device_mesh,
         parameter.placements,
@@ -178,8 +179,8 @@ def restored_like(parameter: Tensor, stored: Stored, *, name: str) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-    write_into(found, stored, name=name)
-    return found
+    write_into(restored, stored, name=name)
+    return restored
 
 
 def form_of(stored: Stored) -> tuple[tuple[int, ...], torch.dtype]:
@@ -209,7 +210,7 @@ def _offset(tensor: DTensor) -> tuple[int, ...]:
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     # The offset of an empty piece may lie behind the end of the tensor.
-    return tuple(min(at, size) for at, size in zip(offset, tensor.shape, strict=True))
+    return tuple(min(start, size) for start, size in zip(offset, tensor.shape, strict=True))
 
 
 # Finding a model's tables and their optimizers, and refusing models that cannot be stored.
@@ -244,10 +245,10 @@ def find_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Found:
     for source in sources:
         optimizers = source.optimizers(optimizers)
     tables, names = plain_tables(model, sources)
-    theirs = [table for source in sources for table in source.tables]
-    names |= {id(table.weight): table.parameter_name for table in theirs if not table.fused}
+    source_tables = [table for source in sources for table in source.tables]
+    names |= {id(table.weight): table.parameter_name for table in source_tables if not table.fused}
     _refuse_unknown_parameters(optimizers, names)
-    tables += theirs
+    tables += source_tables
     for table in tables:
         _refuse_piece(table)
     refuse_unstorable(tables)
@@ -289,8 +290,8 @@ def optimizer_list(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimize
     Raises:
         SettingsError: `optimizers` is neither an optimizer nor a sequence.
     """
-    given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-    return several("optimizers", given)
+    listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    return several("optimizers", listed)
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -314,7 +315,7 @@ def group_names(
     Raises:
         SettingsError: a parameter is not in the model, or no longer in it.
     """
-    found = []
+    names_in_group = []
     for index, parameter in enumerate(group["params"]):
         name = names.get(id(parameter))
         if name is None:
@@ -325,8 +326,8 @@ def group_names(
                 "pass a model that contains it, or an optimizer without it; if a module or a "
                 "weight was replaced, build optimizer and Checkpointer anew",
             )
-        found.append(name)
-    return found
+        names_in_group.append(name)
+    return names_in_group
 
 
 def _place(optimizer: int, group: int, index: int) -> str:
@@ -368,11 +369,15 @@ def _refuse_unwatched(table: Table, optimizers: Sequence[Optimizer]) -> None:
 
 
 def _holds(optimizer: Optimizer, parameter: Tensor) -> bool:
-    return any(parameter is other for group in optimizer.param_groups for other in group["params"])
+    return any(
+        parameter is group_parameter
+        for group in optimizer.param_groups
+        for group_parameter in group["params"]
+    )
 
 
 def _refuse_unknown_parameters(optimizers: Sequence[Optimizer], names: dict[int, str]) -> None:
-    seen: dict[int, int] = {}
+    owner_numbers: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, Optimizer):
             raise _refused(
@@ -384,11 +389,11 @@ def _refuse_unknown_parameters(optimizers: Sequence[Optimizer], names: dict[int,
         for position, group in enumerate(optimizer.param_groups):
             group_names(names, group, number, position)
             for index, parameter in enumerate(group["params"]):
-                if seen.setdefault(id(parameter), number) != number:
+                if owner_numbers.setdefault(id(parameter), number) != number:
                     raise _refused(
                         _place(number, position, index),
                         f"{names[id(parameter)]!r}, which is also in optimizer "
-                        f"{seen[id(parameter)]}",
+                        f"{owner_numbers[id(parameter)]}",
                         "each parameter in one optimizer",
                         "remove it from one of the two optimizers",
                     )

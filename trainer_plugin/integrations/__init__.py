@@ -25,11 +25,11 @@ _SOURCES: dict[str, str] = {
 
 def find_sources(model: nn.Module) -> list[TableSource]:
     """Return the sources of a model's tables; only loaded libraries can have sharded any."""
-    found = []
+    sources = []
     for package, module in _SOURCES.items():
         if package in sys.modules:
             find: Callable[[nn.Module], TableSource | None] = importlib.import_module(module).find
             source = find(model)
             if source is not None:
-                found.append(source)
-    return found
+                sources.append(source)
+    return sources

@@ -83,14 +83,17 @@ class Kernel:
         self._tbe: Any = module._emb_module
         self.tables: Sequence[Any] = tuple(self._module.config.embedding_tables)
         self.fused = isinstance(module, _FUSED)
-        wanted = (
+        supported = (
             SplitTableBatchedEmbeddingBagsCodegen
             if self.fused
             else DenseTableBatchedEmbeddingBagsCodegen
         )
-        if not isinstance(self._tbe, wanted):
+        if not isinstance(self._tbe, supported):
             raise _refused(
-                owner, f"a {type(self._tbe).__name__}", wanted.__name__, "use FBGEMM's own kernels"
+                owner,
+                f"a {type(self._tbe).__name__}",
+                supported.__name__,
+                "use FBGEMM's own kernels",
             )
         if self.fused:
             self._check_fused()
@@ -104,7 +107,7 @@ class Kernel:
             raise _refused(
                 self._owner,
                 f"the fused optimizer {optimizer.name}",
-                ", ".join(known.name for known in _OPTIMIZERS),
+                ", ".join(optimizer.name for optimizer in _OPTIMIZERS),
                 "choose another optimizer in apply_optimizer_in_backward",
             )
         places = {int(place) for place in self._tbe.weights_physical_placements}
@@ -140,15 +143,15 @@ class Kernel:
         if self._views[0] != places:
             states: list[dict[str, Tensor]] = [{} for _ in self.tables]
             if self.fused and self._tbe.optimizer is not EmbOptimType.EXACT_SGD:
-                for into, found in zip(states, self._tbe.get_optimizer_state(), strict=True):
-                    into |= {name: t for name, t in found.items() if name not in _SCALARS}
+                for state, tensors in zip(states, self._tbe.get_optimizer_state(), strict=True):
+                    state |= {name: t for name, t in tensors.items() if name not in _SCALARS}
             self._views = (places, list(self._tbe.split_embedding_weights()), states)
         return self._views
 
     def _buffers(self) -> list[Tensor]:
         names = [f"{name}_{place}" for name in _BUFFERS for place in _PLACES] + ["weights"]
-        found = [getattr(self._tbe, name, None) for name in names]
-        return [tensor for tensor in found if isinstance(tensor, Tensor)]
+        buffers = [getattr(self._tbe, name, None) for name in names]
+        return [tensor for tensor in buffers if isinstance(tensor, Tensor)]
 
     def state(self) -> dict[str, Any]:
         """Return the fused optimizer's state that belongs to no row: steps and hyperparameters."""
@@ -175,11 +178,11 @@ class Kernel:
 
     def differences(self, table: str, state: Mapping[str, Any]) -> list[str]:
         """Return what `load_state` cannot take over from a table's state, one sentence each."""
-        here = {"optimizer": self._tbe.optimizer.value, **self._limits()}
+        settings = {"optimizer": self._tbe.optimizer.value, **self._limits()}
         return [
             f"table {table!r} was trained with {name} {state[name]}, and its module here has "
             f"{value}"
-            for name, value in here.items()
+            for name, value in settings.items()
             if name in state and state[name] != value
         ]
 
@@ -228,9 +231,9 @@ class _ForwardHook:
         if not self._markers or not isinstance(output, Tensor) or not output.requires_grad:
             return
         names = ("indices", "offsets", "", "", "batch_size_per_feature_per_rank")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        ids, offsets = given["indices"], given["offsets"]
-        sizes = given.get("batch_size_per_feature_per_rank")
+        call = dict(zip(names, args, strict=False)) | kwargs
+        ids, offsets = call["indices"], call["offsets"]
+        sizes = call.get("batch_size_per_feature_per_rank")
 
         def before_backward(_gradient: Tensor) -> None:
             refuse_capture("the backward pass of TorchRec's fused tables")
@@ -268,8 +271,8 @@ def feature_bags(
         features: number of features.
         sizes: for each feature, its bags on each rank; None: all features have equally many bags.
     """
-    each = [bags // features] * features if sizes is None else [sum(ranks) for ranks in sizes]
-    return list(pairwise(accumulate(each, initial=0)))
+    bag_counts = [bags // features] * features if sizes is None else [sum(ranks) for ranks in sizes]
+    return list(pairwise(accumulate(bag_counts, initial=0)))
 
 
 def _refused(owner: str, found: str, expected: str, next_step: str) -> SettingsError:

@@ -118,11 +118,11 @@ class TorchRecSource:
     def __init__(self, model: nn.Module, sharded: Sequence[tuple[str, nn.Module]]) -> None:
         self.modules: Collection[str] = [name for name, _ in sharded]
         self._kernels: list[Kernel] = []
-        found: list[ShardTable] = []
+        tables: list[ShardTable] = []
         for name, module in sharded:
-            found += self._shards(canonical_name(model, name), module)
-        self._tables = found
-        self.tables: Sequence[Table] = [table for table in found if table.rows]
+            tables += self._shards(canonical_name(model, name), module)
+        self._tables = tables
+        self.tables: Sequence[Table] = [table for table in tables if table.rows]
         self._handles: list[RemovableHandle] = []
 
     def _shards(self, name: str, module: nn.Module) -> list[ShardTable]:
@@ -135,13 +135,13 @@ class TorchRecSource:
                 "remove it from the sharding plan, or use EmbeddingBagCollection",
             )
         prefix = f"{name}.{attribute}" if name else attribute
-        found = []
+        tables = []
         for kernel in _kernels(name, module):
             self._kernels.append(kernel)
             for position, config in enumerate(kernel.tables):
                 holder = getattr(module, attribute)[config.name]
                 table = f"{prefix}.{config.name}"
-                found.append(
+                tables.append(
                     ShardTable(
                         name=table,
                         parameter_name=f"{table}.weight",
@@ -150,7 +150,7 @@ class TorchRecSource:
                         slice=None if kernel.fused else holder.weight,
                     )
                 )
-        return found
+        return tables
 
     def optimizers(self, given: Sequence[Optimizer]) -> Sequence[Optimizer]:
         """Return the torch optimizers among `given`; see `tables.TableSource.optimizers`.
@@ -158,7 +158,9 @@ class TorchRecSource:
         Raises:
             SettingsError: an optimizer of TorchRec is neither fused nor a plain one with names.
         """
-        return [optimizer for one in given for optimizer in _taken_apart(one)]
+        return [
+            optimizer for whole_optimizer in given for optimizer in _taken_apart(whole_optimizer)
+        ]
 
     def track(self, markers: Mapping[str, Marker]) -> None:
         """Report changes of fused tables; gradients show changes of the others.
@@ -168,8 +170,10 @@ class TorchRecSource:
         self.untrack()
         for kernel in self._kernels:
             if kernel.fused:
-                own = [table for table in self._tables if table.kernel is kernel]
-                self._handles.append(kernel.track([_marker(table, markers) for table in own]))
+                kernel_tables = [table for table in self._tables if table.kernel is kernel]
+                self._handles.append(
+                    kernel.track([_marker(table, markers) for table in kernel_tables])
+                )
 
     def untrack(self) -> None:
         """Take the hooks out of the model; see `tables.TableSource.untrack`."""
@@ -196,46 +200,47 @@ class TorchRecSource:
         See `tables.TableSource.differences`.
         """
         stored = _joined(states)
-        found = []
+        differences = []
         for kernel in self._kernels if stored else ():
             names = dict.fromkeys(t.name for t in self._tables if t.kernel is kernel)
-            known = [(name, stored[name]) for name in names if name in stored]
-            if not kernel.fused or not known:
+            saved_states = [(name, stored[name]) for name in names if name in stored]
+            if not kernel.fused or not saved_states:
                 continue
-            first, before = known[0]
-            for name, state in known[1:]:
-                found += [
+            first, saved_state = saved_states[0]
+            for name, state in saved_states[1:]:
+                differences += [
                     f"tables {first!r} and {name!r} were trained with "
-                    f"{what.removeprefix('group_')} {before[what]} and {state[what]}, and are in "
+                    f"{setting.removeprefix('group_')} {saved_state[setting]} and "
+                    f"{state[setting]}, and are in "
                     "one module here, which has only one value"
-                    for what in sorted(before.keys() & state.keys() - _FOLLOWS)
-                    if not _same(before[what], state[what])
+                    for setting in sorted(saved_state.keys() & state.keys() - _FOLLOWS)
+                    if not _same(saved_state[setting], state[setting])
                 ]
-            found += kernel.differences(first, before)
-        return found
+            differences += kernel.differences(first, saved_state)
+        return differences
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load step counts and hyperparameters; see `tables.TableSource.load_state_dicts`."""
         stored = _joined(states)
         for kernel in self._kernels:
             names = [table.name for table in self._tables if table.kernel is kernel]
-            known = [stored[name] for name in names if name in stored]
-            if kernel.fused and known:
+            saved_states = [stored[name] for name in names if name in stored]
+            if kernel.fused and saved_states:
                 # A TBE has one count of steps. If its tables come from several TBEs, counts differ
                 # only if a TBE took no part in some batches; take the largest, as FBGEMM would.
-                kernel.load_state(max(known, key=lambda state: state["iter"] or 0))
+                kernel.load_state(max(saved_states, key=lambda state: state["iter"] or 0))
 
 
 def _joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    found: dict[str, Mapping[str, Any]] = {}
+    joined: dict[str, Mapping[str, Any]] = {}
     for state in states:
-        found |= state
-    return found
+        joined |= state
+    return joined
 
 
 def _same(one: Any, other: Any) -> bool:
-    both = isinstance(one, float) and isinstance(other, float)
-    return same_rate(one, other) if both else bool(one == other)
+    are_floats = isinstance(one, float) and isinstance(other, float)
+    return same_rate(one, other) if are_floats else bool(one == other)
 
 
 class _NoRows:

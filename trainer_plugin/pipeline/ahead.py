@@ -128,9 +128,9 @@ class Ahead:
         window = self.window
         if window is None or window.reason is not None:
             return link
-        why = window.frozen.why_changed(self._ledger.tip, tables)
-        if why is not None:
-            window.void(why)
+        reason = window.frozen.why_changed(self._ledger.tip, tables)
+        if reason is not None:
+            window.void(reason)
             return link
         return window.frozen.link
 
@@ -145,16 +145,16 @@ class Ahead:
         Args:
             tables: the tables of the checkpoint; None: it failed.
         """
-        window, why, self.window, self._why = self.window, self._why, None, _NOT_PLANNED
+        window, reason, self.window, self._why = self.window, self._why, None, _NOT_PLANNED
         if window is not None and window.copied is not None:
             return window.copied
-        why = why if window is None or window.reason is None else window.reason
+        reason = reason if window is None or window.reason is None else window.reason
         return CopiedRows(
             rows_before=0,
             bytes_before=0,
             rows_in_stall=sum(table.row_count for table in tables or ()),
             bytes_in_stall=sum(table.row_count * _row_bytes(table) for table in tables or ()),
-            why_plain=why,
+            why_plain=reason,
         )
 
     def close(self) -> None:

@@ -188,9 +188,9 @@ class Handoff:
             "each checkpoint tries again, and also holds these rows",
         )
         with self._changed:
-            left = list(self._queue)
+            unsent = list(self._queue)
             self._queue.clear()
-        for snapshot in left:
+        for snapshot in unsent:
             self._note_staged(snapshot, self.broken)
 
     def has_events(self) -> bool:
@@ -199,10 +199,10 @@ class Handoff:
 
     def events(self) -> list[Event]:
         """Return the events since the last call, in order."""
-        found = []
+        events = []
         while self._events:
-            found.append(self._events.popleft())
-        return found
+            events.append(self._events.popleft())
+        return events
 
     def is_staging(self) -> bool:
         """Whether a submitted snapshot is not staged yet."""
@@ -276,9 +276,9 @@ class Handoff:
             _drop_at_servers(snapshot)
         # A failure after the rename, for instance of the last fsync, may leave the agent with the
         # job, so the slot must not be written again before the agent has answered.
-        there = _may_exist(self._job_path(ref)) or _may_exist(self._outcome_path(ref))
+        may_be_staged = _may_exist(self._job_path(ref)) or _may_exist(self._outcome_path(ref))
         with self._changed:
-            if failure is None or there:
+            if failure is None or may_be_staged:
                 self._awaited[ref] = snapshot
                 self._events.append(Staged(ref=ref))
             else:
@@ -316,9 +316,9 @@ class Handoff:
             served = snapshot.served
             if served is None or ref in self._marked:
                 continue
-            why = _lost_at_servers(served.part, ref, self._ranks_seconds)
-            if why is not None:
-                _log.warning("checkpoint of %s is dropped: %s", ref, why)
+            reason = _lost_at_servers(served.part, ref, self._ranks_seconds)
+            if reason is not None:
+                _log.warning("checkpoint of %s is dropped: %s", ref, reason)
                 self.cancel(ref)
         # After the answers, for which a server that hangs may have us wait.
         self._ask_servers_at = time.monotonic() + _ASK_SERVERS_SECONDS
@@ -329,9 +329,9 @@ class Handoff:
 
     def _mark_unwanted(self) -> None:
         with self._changed:
-            wanted = self._to_mark()
-            self._unwanted -= wanted
-        for ref in wanted:
+            marked_refs = self._to_mark()
+            self._unwanted -= marked_refs
+        for ref in marked_refs:
             self._marked.add(ref)
             _drop_at_servers(self._awaited[ref])
             try:
@@ -381,10 +381,10 @@ class Handoff:
         except (FormatError, StagingError, OSError) as broken:
             return Failed(ref=ref, error=broken)
         if outcome.attempt != ref.attempt:
-            found = f"an outcome for attempt {outcome.attempt}"
+            attempt_text = f"an outcome for attempt {outcome.attempt}"
             error = StagingError(
                 str(path),
-                found=found,
+                found=attempt_text,
                 expected=str(ref),
                 next_step="nothing to do; the next checkpoint also holds these rows",
             )

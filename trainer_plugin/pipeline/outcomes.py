@@ -84,7 +84,7 @@ class WaitingLog:
             _log.info("no checkpoint at batch %d: earlier ones still wait", batches_done)
             return
         self._warned = True
-        why, next_step = self._why(trouble, agent=agent)
+        reason, next_step = self._why(trouble, agent=agent)
         _log.warning(
             "no checkpoint at batch %d, %d in a row not taken: earlier ones wait in %s, and %s. "
             "If this host failed now, %d batches would be lost. If only this process failed, and "
@@ -92,7 +92,7 @@ class WaitingLog:
             batches_done,
             in_row,
             self._area.run_directory,
-            why,
+            reason,
             self._statistics.read(batches_done).lag_batches,
             batches_done - self._staged_batches,
             next_step,
@@ -119,14 +119,14 @@ class WaitingLog:
         """Log that training ends while `staged` checkpoints are not stored."""
         agent = self._area.agent_is_running()
         trouble = self._trouble(agent=agent)
-        why, next_step = self._why(trouble, agent=agent)
+        reason, next_step = self._why(trouble, agent=agent)
         if agent and trouble is None:
             next_step = "leave the agent running"
         _log.warning(
             "training ends with %d checkpoint(s) staged in %s and not stored%s%s. Next: %s",
             staged,
             self._area.run_directory,
-            "" if agent and trouble is None else f", and {why}",
+            "" if agent and trouble is None else f", and {reason}",
             "" if trouble is None else ". They stay there for the agent",
             next_step,
         )
@@ -173,13 +173,13 @@ class WaitingLog:
     def _is_news(self, trouble: AgentTrouble | None) -> bool:
         if trouble is None:
             return False
-        told, self._told = self._told, (trouble.cause, self._statistics.committed)
-        return told != self._told
+        last_news, self._told = self._told, (trouble.cause, self._statistics.committed)
+        return last_news != self._told
 
     def _why(self, trouble: AgentTrouble | None, *, agent: bool) -> tuple[str, str]:
         if not agent:
             return "no agent is running", self._area.agent_command()
-        there = "see the agent's log and status.json there"
+        status_hint = "see the agent's log and status.json there"
         if trouble is None:
             persist_seconds = self._statistics.persist_seconds
             if persist_seconds is not None:  # it stores, but more slowly than checkpoints are due
@@ -187,11 +187,14 @@ class WaitingLog:
                     "the agent has not stored them: it takes "
                     f"{duration_text(persist_seconds)} for a checkpoint",
                     f"set a longer interval, of more than {duration_text(persist_seconds)}; or "
-                    f"{there}",
+                    f"{status_hint}",
                 )
-            return "the agent has not stored them", there
+            return "the agent has not stored them", status_hint
         tries = f"{trouble.tries} {'try' if trouble.tries == 1 else 'tries'}"
-        return f"the agent cannot store them ({tries}): {trouble.error}", trouble.next_step or there
+        return (
+            f"the agent cannot store them ({tries}): {trouble.error}",
+            trouble.next_step or status_hint,
+        )
 
 
 # The outcomes of checkpoints that were handed over: learned, counted, waited for.
@@ -389,10 +392,10 @@ class Outcomes:
 
 def _rejection(ref: CheckpointRef, error_type: str, text: str) -> RecpointError:
     """Return the agent's error as a `RecpointError`, of the same class if it exists here."""
-    found = getattr(recpoint.errors, error_type, None)
-    if not (isinstance(found, type) and issubclass(found, RecpointError)):
-        found = RecpointError
-    return found(
+    error_class = getattr(recpoint.errors, error_type, None)
+    if not (isinstance(error_class, type) and issubclass(error_class, RecpointError)):
+        error_class = RecpointError
+    return error_class(
         f"checkpoint of {ref}",
         found=f"rejected by the agent: {text}",
         expected="a commit",

@@ -208,12 +208,12 @@ class Pipeline:
         if batches is not None:
             return BatchInterval(batches)
         assert seconds is not None  # the settings have been checked
-        own: Schedule = (
+        own_schedule: Schedule = (
             AutoInterval(self._outlook.interval_seconds)
             if seconds == "auto"
             else SecondsInterval(seconds)
         )
-        return AgreedSchedule(own, self._ranks) if self._ranks.several else own
+        return AgreedSchedule(own_schedule, self._ranks) if self._ranks.several else own_schedule
 
     def prepare(self) -> None:
         """Do work that must not lengthen a stall: move tables, reserve a slot, start the thread."""
@@ -240,22 +240,22 @@ class Pipeline:
         """
         self._cutter.announce()
         able = self.outcomes.has_thread()
-        again = self._ledger.newest_step == batches_done
+        is_repeated = self._ledger.newest_step == batches_done
         if self.outcomes.superseded:
             self._due_until = None
-        room = able and not again and not self.outcomes.superseded
+        room = able and not is_repeated and not self.outcomes.superseded
         room = room and (self._is_free() if late else self._has_room())
         started_ns = time.perf_counter_ns()
         plan = self._plan(batches_done) if room else None
         if self._ranks.several:
-            heard = self._agreed(plan, batches_done, again=again)
-            plan, again = heard.plan, heard.again
-            if heard.refused:
+            agreed = self._agreed(plan, batches_done, again=is_repeated)
+            plan, is_repeated = agreed.plan, agreed.again
+            if agreed.refused:
                 return False  # the failure has been noted
         elif plan is None and (room or not able):
             self._due_until = None  # so that it is not tried again at every batch
             return False  # the failure has been noted
-        if again:
+        if is_repeated:
             # A second attempt would be refused as a conflict with the first, and the next
             # checkpoint would have to be a full. That one also holds rows marked by hand meanwhile.
             _log.info("no checkpoint at batch %d: there is one already", batches_done)
@@ -301,7 +301,7 @@ class Pipeline:
 
     def _agreed(self, plan: Plan | None, batches_done: int, *, again: bool) -> _Agreed:
         """Agree with the other ranks on whether all cut, and on full or increment."""
-        heard = agree_on_cut(
+        agreed = agree_on_cut(
             self._ranks,
             batches_done,
             link=None if plan is None else plan.link,
@@ -312,24 +312,24 @@ class Pipeline:
             sketch=NOTHING if plan is None else plan.sketch,
             needs=NO_NEEDS if plan is None else plan.needs,
         )
-        self._drop(heard.lost)
-        if plan is None or not heard.cut:
-            return _Agreed(None, heard.again)
-        if heard.unlike:
+        self._drop(agreed.lost)
+        if plan is None or not agreed.cut:
+            return _Agreed(None, agreed.again)
+        if agreed.unlike:
             # State that is stored once would be restored to all ranks, which is wrong for some.
-            self.outcomes.note_failure(self._replicas.differences(heard.sketches))
-            return _Agreed(None, heard.again, refused=True)
-        drift = None if self._has_warned_of_drift else drift_between(heard.sketches)
+            self.outcomes.note_failure(self._replicas.differences(agreed.sketches))
+            return _Agreed(None, agreed.again, refused=True)
+        drift = None if self._has_warned_of_drift else drift_between(agreed.sketches)
         if drift is not None:
             self._has_warned_of_drift = True
             _log.warning("%s", drift)
         try:
-            link = self._records.fitting(plan.link if heard.increment else FULL, heard.needs)
+            link = self._records.fitting(plan.link if agreed.increment else FULL, agreed.needs)
         except RecordTooLarge as error:  # on all ranks, which have heard the same
             self.outcomes.note_failure(error)
-            return _Agreed(None, heard.again, refused=True)
-        self._cuts = heard.number
-        return _Agreed(plan._replace(link=link), heard.again)
+            return _Agreed(None, agreed.again, refused=True)
+        self._cuts = agreed.number
+        return _Agreed(plan._replace(link=link), agreed.again)
 
     def _drop(self, lost: Lost) -> bool:
         """Have the agent drop this rank's parts of lost checkpoints.
@@ -499,9 +499,11 @@ class Pipeline:
                 self.outcomes.wait(deadline, until_below=1)
         self.outcomes.wait(deadline, until_below=self._settings.staging.jobs)
         on_its_way = len(self._ledger) > 0 and self._ledger.newest_step == batches_done
-        wanted = batches_done > self.outcomes.last_safe and not on_its_way
-        said = self._ranks.exchange("the end of training", [wanted], batches_done=batches_done)
-        if any(one for (one,) in said):
+        wants_last = batches_done > self.outcomes.last_safe and not on_its_way
+        answers = self._ranks.exchange(
+            "the end of training", [wants_last], batches_done=batches_done
+        )
+        if any(wants for (wants,) in answers):
             self._take_last(batches_done)
         self.outcomes.wait(deadline, until_below=1)
         self.outcomes.wait_until_staged()
@@ -518,12 +520,12 @@ class Pipeline:
         """
         alone = not self._ranks.several
         try:
-            taken = self.take(batches_done)
+            is_taken = self.take(batches_done)
         except BaseException:
             if not (alone and is_interrupted()):
                 raise
-            taken = False  # what was raised is kept, and raised where `close` ends
-        if alone and not taken and is_interrupted():
+            is_taken = False  # what was raised is kept, and raised where `close` ends
+        if alone and not is_taken and is_interrupted():
             self.take(batches_done)
 
     def say_failed(self, error: BaseException, batches_done: int) -> None:

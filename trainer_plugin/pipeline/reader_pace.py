@@ -81,11 +81,11 @@ class Pace:
 
     def _grant(self, batches: int, batches_done: int) -> None:
         self._granted_from, self._granted_until = batches_done, batches_done + batches
-        told = True
+        is_announced = True
         try:
-            told = announce(self._reader, batches)
+            is_announced = announce(self._reader, batches)
         except Exception as error:
             # The reader is the user's code, called here only for checkpoints: its failure counts as
             # a failed checkpoint and must not end training.
             self._pipeline.outcomes.note_failure(error)
-        self._ends_by = math.inf if told else self._pipeline.schedule.due_seconds
+        self._ends_by = math.inf if is_announced else self._pipeline.schedule.due_seconds

@@ -109,8 +109,8 @@ class Sketch(NamedTuple):
 
 def are_alike(sketches: Sequence[Sketch]) -> bool:
     """Whether the sketches of all ranks may summarize the same values in all shared tensors."""
-    return all(one.is_like(sketches[0]) for one in sketches) and _is_zero(
-        one.balance for one in sketches
+    return all(sketch.is_like(sketches[0]) for sketch in sketches) and _is_zero(
+        sketch.balance for sketch in sketches
     )
 
 
@@ -156,18 +156,18 @@ class Replicas:
         self._local_pieces = local_pieces
         whole = {_named(name): f"{list(t.shape)}, {t.dtype}" for name, t in tensors().items()}
         forms = whole | dict(forms)
-        said = ranks.gather((forms, dict(pieces)))
-        heard = [of_rank for of_rank, _ in said]
-        for name in sorted(set().union(*heard)):
+        gathered = ranks.gather((forms, dict(pieces)))
+        forms_of_ranks = [of_rank for of_rank, _ in gathered]
+        for name in sorted(set().union(*forms_of_ranks)):
             by_form: dict[str, list[int]] = {}
-            for rank, of_rank in enumerate(heard):
+            for rank, of_rank in enumerate(forms_of_ranks):
                 by_form.setdefault(of_rank.get(name, "none"), []).append(rank)
             if len(by_form) > 1:
-                found = "; ".join(f"{form} on {_listed(on)}" for form, on in by_form.items())
-                raise _unlike(name, found, expected="the same on all ranks")
-        held = [of_rank for _, of_rank in said]
-        self.stored_elsewhere = stored_elsewhere(held, ranks.rank)
-        self._counts = balance(held, ranks.rank)
+                forms_text = "; ".join(f"{form} on {_listed(on)}" for form, on in by_form.items())
+                raise _unlike(name, forms_text, expected="the same on all ranks")
+        pieces_of_ranks = [of_rank for _, of_rank in gathered]
+        self.stored_elsewhere = stored_elsewhere(pieces_of_ranks, ranks.rank)
+        self._counts = balance(pieces_of_ranks, ranks.rank)
 
     def sketch(self) -> Sketch:
         """Return the sketch of all tensors as they are now; waits for a GPU if they are on one."""
@@ -188,21 +188,23 @@ class Replicas:
             sketches: the sketches of all ranks, in rank order.
         """
         answers = self._ranks.gather(self._of_each())
-        told = [of_rank for of_rank in answers if of_rank is not None]
-        if len(told) < len(answers):
+        answered = [of_rank for of_rank in answers if of_rank is not None]
+        if len(answered) < len(answers):
             return _unlike_somewhere(sketches)
-        heard = [of_rank for of_rank, _ in told]
-        for name in sorted({name for _, balances in told for name in balances}):
-            if not _is_zero(balances.get(name, 0.0) for _, balances in told):
+        sums_of_ranks = [of_rank for of_rank, _ in answered]
+        for name in sorted({name for _, balances in answered for name in balances}):
+            if not _is_zero(balances.get(name, 0.0) for _, balances in answered):
                 return _unlike(_named(name), _OTHER_PIECES)
-        for name, first in heard[0].items():
-            others = [
+        for name, first in sums_of_ranks[0].items():
+            other_ranks = [
                 n
-                for n, said in enumerate(heard)
-                if not Sketch(said.get(name, first)).is_like(Sketch(first))
+                for n, sums in enumerate(sums_of_ranks)
+                if not Sketch(sums.get(name, first)).is_like(Sketch(first))
             ]
-            if others:
-                return _unlike(_named(name), f"other values on {_listed(others)} than on rank 0")
+            if other_ranks:
+                return _unlike(
+                    _named(name), f"other values on {_listed(other_ranks)} than on rank 0"
+                )
         return _unlike_somewhere(sketches)
 
     def _of_each(self) -> tuple[dict[str, float], dict[str, float]] | None:
@@ -211,8 +213,8 @@ class Replicas:
         An error is logged and not raised, because the other ranks wait for an answer.
         """
         try:
-            own = {name: _total([tensor]) for name, tensor in self._tensors().items()}
-            return own, self._balances()
+            own_sums = {name: _total([tensor]) for name, tensor in self._tensors().items()}
+            return own_sums, self._balances()
         except Exception as error:
             # An error, for instance of memory or a driver, must not stop training.
             _log.warning("the tensors that differ between ranks cannot be named: %s", error)
@@ -251,10 +253,10 @@ def _named(name: str) -> str:
 
 
 def _unlike_somewhere(sketches: Sequence[Sketch]) -> SettingsError:
-    others = [n for n, one in enumerate(sketches) if not one.is_like(sketches[0])]
-    if not others:
+    other_ranks = [n for n, sketch in enumerate(sketches) if not sketch.is_like(sketches[0])]
+    if not other_ranks:
         return _unlike("the model", _OTHER_PIECES)
-    return _unlike("the model", f"other values on {_listed(others)} than on rank 0")
+    return _unlike("the model", f"other values on {_listed(other_ranks)} than on rank 0")
 
 
 def _unlike(
@@ -336,11 +338,12 @@ def drift_between(sketches: Sequence[Sketch]) -> str | None:
     Args:
         sketches: the sketches of all ranks, in rank order.
     """
-    others = [n for n, one in enumerate(sketches) if not one.has_bits_of(sketches[0])]
-    if not others:
+    other_ranks = [n for n, sketch in enumerate(sketches) if not sketch.has_bits_of(sketches[0])]
+    if not other_ranks:
         return None
     return (
-        f"the model: found values on {_listed(others)} that differ slightly from those on rank 0; "
+        f"the model: found values on {_listed(other_ranks)} that differ slightly from those on "
+        "rank 0; "
         "expected the same bits, unless the ranks have other processors. The checkpoint has the "
         f"values of one rank. Next: {_NEXT}"
     )
@@ -377,7 +380,7 @@ def agree_on_cut(
     """
     increment = link is not None and link.kind == "increment"
     name = -1 if tip is None else _attempt(tip.ref)
-    heard = ranks.exchange(
+    answers = ranks.exchange(
         "a checkpoint",
         [
             *(link is not None, increment, name, again, cuts),
@@ -387,22 +390,25 @@ def agree_on_cut(
         ],
         batches_done=step,
     )
-    cut = all(said[0] for said in heard)
+    cut = all(answer[0] for answer in answers)
     return CutAgreement(
         cut=cut,
-        increment=all(said[1] for said in heard) and len({said[2] for said in heard}) == 1,
-        again=any(said[3] for said in heard),
-        number=1 + max(said[4] for said in heard),
-        lost=Lost(one for said in heard for one in said[7 : 7 + LOST_AT_ONCE]),
-        sketches=tuple(Sketch.of_integers(said[5], said[6]) for said in heard) if cut else (),
-        needs=tuple(RecordNeeds(*said[7 + LOST_AT_ONCE :]) for said in heard) if cut else (),
+        increment=all(answer[1] for answer in answers)
+        and len({answer[2] for answer in answers}) == 1,
+        again=any(answer[3] for answer in answers),
+        number=1 + max(answer[4] for answer in answers),
+        lost=Lost(number for answer in answers for number in answer[7 : 7 + LOST_AT_ONCE]),
+        sketches=tuple(Sketch.of_integers(answer[5], answer[6]) for answer in answers)
+        if cut
+        else (),
+        needs=tuple(RecordNeeds(*answer[7 + LOST_AT_ONCE :]) for answer in answers) if cut else (),
     )
 
 
 def agree_on_lost(ranks: Ranks, lost: Sequence[CheckpointRef], *, step: int) -> Lost:
     """Exchange lost checkpoints before the last cut, as `agree_on_cut` does. Collective."""
-    heard = ranks.exchange("lost checkpoints", _padded_attempts(lost), batches_done=step)
-    return Lost(one for said in heard for one in said)
+    answers = ranks.exchange("lost checkpoints", _padded_attempts(lost), batches_done=step)
+    return Lost(number for answer in answers for number in answer)
 
 
 def _padded_attempts(lost: Sequence[CheckpointRef]) -> list[int]:
@@ -427,13 +433,13 @@ def agree_on_settings(ranks: Ranks, settings: Mapping[str, Any]) -> None:
     """
     if not ranks.several:
         return
-    heard: list[dict[str, Any]] = ranks.gather(dict(settings))
-    for name, first in heard[0].items():
-        for rank, said in enumerate(heard):
-            if said[name] != first:
+    settings_of_ranks: list[dict[str, Any]] = ranks.gather(dict(settings))
+    for name, first in settings_of_ranks[0].items():
+        for rank, other_settings in enumerate(settings_of_ranks):
+            if other_settings[name] != first:
                 raise SettingsError(
                     name,
-                    found=f"{said[name]!r:.200} on rank {rank}, {first!r:.200} on rank 0",
+                    found=f"{other_settings[name]!r:.200} on rank {rank}, {first!r:.200} on rank 0",
                     expected="the same on all ranks",
                     next_step=f"give each rank's Checkpointer the same {name}",
                 )
@@ -478,8 +484,8 @@ def after_cut(
     ranks: Ranks, *, failed: bool, bound_bytes: int, step: int
 ) -> tuple[list[int], list[int]]:
     """Return the ranks on which a cut failed, and each rank's `bound_bytes`. Collective."""
-    said = ranks.exchange("a cut", [failed, bound_bytes], batches_done=step)
-    return [rank for rank, (bad, _) in enumerate(said) if bad], [bound for _, bound in said]
+    answers = ranks.exchange("a cut", [failed, bound_bytes], batches_done=step)
+    return [rank for rank, (bad, _) in enumerate(answers) if bad], [bound for _, bound in answers]
 
 
 def incomplete_parts(
@@ -490,19 +496,19 @@ def incomplete_parts(
     Args:
         by_rank: for each rank, the parts on its host; see `StagingArea.parts_here`.
     """
-    there: dict[tuple[int, int], dict[int, int]] = {}
+    parts_by_name: dict[tuple[int, int], dict[int, int]] = {}
     for host in by_rank:
         for name, parts in host.items():
-            known = there.setdefault(name, {})
+            ranks_by_part = parts_by_name.setdefault(name, {})
             for rank, ranks in parts.items():
-                known[rank] = max(ranks, known.get(rank, 0))
-    found = set()
-    for name, parts in there.items():
+                ranks_by_part[rank] = max(ranks, ranks_by_part.get(rank, 0))
+    incomplete = set()
+    for name, parts in parts_by_name.items():
         ranks = max(parts.values())
         # Parts with higher numbers are of embedding servers, which may be on any hosts.
         if sum(number < ranks for number in parts) < ranks:
-            found.add(name)
-    return found
+            incomplete.add(name)
+    return incomplete
 
 
 def incomplete(step: int, failed: Sequence[int], count: int) -> StagingError:

@@ -129,17 +129,17 @@ class Ranks:
         assert len(values) <= _MOST
         header = [_OCCASIONS.index(about), batches_done, len(values)]
         # The CPU is named, because a script may have set another default device.
-        here = torch.zeros(_HEADER + _MOST, dtype=torch.int64, device="cpu")
-        here[: _HEADER + len(values)] = torch.tensor(
+        own_tensor = torch.zeros(_HEADER + _MOST, dtype=torch.int64, device="cpu")
+        own_tensor[: _HEADER + len(values)] = torch.tensor(
             [*header, *map(int, values)], dtype=torch.int64, device="cpu"
         )
-        there = [torch.empty_like(here) for _ in range(self.count)]
+        gathered = [torch.empty_like(own_tensor) for _ in range(self.count)]
         with self._answered():
-            dist.all_gather(there, here, group=self._group)
-        said = [one.tolist() for one in there]
-        if any(one[:_HEADER] != header for one in said):
-            raise _out_of_step(said)
-        return [one[_HEADER : _HEADER + len(values)] for one in said]
+            dist.all_gather(gathered, own_tensor, group=self._group)
+        answers = [tensor.tolist() for tensor in gathered]
+        if any(answer[:_HEADER] != header for answer in answers):
+            raise _out_of_step(answers)
+        return [answer[_HEADER : _HEADER + len(values)] for answer in answers]
 
     def gather(self, value: Any) -> list[Any]:
         """Return `value` of each rank, in rank order; for plain objects, outside stalls only."""
@@ -148,14 +148,14 @@ class Ranks:
         data = pickle.dumps(value)
         sizes = [size for (size,) in self.exchange("what each rank has", [len(data)])]
         padded = bytearray(data.ljust(max(sizes), b"\0"))
-        here = torch.from_numpy(np.frombuffer(padded, dtype=np.uint8))  # always on the CPU
-        there = [torch.empty_like(here) for _ in range(self.count)]
+        own_tensor = torch.from_numpy(np.frombuffer(padded, dtype=np.uint8))  # always on the CPU
+        gathered = [torch.empty_like(own_tensor) for _ in range(self.count)]
         with self._answered():
-            dist.all_gather(there, here, group=self._group)
+            dist.all_gather(gathered, own_tensor, group=self._group)
         # Safe to unpickle: the data come from processes of this job, which run the same code.
         return [
-            pickle.loads(one.numpy().tobytes()[:size])
-            for one, size in zip(there, sizes, strict=True)
+            pickle.loads(tensor.numpy().tobytes()[:size])
+            for tensor, size in zip(gathered, sizes, strict=True)
         ]
 
     def first(self, value: Any = None) -> Any:
@@ -174,8 +174,8 @@ class Ranks:
             RankLost: another rank has an error; the message names the ranks that do.
         """
         if self._group is not None:
-            said = self.exchange("whether all can go on", [error is not None])
-            failed = [rank for rank, (bad,) in enumerate(said) if bad]
+            answers = self.exchange("whether all can go on", [error is not None])
+            failed = [rank for rank, (bad,) in enumerate(answers) if bad]
             if failed and error is None:
                 raise self._lost(failed, f"an error while {doing}; see their logs")
             if error is not None:
@@ -232,15 +232,15 @@ class Ranks:
 
     def _missing(self) -> list[int]:
         """Return the ranks that do not report that they are alive; empty if that is unknown."""
-        found: list[list[int]] = []
+        missing_ranks: list[list[int]] = []
         # In a thread: the rank that keeps the store may be the one that hangs, and a call to the
         # store then takes minutes to return.
-        call = threading.Thread(target=self._call_roll, args=(found,), daemon=True)
+        call = threading.Thread(target=self._call_roll, args=(missing_ranks,), daemon=True)
         with contextlib.suppress(RuntimeError, MemoryError):  # Python's "can't start new thread"
             call.start()
             call.join(2 * _ROLL_CALL_SECONDS)
-        if found:
-            return found[0]
+        if missing_ranks:
+            return missing_ranks[0]
         # The store hangs or is gone, or no thread could ask it. Of two ranks, the other is lost.
         return [1 - self.rank] if self.count == 2 else []
 
@@ -260,9 +260,9 @@ class Ranks:
         return any(self._store.check([f"alive/{number}/{rank}"]) for number in near)
 
     def _lost(self, ranks: list[int], found: str) -> RankLost:
-        who = ", ".join(map(str, ranks)) if ranks else "one or more (unknown which)"
+        lost_ranks = ", ".join(map(str, ranks)) if ranks else "one or more (unknown which)"
         return RankLost(
-            f"rank {who} of {self.count}",
+            f"rank {lost_ranks} of {self.count}",
             found=found,
             expected=f"every rank within {self._wait_seconds:g} s",
             next_step="see the log of that rank; start the job again: it goes on from its last "
@@ -330,9 +330,9 @@ class Ranks:
         if self._group is None:
             return batches_done
         with contextlib.suppress(RuntimeError):
-            mine = f"at/{self.rank}"
-            if not self._store.check([mine]):
-                self._store.set(mine, str(batches_done))
+            own_key = f"at/{self.rank}"
+            if not self._store.check([own_key]):
+                self._store.set(own_key, str(batches_done))
             keys = [f"at/{rank}" for rank in range(self.count)]
             if self._store.check(keys):
                 return max(int(self._store.get(key)) for key in keys) + 1
@@ -350,13 +350,13 @@ class Ranks:
 
 def _out_of_step(said: Sequence[Sequence[int]]) -> SettingsError:
     """Return the error for ranks that came to one exchange with different headers."""
-    found = []
+    positions = []
     for rank, (about, batches_done, *_) in enumerate(said):
-        after = f" after batch {batches_done}" if batches_done >= 0 else ""
-        found.append(f"rank {rank} at {_OCCASIONS[about]}{after}")
+        after_batch = f" after batch {batches_done}" if batches_done >= 0 else ""
+        positions.append(f"rank {rank} at {_OCCASIONS[about]}{after_batch}")
     return SettingsError(
         "ranks",
-        found=", ".join(found),
+        found=", ".join(positions),
         expected="the same on all ranks",
         next_step="call step() after every batch on each rank, and restore(), checkpoint() and "
         "close() on all ranks after the same batch",
@@ -414,10 +414,10 @@ class AgreedEnd:
         if self._ends_by is None:
             self._ends_by = now + self._wait_seconds
         late = now > self._ends_by  # never at the first call, when others cannot have answered yet
-        before, self._batches_before = self._batches_before, batches_done
+        last_batches, self._batches_before = self._batches_before, batches_done
         if not late and (last is None or batches_done < last):
             return  # other ranks have not noticed yet, and train one or two more batches
-        if last is not None and (batches_done == last or (before or 0) < last < batches_done):
+        if last is not None and (batches_done == last or (last_batches or 0) < last < batches_done):
             _log.warning("SIGTERM at batch %d: taking a final checkpoint", batches_done)
             finish(batches_done)
         else:

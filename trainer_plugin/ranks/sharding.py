@@ -96,8 +96,8 @@ class Shard:
         """Columns of the whole table, as in `Table.columns`; None: all."""
         if self.seen.columns is None:
             return None
-        first, of = self.seen.columns
-        return Columns(first=first, of=of)
+        first, column_count = self.seen.columns
+        return Columns(first=first, of=column_count)
 
     @property
     def held_rows(self) -> int:
@@ -134,22 +134,28 @@ def lay_out(ranks: Ranks, tables: Sequence[Table]) -> tuple[Shard, ...]:
             overlap without being equal.
         RankLost: a rank did not answer.
     """
-    here = {table.key: table for table in tables}
+    own_tables = {table.key: table for table in tables}
     # Checked for a single process, too, because its tables must also be whole.
-    held = [dict(one) for one in ranks.gather([(key, _held(t)) for key, t in here.items()])]
-    found: list[Shard] = []
-    for key in dict.fromkeys(key for one in held for key in one):
-        by_rank = {rank: one[key] for rank, one in enumerate(held) if key in one}
+    tables_of_ranks = [
+        dict(pairs) for pairs in ranks.gather([(key, _held(t)) for key, t in own_tables.items()])
+    ]
+    shards: list[Shard] = []
+    for key in dict.fromkeys(key for tables_of_rank in tables_of_ranks for key in tables_of_rank):
+        by_rank = {
+            rank: tables_of_rank[key]
+            for rank, tables_of_rank in enumerate(tables_of_ranks)
+            if key in tables_of_rank
+        }
         owners = _owners(key, by_rank)
-        table = here[key] if ranks.rank in owners else None
+        table = own_tables[key] if ranks.rank in owners else None
         first = next(iter(by_rank.values()))
         everywhere = ranks.several and all(
             (rank in by_rank and by_rank[rank].rows == first.table_rows)
             for rank in range(ranks.count)
         )
-        copy = here[key] if everywhere else None
-        found.append(Shard(seen=first, table=table, copy=copy))
-    return tuple(found)
+        copy = own_tables[key] if everywhere else None
+        shards.append(Shard(seen=first, table=table, copy=copy))
+    return tuple(shards)
 
 
 def copies_of(shards: Sequence[Shard]) -> dict[str, Tensor]:
@@ -176,13 +182,13 @@ def _owners(key: str, by_rank: dict[int, _Held]) -> set[int]:
 
     A rank that lists the table without rows stores nothing, wherever its shard would begin.
     """
-    forms = {held.form for held in by_rank.values()}
+    forms = {seen_table.form for seen_table in by_rank.values()}
     if len(forms) > 1:
         raise _refused(key, f"different forms on ranks {_listed(by_rank)}: {forms}", "one form")
     by_rows: dict[tuple[int, int], int] = {}
-    for rank, held in sorted(by_rank.items()):
-        if held.rows:
-            by_rows.setdefault((held.first_row, held.rows), rank)
+    for rank, seen_table in sorted(by_rank.items()):
+        if seen_table.rows:
+            by_rows.setdefault((seen_table.first_row, seen_table.rows), rank)
     end, rows = 0, next(iter(by_rank.values())).table_rows
     for (first, count), rank in sorted(by_rows.items()):
         if first != end:
@@ -236,21 +242,23 @@ class HeldPiece(NamedTuple):
 
 def held_pieces(tensors: Mapping[str, Tensor]) -> dict[str, HeldPiece]:
     """Describe the pieces that this rank holds of split dense tensors, by name."""
-    found: dict[str, HeldPiece] = {}
+    pieces: dict[str, HeldPiece] = {}
     for name, tensor in tensors.items():
         if is_piece(tensor):
             piece = piece_of(tensor)
-            found[name] = HeldPiece(
+            pieces[name] = HeldPiece(
                 form=(tuple(tensor.shape), str(tensor.dtype)),
                 mesh=int(tensor.device_mesh.mesh.min()),
                 box=None if piece is None else (tuple(piece["at"]), tuple(piece["tensor"].shape)),
             )
-    return found
+    return pieces
 
 
 def local_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the live values of the pieces that this rank holds, by name."""
-    return {name: one.to_local().detach() for name, one in tensors.items() if is_piece(one)}
+    return {
+        name: tensor.to_local().detach() for name, tensor in tensors.items() if is_piece(tensor)
+    }
 
 
 def stored_elsewhere(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> frozenset[str]:
@@ -281,8 +289,8 @@ def stored_elsewhere(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> froz
             settled.add(layout)
     return frozenset(
         name
-        for name, one in held[rank].items()
-        if one.mesh != min(of_rank[name].mesh for of_rank in held)
+        for name, piece in held[rank].items()
+        if piece.mesh != min(of_rank[name].mesh for of_rank in held)
     )
 
 
@@ -298,33 +306,33 @@ def balance(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> dict[str, int
         held: the pieces of each rank, in rank order; `stored_elsewhere` has found no fault in them.
         rank: this rank.
     """
-    found: dict[str, int] = {}
-    for name, own in held[rank].items():
+    balances: dict[str, int] = {}
+    for name, own_piece in held[rank].items():
         by_rank = [of_rank[name] for of_rank in held]
-        first = min(one.mesh for one in by_rank)
-        stored = {one.box for one in by_rank if one.mesh == first}
-        if own.box is None or own.box not in stored:
+        first = min(piece.mesh for piece in by_rank)
+        stored = {piece.box for piece in by_rank if piece.mesh == first}
+        if own_piece.box is None or own_piece.box not in stored:
             continue
-        others = sum(one.mesh != first and one.box == own.box for one in by_rank)
-        if others:
-            found[name] = 1 if own.mesh != first else -others
-    return found
+        copies = sum(piece.mesh != first and piece.box == own_piece.box for piece in by_rank)
+        if copies:
+            balances[name] = 1 if own_piece.mesh != first else -copies
+    return balances
 
 
 def _fault(by_rank: Sequence[HeldPiece | None]) -> str | None:
     forms: dict[object, list[int]] = {}
-    for rank, one in enumerate(by_rank):
-        forms.setdefault(None if one is None else one.form, []).append(rank)
+    for rank, piece in enumerate(by_rank):
+        forms.setdefault(None if piece is None else piece.form, []).append(rank)
     if len(forms) > 1:
         return "; ".join(f"{form or 'no piece'} on ranks {on}" for form, on in forms.items())
-    there = [one for one in by_rank if one is not None]
-    first = min(one.mesh for one in there)
+    present = [piece for piece in by_rank if piece is not None]
+    first = min(piece.mesh for piece in present)
     boxes = [
-        [range(a, a + n) for a, n in zip(*one.box, strict=True)]
-        for one in there
-        if one.mesh == first and one.box is not None
+        [range(a, a + n) for a, n in zip(*piece.box, strict=True)]
+        for piece in present
+        if piece.mesh == first and piece.box is not None
     ]
-    return fault_of_boxes(there[0].form[0], boxes)
+    return fault_of_boxes(present[0].form[0], boxes)
 
 
 def without_pieces(tree: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -338,12 +346,12 @@ def without_pieces(tree: Mapping[str, Any], names: Collection[str]) -> dict[str,
         if name not in names or not is_shard(value)
     }
     optimizers = []
-    for one in tree["optimizers"]:
+    for optimizer in tree["optimizers"]:
         state = {
             name: _without(entry) if name in names else entry
-            for name, entry in one["state"].items()
+            for name, entry in optimizer["state"].items()
         }
-        optimizers.append({**one, "state": state})
+        optimizers.append({**optimizer, "state": state})
     return {**tree, "model": {**tree["model"], "tensors": tensors}, "optimizers": optimizers}
 
 

@@ -42,10 +42,10 @@ class TerminationNotice:
                 "thread. Next: call restore() in the main thread, or Options(handle_sigterm=False)"
             )
             return
-        before = handler_of(signal.SIGTERM)
+        current = handler_of(signal.SIGTERM)
         set_handler(signal.SIGTERM, self._received)
-        if before != self._received:  # otherwise ours was installed already
-            self._previous = before
+        if current != self._received:  # otherwise ours was installed already
+            self._previous = current
         self._installed = True
         self._process = os.getpid()
 

@@ -55,10 +55,10 @@ class HomeSink:
         for first in range(0, count, _ROWS_AT_A_TIME):
             last = min(first + _ROWS_AT_A_TIME, count)
             if positions is None:
-                at = torch.arange(first, last, dtype=torch.int64, device="cpu")
+                places = torch.arange(first, last, dtype=torch.int64, device="cpu")
             else:
-                at = positions[first:last]
-            self._take(stored, at)
+                places = positions[first:last]
+            self._take(stored, places)
 
     def _take(self, stored: StoredRows, at: Tensor) -> None:
         rows = stored.rows
@@ -81,8 +81,8 @@ class HomeSink:
             state.name: arrays[state.name].view(len(at), *state.shape)
             for state in self._stored.row_states
         }
-        into = TablePart(table=self._stored.name, values=values, row_states=states)
-        place_piece(part, self._stored, self._piece, into)
+        target = TablePart(table=self._stored.name, values=values, row_states=states)
+        place_piece(part, self._stored, self._piece, target)
         for field in self._layout.fields:
             self._layout.put(records, field, arrays.get(field.name, values))
         self._cache.write_home(self._name, ids, records)

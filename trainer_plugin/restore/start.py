@@ -72,8 +72,8 @@ _log = logging.getLogger("recpoint")
 
 def tell_restored(run: Run, report: RestoreReport) -> None:
     """Log what was restored, newer checkpoints that were skipped, and damaged forms of this one."""
-    known = report.validation
-    state = known.in_words if known else "not validated"
+    verdict = report.validation
+    state = verdict.in_words if verdict else "not validated"
     _log.info("%s is restored: %s", report.restored, state)
     for name, error in report.skipped:
         _log.warning("%s is not restored: %s", name, error)
@@ -117,18 +117,18 @@ def tell_left(run: Run, record: GenerationRecord) -> int:
         Number of checkpoints that are left behind.
     """
     try:
-        left = left_by_going_back(run, record)
+        left_out = left_by_going_back(run, record)
     except RecpointError:  # the line is damaged, and the user has chosen a step for that reason
         return 0
-    if left:
+    if left_out:
         _log.warning(
             "%d checkpoint(s) that counted, up to %s, are left behind for %s. Next: remove the "
             "step from restore() before the next start, which would otherwise go back there again",
-            len(left),
-            left[0],
+            len(left_out),
+            left_out[0],
             record.restored,
         )
-    return len(left)
+    return len(left_out)
 
 
 # The arguments of `Checkpointer.restore`.
@@ -155,24 +155,24 @@ class Wanted(NamedTuple):
         Raises:
             SettingsError: two arguments exclude each other, or one is malformed.
         """
-        given = {
+        arguments = {
             "step": self.selection.step,
             "generation": self.selection.generation,
             "partial": self.partial,
             "seed": self.seed,
         }
-        for one, others in (
+        for name, rivals in (
             ("fresh", ("step", "generation", "partial", "seed")),
             ("seed", ("step", "generation", "partial")),
         ):
-            if not getattr(self, one):
+            if not getattr(self, name):
                 continue
-            for other in others:
-                if given[other] is not None:
+            for rival in rivals:
+                if arguments[rival] is not None:
                     raise SettingsError(
-                        f"restore({one}=...)",
-                        found=f"{other} in the same call",
-                        expected=f"{one} without {' or '.join(others)}",
+                        f"restore({name}=...)",
+                        found=f"{rival} in the same call",
+                        expected=f"{name} without {' or '.join(rivals)}",
                         next_step="see the docstring of Checkpointer.restore",
                     )
         if self.partial is not None:
@@ -289,12 +289,12 @@ def restore_together(
         order = RestoreOrder(names, doubts, selection)
         for name in order:
             ranks.first(_Order("restore", name=name))
-            found = _restore(ranks, restore_one, name)
-            if isinstance(found, CheckpointRef):
-                for one, why in order.skipped:
-                    _log.warning("not restored on any rank: %s: %s", one, why)
-                return found
-            order.damaged(name, found)
+            restored = _restore(ranks, restore_one, name)
+            if isinstance(restored, CheckpointRef):
+                for skipped_name, reason in order.skipped:
+                    _log.warning("not restored on any rank: %s: %s", skipped_name, reason)
+                return restored
+            order.damaged(name, restored)
         raise order.nothing_good(run, good="good on all ranks")
 
     if selection.named:
@@ -307,8 +307,8 @@ def _leading(ranks: Ranks, claim: Callable[[], GenerationRecord]) -> GenerationR
         record = claim()
     except RankLost:
         raise  # a rank is lost, so no order can be sent
-    except _KnownToAll as known:
-        raise known.failure from None
+    except _KnownToAll as failed:
+        raise failed.failure from None
     except BaseException as error:
         ranks.first(_Order("failed", error=f"{type(error).__name__}: {error}"))
         raise
@@ -323,8 +323,8 @@ def _follow(ranks: Ranks, restore_one: RestoreOne | None) -> GenerationRecord:
             assert restore_one is not None and order.name is not None
             try:
                 _restore(ranks, restore_one, order.name)
-            except _KnownToAll as known:
-                raise known.failure from None
+            except _KnownToAll as failed:
+                raise failed.failure from None
         elif order.kind == "claimed":
             assert order.record is not None
             return order.record
@@ -358,9 +358,9 @@ def _restore(ranks: Ranks, restore_one: RestoreOne, name: ManifestName) -> Check
         damage = f"{type(error).__name__}: {error}"
     except BaseException as error:
         failure = error
-    mine = _FAILED if failure is not None else _GOOD if restored is not None else _DAMAGED
-    said = [result for (result,) in ranks.exchange("a checkpoint to restore", [mine])]
-    failed = [rank for rank, result in enumerate(said) if result == _FAILED]
+    own_result = _FAILED if failure is not None else _GOOD if restored is not None else _DAMAGED
+    results = [result for (result,) in ranks.exchange("a checkpoint to restore", [own_result])]
+    failed = [rank for rank, result in enumerate(results) if result == _FAILED]
     if failure is not None:
         raise _KnownToAll(failure)
     if failed:
@@ -370,7 +370,7 @@ def _restore(ranks: Ranks, restore_one: RestoreOne, name: ManifestName) -> Check
             expected=f"{name} restored on all ranks",
             next_step="see the log of that rank",
         )
-    damaged = [rank for rank, result in enumerate(said) if result == _DAMAGED]
+    damaged = [rank for rank, result in enumerate(results) if result == _DAMAGED]
     if damaged:
         return damage or f"damaged, as rank {', '.join(map(str, damaged))} found"
     assert restored is not None
@@ -607,7 +607,7 @@ def _start_restored(run: Run, job: Job, policy: Policy, selection: Selection) ->
                 run, target.manifest, report, policy, record.generation
             )
     tell_restored(run, report)
-    left = tell_left(run, record) if selection.named and job.ranks.rank == 0 else 0
+    left_count = tell_left(run, record) if selection.named and job.ranks.rank == 0 else 0
     restarts = run.restarts(record.generation)
     # All ranks must store a checkpoint in the same width, so what rank 0 reads counts for all.
     decided = job.ranks.first(left_behind(run, record) if job.ranks.rank == 0 else None)
@@ -624,7 +624,7 @@ def _start_restored(run: Run, job: Job, policy: Policy, selection: Selection) ->
         changed=target.changed,
         report=report,
         resumed=True,
-        left=left,
+        left=left_count,
         past=with_left_behind(past, decided),
     )
 
@@ -691,7 +691,7 @@ def _chain_to_go_on(
     history = BaseHistory(tip.base, stored_bytes=report.full_stored_bytes)
     # Oldest first, on the line of this start, which may have been superseded before.
     line = reversed(run.live_line(before=generation + 1))
-    since = [name for name in line if tip.ref.step < name.step <= restored.step]
+    later_names = [name for name in line if tip.ref.step < name.step <= restored.step]
 
     def read(name: ManifestName) -> Manifest | None:
         try:
@@ -701,7 +701,7 @@ def _chain_to_go_on(
 
     # In parallel: with one_shot there may be thousands, and training waits.
     with ReadScheduler.of_records() as reads:
-        for manifest in reads.results(since, read):
+        for manifest in reads.results(later_names, read):
             if manifest is not None and manifest.links.base == tip.base:
                 history.cut(manifest.ref)
                 history.stored(manifest.ref, manifest.stored_bytes, links_to_read=2)

@@ -175,16 +175,16 @@ def resolve_dense(
         or pattern that does not.
     """
     if isinstance(wanted, Mapping):
-        asked = dict(wanted)
-        found: list[str] = []
+        old_names = dict(wanted)
+        faults: list[str] = []
     else:
-        asked, found = _expanded(wanted, here, there)
-    for new, old in asked.items():
+        old_names, faults = _expanded(wanted, here, there)
+    for new, old in old_names.items():
         if old not in there:
-            found.append(f"{old!r} is not in the checkpoint{near(old, there)}")
+            faults.append(f"{old!r} is not in the checkpoint{near(old, there)}")
         elif new not in here:
-            found.append(f"{new!r} is not in the model{near(new, here)}")
-    return {n: o for n, o in asked.items() if n in here and o in there}, found
+            faults.append(f"{new!r} is not in the model{near(new, here)}")
+    return {n: o for n, o in old_names.items() if n in here and o in there}, faults
 
 
 def near(name: str, names: Iterable[str]) -> str:
@@ -196,22 +196,24 @@ def near(name: str, names: Iterable[str]) -> str:
 def _expanded(
     wanted: Sequence[str], here: Collection[str], there: Collection[str]
 ) -> tuple[dict[str, str], list[str]]:
-    asked: dict[str, str] = {}
-    found = []
-    for one in wanted:
-        if one in here or one in there or not any(sign in one for sign in "*?["):
-            asked[one] = one
+    old_names: dict[str, str] = {}
+    faults = []
+    for pattern in wanted:
+        if pattern in here or pattern in there or not any(sign in pattern for sign in "*?["):
+            old_names[pattern] = pattern
             continue
         matches = [
             name
             for name in {**dict.fromkeys(there), **dict.fromkeys(here)}
-            if fnmatchcase(name, one)
+            if fnmatchcase(name, pattern)
         ]
         if not matches:
-            some = ", ".join(map(repr, sorted(there)))
-            found.append(f"no dense tensor matches {one!r}; the checkpoint has {some:.400}")
-        asked.update((name, name) for name in matches)
-    return asked, found
+            stored_names = ", ".join(map(repr, sorted(there)))
+            faults.append(
+                f"no dense tensor matches {pattern!r}; the checkpoint has {stored_names:.400}"
+            )
+        old_names.update((name, name) for name in matches)
+    return old_names, faults
 
 
 def _are_names(given: object) -> bool:
@@ -266,19 +268,21 @@ class ModelTarget:
 
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
         """Check tables and row states, and return where rows go; see `RestoreTarget.begin`."""
-        there = logical_tables(manifest.tables)
-        found = table_differences(self._tables, there, elsewhere=self._elsewhere)
-        found += _row_state_differences(self._tables, there)
+        stored_tables = logical_tables(manifest.tables)
+        differences = table_differences(self._tables, stored_tables, elsewhere=self._elsewhere)
+        differences += _row_state_differences(self._tables, stored_tables)
         cached = [table for table in self._tables if isinstance(table, CachedTable)]
-        self._refuse(manifest, found)
+        self._refuse(manifest, differences)
         self._rows.clear()
         self.changed.clear()
         plain = [table for table in self._tables if not table.cached]
-        targets = map_parts(manifest, [self._part(table, there[table.name]) for table in plain])
+        targets = map_parts(
+            manifest, [self._part(table, stored_tables[table.name]) for table in plain]
+        )
         for cache in {id(table.cache): table.cache for table in cached}.values():
             cache.restored()
         for table in cached:
-            stored = there[table.name]
+            stored = stored_tables[table.name]
             table.cached_rows.slots.states = dict(
                 self._row_states(table, stored, len(table.weight))
             )
@@ -296,10 +300,10 @@ class ModelTarget:
         needs the readers' states if they must be divided anew, the optimizers of tables that only
         those ranks held, and the trees with pieces that it lacks.
         """
-        own = {0, self._rank} & set(range(manifest.ranks))
-        saved = self._tree(manifest, known) if own <= known.keys() else None
+        own_parts = {0, self._rank} & set(range(manifest.ranks))
+        saved = self._tree(manifest, known) if own_parts <= known.keys() else None
         if saved is None:
-            return StateWanted(whole=own)
+            return StateWanted(whole=own_parts)
         briefly: set[int] = set()
         keys: set[str] = set()
         if self._state.lacks_ranks(saved):
@@ -309,13 +313,13 @@ class ModelTarget:
         if keys:
             briefly = set(range(manifest.ranks))
         if self._state.lacks_pieces(saved):
-            own |= nearest(self._rank, self._count, manifest.ranks, known)
-        return StateWanted(whole=own, briefly=briefly, keys=keys)
+            own_parts |= nearest(self._rank, self._count, manifest.ranks, known)
+        return StateWanted(whole=own_parts, briefly=briefly, keys=keys)
 
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
         """Check that the state fits; see `StateCheckingTarget.check_state`."""
-        saved, found = self._adopted(manifest, state)
-        self._refuse(manifest, found + self._state.differences(saved))
+        saved, differences = self._adopted(manifest, state)
+        self._refuse(manifest, differences + self._state.differences(saved))
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
         """Restore the state, after all rows were written; see `RestoreTarget.finish`."""
@@ -348,19 +352,19 @@ class ModelTarget:
     def _row_states(self, table: Table, stored: LogicalTable, rows: int) -> dict[str, Tensor]:
         """Return the row states that the optimizer gets: name -> [rows, …]; its own if they fit."""
         current = self._state.optimizers.row_states(table).tensors
-        found = self._rows[table.parameter_name] = {}
+        tensors = self._rows[table.parameter_name] = {}
         for state in stored.row_states:
             # Optimizers create state in their first step, so a new optimizer has none yet.
             shape, dtype = (rows, *_entry_shape(state, table)), torch_dtype(state.dtype)
             tensor = current.get(state.name)
             if tensor is None or not _holds(tensor, shape, dtype):
                 tensor = torch.zeros(shape, dtype=dtype, device=table.weight.device)
-            found[state.name] = tensor
-        return found
+            tensors[state.name] = tensor
+        return tensors
 
     def _part(self, table: Table, stored: LogicalTable) -> TablePart:
         states = self._row_states(table, stored, table.rows)
-        into = {
+        row_states = {
             state.name: states[state.name].view(table.rows, *_entry_shape(state, table))
             for state in stored.row_states
         }
@@ -369,7 +373,7 @@ class ModelTarget:
         return TablePart(
             table=table.name,
             values=table.weight.detach(),
-            row_states=into,
+            row_states=row_states,
             first_row=table.first_row,
             first_column=0 if table.columns is None else table.columns.first,
             changed=self.changed.get(table.key),
@@ -401,26 +405,32 @@ class PartialTarget:
 
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
         """Check tables and row states, and return where rows go; see `RestoreTarget.begin`."""
-        there = logical_tables(manifest.tables)
-        found = []
+        stored_tables = logical_tables(manifest.tables)
+        differences = []
         for new, old in self._parts.tables.items():
-            if old not in there:
-                text = f"table {old!r} is not in the checkpoint{near(old, there)}"
-                found.append(Mismatch(text, mismatches.NAMES))
+            if old not in stored_tables:
+                text = f"table {old!r} is not in the checkpoint{near(old, stored_tables)}"
+                differences.append(Mismatch(text, mismatches.NAMES))
             elif new not in self._tables:
                 text = f"table {new!r} is not in the model{near(new, self._tables)}"
-                found.append(Mismatch(text, mismatches.NAMES))
+                differences.append(Mismatch(text, mismatches.NAMES))
             else:
-                found += _shape_differences(self._tables[new][0], there[old])
+                differences += _shape_differences(self._tables[new][0], stored_tables[old])
                 if self._tables[new][0].cached:
                     text = f"table {new!r} is cached: only a whole checkpoint can be loaded"
-                    found.append(Mismatch(text, mismatches.CACHED_TABLE))
-                found += self._sharded_differences(new, old)
-        if found:
-            raise incompatible(manifest, found, otherwise=mismatches.LIST_PARTS)
+                    differences.append(Mismatch(text, mismatches.CACHED_TABLE))
+                differences += self._sharded_differences(new, old)
+        if differences:
+            raise incompatible(manifest, differences, otherwise=mismatches.LIST_PARTS)
         self._rows.clear()
-        into = {old: self._tables[new] for new, old in reversed(list(self._parts.tables.items()))}
-        parts = [self._part(there[old], piece) for old, pieces in into.items() for piece in pieces]
+        targets = {
+            old: self._tables[new] for new, old in reversed(list(self._parts.tables.items()))
+        }
+        parts = [
+            self._part(stored_tables[old], piece)
+            for old, pieces in targets.items()
+            for piece in pieces
+        ]
         return map_parts(manifest, parts)
 
     def _sharded_differences(self, new: str, old: str) -> list[Mismatch]:
@@ -429,16 +439,16 @@ class PartialTarget:
         whole = pieces[0].rows == pieces[0].table_rows and pieces[0].columns is None
         if whole and not pieces[0].fused:
             return []
-        found = []
+        differences = []
         if self._parts.optimizer_states == "carry":
             text = f"table {new!r} is sharded or fused: its state cannot be carried"
-            found.append(Mismatch(text, mismatches.PIECES_OF_STATE))
+            differences.append(Mismatch(text, mismatches.PIECES_OF_STATE))
         if list(self._parts.tables.values()).count(old) > 1:
             text = (
                 f"table {new!r} is sharded or fused, but {old!r} is also loaded into another table"
             )
-            found.append(Mismatch(text, mismatches.PIECES_OF_ONE_TABLE))
-        return found
+            differences.append(Mismatch(text, mismatches.PIECES_OF_ONE_TABLE))
+        return differences
 
     def _part(self, stored: LogicalTable, table: Table) -> TablePart:
         rows: dict[str, Tensor] = {}
@@ -460,33 +470,35 @@ class PartialTarget:
 
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
         """Check that the state fits; see `StateCheckingTarget.check_state`."""
-        here, there = self._state.model.tensors(), _dense(state)
-        self._dense, missing = resolve_dense(self._parts.dense, here, there)
-        found = [Mismatch(text, mismatches.NAMES) for text in missing]
+        model_tensors, stored_tensors = self._state.model.tensors(), _dense(state)
+        self._dense, missing = resolve_dense(self._parts.dense, model_tensors, stored_tensors)
+        differences = [Mismatch(text, mismatches.NAMES) for text in missing]
         for new, old in self._dense.items():
-            model, stored = _dense_form(here[new]), _dense_form(there[old])
+            model, stored = _dense_form(model_tensors[new]), _dense_form(stored_tensors[old])
             if model != stored:
                 text = (
                     f"{_renamed(new, old)} is {model} in the model and {stored} in the checkpoint"
                 )
-                found.append(Mismatch(text, mismatches.DENSE_FORM))
-            elif not can_hold(here[new], there[old], name=new):
+                differences.append(Mismatch(text, mismatches.DENSE_FORM))
+            elif not can_hold(model_tensors[new], stored_tensors[old], name=new):
                 text = (
                     f"{_renamed(new, old)} has elements that share memory in the model (expand()), "
                     "and differ in the checkpoint"
                 )
-                found.append(Mismatch(text, mismatches.SHARED_MEMORY))
+                differences.append(Mismatch(text, mismatches.SHARED_MEMORY))
         if self._parts.optimizer_states == "carry":
-            found += self._state.optimizers.carry_differences(
+            differences += self._state.optimizers.carry_differences(
                 _optimizers(state), self._parameters()
             )
-        if found:
-            raise incompatible(manifest, found, otherwise=mismatches.LIST_PARTS)
+        if differences:
+            raise incompatible(manifest, differences, otherwise=mismatches.LIST_PARTS)
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
         """Restore the state, after all rows were written; see `RestoreTarget.finish`."""
-        there = _dense(state)
-        self._state.model.restore_some({new: there[old] for new, old in self._dense.items()})
+        stored_tensors = _dense(state)
+        self._state.model.restore_some(
+            {new: stored_tensors[old] for new, old in self._dense.items()}
+        )
         first: dict[str, Table] = {}
         rows: dict[str, dict[str, Tensor]] = {}
         for new, old in self._parts.tables.items():
@@ -539,7 +551,7 @@ def table_differences(
     names = {table.name for table in tables} | set(elsewhere)
     only_there = {name: stored for name, stored in there.items() if name not in names}
     new_names = _new_names(only_here, only_there)
-    found = [
+    differences = [
         Mismatch(
             f"table {name!r} is not in the checkpoint",
             renamed_table(name, new_names[name])
@@ -549,7 +561,7 @@ def table_differences(
         for name in only_here
     ]
     old_names = {old: new for new, old in new_names.items()}
-    found += [
+    differences += [
         Mismatch(
             f"table {name!r} is not in the model",
             renamed_table(old_names[name], name)
@@ -560,8 +572,8 @@ def table_differences(
     ]
     for table in tables:
         if table.name in there:
-            found += _shape_differences(table, there[table.name])
-    return sorted(dict.fromkeys(found))
+            differences += _shape_differences(table, there[table.name])
+    return sorted(dict.fromkeys(differences))
 
 
 def _new_names(
@@ -571,32 +583,33 @@ def _new_names(
 
     Each of the two is the only table of its shape and dtype that the other side lacks.
     """
-    here: dict[object, list[str]] = {}
-    there: dict[object, list[str]] = {}
+    model_names: dict[object, list[str]] = {}
+    stored_names: dict[object, list[str]] = {}
     for name, table in only_here.items():
-        here.setdefault((table.table_rows, _dim(table), table.dtype), []).append(name)
+        model_names.setdefault((table.table_rows, _dim(table), table.dtype), []).append(name)
     for name, stored in only_there.items():
-        there.setdefault((stored.rows, stored.dim, stored.dtype), []).append(name)
+        stored_names.setdefault((stored.rows, stored.dim, stored.dtype), []).append(name)
     return {
-        names[0]: there[form][0]
-        for form, names in here.items()
-        if len(names) == 1 and len(there.get(form, ())) == 1
+        names[0]: stored_names[form][0]
+        for form, names in model_names.items()
+        if len(names) == 1 and len(stored_names.get(form, ())) == 1
     }
 
 
 def _shape_differences(table: Table, stored: LogicalTable) -> list[Mismatch]:
     return [
         Mismatch(
-            f"table {_renamed(table.name, stored.name)}: {what} {here} in the model, {there} in "
+            f"table {_renamed(table.name, stored.name)}: {label} {model_value} in the model, "
+            f"{stored_value} in "
             "the checkpoint",
             next_step,
         )
-        for what, here, there, next_step in (
+        for label, model_value, stored_value, next_step in (
             ("rows", table.table_rows, stored.rows, mismatches.TABLE_ROWS),
             ("values a row", _dim(table), stored.dim, mismatches.TABLE_VALUES),
             ("dtype", table.dtype, stored.dtype, mismatches.TABLE_DTYPE),
         )
-        if here != there
+        if model_value != stored_value
     ]
 
 
@@ -609,22 +622,25 @@ def _row_state_differences(
     tables: Sequence[Table], stored: Mapping[str, LogicalTable]
 ) -> list[Mismatch]:
     """Return differences in row states of tables whose source owns them, written in place."""
-    found = []
+    differences = []
     for table in tables:
-        own = table.row_states
-        if own is None or table.name not in stored:
+        row_states = table.row_states
+        if row_states is None or table.name not in stored:
             continue
-        here = {name: _form(dtype_name(t.dtype), tuple(t.shape[1:])) for name, t in own.items()}
-        there = {
+        model_states = {
+            name: _form(dtype_name(t.dtype), tuple(t.shape[1:])) for name, t in row_states.items()
+        }
+        stored_states = {
             state.name: _form(state.dtype, _entry_shape(state, table))
             for state in stored[table.name].row_states
         }
-        if here != there:
+        if model_states != stored_states:
             text = (
-                f"table {table.name!r} has the row states {here} here and {there} in the checkpoint"
+                f"table {table.name!r} has the row states {model_states} here and {stored_states} "
+                "in the checkpoint"
             )
-            found.append(Mismatch(text, mismatches.ROW_STATES))
-    return found
+            differences.append(Mismatch(text, mismatches.ROW_STATES))
+    return differences
 
 
 def _entry_shape(state: LogicalState, table: Table) -> tuple[int, ...]:

@@ -162,17 +162,17 @@ class Ledger:
 
     def take_lost(self, most: int) -> tuple[CheckpointRef, ...]:
         """Return up to `most` failed checkpoints that no call has returned, for other ranks."""
-        found, self._untold = tuple(self._untold[:most]), self._untold[most:]
-        return found
+        untold, self._untold = tuple(self._untold[:most]), self._untold[most:]
+        return untold
 
     def _tip_without(self, pending: Pending, tip: Tip, error_type: str) -> Tip | None:
         """Return the tip of a chain that replaces `tip` after `pending` of the chain failed."""
         if breaks_chain(error_type):
             return None
         if tip.ref == pending.ref:
-            back = pending.tip_before
-            gone = back is None or back.ref in self._lost or back.base in self._lost
-            return None if gone else back
+            previous = pending.tip_before
+            is_gone = previous is None or previous.ref in self._lost or previous.base in self._lost
+            return None if is_gone else previous
         if pending.tip_after == pending.tip_before:
             return tip  # no later increment is based on it
         return None  # increments cut after it cannot be committed, so no tip is left
@@ -180,9 +180,9 @@ class Ledger:
     def _forget_others(self) -> None:
         """Drop the histories to which no tip can return."""
         tips = [self.tip, *(pending.tip_before for pending in self._pending.values())]
-        kept = {tip.base for tip in tips if tip is not None}
-        kept.update(pending.base for pending in self._pending.values())
-        self._histories = {base: h for base, h in self._histories.items() if base in kept}
+        kept_bases = {tip.base for tip in tips if tip is not None}
+        kept_bases.update(pending.base for pending in self._pending.values())
+        self._histories = {base: h for base, h in self._histories.items() if base in kept_bases}
         if not self._pending:
             self._lost.clear()
 

@@ -100,8 +100,8 @@ def left_behind(run: Run, record: GenerationRecord) -> ChosenPrecision | None:
             if restored.generation < name.generation < record.generation
         ]
         if between:
-            others = _begun_anew(run, restored.generation, {name.generation for name in between})
-            between = [name for name in between if name.generation not in others]
+            anew = _begun_anew(run, restored.generation, {name.generation for name in between})
+            between = [name for name in between if name.generation not in anew]
         for name in sorted(between, key=lambda name: (name.generation, name.step), reverse=True):
             try:
                 return run.manifest(*name).history.precision
@@ -118,17 +118,17 @@ def _begun_anew(run: Run, restored: int, numbers: Collection[int]) -> set[int]:
     Such a line began from nothing. If a record cannot be read, its generation is not returned, so
     its decision counts.
     """
-    known = {
+    records = {
         number: record
         for number, record in run.read_generations(run.generation_numbers()).items()
         if isinstance(record, GenerationRecord)
     }
-    job = first_of_line(restored, known)
-    firsts = {number: first_of_line(number, known) for number in numbers}
+    job = first_of_line(restored, records)
+    firsts = {number: first_of_line(number, records) for number in numbers}
     return {
         number
         for number, first in firsts.items()
-        if first != job and first in known and known[first].restored is None
+        if first != job and first in records and records[first].restored is None
     }
 
 
@@ -175,9 +175,9 @@ def decide(expected: ExpectedFailures | None, past: Past, *, trained_ms: int) ->
         past: what happened before this trainer's start.
         trained_ms: training time so far, including this trainer's, in milliseconds.
     """
-    before = past.precision
-    if before is not None and before.fallen_back:
-        return before
+    previous = past.precision
+    if previous is not None and previous.fallen_back:
+        return previous
     whole = _expected_of_the_whole(expected, past)
     if whole is not None and 1_000 * past.lossy_restores > whole.milli:
         return ChosenPrecision(
@@ -187,25 +187,28 @@ def decide(expected: ExpectedFailures | None, past: Past, *, trained_ms: int) ->
             reason=f"{past.lossy_restores} restores from quantized rows, {whole.milli / 1000:.3g} "
             f"were expected {whole.of}: {_WIDEST} bits for the rest of the job",
         )
-    most = None if before is None else before.expected_milli
-    left = hours_left(expected, trained_ms=trained_ms)
-    if left is None:
-        assert expected is not None and expected.job_hours is not None  # otherwise `left` is set
-        why = f"the job has trained for longer than the {expected.job_hours:g} h that were given"
-        return _unknown(why, most)
+    most = None if previous is None else previous.expected_milli
+    hours_to_come = hours_left(expected, trained_ms=trained_ms)
+    if hours_to_come is None:
+        assert (
+            expected is not None and expected.job_hours is not None
+        )  # otherwise `hours_to_come` is set
+        reason = f"the job has trained for longer than the {expected.job_hours:g} h that were given"
+        return _unknown(reason, most)
     rate = failure_rate(expected, past, trained_ms=trained_ms)
-    to_come = rate.per_hour * left
-    said = expected is not None and expected.per_node_hour is not None
-    if not said and to_come > _MOST_FROM_PAST:
-        why = "no failure rate was given, and the job's past is too short to estimate one"
-        return _unknown(why, most)
+    to_come = rate.per_hour * hours_to_come
+    is_user_rate = expected is not None and expected.per_node_hour is not None
+    if not is_user_rate and to_come > _MOST_FROM_PAST:
+        reason = "no failure rate was given, and the job's past is too short to estimate one"
+        return _unknown(reason, most)
     milli = _milli(min(past.lossy_restores + to_come, _MOST_EXPECTED))
     return ChosenPrecision(
         bits=bits_for(milli),
         expected_milli=max(milli, most or 0),
         fallen_back=False,
         reason=f"{milli / 1000:.3g} restores expected: {past.lossy_restores} from quantized rows "
-        f"so far, and {rate.per_hour:.3g} an hour ({rate.source}) in the next {left:.3g} h",
+        f"so far, and {rate.per_hour:.3g} an hour ({rate.source}) in the next {hours_to_come:.3g} "
+        "h",
     )
 
 
@@ -231,9 +234,9 @@ def _expected_of_the_whole(expected: ExpectedFailures | None, past: Past) -> _Wh
     if expected is not None and expected.per_node_hour is not None:
         hours = expected.job_hours
         if hours is None:
-            left = hours_left(expected, trained_ms=past.trained_ms)
-            assert left is not None  # None only if `job_hours` is given and exceeded
-            hours = past.trained_ms / MS_PER_HOUR + left
+            hours_to_come = hours_left(expected, trained_ms=past.trained_ms)
+            assert hours_to_come is not None  # None only if `job_hours` is given and exceeded
+            hours = past.trained_ms / MS_PER_HOUR + hours_to_come
         restores = expected.per_node_hour * expected.nodes * hours
         return _Whole(_milli(min(restores, _MOST_EXPECTED)), f"in {hours:.3g} h")
     if past.precision is not None and past.precision.expected_milli is not None:
@@ -280,18 +283,18 @@ def table_widths(
     Raises:
         SettingsError: `Precision.tables` names a table that does not exist or is not trained.
     """
-    known = {table.name: table for table in tables}
+    table_by_name = {table.name: table for table in tables}
     for name in precision.tables:
-        if name not in known and names is not None and name in names:
+        if name not in table_by_name and names is not None and name in names:
             continue  # another rank stores it
-        if name not in known:
+        if name not in table_by_name:
             raise SettingsError(
                 f"Precision.tables[{name!r}]",
                 found="no such table",
-                expected=f"one of {sorted(known)!r:.400}",
+                expected=f"one of {sorted(table_by_name)!r:.400}",
                 next_step="use the name of the embedding module, as in model.named_modules()",
             )
-        if not known[name].changes:
+        if not table_by_name[name].changes:
             raise SettingsError(
                 f"Precision.tables[{name!r}]",
                 found="a table that is not trained (requires_grad=False)",
@@ -300,13 +303,13 @@ def table_widths(
             )
     widths = {}
     for table in tables:
-        own = precision.tables.get(table.name)
+        own_width = precision.tables.get(table.name)
         # Size of the whole table, so that all its pieces have one width, however it is cut.
         dim = table.dim if table.columns is None else table.columns.of
-        if own is None:
+        if own_width is None:
             small = table.table_rows * dim <= precision.small_table_values
-            own = "lossless" if small else precision.bits
-        widths[table.key] = _width(table, own)
+            own_width = "lossless" if small else precision.bits
+        widths[table.key] = _width(table, own_width)
     return widths
 
 
@@ -354,9 +357,9 @@ class Outlook:
     @property
     def trained_ms(self) -> int:
         """Training time that the state holds, in milliseconds; it never shrinks."""
-        here = int(1_000 * (time.monotonic() - self._started))
+        own_ms = int(1_000 * (time.monotonic() - self._started))
         # Limited to what the format allows, because the past is read from a store.
-        return min(self._past.trained_ms + here, MAX_COUNT)
+        return min(self._past.trained_ms + own_ms, MAX_COUNT)
 
     def history(
         self,
@@ -384,8 +387,11 @@ class Outlook:
 
     def _decide(self, trained_ms: int) -> ChosenPrecision:
         decision = decide(self._expected, self._past, trained_ms=trained_ms)
-        told = self._statistics.precision
-        if told is None or (told.bits, told.fallen_back) != (decision.bits, decision.fallen_back):
+        last_precision = self._statistics.precision
+        if last_precision is None or (last_precision.bits, last_precision.fallen_back) != (
+            decision.bits,
+            decision.fallen_back,
+        ):
             level = logging.WARNING if decision.fallen_back else logging.INFO
             _log.log(level, 'bits="auto": %d bits: %s', decision.bits, decision.reason)
         self._statistics.precision = decision
@@ -409,7 +415,10 @@ class Outlook:
         return decision.seconds
 
     def _tell(self, decision: Interval) -> None:
-        told = self._told_interval
-        if told is None or abs(decision.seconds - told) > _TOLD_SHARE * told:
+        last_seconds = self._told_interval
+        if (
+            last_seconds is None
+            or abs(decision.seconds - last_seconds) > _TOLD_SHARE * last_seconds
+        ):
             _log.info('interval_seconds="auto": %.3g s: %s', decision.seconds, decision.reason)
             self._told_interval = decision.seconds

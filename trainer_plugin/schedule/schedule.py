@@ -66,22 +66,22 @@ def choose(rate: Rate, *, stall_seconds: float | None, persist_seconds: float | 
         stall_seconds: how long training stands still for a checkpoint; None: not measured yet.
         persist_seconds: how long the agent takes to commit one; None: not measured yet.
     """
-    why = f"{rate.per_hour:.3g} failures an hour ({rate.source})"
+    reason = f"{rate.per_hour:.3g} failures an hour ({rate.source})"
     if stall_seconds is None:
-        seconds, why = FIRST_SECONDS, "no checkpoint has been measured yet"
+        seconds, reason = FIRST_SECONDS, "no checkpoint has been measured yet"
     else:
         per_second = rate.per_hour / 3_600
         optimum = math.sqrt(2 * stall_seconds / per_second) if per_second > 0 else math.inf
         seconds = min(max(optimum, MIN_SECONDS), MAX_SECONDS)
-        why = f"a stall of {1e3 * stall_seconds:.3g} ms, {why}"
+        reason = f"a stall of {1e3 * stall_seconds:.3g} ms, {reason}"
         if seconds != optimum:
-            why += f": {optimum:.3g} s is outside {MIN_SECONDS:g} to {MAX_SECONDS:g} s"
+            reason += f": {optimum:.3g} s is outside {MIN_SECONDS:g} to {MAX_SECONDS:g} s"
     if persist_seconds is not None and persist_seconds > seconds:
         seconds = min(persist_seconds, MAX_SECONDS)
-        why += f"; a checkpoint takes {persist_seconds:.3g} s to be committed"
+        reason += f"; a checkpoint takes {persist_seconds:.3g} s to be committed"
         if seconds != persist_seconds:
-            why += f", more than the longest interval of {MAX_SECONDS:g} s"
-    return Interval(seconds=seconds, reason=why)
+            reason += f", more than the longest interval of {MAX_SECONDS:g} s"
+    return Interval(seconds=seconds, reason=reason)
 
 
 # When the next checkpoint is due, as a number of batches that can be granted to the reader.
@@ -200,9 +200,9 @@ class SecondsInterval:
     def extend(self, now_seconds: float, *, batches: int) -> int:
         """Measure the grant that was used up, and grant what still fits into the interval."""
         measured = max(0.0, now_seconds - self._granted_at) / batches
-        known = self._batch_seconds
+        known_seconds = self._batch_seconds
         # Average with the old figure, so that one slow grant does not shorten the next for long.
-        self._batch_seconds = measured if known is None else (measured + known) / 2
+        self._batch_seconds = measured if known_seconds is None else (measured + known_seconds) / 2
         self._measured += batches
         self._granted_at = now_seconds
         return self._grant(now_seconds)
@@ -211,20 +211,24 @@ class SecondsInterval:
         """Return how many batches fit into the rest of the interval, at their measured time."""
         if self._batch_seconds is None:
             return None
-        left = (self.due_seconds - now_seconds) / max(self._batch_seconds, _LEAST_SECONDS)
-        return max(1, round(left))
+        batches_to_come = (self.due_seconds - now_seconds) / max(
+            self._batch_seconds, _LEAST_SECONDS
+        )
+        return max(1, round(batches_to_come))
 
     def _grant(self, now_seconds: float) -> int:
-        left = self.due_seconds - now_seconds
-        if left <= 0:
+        seconds_left = self.due_seconds - now_seconds
+        if seconds_left <= 0:
             return 0
         if self._batch_seconds is None:
             return _FIRST_GRANT
         most = _GROWTH * self._measured
-        part = min(left, self._seconds / _PARTS)
+        part = min(seconds_left, self._seconds / _PARTS)
         if self._batch_seconds * most <= part:
             return most
-        return min(most, math.ceil(part / self._batch_seconds), round(left / self._batch_seconds))
+        return min(
+            most, math.ceil(part / self._batch_seconds), round(seconds_left / self._batch_seconds)
+        )
 
 
 class AutoInterval(SecondsInterval):

@@ -270,10 +270,10 @@ class Codes(NamedTuple):
     def arrays(self) -> list[tuple[str, Dtype | None, Tensor]]:
         """Return name, stored dtype (None: the table's) and content of each array of the slot."""
         named = zip(CODE_ARRAYS.items(), (*self.rows[:3], self.rows.wide), strict=True)
-        found: list[tuple[str, Dtype | None, Tensor]] = [
+        arrays: list[tuple[str, Dtype | None, Tensor]] = [
             (name, dtype, array) for (name, dtype), array in named
         ]
-        return [*found, ("exact_at", "I64", self.exact.positions), ("exact", None, self.exact[1])]
+        return [*arrays, ("exact_at", "I64", self.exact.positions), ("exact", None, self.exact[1])]
 
 
 class TableQuantizer:
@@ -326,28 +326,28 @@ class TableQuantizer:
             stored: a committed checkpoint.
             quantizers: the quantizers in its outcome, for this rank.
         """
-        known = dict(self._learned[1]) if self._learned[0] == stored.base else {}
+        learned = dict(self._learned[1]) if self._learned[0] == stored.base else {}
         to_compile: list[tuple[Table, _Learned]] = []
         for quantizer in quantizers:
             table = self._tables[quantizer.table]
             if table is None or not _is_known(quantizer.chosen):
                 continue  # not stored here, or a later release's method: the agent goes on choosing
-            found = _Learned(stored.bits[quantizer.table], stored.ref.step, quantizer.chosen)
-            before = known.get(table.key)
-            if before is not None and before._replace(step=found.step) == found:
+            choice = _Learned(stored.bits[quantizer.table], stored.ref.step, quantizer.chosen)
+            previous = learned.get(table.key)
+            if previous is not None and previous._replace(step=choice.step) == choice:
                 continue  # the same choice, seen before
-            known[table.key] = found
-            if table.weight.is_cuda and self.may(table, found.bits):
-                to_compile.append((table, found))
+            learned[table.key] = choice
+            if table.weight.is_cuda and self.may(table, choice.bits):
+                to_compile.append((table, choice))
         if not to_compile:
-            self._learned = stored.base, known
+            self._learned = stored.base, learned
             return
 
         def compile_first() -> None:
             # Compiling a GPU kernel for the method takes seconds, too long for a stall.
-            for table, found in to_compile:
-                _compile(table, found.bits, found.method)
-            self._learned = stored.base, known
+            for table, choice in to_compile:
+                _compile(table, choice.bits, choice.method)
+            self._learned = stored.base, learned
 
         thread = threading.Thread(target=compile_first, name="recpoint-compile", daemon=True)
         try:
@@ -371,11 +371,11 @@ class TableQuantizer:
         fixed = _fixed(self._name, bits)
         if fixed is not None:
             return fixed
-        known, learned = self._learned
-        found = learned.get(table.key) if base is not None and known == base else None
-        if found is None or found.bits != bits or step >= _CHOSEN_UP_TO * found.step:
+        known_base, learned = self._learned
+        choice = learned.get(table.key) if base is not None and known_base == base else None
+        if choice is None or choice.bits != bits or step >= _CHOSEN_UP_TO * choice.step:
             return None
-        return found.method
+        return choice.method
 
     def codes(self, wanted: Sequence[RowsToCode]) -> list[Codes | None]:
         """Quantize rows of tables that `may` allows; None in place of a table: stage its values.
@@ -385,35 +385,42 @@ class TableQuantizer:
         """
         packed: list[PackedRows | None] = []
         taken_bytes: dict[torch.device, int] = {}
-        for one in wanted:
-            device = one.values.device
-            taken = taken_bytes.get(device, 0)
-            if not one.values.is_cpu and one.code_bytes > self._memory.spare_bytes(device) - taken:
+        for rows in wanted:
+            device = rows.values.device
+            planned_bytes = taken_bytes.get(device, 0)
+            if (
+                not rows.values.is_cpu
+                and rows.code_bytes > self._memory.spare_bytes(device) - planned_bytes
+            ):
                 packed.append(None)
                 continue
-            packed.append(_packed(one))
+            packed.append(_packed(rows))
             if packed[-1] is not None:
-                taken_bytes[device] = taken + one.code_bytes
-        done = [(one, rows) for one, rows in zip(wanted, packed, strict=True) if rows is not None]
+                taken_bytes[device] = planned_bytes + rows.code_bytes
+        packed_rows = [
+            (request, rows)
+            for request, rows in zip(wanted, packed, strict=True)
+            if rows is not None
+        ]
         try:
             exact = exact_rows_many(
-                [one.values for one, _ in done],
-                [one.ids for one, _ in done],
-                [rows.exact for _, rows in done],
+                [request.values for request, _ in packed_rows],
+                [request.ids for request, _ in packed_rows],
+                [rows.exact for _, rows in packed_rows],
             )
         except torch.OutOfMemoryError:
             return [None] * len(wanted)  # the spare memory is in pieces that are too small
-        kept = iter(exact)
+        exact_rows = iter(exact)
         return [
-            None if rows is None else _if_smaller(one, Codes(rows, next(kept)))
-            for one, rows in zip(wanted, packed, strict=True)
+            None if rows is None else _if_smaller(request, Codes(rows, next(exact_rows)))
+            for request, rows in zip(wanted, packed, strict=True)
         ]
 
     def may(self, table: Table, bits: int) -> bool:
         """Whether setting, width and the table's form allow quantizing in this process."""
-        wanted = self._on == "device" or (self._on == "auto" and table.weight.is_cuda)
+        is_wanted = self._on == "device" or (self._on == "auto" and table.weight.is_cuda)
         possible = (table.weight.is_cuda or table.weight.is_cpu) and not table.cached
-        return wanted and possible and _is_narrower(table, bits) and table.dtype != "F64"
+        return is_wanted and possible and _is_narrower(table, bits) and table.dtype != "F64"
 
 
 def _packed(wanted: RowsToCode) -> PackedRows | None:
@@ -432,9 +439,9 @@ def _if_smaller(wanted: RowsToCode, codes: Codes) -> Codes | None:
     """
     table = wanted.table
     value_bytes = table.dim * item_bytes(table.dtype)
-    kept = codes.exact.positions.numel() * (8 + value_bytes)
+    exact_bytes = codes.exact.positions.numel() * (8 + value_bytes)
     coded = wanted.row_count * (packed_width(table.dim, wanted.bits) + _ROW_BYTES)
-    return codes if coded + kept <= wanted.row_count * value_bytes else None
+    return codes if coded + exact_bytes <= wanted.row_count * value_bytes else None
 
 
 def _is_narrower(table: Table, bits: int) -> bool:

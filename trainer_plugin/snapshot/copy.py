@@ -132,30 +132,30 @@ def copy_sample(sample: Sample, parts: Sequence[TablePart], device: DeviceDrain)
 
     Those of a GPU or a cache arrive when `device` is drained.
     """
-    there: dict[torch.device, tuple[Tensor, ...]] = {}
+    by_device: dict[torch.device, tuple[Tensor, ...]] = {}
     for index, (ids, part) in enumerate(zip(sample.ids, parts, strict=True)):
-        found = []
+        arrays_out = []
         arrays = live_rows(part.values, part.row_states)
         if part.in_cache is not None:
-            found = [
-                torch.empty((len(ids), *one.shape[1:]), dtype=one.dtype, device="cpu")
-                for one in arrays
+            arrays_out = [
+                torch.empty((len(ids), *array.shape[1:]), dtype=array.dtype, device="cpu")
+                for array in arrays
             ]
-            device.fetch(part.in_cache, ids, found)
-            sample.arrays.append(tuple(found))
+            device.fetch(part.in_cache, ids, arrays_out)
+            sample.arrays.append(tuple(arrays_out))
             continue
         for source in arrays:
             if source.is_cpu:
-                found.append(source.index_select(0, ids))
+                arrays_out.append(source.index_select(0, ids))
                 continue
-            if source.device not in there:
+            if source.device not in by_device:
                 # One transfer of ids serves all tables.
                 moved = torch.cat(sample.ids).to(source.device)
-                there[source.device] = moved.split([len(some) for some in sample.ids])
+                by_device[source.device] = moved.split([len(ids) for ids in sample.ids])
             out = torch.empty((len(ids), *source.shape[1:]), dtype=source.dtype, device="cpu")
-            device.gather(source, there[source.device][index], out)
-            found.append(out)
-        sample.arrays.append(tuple(found))
+            device.gather(source, by_device[source.device][index], out)
+            arrays_out.append(out)
+        sample.arrays.append(tuple(arrays_out))
 
 
 def copy_tables(
@@ -262,10 +262,10 @@ def copy_state(
         tree: the state tree.
         tensors: the tensors that the tree numbers.
     """
-    spot, *others = placed
+    spot, *spots = placed
     ctypes.memmove(data.data_ptr() + spot.offset, tree, len(tree))
     with torch.no_grad():
-        for tensor, spot in zip(tensors, others, strict=True):
+        for tensor, spot in zip(tensors, spots, strict=True):
             _copy(tensor, spot, data)
 
 

@@ -162,8 +162,8 @@ class Cutter:
 
     def remember_quantizers(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
         """Remember the quantizers of the tables of a checkpoint that is stored."""
-        own = [quantizer for quantizer in quantizers if quantizer.rank == self._rank]
-        self._quantizer.remember(stored, own)
+        own_quantizers = [quantizer for quantizer in quantizers if quantizer.rank == self._rank]
+        self._quantizer.remember(stored, own_quantizers)
 
     def size_bytes(self) -> int:
         """Return the bytes that a full of the present state takes in a slot.
@@ -197,9 +197,9 @@ class Cutter:
             tables: the tables; None: as they are now.
             precision: decision of the rule; None: the fewest bits that it may choose.
         """
-        there = self._live.tables(None) if tables is None else tables
+        live_tables = self._live.tables(None) if tables is None else tables
         parts = []
-        for live in there:
+        for live in live_tables:
             part = self._part(live, len(live.held), None, precision)
             if precision is None and live.table is not None and self._widths[live.key] is None:
                 part = replace(part, bits=min(CODE_BITS))
@@ -341,20 +341,20 @@ class Cutter:
         """
         moment = CutMoment(now_ms(), time.monotonic(), started_ns)
         if window is not None:
-            found = self._cut_ahead(window, request, moment)
-            if found is not None:
-                return found
+            sealed = self._cut_ahead(window, request, moment)
+            if sealed is not None:
+                return sealed
         keep = self._keeps_marks(request.link)
         dirty: dict[str, Dirty] = {}
-        taken = {} if keep else dirty
+        unmarked = {} if keep else dirty
         try:
             for name, tracker in self._trackers.items():
                 dirty[name] = tracker.marked() if keep else tracker.take()
             plan = self.plan(request, dirty)
             copied = self.copy(plan, request, slot)
-            return self.seal(plan, request, copied, slot, taken, moment)
+            return self.seal(plan, request, copied, slot, unmarked, moment)
         except BaseException:
-            for name, rows in taken.items():
+            for name, rows in unmarked.items():
                 self._trackers[name].merge_back(rows)
             raise
 
@@ -364,7 +364,7 @@ class Cutter:
         Raises:
             StagingFull, StagingError, SettingsError: as `cut`.
         """
-        taken: dict[str, Dirty] = {}
+        dirty_rows: dict[str, Dirty] = {}
         try:
             # First, because a `state_dict` that changes tables or looks rows up must not do so
             # after their marks were taken. This takes longer than to copy the rows that are left.
@@ -374,24 +374,27 @@ class Cutter:
             keep = self._keeps_marks(request.link)
             dirty: dict[str, Dirty] = {}
             for name, tracker in self._trackers.items():
-                found = window.end(name, keep=keep)
-                if found is None:
-                    found = tracker.marked() if keep else tracker.take()
-                dirty[name] = found
+                marked_rows = window.end(name, keep=keep)
+                if marked_rows is None:
+                    marked_rows = tracker.marked() if keep else tracker.take()
+                dirty[name] = marked_rows
                 if not keep:
-                    taken[name] = found
+                    dirty_rows[name] = marked_rows
             plan = self.plan(request, dirty, state)
             device = DeviceDrain()  # stays empty: no table is on a GPU
-            specs, held = [part.spec for part in plan.parts], [part.held for part in plan.parts]
-            sample = self._sampler.draw(specs, held, request.attempt)
+            specs, held_rows = (
+                [part.spec for part in plan.parts],
+                [part.held for part in plan.parts],
+            )
+            sample = self._sampler.draw(specs, held_rows, request.attempt)
             behind = behind_tables(plan.parts, plan.tables_end, *state, sample, device)
             self._has_large_state = not behind.is_small
             moves = window.finish(plan, behind)
             copied = CopiedCut(behind, device, moves, _copied_ahead(window.copied))
-            return self.seal(plan, request, copied, window.slot, taken, moment)
+            return self.seal(plan, request, copied, window.slot, dirty_rows, moment)
         except BaseException:
             window.void("the cut failed")
-            for name, rows in taken.items():
+            for name, rows in dirty_rows.items():
                 self._trackers[name].merge_back(rows)
             raise
 
@@ -445,7 +448,7 @@ class Cutter:
         # Reserve only the tables. To also guess the size of the rest from the last cut could fail
         # for lack of room, although the rest may be smaller now.
         slot.reserve(plan.tables_end)
-        found: list[BehindTables] = []
+        behind_list: list[BehindTables] = []
         device = DeviceDrain(None if self._cache is None else self._cache.view())
 
         def look_behind() -> None:
@@ -453,16 +456,16 @@ class Cutter:
             # threads copy the dirty rows. Neither side changes what the other reads.
             tree, tensors = plan.state or self._captured(request.step)
             specs = tuple([part.spec for part in plan.parts])
-            held = [part.held for part in plan.parts]
-            sample = self._sampler.draw(specs, held, request.attempt)
+            held_rows = [part.held for part in plan.parts]
+            sample = self._sampler.draw(specs, held_rows, request.attempt)
             behind = behind_tables(plan.parts, plan.tables_end, tree, tensors, sample, device)
             if behind.is_small:
                 behind.write(slot)
-            found.append(behind)
+            behind_list.append(behind)
 
         try:
             copy_tables(plan.placed, slot.data, plan.parts, plan.marked, device, look_behind)
-            (behind,) = found
+            (behind,) = behind_list
             if not behind.is_small:
                 behind.write(slot)  # here torch may use as many threads as it likes
             self._has_large_state = not behind.is_small
@@ -534,24 +537,28 @@ class Cutter:
         if cache is None or not self._at_home:
             return None
         assert isinstance(cache.home, ServedHome)  # the settings have been checked
-        indexes = {one.in_cache: at for at, one in enumerate(parts) if one.in_cache is not None}
+        indexes = {
+            part.in_cache: position
+            for position, part in enumerate(parts)
+            if part.in_cache is not None
+        }
         part = ServedPart(cache.home, indexes, attempt)
-        return ServedTables(part=part, tables=tuple(one.staged_at_servers for one in parts))
+        return ServedTables(part=part, tables=tuple(part.staged_at_servers for part in parts))
 
     def _cache_use(self) -> CacheUse | None:
         """Return what the cache did since the cut before."""
         if self._cache is None:
             return None
-        before, now = self._used, self._cache.stats
+        previous, now = self._used, self._cache.stats
         self._used = now
         return CacheUse(
-            hits=now.hits - before.hits,
-            misses=now.misses - before.misses,
-            fetched_rows=now.fetched_rows - before.fetched_rows,
-            fetched_bytes=now.fetched_bytes - before.fetched_bytes,
-            written_rows=now.written_rows - before.written_rows,
-            written_bytes=now.written_bytes - before.written_bytes,
-            wait_us=round(1e6 * (now.wait_seconds - before.wait_seconds)),
+            hits=now.hits - previous.hits,
+            misses=now.misses - previous.misses,
+            fetched_rows=now.fetched_rows - previous.fetched_rows,
+            fetched_bytes=now.fetched_bytes - previous.fetched_bytes,
+            written_rows=now.written_rows - previous.written_rows,
+            written_bytes=now.written_bytes - previous.written_bytes,
+            wait_us=round(1e6 * (now.wait_seconds - previous.wait_seconds)),
             window=now.window,
         )
 
@@ -605,7 +612,7 @@ class Cutter:
 
     def _quantize(self, parts: list[TablePart]) -> None:
         """Give parts codes instead of values if their rows are quantized in this process."""
-        wanted: dict[int, RowsToCode] = {}
+        requests: dict[int, RowsToCode] = {}
         for index, (shard, part) in enumerate(zip(self._shards, parts, strict=True)):
             table = shard.table
             if table is None or part.method is None or part.row_count == 0:
@@ -616,8 +623,8 @@ class Cutter:
             if ids is None and part.bitmap is not None:
                 ids = dirty_bitmap.collect(part.bitmap, rows=len(part.held))
                 parts[index] = replace(part, ids=ids)
-            wanted[index] = RowsToCode(table, part.bits, part.method, ids, part.row_count)
-        for index, codes in zip(wanted, self._quantizer.codes([*wanted.values()]), strict=True):
+            requests[index] = RowsToCode(table, part.bits, part.method, ids, part.row_count)
+        for index, codes in zip(requests, self._quantizer.codes([*requests.values()]), strict=True):
             parts[index] = replace(parts[index], codes=codes)
 
 
@@ -628,8 +635,8 @@ def _marked(tables: Sequence[LiveTable], dirty: Mapping[str, Dirty]) -> MarkedRo
     """
     bitmaps: list[Tensor | None] = []
     for live in tables:
-        taken = dirty.get(live.key)
-        bitmaps.append(None if taken is None or taken.all_rows else taken.bitmap)
+        dirty_rows = dirty.get(live.key)
+        bitmaps.append(None if dirty_rows is None or dirty_rows.all_rows else dirty_rows.bitmap)
     return MarkedRows(bitmaps, [len(live.held) for live in tables])
 
 

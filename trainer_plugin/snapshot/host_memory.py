@@ -31,19 +31,19 @@ class HostMemory(NamedTuple):
 
 def host_memory() -> HostMemory | None:
     """Return the memory that this process may use; None: the system does not say."""
-    said = _read(_MEMINFO)
+    meminfo = _read(_MEMINFO)
     size, free = (
-        _number(r"^MemTotal:\s+(\d+) kB$", said),
-        _number(r"^MemAvailable:\s+(\d+) kB$", said),
+        _number(r"^MemTotal:\s+(\d+) kB$", meminfo),
+        _number(r"^MemAvailable:\s+(\d+) kB$", meminfo),
     )
     if size is None or free is None:
         return None
-    found = HostMemory(size * 1024, free * 1024)
+    memory = HostMemory(size * 1024, free * 1024)
     for directory in _control_groups():
         limited = _limited(directory)
         if limited is not None:
-            found = HostMemory(*map(min, found, limited))
-    return found
+            memory = HostMemory(*map(min, memory, limited))
+    return memory
 
 
 def is_in_memory(path: Path) -> bool:
@@ -52,10 +52,10 @@ def is_in_memory(path: Path) -> bool:
         device = os.stat(path).st_dev
     except OSError:
         return False
-    there = f"{os.major(device)}:{os.minor(device)}"
+    device_number = f"{os.major(device)}:{os.minor(device)}"
     for line in _read(_MOUNTS).splitlines():
         mount, _, kind = line.partition(" - ")
-        if kind.startswith("tmpfs ") and mount.split(" ")[2:3] == [there]:
+        if kind.startswith("tmpfs ") and mount.split(" ")[2:3] == [device_number]:
             return True
     return False
 
@@ -80,10 +80,10 @@ def _limited(directory: Path) -> HostMemory | None:
         ("memory.limit_in_bytes", "memory.usage_in_bytes", r"^total_inactive_file (\d+)$"),
     ):
         size = _number(r"^(\d+)$", _read(directory / most))
-        taken = _number(r"^(\d+)$", _read(directory / now))
-        if size is not None and taken is not None:
+        used_bytes = _number(r"^(\d+)$", _read(directory / now))
+        if size is not None and used_bytes is not None:
             reclaimable = _number(cached, _read(directory / "memory.stat")) or 0
-            return HostMemory(size, max(0, size - max(0, taken - reclaimable)))
+            return HostMemory(size, max(0, size - max(0, used_bytes - reclaimable)))
     return None
 
 
@@ -95,5 +95,5 @@ def _read(path: Path) -> str:
 
 
 def _number(pattern: str, text: str) -> int | None:
-    found = re.search(pattern, text, re.MULTILINE)
-    return None if found is None else int(found[1])
+    match = re.search(pattern, text, re.MULTILINE)
+    return None if match is None else int(match[1])

@@ -66,27 +66,30 @@ class LiveTables:
 
     def _here(self, shard: Shard, table: Table) -> LiveTable:
         weight, first_row = table.weight, table.first_row
-        found = self._optimizers.row_states(table)
-        form = [(name, t.dtype, tuple(t.shape[1:])) for name, t in found.tensors.items()]
+        row_state = self._optimizers.row_states(table)
+        form = [(name, t.dtype, tuple(t.shape[1:])) for name, t in row_state.tensors.items()]
         dim, dtype = weight.shape[1], TABLE_DTYPES[weight.dtype]
-        key = (table.table_rows, dim, dtype, found.optimizer, form)
-        known = self._specs.get(shard.key)
-        if known is None or known[0] != key:
+        key = (table.table_rows, dim, dtype, row_state.optimizer, form)
+        last_spec = self._specs.get(shard.key)
+        if last_spec is None or last_spec[0] != key:
             # Built anew only if something differs, because building a checked model takes long.
             states = tuple(
                 RowStateSpec(
-                    name=name, dtype=dtype_name(dtype), shape=shape, optimizer=found.optimizer or 0
+                    name=name,
+                    dtype=dtype_name(dtype),
+                    shape=shape,
+                    optimizer=row_state.optimizer or 0,
                 )
                 for name, dtype, shape in form
             )
-            known = self._specs[shard.key] = (key, _spec_of(shard, states))
+            last_spec = self._specs[shard.key] = (key, _spec_of(shard, states))
         return LiveTable(
             key=shard.key,
             table=table,
-            spec=known[1],
+            spec=last_spec[1],
             held=range(first_row, first_row + table.rows),
             weight=weight,
-            row_states=tuple(found.tensors.values()),
+            row_states=tuple(row_state.tensors.values()),
         )
 
     def _elsewhere(self, shard: Shard, tip: Tip | None) -> LiveTable:
@@ -95,12 +98,12 @@ class LiveTables:
         The row states in the tip are assumed unchanged; if they changed, a rank that holds rows
         says so.
         """
-        known = self._specs.get(shard.key)
-        spec = _spec_of(shard, ()) if known is None else known[1]
+        last_spec = self._specs.get(shard.key)
+        spec = _spec_of(shard, ()) if last_spec is None else last_spec[1]
         self._specs[shard.key] = (None, spec)
-        for there in () if tip is None else tip.tables:
-            if there.model_copy(update={"row_states": ()}) == spec:
-                spec = there
+        for stored_spec in () if tip is None else tip.tables:
+            if stored_spec.model_copy(update={"row_states": ()}) == spec:
+                spec = stored_spec
                 break
         return LiveTable(shard.key, None, spec, shard.held, shard.weight, ())
 

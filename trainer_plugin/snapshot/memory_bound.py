@@ -55,7 +55,9 @@ class MemoryBound:
         self._area = area
         self._cutter = cutter
         # Only optimizers with a plain `state` dict: others may compute it on each access, slowly.
-        self._optimizers = tuple(one for one in optimizers if isinstance(_state(one), dict))
+        self._optimizers = tuple(
+            optimizer for optimizer in optimizers if isinstance(_state(optimizer), dict)
+        )
         self._jobs = jobs
         self._entries = 0
         self._told_bytes = 0
@@ -122,7 +124,7 @@ class MemoryBound:
 
     def _count(self) -> int:
         """Return the number of state entries; cheap enough to be called after each step."""
-        return sum([len(_state(one)) for one in self._optimizers])
+        return sum([len(_state(optimizer)) for optimizer in self._optimizers])
 
     def _grow(self, measured: int) -> None:
         if measured > self.own_bytes:

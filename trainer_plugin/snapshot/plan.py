@@ -80,20 +80,22 @@ class MarkedRows:
     """
 
     def __init__(self, bitmaps: Sequence[Tensor | None], rows: Sequence[int]) -> None:
-        here = {i: bitmap for i, bitmap in enumerate(bitmaps) if bitmap is not None}
-        on_device = {i: here.pop(i) for i in list(here) if not here[i].is_cpu}
-        self._on_cpu = tuple(here)
-        self._tally = dirty_rows.count(tuple(here.values()), rows=[rows[i] for i in here])
+        on_cpu = {i: bitmap for i, bitmap in enumerate(bitmaps) if bitmap is not None}
+        on_device = {i: on_cpu.pop(i) for i in list(on_cpu) if not on_cpu[i].is_cpu}
+        self._on_cpu = tuple(on_cpu)
+        self._tally = dirty_rows.count(tuple(on_cpu.values()), rows=[rows[i] for i in on_cpu])
         self.counts = list(rows)
         self.ids: dict[int, Tensor] = {}
         for device in {bitmap.device for bitmap in on_device.values()}:
-            there = {i: bitmap for i, bitmap in on_device.items() if bitmap.device == device}
+            of_device = {i: bitmap for i, bitmap in on_device.items() if bitmap.device == device}
             # This waits once for each device, however many tables it has.
-            found = dirty_bitmap.collect_many([*there.values()], rows=[rows[i] for i in there])
-            self.ids.update(zip(there, found, strict=True))
+            ids_found = dirty_bitmap.collect_many(
+                [*of_device.values()], rows=[rows[i] for i in of_device]
+            )
+            self.ids.update(zip(of_device, ids_found, strict=True))
         for i, ids in self.ids.items():
             self.counts[i] = ids.numel()
-        for i, count in zip(here, self._tally.counts, strict=True):
+        for i, count in zip(on_cpu, self._tally.counts, strict=True):
             self.counts[i] = count
 
     def copy(
@@ -105,13 +107,17 @@ class MarkedRows:
             destinations: index of the table -> where its rows go.
             meanwhile: called once, while other threads copy, if there are other threads.
         """
-        wanted = [destinations.get(i) for i in self._on_cpu]
-        sources = [source for to in destinations.values() for source, _ in to.arrays]
-        before = [0 if source.is_inference() else source._version for source in sources]
-        self._tally.copy(wanted, meanwhile=meanwhile)
-        if before != [0 if source.is_inference() else source._version for source in sources]:
+        cpu_destinations = [destinations.get(i) for i in self._on_cpu]
+        sources = [
+            source for destination in destinations.values() for source, _ in destination.arrays
+        ]
+        versions_before = [0 if source.is_inference() else source._version for source in sources]
+        self._tally.copy(cpu_destinations, meanwhile=meanwhile)
+        if versions_before != [
+            0 if source.is_inference() else source._version for source in sources
+        ]:
             # A `state_dict` in `meanwhile` may change a table for a while; copy what it left there.
-            self._tally.copy(wanted)
+            self._tally.copy(cpu_destinations)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,13 +165,13 @@ class TablePart:
     @property
     def staged(self) -> StagedTable:
         """The table as the job describes it."""
-        held = range(0) if self.at_servers else self.held
+        shard_range = range(0) if self.at_servers else self.held
         return StagedTable(
             spec=self.spec,
-            first_row=held.start,
-            shard_rows=len(held),
+            first_row=shard_range.start,
+            shard_rows=len(shard_range),
             row_count=self.rows_here,
-            all_rows=self.bitmap is None and len(held) > 0,
+            all_rows=self.bitmap is None and len(shard_range) > 0,
             bits=self.bits,
             quantizer=self.quantizer,
             state_bits=self.state_bits,

@@ -184,12 +184,12 @@ class RecordBound:
                 stage so many tables.
         """
         key = self._key([live.spec for live in tables], precision)
-        known = self._known
-        if known is None or known.key != key:
-            known = self._known = self._estimated(key, self._staged(tables, precision))
-        full, increment = known.full, known.largest_increment
-        if known.refusal is not None:
-            raise known.refusal
+        estimate = self._known
+        if estimate is None or estimate.key != key:
+            estimate = self._known = self._estimated(key, self._staged(tables, precision))
+        full, increment = estimate.full, estimate.largest_increment
+        if estimate.refusal is not None:
+            raise estimate.refusal
         if (fault := _fault_of_job(full)) is not None:
             raise _too_large(fault)
         if link.kind == "increment" and self._is_near:
@@ -212,23 +212,23 @@ class RecordBound:
         Raises:
             RecordTooLarge: a full would be too large as well.
         """
-        tables_bytes = max(one.tables_bytes for one in needs)
-        increment_bytes = tables_bytes + sum(one.increment_bytes for one in needs)
+        tables_bytes = max(rank_needs.tables_bytes for rank_needs in needs)
+        increment_bytes = tables_bytes + sum(rank_needs.increment_bytes for rank_needs in needs)
         if increment_bytes > records.MAX_RECORD_BYTES:
             self._is_near = True
         elif link.kind == "increment":
             return link
-        full_bytes = tables_bytes + sum(one.full_bytes for one in needs)
-        parts_bytes = sum(one.parts_bytes for one in needs)
-        found = ""
+        full_bytes = tables_bytes + sum(rank_needs.full_bytes for rank_needs in needs)
+        parts_bytes = sum(rank_needs.parts_bytes for rank_needs in needs)
+        fault = ""
         if full_bytes >= _TOO_LARGE:
-            found = "the same tables as in a full that the agent rejected as too large"
+            fault = "the same tables as in a full that the agent rejected as too large"
         elif full_bytes > records.MAX_RECORD_BYTES:
-            found = f"a full with a manifest of about {full_bytes:,} bytes"
+            fault = f"a full with a manifest of about {full_bytes:,} bytes"
         elif parts_bytes > MAX_PARTS_BYTES:
-            found = f"a full with parts of about {parts_bytes:,} bytes together"
-        if found:
-            raise _too_large(_Fault(found, _OR_FEWER))
+            fault = f"a full with parts of about {parts_bytes:,} bytes together"
+        if fault:
+            raise _too_large(_Fault(fault, _OR_FEWER))
         return FULL
 
     def rejected(self, kind: Kind) -> None:
@@ -262,19 +262,19 @@ class RecordBound:
     def _fault(self, sizes: PartSizes) -> _Fault | None:
         """Return what is too large in the records of a full; None: nothing is."""
         if sizes.manifest_bytes > records.MAX_RECORD_BYTES:
-            found = f"a full of {sizes.chunks:,} chunks or more, with a manifest of about "
-            return _Fault(found + f"{sizes.manifest_bytes:,} bytes", _OR_FEWER)
+            description = f"a full of {sizes.chunks:,} chunks or more, with a manifest of about "
+            return _Fault(description + f"{sizes.manifest_bytes:,} bytes", _OR_FEWER)
         if self._has_parts and sizes.parts_bytes > MAX_PARTS_BYTES:
-            found = f"a full with parts of about {sizes.parts_bytes:,} bytes together"
-            return _Fault(found, _OR_FEWER)
+            description = f"a full with parts of about {sizes.parts_bytes:,} bytes together"
+            return _Fault(description, _OR_FEWER)
         return _fault_of_job(sizes)
 
     def _joined(self, narrower: _Narrower) -> tuple[PartSizes, PartSizes]:
         """Return the sizes of a full and of the largest increment, of all ranks. Collective."""
         staged = [narrower.of(table) for table in self._staged(None, None)]
-        own = self._sizes(staged), self._sizes(_increment(staged, None))
-        full, increment = own
-        for rank, (other_full, other_increment) in enumerate(self._ranks.gather(own)):
+        own_sizes = self._sizes(staged), self._sizes(_increment(staged, None))
+        full, increment = own_sizes
+        for rank, (other_full, other_increment) in enumerate(self._ranks.gather(own_sizes)):
             if rank != self._ranks.rank:
                 full, increment = full.joined(other_full), increment.joined(other_increment)
         return full, increment
@@ -287,10 +287,10 @@ class RecordBound:
 
     def _sizes(self, staged: Sequence[StagedTable]) -> PartSizes:
         """Return the sizes of this rank's part; rank 0 adds those of embedding servers."""
-        own = part_sizes(staged, part=self._ranks.rank, state_bytes=self._cutter.state_bytes)
+        sizes = part_sizes(staged, part=self._ranks.rank, state_bytes=self._cutter.state_bytes)
         home = self._cutter.staging_home
         if home is None or self._ranks.rank:
-            return own
+            return sizes
         of_servers: dict[tuple[int, ...], int] = {}
         for server in range(home.servers):
             # Rows are dealt to all servers in turn, so each has about as many.
@@ -305,8 +305,8 @@ class RecordBound:
                 part=self._ranks.count,
             )
             for _ in range(servers):
-                own = own.joined(of_server)
-        return own
+                sizes = sizes.joined(of_server)
+        return sizes
 
     def _refuse_long_description(self, staged: Sequence[StagedTable]) -> None:
         if self._cutter.staging_home is not None:
@@ -350,8 +350,10 @@ def _expected() -> str:
 def _fault_of_job(sizes: PartSizes) -> _Fault | None:
     if sizes.job_bytes <= records.MAX_RECORD_BYTES:
         return None
-    found = f"a full with a job file of about {sizes.job_bytes:,} bytes, which describes its tables"
-    return _Fault(found, "train fewer tables, for instance one for several features")
+    description = (
+        f"a full with a job file of about {sizes.job_bytes:,} bytes, which describes its tables"
+    )
+    return _Fault(description, "train fewer tables, for instance one for several features")
 
 
 def _too_large(fault: _Fault) -> RecordTooLarge:

@@ -80,9 +80,9 @@ def settle(data: Tensor, moves: Sequence[Move]) -> None:
             _drop_holes(data, move, order[id(move.table)])
     # No array is overwritten before it is moved: an array that goes up ends before the final place
     # of the next begins, and that one has either gone up before or comes down later.
-    for move in [one for one in reversed(moves) if one.goes_up]:
+    for move in [move for move in reversed(moves) if move.goes_up]:
         _bring(data, move, order.get(id(move.table)))
-    for move in [one for one in moves if not one.goes_up]:
+    for move in [move for move in moves if not move.goes_up]:
         _bring(data, move, order.get(id(move.table)))
     for key, table in tables.items():
         if table.ids is not None:
@@ -143,9 +143,9 @@ def _drop_holes(data: Tensor, move: Move, order: _Order) -> None:
     size = _row_bytes(move)
     rows = _rows(data, move.source.offset, move.source.shape[0], size)
     for part in _chunks(order.kept_rows, size):
-        found = torch.empty((part.stop - part.start, size), dtype=torch.uint8, device="cpu")
-        row_gather.gather(rows, order.kept[part], found)  # kept places are never before their rank
-        rows[part] = found
+        block = torch.empty((part.stop - part.start, size), dtype=torch.uint8, device="cpu")
+        row_gather.gather(rows, order.kept[part], block)  # kept places are never before their rank
+        rows[part] = block
 
 
 def _bring(data: Tensor, move: Move, order: _Order | None) -> None:
@@ -164,15 +164,15 @@ def _bring(data: Tensor, move: Move, order: _Order | None) -> None:
     behind = target + len(tail) * size
     ctypes.memmove(start + behind, start + source, order.kept_rows * size)
     rows = _rows(data, target, len(order.merged), size)
-    own = _rows(data, behind, order.kept_rows, size)
+    own_rows = _rows(data, behind, order.kept_rows, size)
     from_tail = from_own = 0
     for part in _chunks(len(order.merged), size):
         is_tail = order.merged[part]
-        others = int(is_tail.sum())
-        ours = len(is_tail) - others
-        found = torch.empty((len(is_tail), size), dtype=torch.uint8, device="cpu")
-        found[is_tail] = tail[from_tail : from_tail + others]
-        found[~is_tail] = own[from_own : from_own + ours]
-        rows[part] = found
-        from_tail += others
-        from_own += ours
+        tail_count = int(is_tail.sum())
+        own_count = len(is_tail) - tail_count
+        block = torch.empty((len(is_tail), size), dtype=torch.uint8, device="cpu")
+        block[is_tail] = tail[from_tail : from_tail + tail_count]
+        block[~is_tail] = own_rows[from_own : from_own + own_count]
+        rows[part] = block
+        from_tail += tail_count
+        from_own += own_count

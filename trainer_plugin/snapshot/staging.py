@@ -80,18 +80,18 @@ def share_of(rank: int, told: Sequence[Sequence[int]]) -> HostShare:
         told: for each rank: its host, its file system, and the most bytes that it takes.
     """
     place = told[rank][:2]
-    together = {other: one[2] for other, one in enumerate(told) if one[:2] == place}
+    together = {rank: answer[2] for rank, answer in enumerate(told) if answer[:2] == place}
     return HostShare(tuple(together), sum(together.values()))
 
 
 def _place(root: Path) -> tuple[int, int]:
     """Return numbers of this host's boot and of the file system; containers may have their own."""
-    there = root
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    existing = root
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
     host = Clocks.read().boot or socket.gethostname()
     digest = hashlib.sha256(host.encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True), os.stat(there).st_dev
+    return int.from_bytes(digest[:8], "little", signed=True), os.stat(existing).st_dev
 
 
 # Large pages for large tables: they save the look-up of the page for each row that is read.
@@ -308,11 +308,11 @@ class StagingArea:
         once, and the last answer counts.
         """
         try:
-            other = at_work(self.root)
+            worker = at_work(self.root)
         except (OSError, StagingRefused) as error:
             self._tell_unanswered(error)
         else:
-            self._agent_seen = other is not None and other.serves(self.run_directory)
+            self._agent_seen = worker is not None and worker.serves(self.run_directory)
             self._told_unanswered = False
         return self._agent_seen
 
@@ -320,9 +320,11 @@ class StagingArea:
         if self._told_unanswered:
             return  # agent_is_running is called several times a second; log once
         self._told_unanswered = True
-        seen = "an agent" if self._agent_seen else "no agent"
+        expected_agent = "an agent" if self._agent_seen else "no agent"
         if isinstance(error, StagingRefused):
-            _log.warning("%s. Training goes on as if there were %s, as before", error, seen)
+            _log.warning(
+                "%s. Training goes on as if there were %s, as before", error, expected_agent
+            )
             return
         unknown = StagingError(
             str(error.filename or agent_lock_path(self.root)),
@@ -331,7 +333,7 @@ class StagingArea:
             next_step="make sure that flock works there (on NFS: its lock daemon), or set a "
             "directory of this host: staging= or RECPOINT_STAGING",
         )
-        _log.warning("%s. Training goes on as if there were %s, as before", unknown, seen)
+        _log.warning("%s. Training goes on as if there were %s, as before", unknown, expected_agent)
 
     def agent_command(self) -> str:
         """Return the shell command that starts the agent of this staging area."""
@@ -351,7 +353,7 @@ class StagingArea:
         Returns:
             (generation, step) -> rank -> number of ranks that take part; 0: unknown.
         """
-        found: dict[tuple[int, int], dict[int, int]] = {}
+        parts: dict[tuple[int, int], dict[int, int]] = {}
         answered = self._files(area.outcomes_directory(self.run_directory), ".json")
         for path in [*answered, *area.staged_jobs(self.run_directory)]:
             name = parse_job_stem(path.stem)
@@ -361,8 +363,8 @@ class StagingArea:
             if path.parent.name == "jobs":
                 with contextlib.suppress(FormatError, OSError):
                     ranks = area.read_job(path).ranks
-            found.setdefault((name[0], name[1]), {})[name[2]] = ranks
-        return found
+            parts.setdefault((name[0], name[1]), {})[name[2]] = ranks
+        return parts
 
     def wait_until_drained(
         self, seconds: float, incomplete: Collection[tuple[int, int]] = ()

@@ -83,25 +83,25 @@ class UnmarkedRows:
         for live in tables:
             if live.table is None or live.table.cached:  # a cache has no writes but its own
                 continue
-            tracker, kept = trackers[live.key], self._kept.get(live.key)
+            tracker, earlier = trackers[live.key], self._kept.get(live.key)
             tracker.notice_changes(
                 live.row_states
             )  # changes that torch has counted make the table dirty without this check
-            if kept is not None and kept.form == _form(live) and not tracker.all_rows:
-                self._compare(live, tracker, kept)
+            if earlier is not None and earlier.form == _form(live) and not tracker.all_rows:
+                self._compare(live, tracker, earlier)
             # From the system, so that no random generator of the training advances.
             seed = int.from_bytes(os.urandom(8))
             ids = spread_rows(len(live.held), self._count, seed)
             self._kept[live.key] = _Kept(_form(live), ids, _digests(live, ids))
 
     def _compare(self, live: LiveTable, tracker: Tracker, kept: _Kept) -> None:
-        left = ~tracker.is_marked(kept.ids)
-        ids = kept.ids[left]
+        unmarked = ~tracker.is_marked(kept.ids)
+        ids = kept.ids[unmarked]
         if not ids.numel():
             return
         differ = [
-            now != before[left]
-            for now, before in zip(_digests(live, ids), kept.digests, strict=True)
+            now != digest_before[unmarked]
+            for now, digest_before in zip(_digests(live, ids), kept.digests, strict=True)
         ]
         rows = ids[torch.stack(differ).any(0)] + live.held.start
         if not rows.numel():
@@ -118,7 +118,9 @@ class UnmarkedRows:
             live.key,
             rows.numel(),
             ids.numel(),
-            ", ".join(name for name, one in zip(names, differ, strict=True) if one.any()),
+            ", ".join(
+                name for name, difference in zip(names, differ, strict=True) if difference.any()
+            ),
             ", ".join(map(str, rows[:_MOST_NAMED].tolist()))
             + (", and others" if rows.numel() > _MOST_NAMED else ""),
         )
@@ -126,7 +128,7 @@ class UnmarkedRows:
 
 def _form(live: LiveTable) -> tuple[object, ...]:
     arrays = (live.weight, *live.row_states)
-    return live.held, live.spec, *[(one.dtype, one.shape) for one in arrays]
+    return live.held, live.spec, *[(array.dtype, array.shape) for array in arrays]
 
 
 def _digests(live: LiveTable, ids: Tensor) -> tuple[Tensor, ...]:
@@ -136,4 +138,4 @@ def _digests(live: LiveTable, ids: Tensor) -> tuple[Tensor, ...]:
             array.detach().index_select(0, ids.to(array.device)).cpu()
             for array in (live.weight, *live.row_states)
         )
-        return tuple(row_digest.digest_each(some, ids) for some in rows)
+        return tuple(row_digest.digest_each(array, ids) for array in rows)

@@ -53,10 +53,10 @@ def compile_kernels(tables: Sequence[LiveTable]) -> None:
     for live in tables:
         if live.table is not None and live.weight.is_cuda:
             by_device.setdefault(live.weight.device, []).append(live)
-    for device, own in by_device.items():
-        arrays = sum(1 + (len(live.row_states) or _MOST_NEW_STATES) for live in own)
+    for device, of_device in by_device.items():
+        arrays = sum(1 + (len(live.row_states) or _MOST_NEW_STATES) for live in of_device)
         try:
-            compile_of_device(device, tables=len(own), arrays=arrays)
+            compile_of_device(device, tables=len(of_device), arrays=arrays)
         except Exception as error:
             # A compiler fails on a full disk, for instance, and the job can train all the same.
             if came_from_handler(error):

@@ -134,13 +134,13 @@ class Window:
                 tracker = trackers.get(live.key)
                 if tracker is not None and not tracker.all_rows:
                     aside = tracker.set_aside()
-                    one = _Ahead(index, live, tracker, aside, tracker.bitmap)
-                    self._open[live.key] = one
-                    self._tables.append(one)
+                    ahead = _Ahead(index, live, tracker, aside, tracker.bitmap)
+                    self._open[live.key] = ahead
+                    self._tables.append(ahead)
         except BaseException:  # there is no memory for one more bitmap
             self.void("it could not be opened")
             raise
-        self._versions = [one.tracker.version for one in self._tables]
+        self._versions = [ahead.tracker.version for ahead in self._tables]
         self._handed = [0] * len(self._tables)
         self._thread = threading.Thread(target=self._run, name="recpoint-ahead", daemon=True)
         try:
@@ -166,18 +166,18 @@ class Window:
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         parts = list(self._parts)
         plans = []
-        for one in self._tables:
+        for ahead in self._tables:
             if self._is_over:
                 return None
-            part = parts[one.number]
+            part = parts[ahead.number]
             plan = plan_table(
-                [batch.get(one.live.spec.name, nothing) for batch in batches],
-                rows=one.aside.rows,
+                [batch.get(ahead.live.spec.name, nothing) for batch in batches],
+                rows=ahead.aside.rows,
                 marked=part.bitmap,
-                seen=dirty_bitmap.new(one.aside.rows),
+                seen=dirty_bitmap.new(ahead.aside.rows),
             )
             is_whole = plan.first_places is None
-            parts[one.number] = replace(
+            parts[ahead.number] = replace(
                 part, row_count=plan.placed, bitmap=None if is_whole else part.bitmap
             )
             plans.append(plan)
@@ -187,7 +187,7 @@ class Window:
                 return None
             self.slot.reserve(max(end, self._least_bytes), spare_bytes=_SPARE_BYTES)
             self._parts, self._plans, self._placed, self._end = tuple(parts), plans, placed, end
-            self._copier = Copier([self._ahead(one, plan) for one, plan in self._pairs()])
+            self._copier = Copier([self._ahead(ahead, plan) for ahead, plan in self._pairs()])
             return self._copier
 
     def _pairs(self) -> list[tuple[_Ahead, TablePlan]]:
@@ -224,7 +224,7 @@ class Window:
         For each table: one more bitmap of marks, the bitmap of the rows that are looked up, and
         the plan, as soon as it is made.
         """
-        bitmaps = sum(one.fresh.nbytes for one in self._tables)
+        bitmaps = sum(ahead.fresh.nbytes for ahead in self._tables)
         return bitmaps + sum(plan.seen.nbytes + plan.size_bytes for plan in self._plans)
 
     def advance(self, batches_done: int) -> None:
@@ -239,9 +239,9 @@ class Window:
         if copier is None or self.reason is not None:
             return
         trained = min(batches_done - self.opened_at, copier.batches)
-        for number, one in enumerate(self._tables):
-            tracker = one.tracker
-            if tracker.bitmap is not one.fresh:
+        for number, ahead in enumerate(self._tables):
+            tracker = ahead.tracker
+            if tracker.bitmap is not ahead.fresh:
                 self.void("a table has another weight")
                 return
             if tracker.unapplied:
@@ -262,8 +262,8 @@ class Window:
         """
         self._stop()
         self.reason = self.reason or reason
-        for one in self._open.values():
-            one.tracker.merge_back(one.aside)
+        for ahead in self._open.values():
+            ahead.tracker.merge_back(ahead.aside)
         self._open.clear()
 
     def _stop(self) -> None:
@@ -283,29 +283,29 @@ class Window:
         if self.reason is None and copier is None:
             failure = self._failure
             self.void("it was not planned in time" if failure is None else str(failure))
-        for one in tables:
-            one.tracker.check_version()
+        for ahead in tables:
+            ahead.tracker.check_version()
             if self.reason is None and (
-                one.tracker.all_rows or one.tracker.bitmap is not one.fresh
+                ahead.tracker.all_rows or ahead.tracker.bitmap is not ahead.fresh
             ):
-                self.void(f"every row of table {one.live.spec.name!r} became dirty")
+                self.void(f"every row of table {ahead.live.spec.name!r} became dirty")
         if self.reason is None and not self._has_slot():
             self.void("its slot was removed from the staging area")
         if self.reason is not None or copier is None:
             return False
         try:
             copier.hand_over([copier.batches] * len(tables))
-            left = copier.left()
-            tails = [one.unplaced for one in left]
+            remaining = copier.left()
+            tails = [rows.unplaced for rows in remaining]
             tail_bytes = sum(
-                ids.numel() * sum(array[:1].nbytes for array in _arrays(one))
-                for one, ids in zip(tables, tails, strict=True)
+                ids.numel() * sum(array[:1].nbytes for array in _arrays(ahead))
+                for ahead, ids in zip(tables, tails, strict=True)
             )
             if tail_bytes > _TAIL_BYTES:
                 self.void(f"rows of {tail_bytes} bytes changed that no coming batch looked up")
                 return False
-            copier.finish(left)
-            self._tails = [_tail(one, ids) for one, ids in zip(tables, tails, strict=True)]
+            copier.finish(remaining)
+            self._tails = [_tail(ahead, ids) for ahead, ids in zip(tables, tails, strict=True)]
         except MemoryError as error:
             self.void(str(error))
             return False
@@ -325,8 +325,8 @@ class Window:
             name: `Table.key`.
             keep: the rows stay dirty.
         """
-        one = self._open.pop(name, None)
-        return None if one is None else one.tracker.end_window(one.aside, keep=keep)
+        ahead = self._open.pop(name, None)
+        return None if ahead is None else ahead.tracker.end_window(ahead.aside, keep=keep)
 
     def finish(self, plan: CutPlan, behind: BehindTables) -> tuple[Move, ...]:
         """Copy the tables that are not copied ahead, and everything behind the tables.
@@ -343,14 +343,14 @@ class Window:
         """
         self.slot.grow(max(self._end, plan.tables_end))
         data = self.slot.data
-        mine = {one.number for one in self._tables}
-        others = [
-            replace(part, row_count=0) if index in mine else part
+        own_numbers = {ahead.number for ahead in self._tables}
+        other_parts = [
+            replace(part, row_count=0) if index in own_numbers else part
             for index, part in enumerate(plan.parts)
         ]
         device = DeviceDrain()  # stays empty: all tables are on the CPU
-        copy_tables(self._placed, data, others, plan.marked, device, lambda: None)
-        self.copied = self._counted(others)
+        copy_tables(self._placed, data, other_parts, plan.marked, device, lambda: None)
+        self.copied = self._counted(other_parts)
         if self._placed == plan.placed and not any(tail.ids.numel() for tail in self._tails):
             behind.write(self.slot)
             return ()
@@ -368,46 +368,46 @@ class Window:
         """Return the moves of the tables' arrays, in the order in which they lie in the slot."""
         at_first = {spot.name: spot for spot in self._placed}
         at_last = {spot.name: spot for spot in plan.placed}
-        found: dict[str, Move] = {}
+        moves: dict[str, Move] = {}
         if self.frozen.link.kind == "increment":
-            for (one, table), tail in zip(self._pairs(), self._tails, strict=True):
-                index = one.number
+            for (ahead, table), tail in zip(self._pairs(), self._tails, strict=True):
+                index = ahead.number
                 settled = SettledTable(
                     rows=table.rows,
-                    dirty=one.aside.bitmap.clone(),  # training goes on to change it
+                    dirty=ahead.aside.bitmap.clone(),  # training goes on to change it
                     ids=at_last.get(f"t{index}.ids"),
                     provisional_ids=at_first.get(f"t{index}.ids"),
                     tail_ids=tail.ids,
                 )
-                for name, rows in zip(_array_names(one), tail.arrays, strict=True):
+                for name, rows in zip(_array_names(ahead), tail.arrays, strict=True):
                     if name in at_first and name in at_last:
-                        found[name] = Move(
+                        moves[name] = Move(
                             source=at_first[name], target=at_last[name], table=settled, tail=rows
                         )
                     elif name in at_last:  # every row is in the tail
                         source = at_last[name]._replace(size_bytes=0)
-                        found[name] = Move(
+                        moves[name] = Move(
                             source=source, target=at_last[name], table=settled, tail=rows
                         )
         for name, spot in at_first.items():
-            if name not in found and name in at_last and not name.endswith(".ids"):
-                found[name] = Move(source=spot, target=at_last[name])
-        return [found[spot.name] for spot in plan.placed if spot.name in found]
+            if name not in moves and name in at_last and not name.endswith(".ids"):
+                moves[name] = Move(source=spot, target=at_last[name])
+        return [moves[spot.name] for spot in plan.placed if spot.name in moves]
 
     def _counted(self, others: Sequence[TablePart]) -> CopiedRows:
         assert self._copier is not None
-        before, bytes_before, after, bytes_after = self._copier.copied()
+        rows_before, bytes_before, rows_in_stall, bytes_after = self._copier.copied()
         for part in others:
             arrays = (part.values, *part.row_states)
-            after += part.row_count
+            rows_in_stall += part.row_count
             bytes_after += part.row_count * sum(array[:1].nbytes for array in arrays)
         for tail in self._tails:
-            after += tail.ids.numel()
+            rows_in_stall += tail.ids.numel()
             bytes_after += sum(array.nbytes for array in tail.arrays)
         return CopiedRows(
-            rows_before=before,
+            rows_before=rows_before,
             bytes_before=bytes_before,
-            rows_in_stall=after,
+            rows_in_stall=rows_in_stall,
             bytes_in_stall=bytes_after,
             why_plain=None,
         )
@@ -437,9 +437,9 @@ def _arrays(one: _Ahead) -> tuple[Tensor, ...]:
 
 
 def _tail(one: _Ahead, ids: Tensor) -> _Tail:
-    found = []
+    arrays = []
     for source in _arrays(one):
         out = torch.empty((ids.numel(), *source.shape[1:]), dtype=source.dtype, device="cpu")
         row_gather.gather(source.detach(), ids, out)
-        found.append(out)
-    return _Tail(ids, tuple(found))
+        arrays.append(out)
+    return _Tail(ids, tuple(arrays))

@@ -37,9 +37,10 @@ def tables_of(model: nn.Module) -> dict[str, int]:
             next_step="pass the model itself, or leave it out",
         )
     sources = tuple(find_sources(model))
-    theirs = [table for source in sources for table in source.tables]
+    source_tables = [table for source in sources for table in source.tables]
     return {
-        table.name: table.table_rows for table in (*plain_tables(model, sources).tables, *theirs)
+        table.name: table.table_rows
+        for table in (*plain_tables(model, sources).tables, *source_tables)
     }
 
 
@@ -62,7 +63,7 @@ def ids_of(batch: object, ids: Ids | None, tables: Collection[str] | None) -> di
             not on the CPU.
     """
     if ids is None:
-        found = _named_by_keys(batch, tables or ())
+        ids_by_name = _named_by_keys(batch, tables or ())
     else:
         returned = ids(batch)
         if not isinstance(returned, Mapping):
@@ -72,9 +73,9 @@ def ids_of(batch: object, ids: Ids | None, tables: Collection[str] | None) -> di
                 expected="a mapping from table names to tensors of ids",
                 next_step='return {"table": tensor} for each batch',
             )
-        found = dict(returned)
-        check_names(found, tables)
-    return {name: _flat(name, value) for name, value in found.items()}
+        ids_by_name = dict(returned)
+        check_names(ids_by_name, tables)
+    return {name: _flat(name, value) for name, value in ids_by_name.items()}
 
 
 def check_names(found: Collection[object], tables: Collection[str] | None) -> None:
@@ -106,29 +107,29 @@ def _named_by_keys(batch: object, tables: Collection[str]) -> dict[str, Any]:
             expected="a mapping whose keys are names of tables",
             next_step=next_step,
         )
-    found = {name: batch[name] for name in tables if name in batch}
-    if not found:
+    ids_by_name = {name: batch[name] for name in tables if name in batch}
+    if not ids_by_name:
         raise SettingsError(
             "Lookahead() without ids",
             found=f"a batch with the keys {list(batch)!r:.400}",
             expected=f"a key that names a table: one of {sorted(tables)!r:.400}",
             next_step=next_step,
         )
-    return found
+    return ids_by_name
 
 
 def _flat(name: str, value: object) -> Tensor:
     if isinstance(value, Tensor) and value.layout is torch.strided:
         if value.dtype in _DTYPES and value.device.type == "cpu":
             return value.detach().reshape(-1).contiguous()
-        found = f"ids of dtype {value.dtype} on {value.device}"
+        fault = f"ids of dtype {value.dtype} on {value.device}"
     elif isinstance(value, Tensor):
-        found = f"a tensor of layout {value.layout}"
+        fault = f"a tensor of layout {value.layout}"
     else:
-        found = f"a {type(value).__name__}"
+        fault = f"a {type(value).__name__}"
     raise SettingsError(
         f"the ids of table {name!r}",
-        found=found,
+        found=fault,
         expected="a dense tensor of torch.int32 or torch.int64 on the CPU",
         next_step="read batches on the CPU, and move them to the GPU in the training loop; give "
         "ids= a function that returns tensors of ids",
@@ -142,12 +143,12 @@ def bytes_of(batch: object, ids: Mapping[str, Tensor]) -> int:
     Memory that several tensors share is counted once.
     """
     largest: dict[int, int] = {}  # address of the memory -> bytes of the largest tensor in it
-    left: list[Any] = [batch, ids]
+    pending: list[Any] = [batch, ids]
     total = 0
     for _ in range(_MOST_VALUES):
-        if not left:
+        if not pending:
             break
-        value = left.pop()
+        value = pending.pop()
         if isinstance(value, Tensor):
             if value.layout is torch.strided:
                 address = value.untyped_storage().data_ptr()
@@ -155,11 +156,11 @@ def bytes_of(batch: object, ids: Mapping[str, Tensor]) -> int:
         elif isinstance(value, np.ndarray):
             total += value.nbytes
         elif isinstance(value, Mapping):
-            left += islice(value.values(), _MOST_VALUES)
+            pending += islice(value.values(), _MOST_VALUES)
         elif isinstance(value, list | tuple):
-            left += value[:_MOST_VALUES]
+            pending += value[:_MOST_VALUES]
         elif is_dataclass(value) and not isinstance(value, type):
-            left += [getattr(value, name, None) for name in value.__dataclass_fields__]
+            pending += [getattr(value, name, None) for name in value.__dataclass_fields__]
         elif value is not None and not isinstance(value, int | float | str | bytes):
-            left += islice(getattr(value, "__dict__", {}).values(), _MOST_VALUES)
+            pending += islice(getattr(value, "__dict__", {}).values(), _MOST_VALUES)
     return total + sum(largest.values())

@@ -37,7 +37,7 @@ def warn_of_scaler(optimizer: Optimizer, number: int, extras: Collection[object]
     """
     try:
         scaler = _calling_scaler()
-        if scaler is None or any(thing is scaler for thing in within(extras)):
+        if scaler is None or any(extra is scaler for extra in within(extras)):
             return False
     except Exception as error:
         if came_from_handler(error):

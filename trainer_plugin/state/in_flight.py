@@ -64,8 +64,8 @@ class InFlight:
     @property
     def later_generators(self) -> list[Any]:
         """States of the generators when each batch but the oldest was asked for, where known."""
-        later = [taken.generators for taken in list(self._taken)[1:]]
-        return [] if None in later else later
+        generators = [taken_batch.generators for taken_batch in list(self._taken)[1:]]
+        return [] if None in generators else generators
 
     @property
     def is_asked_in_training(self) -> bool:

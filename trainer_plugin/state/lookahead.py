@@ -351,11 +351,11 @@ class Lookahead:
         """
         self._tables = dict(tables)
         self._cache = cache
-        for one in self._held:
-            if one.ids is None:
-                self._find_ids(one)
+        for batch in self._held:
+            if batch.ids is None:
+                self._find_ids(batch)
             else:
-                check_names(one.ids, self._tables)
+                check_names(batch.ids, self._tables)
 
     @property
     def held(self) -> int:
@@ -384,17 +384,17 @@ class Lookahead:
         """
         if not 0 <= n <= len(self._held):
             raise ValueError(f"{n} batches are asked for, and {len(self._held)} are held")
-        found = []
-        for one in islice(self._held, n):
-            if one.ids is None:
+        coming_ids = []
+        for batch in islice(self._held, n):
+            if batch.ids is None:
                 raise SettingsError(
                     "Lookahead.coming()",
                     found="no names of tables",
                     expected="names, to find the ids in batches that are mappings",
                     next_step="pass the Lookahead to a Checkpointer, or a model to the Lookahead",
                 )
-            found.append(one.ids)
-        return tuple(found)
+            coming_ids.append(batch.ids)
+        return tuple(coming_ids)
 
     # State.
 
@@ -412,17 +412,19 @@ class Lookahead:
         position = self.in_flight.oldest.position
         if isinstance(position, Exception):
             raise position
-        found: dict[str, Any] = position
-        return found
+        state: dict[str, Any] = position
+        return state
 
     def _position(self) -> dict[str, Any]:
         """Return the position after the batches that were handed out."""
-        before = self._before if self._loaded is None else self._loaded
-        if isinstance(before, Exception):
-            raise before
-        if before is not None:
-            return before
-        anchor = next((one for one in reversed(self._anchors) if one.position <= self._given), None)
+        position = self._before if self._loaded is None else self._loaded
+        if isinstance(position, Exception):
+            raise position
+        if position is not None:
+            return position
+        anchor = next(
+            (anchor for anchor in reversed(self._anchors) if anchor.position <= self._given), None
+        )
         is_here = self._read == self._given and self._last is None and not self._is_torn
         if anchor is None or (is_here and anchor.position < self._given):
             return self._here()
@@ -523,7 +525,7 @@ class Lookahead:
             self._own.run(self._read_two)
         if self._cache is not None:
             self._cache.plan(
-                [one.ids or {} for one in self._held],
+                [batch.ids or {} for batch in self._held],
                 fetched=fetched_batches(self.window),
                 window=self.window,
             )
@@ -555,15 +557,15 @@ class Lookahead:
             if self._cache is not None:
                 self._cache.begin_batch()
             self.in_flight.take(self._taken())
-            one = self._held.popleft()
-            self._held_bytes -= one.bytes
+            batch = self._held.popleft()
+            self._held_bytes -= batch.bytes
             self._given += 1
             self._is_new = False
             self._loaded = self._before = None
             # Keep the newest anchor before the position too: `_rewind` needs it.
             while len(self._anchors) > 1 and self._anchors[1].position < self._given:
                 self._anchors.popleft()
-            return one.batch
+            return batch.batch
         last, self._last = self._last, None
         if last is _END:
             self.in_flight.has_ended = True
@@ -631,7 +633,9 @@ class Lookahead:
         """
         is_here = self._read == self._given and self._last is None
         if not is_here:
-            anchor = next(one for one in reversed(self._anchors) if one.position < self._given)
+            anchor = next(
+                anchor for anchor in reversed(self._anchors) if anchor.position < self._given
+            )
             if isinstance(anchor.state, Exception):
                 raise anchor.state
             now, forward = capture(self._inside), self._given - anchor.position
@@ -642,9 +646,9 @@ class Lookahead:
             set_epochs(self._inside, now)
             if self._told is not None:
                 tell_epoch(self.reader, self._told)
-        told = self._told
+        epochs = self._told
         self._forget()
-        self._told = told
+        self._told = epochs
 
     def _iterate(
         self, forward: int, *, reads: int, generators: Mapping[str, Any] | None
@@ -701,8 +705,8 @@ class Lookahead:
             if batch is _END:
                 self._last = _END
                 return
-            one = _Held(batch, None, 0)
-            self._find_ids(one)
+            held_batch = _Held(batch, None, 0)
+            self._find_ids(held_batch)
         except Exception as error:
             self._is_torn = True
             if came_from_handler(error):
@@ -712,8 +716,8 @@ class Lookahead:
         except BaseException:
             self._is_torn = True
             raise
-        self._held.append(one)
-        self._held_bytes += one.bytes
+        self._held.append(held_batch)
+        self._held_bytes += held_batch.bytes
         self._read += 1
 
     def _find_ids(self, one: _Held) -> None:
@@ -747,10 +751,10 @@ class Lookahead:
             # The last batch of an epoch has an anchor of its own: by the position, the loader tells
             # that the epoch is over.
             try:
-                left = len(self.reader) - state["given"]
+                reads_left = len(self.reader) - state["given"]
             except (TypeError, NotImplementedError):
                 return _STRIDE
-            return min(_STRIDE, left) if left > 0 else _STRIDE
+            return min(_STRIDE, reads_left) if reads_left > 0 else _STRIDE
         return _STRIDE
 
 

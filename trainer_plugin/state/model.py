@@ -65,9 +65,9 @@ class ModelState:
     ) -> None:
         self._model = model
         self._sources = sources
-        theirs = {table for source in sources for table in source.tables}
-        self._own_tables = [table for table in tables if table not in theirs]
-        self._others_tables = [table for table in tables if table in theirs]
+        source_tables = {table for source in sources for table in source.tables}
+        self._own_tables = [table for table in tables if table not in source_tables]
+        self._others_tables = [table for table in tables if table in source_tables]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live parameters and buffers, by name."""
@@ -89,9 +89,11 @@ class ModelState:
 
     def _named(self) -> _Named:
         hold_pieces(self._model)
-        own = {id(table.weight) for table in self._own_tables}
-        seen: dict[int, str | None] = {id(t.weight): t.parameter_name for t in self._own_tables}
-        seen |= dict.fromkeys(id(table.weight) for table in self._others_tables)
+        own_weights = {id(table.weight) for table in self._own_tables}
+        names_seen: dict[int, str | None] = {
+            id(t.weight): t.parameter_name for t in self._own_tables
+        }
+        names_seen |= dict.fromkeys(id(table.weight) for table in self._others_tables)
         parameters: dict[str, Tensor] = {}
         buffers: dict[str, Tensor] = {}
         lookups: dict[str, Tensor] = {}
@@ -103,7 +105,7 @@ class ModelState:
                 and (weight := module._parameters.get("weight")) is not None
             ):
                 lookups[prefix] = weight
-            for found, named, unsaved in (
+            for tensors, named, unsaved in (
                 (parameters, module._parameters, frozenset()),
                 (buffers, module._buffers, module._non_persistent_buffers_set),
             ):
@@ -111,14 +113,14 @@ class ModelState:
                     if tensor is None:
                         continue
                     full = f"{prefix}.{name}" if prefix else name
-                    if id(tensor) not in seen:
-                        seen[id(tensor)] = full
-                        found[full] = tensor
-                    elif (first := seen[id(tensor)]) is not None and first != full:
+                    if id(tensor) not in names_seen:
+                        names_seen[id(tensor)] = full
+                        tensors[full] = tensor
+                    elif (first := names_seen[id(tensor)]) is not None and first != full:
                         tied[full] = first
                     if name in unsaved:
                         transient.append(full)
-        return _Named(parameters, buffers, lookups, own, tied, transient)
+        return _Named(parameters, buffers, lookups, own_weights, tied, transient)
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         return modules_of(self._model, self._sources)
@@ -152,41 +154,41 @@ class ModelState:
 
     def lacks(self, saved: Mapping[str, Any]) -> bool:
         """Whether `saved` lacks pieces of this model's tensors, which other ranks may have."""
-        there = saved["tensors"]
+        stored = saved["tensors"]
         return any(
-            name not in there or lacks_some(tensor, there[name], name=name)
+            name not in stored or lacks_some(tensor, stored[name], name=name)
             for name, tensor in self.tensors().items()
         )
 
     def differences(self, saved: Mapping[str, Any]) -> list[Mismatch]:
         """Return what does not fit this model; [] if `restore` will work."""
-        here, there = self.tensors(), saved["tensors"]
-        found = [
+        model_tensors, stored_tensors = self.tensors(), saved["tensors"]
+        differences = [
             Mismatch(f"{name!r} is not in the checkpoint", mismatches.DENSE_ONLY_HERE)
-            for name in here
-            if name not in there
+            for name in model_tensors
+            if name not in stored_tensors
         ]
-        found += [
+        differences += [
             Mismatch(f"{name!r} is not in the model", mismatches.DENSE_ONLY_THERE)
-            for name in there
-            if name not in here
+            for name in stored_tensors
+            if name not in model_tensors
         ]
-        for name in here.keys() & there.keys():
-            model, stored = _form(here[name]), _form(there[name])
+        for name in model_tensors.keys() & stored_tensors.keys():
+            model, stored = _form(model_tensors[name]), _form(stored_tensors[name])
             if model != stored:
                 text = f"{name!r} is {model} in the model and {stored} in the checkpoint"
-                found.append(Mismatch(text, mismatches.DENSE_FORM))
-            elif not can_hold(here[name], there[name], name=name):
+                differences.append(Mismatch(text, mismatches.DENSE_FORM))
+            elif not can_hold(model_tensors[name], stored_tensors[name], name=name):
                 text = (
                     f"{name!r} has elements that share memory in the model (expand()), and differ "
                     "in the checkpoint"
                 )
-                found.append(Mismatch(text, mismatches.SHARED_MEMORY))
+                differences.append(Mismatch(text, mismatches.SHARED_MEMORY))
         extra = {name for name, module in self._modules() if _has_extra_state(module)}
         for name in sorted(extra ^ saved["extra"].keys()):
             text = f"the extra state of module {name!r} is only in one of the two"
-            found.append(Mismatch(text, mismatches.EXTRA_STATE))
-        return sorted(found)
+            differences.append(Mismatch(text, mismatches.EXTRA_STATE))
+        return sorted(differences)
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Write what `capture` returned into the model, in place."""
@@ -197,9 +199,9 @@ class ModelState:
 
     def restore_some(self, saved: Mapping[str, Stored]) -> None:
         """Write these tensors into the tensors of the same names, in place."""
-        here = self.tensors()
+        tensors = self.tensors()
         for name, stored in saved.items():
-            write_into(here[name], stored, name=name)
+            write_into(tensors[name], stored, name=name)
 
 
 def _has_extra_state(module: nn.Module) -> bool:
@@ -232,11 +234,12 @@ def own_part(tree: Mapping[str, Any], *, alike: Collection[str]) -> dict[str, An
     """
     tensors = {name: t for name, t in tree["model"]["tensors"].items() if name not in alike}
     optimizers = []
-    for one in tree["optimizers"]:
+    for optimizer in tree["optimizers"]:
         state = {
-            name: _pieces(entry) if name in alike else entry for name, entry in one["state"].items()
+            name: _pieces(entry) if name in alike else entry
+            for name, entry in optimizer["state"].items()
         }
-        optimizers.append({**one, "state": state})
+        optimizers.append({**optimizer, "state": state})
     return {**tree, "model": {**tree["model"], "tensors": tensors}, "optimizers": optimizers}
 
 
@@ -276,7 +279,7 @@ def tree_for(
     whole: dict[int, Any] = {n: tree for n, tree in trees.items() if _is_whole(tree)}
     if 0 not in whole or (rank in state and rank not in whole):
         return None
-    first, own = whole[0], whole.get(rank)
+    first, own_tree = whole[0], whole.get(rank)
     readers = [trees[n].get("reader") if n in trees else None for n in range(stored)]
     sources: dict[str, list[Any]] = {}
     for tree in trees.values():
@@ -284,19 +287,23 @@ def tree_for(
             sources.setdefault(name, []).append(value)
     return {
         **first,
-        "model": _model(first["model"], None if own is None else own["model"], dense_shards(whole)),
-        "optimizers": optimizers_for(whole, first if own is None else own),
+        "model": _model(
+            first["model"], None if own_tree is None else own_tree["model"], dense_shards(whole)
+        ),
+        "optimizers": optimizers_for(whole, first if own_tree is None else own_tree),
         "other_optimizers": [
             tree["optimizers"]
             for number, tree in trees.items()
-            if number != (0 if own is None else rank) and "optimizers" in tree
+            if number != (0 if own_tree is None else rank) and "optimizers" in tree
         ],
-        "schedulers": own["schedulers"] if own and own["schedulers"] else first["schedulers"],
+        "schedulers": own_tree["schedulers"]
+        if own_tree and own_tree["schedulers"]
+        else first["schedulers"],
         "reader": readers[rank] if stored == count else None,
         "readers": readers,
-        "extras": first.get("extras") if own is None else own.get("extras"),
+        "extras": first.get("extras") if own_tree is None else own_tree.get("extras"),
         "sources": sources,
-        "rng": None if own is None else own.get("rng"),
+        "rng": None if own_tree is None else own_tree.get("rng"),
     }
 
 
@@ -347,27 +354,27 @@ def optimizers_for(trees: Mapping[int, Any], own: Mapping[str, Any] | None) -> l
     saved = [tree["optimizers"] for tree in trees.values()]
     return [
         _optimizer(
-            [one[number] for one in saved], None if own is None else own["optimizers"][number]
+            [tree[number] for tree in saved], None if own is None else own["optimizers"][number]
         )
         for number in range(min(map(len, saved), default=0))
     ]
 
 
 def _optimizer(saved: list[Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
-    others = {name for one in saved for name in _trained(one)}
-    elsewhere = others - set(_trained(own)) if own is not None else set()
+    trained_names = {name for tree in saved for name in _trained(tree)}
+    elsewhere = trained_names - set(_trained(own)) if own is not None else set()
     entries: dict[str, Any] = {}
-    for one in saved:
-        for name, entry in one["state"].items():
+    for tree in saved:
+        for name, entry in tree["state"].items():
             if name in elsewhere:
                 continue
-            found = entries.setdefault(name, {**entry, "values": {}})
+            merged = entries.setdefault(name, {**entry, "values": {}})
             for key, value in entry["values"].items():
                 if is_shard(value):
                     shard = parse_shard(value, name=f"{name}, {key}")
-                    found["values"].setdefault(key, []).append(shard)
+                    merged["values"].setdefault(key, []).append(shard)
                 else:
-                    found["values"].setdefault(key, value)
+                    merged["values"].setdefault(key, value)
     return {**(saved[0] if own is None else own), "state": entries}
 
 

@@ -62,14 +62,14 @@ class OptimizerState:
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters in the groups of all optimizers, as they are now."""
-        groups = (group for one in self.optimizers for group in one.param_groups)
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         return [parameter for group in groups for parameter in group["params"]]
 
     def row_states(self, table: Table) -> RowState:
         """Return the state with one entry for each row of `table`, as it is now."""
-        own = table.row_states
-        if own is not None:
-            return RowState(None, own)
+        own_states = table.row_states
+        if own_states is not None:
+            return RowState(None, own_states)
         weight = table.weight
         for number, optimizer in enumerate(self.optimizers):
             state = optimizer.state.get(weight)
@@ -83,17 +83,17 @@ class OptimizerState:
         Returns:
             A name for messages -> the tensor.
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for table in self._tables:
-            found[f"table {table.name!r}"] = table.weight
+            tensors[f"table {table.name!r}"] = table.weight
             for name, state in self.row_states(table).tensors.items():
-                found[f"the row state {name!r} of table {table.name!r}"] = state
+                tensors[f"the row state {name!r} of table {table.name!r}"] = state
         for number, optimizer in enumerate(self.optimizers):
             for position, group in enumerate(optimizer.param_groups):
                 for name, value in group.items():
                     if isinstance(value, Tensor):
-                        found[f"optimizers[{number}], group {position}, {name!r}"] = value
-        return found
+                        tensors[f"optimizers[{number}], group {position}, {name!r}"] = value
+        return tensors
 
     def table_names(self) -> set[str]:
         """Return the names of the tables that this process holds."""
@@ -138,8 +138,8 @@ class OptimizerState:
         by_name = {names[id(p)]: p for p in self._model.parameters()}
         return any(
             name in by_name and are_pieces(value) and lacks_some(by_name[name], value, name=name)
-            for one in saved
-            for name, entry in one["state"].items()
+            for optimizer in saved
+            for name, entry in optimizer["state"].items()
             for value in entry["values"].values()
         )
 
@@ -149,24 +149,26 @@ class OptimizerState:
             text = f"{len(self.optimizers)} optimizers here, {len(saved)} in the checkpoint"
             return [Mismatch(text, mismatches.OPTIMIZER_COUNT)]
         names = parameter_names(self._model)
-        found = []
-        for number, (optimizer, there) in enumerate(zip(self.optimizers, saved, strict=True)):
-            here_name, there_name = _class_name(optimizer), there["class"]
+        differences = []
+        for number, (optimizer, saved_optimizer) in enumerate(
+            zip(self.optimizers, saved, strict=True)
+        ):
+            here_name, there_name = _class_name(optimizer), saved_optimizer["class"]
             if here_name != there_name:
                 text = f"optimizer {number} is {here_name} here and {there_name} in the checkpoint"
-                found.append(Mismatch(text, mismatches.OPTIMIZER_CLASS))
-            here = [
+                differences.append(Mismatch(text, mismatches.OPTIMIZER_CLASS))
+            groups_here = [
                 group_names(names, group, number, position)
                 for position, group in enumerate(optimizer.param_groups)
             ]
-            stored = [group["params"] for group in there["groups"]]
-            if here != stored:
+            stored = [group["params"] for group in saved_optimizer["groups"]]
+            if groups_here != stored:
                 text = (
-                    f"optimizer {number} has other parameter groups: {_brief(here)} here, "
+                    f"optimizer {number} has other parameter groups: {_brief(groups_here)} here, "
                     f"{_brief(stored)} in the checkpoint"
                 )
-                found.append(Mismatch(text, mismatches.PARAMETER_GROUPS))
-        return found
+                differences.append(Mismatch(text, mismatches.PARAMETER_GROUPS))
+        return differences
 
     def restore(
         self, saved: Sequence[Mapping[str, Any]], rows: Mapping[str, Mapping[str, Tensor]]
@@ -183,18 +185,22 @@ class OptimizerState:
         names = parameter_names(self._model)
         by_name = {names[id(p)]: p for p in self._model.parameters()}
         groups = self._torch_groups()
-        for optimizer, settings, there in zip(self.optimizers, self._settings, saved, strict=True):
-            pairs = zip(optimizer.param_groups, there["groups"], strict=True)
+        for optimizer, settings, saved_optimizer in zip(
+            self.optimizers, self._settings, saved, strict=True
+        ):
+            pairs = zip(optimizer.param_groups, saved_optimizer["groups"], strict=True)
             for position, (group, stored) in enumerate(pairs):
                 # A group that was added since has all of its keys as settings.
-                before = settings[position] if position < len(settings) else frozenset(group)
-                _restore_group(group, stored, before | optimizer.defaults.keys())
+                first_settings = (
+                    settings[position] if position < len(settings) else frozenset(group)
+                )
+                _restore_group(group, stored, first_settings | optimizer.defaults.keys())
             optimizer.state.clear()
-            for name, entry in there["state"].items():
-                mine = by_name[name]
-                own = _for_device(entry, groups.get(id(mine)))
-                optimizer.state[mine] = _restored(mine, own, rows.get(name, {}))
-            optimizer.state.update(there["other"])
+            for name, entry in saved_optimizer["state"].items():
+                parameter = by_name[name]
+                own_entry = _for_device(entry, groups.get(id(parameter)))
+                optimizer.state[parameter] = _restored(parameter, own_entry, rows.get(name, {}))
+            optimizer.state.update(saved_optimizer["other"])
 
     def carry_differences(
         self, saved: Sequence[Mapping[str, Any]], parameters: Mapping[str, str]
@@ -205,16 +211,20 @@ class OptimizerState:
             saved: as `capture` returned it.
             parameters: name here -> name in the checkpoint.
         """
-        here = {name: _class_name(optimizer) for name, optimizer in self._trained_by().items()}
-        there = {name: str(one["class"]) for name, one in _trained_by(saved).items()}
+        classes_here = {
+            name: _class_name(optimizer) for name, optimizer in self._trained_by().items()
+        }
+        classes_stored = {
+            name: str(optimizer["class"]) for name, optimizer in _trained_by(saved).items()
+        }
         return [
             Mismatch(
-                f"{old!r} was trained by {there[old]}, and here {new!r} is trained by "
-                f"{here.get(new, 'no optimizer')}, so that its state cannot be carried",
+                f"{old!r} was trained by {classes_stored[old]}, and here {new!r} is trained by "
+                f"{classes_here.get(new, 'no optimizer')}, so that its state cannot be carried",
                 mismatches.CARRIED_STATE,
             )
             for new, old in parameters.items()
-            if old in there and here.get(new) != there[old]
+            if old in classes_stored and classes_here.get(new) != classes_stored[old]
         ]
 
     def carry(
@@ -230,18 +240,20 @@ class OptimizerState:
             parameters: name here -> name in the checkpoint.
             rows: parameter name here -> its row states, which have been restored already.
         """
-        here, there = self._trained_by(), _trained_by(saved)
+        optimizers_here, optimizers_stored = self._trained_by(), _trained_by(saved)
         groups = self._torch_groups()
         names = parameter_names(self._model)
         by_name = {names[id(p)]: p for p in self._model.parameters()}
         for new, old in parameters.items():
-            entry = there[old]["state"].get(old) if old in there else None
+            entry = optimizers_stored[old]["state"].get(old) if old in optimizers_stored else None
             if entry is not None:
                 # Copied: two parameters may come from the same one, but must not share state.
                 values = {key: _copied(value) for key, value in entry["values"].items()}
-                mine = by_name[new]
-                own = _for_device({**entry, "values": values}, groups.get(id(mine)))
-                here[new].state[mine] = _restored(mine, own, rows.get(new, {}))
+                parameter = by_name[new]
+                own_entry = _for_device({**entry, "values": values}, groups.get(id(parameter)))
+                optimizers_here[new].state[parameter] = _restored(
+                    parameter, own_entry, rows.get(new, {})
+                )
 
     def _torch_groups(self) -> dict[int, dict[str, Any]]:
         """Return the group of each parameter that a torch optimizer trains, by `id()`."""
@@ -265,8 +277,13 @@ class OptimizerState:
 
 def _trained_by(saved: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     # Also by the states: the groups are one rank's, and other ranks may hold a table.
-    in_groups = {name: one for one in saved for group in one["groups"] for name in group["params"]}
-    return {name: one for one in saved for name in one["state"]} | in_groups
+    in_groups = {
+        name: optimizer
+        for optimizer in saved
+        for group in optimizer["groups"]
+        for name in group["params"]
+    }
+    return {name: optimizer for optimizer in saved for name in optimizer["state"]} | in_groups
 
 
 def _copied(value: Any) -> Any:
@@ -314,18 +331,18 @@ def _can_take(current: Tensor, value: object) -> bool:
 def _entry(parameter: Tensor, state: Mapping[Any, Any], rows: int | None) -> dict[str, Any]:
     """Return the state of one parameter without its row states, and the order of its keys."""
     by_row = {} if rows is None else row_states(state, rows)
-    rest = {key: value for key, value in state.items() if key not in by_row}
+    whole_state = {key: value for key, value in state.items() if key not in by_row}
     return {
         "keys": list(state),
         "values": {
             key: value
-            for key, whole in rest.items()
+            for key, whole in whole_state.items()
             if (value := piece_of(whole) if is_piece(whole) else whole) is not None
         },
         # Step counts are on the host unless the optimizer is capturable; moments are not.
         "on_host": [
             key
-            for key, value in rest.items()
+            for key, value in whole_state.items()
             if isinstance(value, Tensor) and value.is_cpu and not parameter.is_cpu
         ],
     }
@@ -343,9 +360,9 @@ def _for_device(entry: Mapping[str, Any], group: Mapping[str, Any] | None) -> Ma
     """
     if group is None:
         return entry
-    others = [key for key in entry["on_host"] if key != "step"]
+    host_keys = [key for key in entry["on_host"] if key != "step"]
     on_device = group.get("capturable") or group.get("fused")
-    return {**entry, "on_host": others if on_device else [*others, "step"]}
+    return {**entry, "on_host": host_keys if on_device else [*host_keys, "step"]}
 
 
 def _restored(

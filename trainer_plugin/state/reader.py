@@ -84,10 +84,10 @@ def set_epochs(loader: object, saved: Mapping[str, Any]) -> tuple[int, int] | No
     """
     changed = None
     for place, part in _with_epoch(loader):
-        told, epoch = part.epoch, saved["epochs"].get(place, part.epoch)
-        if told != epoch:
+        current_epoch, epoch = part.epoch, saved["epochs"].get(place, part.epoch)
+        if current_epoch != epoch:
             part.set_epoch(epoch)
-            changed = changed or (told, epoch)
+            changed = changed or (current_epoch, epoch)
     return changed
 
 
@@ -100,31 +100,31 @@ def is_told_later(loader: object, saved: Mapping[str, Any]) -> bool:
 
 def _parts(loader: object) -> Iterator[tuple[str, object]]:
     """Yield the loader and its parts, each once, with the path of attributes to it."""
-    found: dict[int, tuple[str, object]] = {}
-    left: list[tuple[str, object]] = [("", loader)]
-    while left and len(found) < _MAX_PARTS:
-        place, part = left.pop(0)
-        if part is None or id(part) in found:
+    parts: dict[int, tuple[str, object]] = {}
+    pending: list[tuple[str, object]] = [("", loader)]
+    while pending and len(parts) < _MAX_PARTS:
+        place, part = pending.pop(0)
+        if part is None or id(part) in parts:
             continue
-        found[id(part)] = place, part
-        left += [(f"{place}{name}.", _attributes(part).get(name)) for name in _PARTS]
-    yield from found.values()
+        parts[id(part)] = place, part
+        pending += [(f"{place}{name}.", _attributes(part).get(name)) for name in _PARTS]
+    yield from parts.values()
 
 
 def _attributes(part: object) -> Mapping[str, Any]:
     """Return the attributes of the instance; reading others may run any code of its class."""
-    found = getattr(part, "__dict__", None)
-    return found if isinstance(found, dict) else {}
+    attributes = getattr(part, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else {}
 
 
 def _generators(loader: object) -> Iterator[tuple[str, Any]]:
     """Yield each generator once, with the path of attributes to it."""
-    seen = set()
+    generator_ids = set()
     for place, part in _parts(loader):
         # A copy, because a thread of the dataset may add attributes meanwhile.
         for name, value in list(_attributes(part).items()):
-            if _is_generator(value) and id(value) not in seen:
-                seen.add(id(value))
+            if _is_generator(value) and id(value) not in generator_ids:
+                generator_ids.add(id(value))
                 yield f"{place}{name}", value
 
 
@@ -256,9 +256,9 @@ class Passes(NamedTuple):
 def tell_epoch(reader: object, epoch: int) -> None:
     """Call `set_epoch(epoch)` of the reader, its samplers and its dataset, if they have it."""
     loader = reader.loader if isinstance(reader, ResumableLoader) else reader
-    told: list[Any] = [reader] if loader is reader else [reader, loader]
-    told += [part for _, part in _with_epoch(loader)]
-    for part in told:
+    receivers: list[Any] = [reader] if loader is reader else [reader, loader]
+    receivers += [part for _, part in _with_epoch(loader)]
+    for part in receivers:
         if callable(getattr(type(part), "set_epoch", None)):
             part.set_epoch(epoch)
 
@@ -286,9 +286,11 @@ def refuse_prepared(subject: str, loader: object) -> None:
     Raises:
         SettingsError: the loader is such a loader.
     """
-    asked = getattr(type(loader), "state_dict", None)
-    where = getattr(asked, "__module__", None) or ""  # a compiled method may have no module
-    if where.partition(".")[0] == "accelerate":
+    state_dict = getattr(type(loader), "state_dict", None)
+    module_name = (
+        getattr(state_dict, "__module__", None) or ""
+    )  # a compiled method may have no module
+    if module_name.partition(".")[0] == "accelerate":
         raise SettingsError(
             subject,
             found=f"a {type(loader).__name__} of Accelerate's prepare(), whose state_dict() does "
@@ -427,8 +429,8 @@ class ResumableLoader:
                 "read no batch ahead",
             )
         state = {**position, "then": rng.capture()}
-        later = [*self.in_flight.later_generators, *self._replayed_generators]
-        return {**state, "fetches": later} if later else state
+        later_generators = [*self.in_flight.later_generators, *self._replayed_generators]
+        return {**state, "fetches": later_generators} if later_generators else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a position at the next `iter`.
@@ -473,9 +475,9 @@ class ResumableLoader:
         now = rng.capture()
         if not self._replayed_generators:
             return self._place(now)
-        fetch, *later = self._replayed_generators
+        fetch, *later_generators = self._replayed_generators
         state = {**self._place(fetch), "then": now}
-        return {**state, "fetches": later} if later else state
+        return {**state, "fetches": later_generators} if later_generators else state
 
     def _taken(self, asked: Mapping[str, Any] | None, *, is_first: bool) -> Taken:
         """Return the batch that is about to be read, with its position if positions are kept.
@@ -497,14 +499,16 @@ class ResumableLoader:
     def _place(self, fetch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the position; `fetch`: the generators that the next batch is read with."""
         # Copied, because the loader goes on before this is stored.
-        own = deepcopy(self.loader.state_dict()) if isinstance(self.loader, Stateful) else None
+        own_state = (
+            deepcopy(self.loader.state_dict()) if isinstance(self.loader, Stateful) else None
+        )
         return {
-            "own": own,
+            "own": own_state,
             "began": self._began,
             "then": None,
             # Needed if an epoch begins at this position:
             "keeps_workers": self._keeps_workers,
-            "drawing": None if own is not None else capture(self.loader),
+            "drawing": None if own_state is not None else capture(self.loader),
             "given": self._given,
             "fetch": fetch,
         }
@@ -516,7 +520,7 @@ class ResumableLoader:
         """
         self._tell()
         self.begun = self.used = True
-        models, asked = self._replay(), self._asked()
+        models, is_asked = self._replay(), self._asked()
         batches, resumed = self._begin()
         is_first = True
         while True:
@@ -524,7 +528,7 @@ class ResumableLoader:
                 # Restore the generators again: code that begins an epoch early, or looks at its
                 # first batch, may have drawn from them since the restore.
                 rng.restore(resumed["fetch"])
-            self.in_flight.take(self._taken(asked, is_first=is_first))
+            self.in_flight.take(self._taken(is_asked, is_first=is_first))
             batch = self._fetch(batches)
             if resumed is not None and resumed["then"] is not None:
                 rng.restore(resumed["then"])
@@ -539,7 +543,7 @@ class ResumableLoader:
             self._given += 1
             yield batch
             self._tell()
-            models, asked = self._replay(), self._asked()
+            models, is_asked = self._replay(), self._asked()
 
     def _fetch(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, which is in flight already; or this loader, if there is none."""
@@ -614,15 +618,15 @@ class ResumableLoader:
         if drawing is None:  # written by an earlier release, with only the loader's own generator
             drawing = {"states": {"generator": loaded["began"]["own"]}, "epochs": {}}
         restore(self.loader, drawing)
-        told = set_epochs(self.loader, drawing)
-        if told is not None:
+        epochs = set_epochs(self.loader, drawing)
+        if epochs is not None:
             _log.warning(
                 "the training dataloader's sampler was set to epoch %d, but %d batches of epoch %d "
                 "are trained, so that epoch goes on. Next: begin the loop over epochs with %d",
-                told[0],
+                epochs[0],
                 loaded["given"],
-                told[1],
-                told[1],
+                epochs[1],
+                epochs[1],
             )
         self._began = self._generators()
         batches = iter(self.loader)

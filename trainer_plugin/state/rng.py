@@ -186,10 +186,10 @@ class OwnGenerators:
 
     def _put_in_place(self) -> None:
         numpy = _UNTYPED.get_bit_generator()
-        others = random.getstate(), torch.get_rng_state(), numpy, _kept_normal(self._known)
+        global_states = random.getstate(), torch.get_rng_state(), numpy, _kept_normal(self._known)
         python, chance, normal = self._own
         self._is_taken = True  # until all are in place, so that an interrupt here loses nothing
-        self._others = others
+        self._others = global_states
         random.setstate(python)
         torch.set_rng_state(chance)
         _replace_numpy(self._bits, normal)
@@ -256,11 +256,11 @@ def _memory(generator: np.random.RandomState) -> bytes:
 def _shows_normal() -> bool:
     """Whether the memory of a `RandomState` differs as soon as it keeps another normal number."""
     generator = np.random.RandomState(0)
-    seen = []
+    memories = []
     for _ in range(4):
-        seen.append(_memory(generator))
+        memories.append(_memory(generator))
         generator.standard_normal()
-    return all(one != other for one, other in pairwise(seen))
+    return all(memory != next_memory for memory, next_memory in pairwise(memories))
 
 
 _SHOWS_NORMAL: Final = _shows_normal()

@@ -64,17 +64,17 @@ def warn_of_schedulers(
         extras: the given extras; they may be or hold schedulers, too.
     """
     try:
-        held = _held(schedulers, extras)
+        group_ids = _held(schedulers, extras)
     except Exception as error:
         if came_from_handler(error):
             raise
         return  # reading an attribute of a user's object may raise any error
-    if held is None:
+    if group_ids is None:
         return
     for number, optimizer in enumerate(optimizers):
         groups = optimizer.param_groups
         # torch's schedulers leave `initial_lr` in each group.
-        if id(groups) not in held and any("initial_lr" in group for group in groups):
+        if id(groups) not in group_ids and any("initial_lr" in group for group in groups):
             _log.warning(
                 "optimizers[%d], a %s, has a learning-rate scheduler that is not in its "
                 "checkpoints, so after a restart the scheduler would begin anew. Next: pass it as "
@@ -113,7 +113,7 @@ def warn_of_unused(reader: object, batches: int) -> bool:
     Returns:
         Whether it warned.
     """
-    given = reader
+    unused_reader = reader
     if isinstance(reader, Lookahead):
         reader = reader.reader
     if not isinstance(reader, ResumableLoader) or isinstance(reader.loader, Stateful):
@@ -125,7 +125,7 @@ def warn_of_unused(reader: object, batches: int) -> bool:
             "be trained again. Next: take the batches from the %s that is the reader, "
             "not from the loader inside it",
             batches,
-            type(given).__name__,
+            type(unused_reader).__name__,
         )
     return unused
 
@@ -157,16 +157,16 @@ def in_no_optimizer(
         extras: the given extras; they may be or hold optimizers, too.
     """
     try:
-        held = {
+        parameter_ids = {
             id(parameter)
-            for thing in (*optimizers, *within(extras))
-            for group in getattr(thing, "param_groups", ())
+            for holder in (*optimizers, *within(extras))
+            for group in getattr(holder, "param_groups", ())
             for parameter in group["params"]
         }
         return [
             InNoOptimizer(name, parameter, parameter._version)
             for name, parameter in parameters.items()
-            if id(parameter) not in held and not parameter.is_inference()
+            if id(parameter) not in parameter_ids and not parameter.is_inference()
         ]
     except Exception as error:
         if came_from_handler(error):
@@ -181,11 +181,11 @@ def warn_of_optimizers(found: Sequence[InNoOptimizer]) -> None:
     has no gradient, so there is no warning of it.
     """
     names = [
-        one.name
-        for one in found
-        if one.parameter.requires_grad
-        and one.parameter.grad is not None
-        and one.parameter._version > one.version
+        lost.name
+        for lost in found
+        if lost.parameter.requires_grad
+        and lost.parameter.grad is not None
+        and lost.parameter._version > lost.version
     ]
     if names:
         _log.warning(
@@ -204,17 +204,17 @@ def _held(schedulers: Sequence[object], extras: Iterable[object]) -> set[int] | 
         return None
     # Identified by their group lists, which a wrapper shares with the optimizer inside.
     return {
-        id(getattr(thing.optimizer, "param_groups", None))
-        for thing in (*schedulers, *within(extras))
-        if hasattr(thing, "optimizer")
+        id(getattr(holder.optimizer, "param_groups", None))
+        for holder in (*schedulers, *within(extras))
+        if hasattr(holder, "optimizer")
     }
 
 
 def within(things: Iterable[object]) -> Iterator[object]:
     """Yield the things, their attributes, and the members of lists and dicts among these."""
-    for thing in things:
-        yield thing
-        for value in getattr(thing, "__dict__", {}).values():
+    for holder in things:
+        yield holder
+        for value in getattr(holder, "__dict__", {}).values():
             if isinstance(value, dict):
                 yield from value.values()
             elif isinstance(value, list | tuple):
@@ -287,14 +287,14 @@ class TrainingState:
         self._sources = {source.name: source for source in sources}
         self._extras = dict(extras)
         self.passes: Passes | None = None
-        for subject, thing in self._given():
-            if not isinstance(thing, Stateful):
+        for subject, state_object in self._given():
+            if not isinstance(state_object, Stateful):
                 raise SettingsError(
                     subject,
-                    found=f"a {type(thing).__name__} without state_dict and load_state_dict",
+                    found=f"a {type(state_object).__name__} without state_dict and load_state_dict",
                     expected="an object with both methods, so that its state can be saved",
                     next_step=f"give {subject} the two methods, or leave it out"
-                    if thing is not self._reader
+                    if state_object is not self._reader
                     else "pass reader=recpoint.ResumableLoader(loader), and loop over "
                     "Checkpointer.batches(epochs=...); or give the reader the two methods",
                 )
@@ -324,12 +324,14 @@ class TrainingState:
         refuse_unwritable(named | self.optimizers.written_in_place(), self._extras)
 
     def _given(self) -> list[tuple[str, object]]:
-        found: list[tuple[str, object]] = []
+        state_objects: list[tuple[str, object]] = []
         if self._reader is not None:
-            found.append(("reader", self._reader))
-        found += [(f"schedulers[{i}]", thing) for i, thing in enumerate(self._schedulers)]
-        found += [(f"extras[{name!r}]", thing) for name, thing in self._extras.items()]
-        return found
+            state_objects.append(("reader", self._reader))
+        state_objects += [
+            (f"schedulers[{i}]", scheduler) for i, scheduler in enumerate(self._schedulers)
+        ]
+        state_objects += [(f"extras[{name!r}]", extra) for name, extra in self._extras.items()]
+        return state_objects
 
     def capture(self, batches_done: int) -> dict[str, Any]:
         """Return the tree as it is now, with live tensors; copy them before training goes on."""
@@ -439,44 +441,45 @@ class TrainingState:
         """
         if saved is None or any(key not in saved for key in _KEYS):
             return [Mismatch("the checkpoint holds no training state", mismatches.NO_STATE)]
-        found = self.model.differences(saved["model"])
-        found += self.optimizers.differences(saved["optimizers"])
+        differences = self.model.differences(saved["model"])
+        differences += self.optimizers.differences(saved["optimizers"])
         if len(saved["schedulers"]) != len(self._schedulers):
             text = (
                 f"{len(self._schedulers)} schedulers here, "
                 f"{len(saved['schedulers'])} in the checkpoint"
             )
-            found.append(Mismatch(text, mismatches.SCHEDULER_COUNT))
+            differences.append(Mismatch(text, mismatches.SCHEDULER_COUNT))
         for number, (scheduler, state) in enumerate(
             zip(self._schedulers, saved["schedulers"], strict=False)
         ):
-            here, there = _rates(scheduler.state_dict()), _rates(state)
-            if here != there:
+            rates_here, rates_stored = _rates(scheduler.state_dict()), _rates(state)
+            if rates_here != rates_stored:
                 text = (
-                    f"schedulers[{number}] sets {here} learning rates here, {there} in the "
+                    f"schedulers[{number}] sets {rates_here} learning rates here, {rates_stored} "
+                    "in the "
                     "checkpoint"
                 )
-                found.append(Mismatch(text, mismatches.SCHEDULER_RATES))
+                differences.append(Mismatch(text, mismatches.SCHEDULER_RATES))
         stored = [state for state in saved["readers"] if state is not None]
         if self._reader is not None and not stored:
-            found.append(Mismatch("there is a reader only here", mismatches.READER_ONLY_HERE))
+            differences.append(Mismatch("there is a reader only here", mismatches.READER_ONLY_HERE))
         elif self._reader is None and stored:
             text = "there is a reader only in the checkpoint"
-            found.append(Mismatch(text, mismatches.READER_ONLY_THERE))
+            differences.append(Mismatch(text, mismatches.READER_ONLY_THERE))
         elif stored and saved["reader"] is None and not _divides(self._reader, stored):
             text = (
                 f"the checkpoint has the readers of {len(stored)} ranks, there are more or fewer "
                 "ranks here, and the reader cannot divide what is left"
             )
-            found.append(Mismatch(text, reader_of_ranks(len(stored))))
+            differences.append(Mismatch(text, reader_of_ranks(len(stored))))
         elif goes_forward(saved["reader"]) and not isinstance(self._reader, Iterable):
             text = (
                 "the checkpoint's reader was in a Lookahead, so batches must be read forward, and "
                 f"the reader here, a {type(self._reader).__name__}, is not iterable"
             )
-            found.append(Mismatch(text, mismatches.READ_FORWARD))
+            differences.append(Mismatch(text, mismatches.READ_FORWARD))
         for name in sorted(saved["extras"].keys() ^ self._extras.keys()):
-            found.append(
+            differences.append(
                 Mismatch(f"extra {name!r} is only here", mismatches.EXTRA_ONLY_HERE)
                 if name in self._extras
                 else Mismatch(
@@ -484,18 +487,18 @@ class TrainingState:
                 )
             )
         for name in sorted(saved["sources"].keys() & self._sources.keys()):
-            found += [
+            differences += [
                 Mismatch(text, mismatches.SOURCE_SETTINGS)
                 for text in self._sources[name].differences(saved["sources"][name])
             ]
         for name in sorted(saved["sources"].keys() ^ self._sources.keys()):
             text = f"the state of the tables of {name} is only"
-            found.append(
+            differences.append(
                 Mismatch(f"{text} here", mismatches.SOURCE_ONLY_HERE)
                 if name in self._sources
                 else Mismatch(f"{text} in the checkpoint", mismatches.SOURCE_ONLY_THERE)
             )
-        return found
+        return differences
 
     def restore(
         self,

@@ -142,10 +142,10 @@ class UnknownOptimizers:
         """Hook into the steps of all optimizers; `remove` undoes it."""
         if not self._handles:
             # torch keeps these hooks for the whole process, so they must not keep the model alive.
-            this = weakref.ref(self)
+            weak_self = weakref.ref(self)
             self._handles = [
-                register_optimizer_step_pre_hook(_hook(this, UnknownOptimizers._before_step)),
-                register_optimizer_step_post_hook(_hook(this, UnknownOptimizers._after_step)),
+                register_optimizer_step_pre_hook(_hook(weak_self, UnknownOptimizers._before_step)),
+                register_optimizer_step_post_hook(_hook(weak_self, UnknownOptimizers._after_step)),
             ]
             for handle in self._handles:
                 weakref.finalize(self, handle.remove)
@@ -164,8 +164,8 @@ class UnknownOptimizers:
         self._looked.clear()  # the model's parameters may have changed, and optimizers may be gone
         if not self._told_scaler:
             self._unlooked.update(self._known)  # a script may begin to use a scaler at any time
-        taken, self._trained = self._trained, set()
-        return taken
+        trained, self._trained = self._trained, set()
+        return trained
 
     def refuse(self) -> None:
         """Refuse to store a model that an unknown optimizer trains.
@@ -174,14 +174,14 @@ class UnknownOptimizers:
             SettingsError: such an optimizer still exists; or it is deleted, but the given
                 optimizers have not stepped since.
         """
-        for key, found in list(self._found.items()):
-            if found.optimizer() is None and not found.idle:
+        for key, unknown in list(self._found.items()):
+            if unknown.optimizer() is None and not unknown.idle:
                 del self._found[key]
                 continue
-            several = len(found.names) > _MOST_NAMES
-            names = ", ".join(found.names[:_MOST_NAMES]) + (", and others" if several else "")
+            several = len(unknown.names) > _MOST_NAMES
+            names = ", ".join(unknown.names[:_MOST_NAMES]) + (", and others" if several else "")
             raise SettingsError(
-                f"an optimizer {found.kind}",
+                f"an optimizer {unknown.kind}",
                 found=f"steps of it that train {names}, although the Checkpointer was not given "
                 "it, so that no checkpoint would hold its state",
                 expected="steps of the optimizers that the Checkpointer was given",
@@ -202,8 +202,8 @@ class UnknownOptimizers:
                 self._look_for_scaler(optimizer)
             for _, inner in self._begun:
                 inner.add(id(optimizer))
-            for found in self._found.values():
-                found.idle.discard(id(optimizer))
+            for unknown in self._found.values():
+                unknown.idle.discard(id(optimizer))
             return
         # From the end, because a step that calls its base class's step has begun twice.
         for position in range(len(self._begun) - 1, -1, -1):
@@ -213,7 +213,9 @@ class UnknownOptimizers:
                 return
 
     def _look_for_scaler(self, optimizer: Optimizer) -> None:
-        number = next(i for i, given in enumerate(self._optimizers) if given is optimizer)
+        number = next(
+            i for i, optimizer_given in enumerate(self._optimizers) if optimizer_given is optimizer
+        )
         if warn_of_scaler(optimizer, number, self._extras):
             self._told_scaler = True
             self._unlooked.clear()
@@ -235,8 +237,8 @@ class UnknownOptimizers:
                 raise
             # A user's optimizer may raise any error on access to its attributes. It is safe to
             # assume that it trains parameters of all given optimizers.
-            what = f"parameters that cannot be determined ({type(error).__name__}: {error})"
-            self._note_optimizer(optimizer, [what], self._known)
+            names = f"parameters that cannot be determined ({type(error).__name__}: {error})"
+            self._note_optimizer(optimizer, [names], self._known)
 
     def _note_optimizer(
         self, optimizer: Optimizer, names: list[str], idle: Collection[int]
@@ -251,45 +253,56 @@ class UnknownOptimizers:
         names |= tables
         if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
             return ()
-        if any(thing is optimizer for thing in within(self._extras)):
+        if any(extra is optimizer for extra in within(self._extras)):
             return ()
-        same = [given for given in self._optimizers if given.state is optimizer.state]
+        with_same_state = [
+            optimizer_given
+            for optimizer_given in self._optimizers
+            if optimizer_given.state is optimizer.state
+        ]
         holders: dict[int, list[Optimizer]] = {}
-        for given in self._optimizers:
-            for group in given.param_groups:
+        for optimizer_given in self._optimizers:
+            for group in optimizer_given.param_groups:
                 for parameter in group["params"]:
-                    holders.setdefault(id(parameter), []).append(given)
-        held = []
+                    holders.setdefault(id(parameter), []).append(optimizer_given)
+        held_parameters = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                its = holders.get(id(parameter), [])
-                counts = id(parameter) in names and (its or id(parameter) in tables)
-                if counts and not any(one is other for one in its for other in same):
-                    held.append(_Held(names[id(parameter)], parameter, group, tuple(its)))
-        return tuple(held)
+                own_holders = holders.get(id(parameter), [])
+                counts = id(parameter) in names and (own_holders or id(parameter) in tables)
+                if counts and not any(
+                    holder is optimizer_given
+                    for holder in own_holders
+                    for optimizer_given in with_same_state
+                ):
+                    held_parameters.append(
+                        _Held(names[id(parameter)], parameter, group, tuple(own_holders))
+                    )
+        return tuple(held_parameters)
 
     def _note_lost(self, optimizer: Optimizer, held: Sequence[_Held], inner: set[int]) -> None:
         """Note the parameters in `held` whose state no given optimizer has."""
         lost = [
-            one
-            for one in held
-            if not any(id(holder) in inner for holder in one.holders) and _is_lost(optimizer, one)
+            parameter
+            for parameter in held
+            if not any(id(holder) in inner for holder in parameter.holders)
+            and _is_lost(optimizer, parameter)
         ]
         if lost:
-            self._trained.update(id(one.parameter) for one in lost)
+            self._trained.update(id(parameter.parameter) for parameter in lost)
             tables = {id(table.weight) for table in self._tables}
-            lost.sort(key=lambda one: (id(one.parameter) not in tables, one.name))
-            idle = {id(holder) for one in lost for holder in one.holders}
-            self._note_optimizer(optimizer, [one.name for one in lost], idle)
+            lost.sort(key=lambda parameter: (id(parameter.parameter) not in tables, parameter.name))
+            idle = {id(holder) for parameter in lost for holder in parameter.holders}
+            self._note_optimizer(optimizer, [parameter.name for parameter in lost], idle)
 
 
 def _hook(
     this: weakref.ref[UnknownOptimizers], judge: Callable[[UnknownOptimizers, Optimizer], None]
 ) -> Callable[..., None]:
     def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        found = this()
-        if found is not None:
-            judge(found, optimizer)
+        unknown_optimizers = this()
+        if unknown_optimizers is not None:
+            judge(unknown_optimizers, optimizer)
 
     return hook
 
@@ -304,13 +317,13 @@ def _form(optimizer: Optimizer) -> tuple[object, ...]:
 
 def _is_lost(optimizer: Optimizer, one: _Held) -> bool:
     """Whether the optimizer trains this parameter, and no given optimizer has the same state."""
-    kept = optimizer.state.get(one.parameter)
-    if kept is None or (
-        isinstance(kept, Mapping) and all(value is None for value in kept.values())
+    state = optimizer.state.get(one.parameter)
+    if state is None or (
+        isinstance(state, Mapping) and all(value is None for value in state.values())
     ):
         if one.parameter.grad is None:
             return False  # the optimizer skipped it
         # The only state is in the group, which a wrapper shares with the optimizer inside.
         groups = (group for holder in one.holders for group in holder.param_groups)
         return not any(group is one.group for group in groups)
-    return not any(holder.state.get(one.parameter) is kept for holder in one.holders)
+    return not any(holder.state.get(one.parameter) is state for holder in one.holders)
