@@ -60,8 +60,8 @@ from benchmarks.cache_peers import (
 from benchmarks.criteo_plan import criteo_reader, drawn, new_rows, plan_alone
 from benchmarks.report import Report, ratio, seconds_text
 from recpoint.embeddings import fill, local
-from recpoint.embeddings.home_directory import HomeDirectory, page_memory
-from recpoint.embeddings.homes import FileLimits
+from recpoint.embeddings.home.directory import HomeDirectory, page_memory
+from recpoint.embeddings.home.homes import FileLimits
 from recpoint.kernels.row_blocks import BlockForm, Channel
 
 __all__ = ["KEYS", "run"]

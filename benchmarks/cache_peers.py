@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from benchmarks.row_wise import RowWiseAdagrad
 from recpoint import Lookahead
 from recpoint.embeddings import Uniform, cached
-from recpoint.embeddings.cache import Cache
-from recpoint.embeddings.cached_tables import cache_of
-from recpoint.embeddings.home import Home
-from recpoint.embeddings.home_in_files import FileHome
-from recpoint.embeddings.optimizers import row_states
-from recpoint.embeddings.slots import TableSlots
+from recpoint.embeddings.cache.cache import Cache
+from recpoint.embeddings.cache.install import cache_of
+from recpoint.embeddings.cache.slots import TableSlots
+from recpoint.embeddings.home.contract import Home
+from recpoint.embeddings.home.files import FileHome
+from recpoint.embeddings.tables.optimizers import row_states
 
 __all__ = [
     "DIM",

@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection
 import torch
 
 from recpoint.embeddings.parity.peers import Differences, Members, Peer, Sent, TableSlots
-from recpoint.embeddings.remote.protection import Reach
-from recpoint.embeddings.remote.server import EmbeddingServer
-from recpoint.embeddings.remote.tcp import TcpServer
-from recpoint.embeddings.remote.tcp_peer import reach_with
+from recpoint.embeddings.server.protection import Reach
+from recpoint.embeddings.server.server import EmbeddingServer
+from recpoint.embeddings.server.tcp import TcpServer
+from recpoint.embeddings.server.tcp_peer import reach_with
 
 __all__ = ["ServerSettings", "enter_network", "serve"]
 

@@ -25,8 +25,8 @@ from benchmarks.report import Report, Spread, alternate, ratio
 from benchmarks.torchrec_tracker import INSTALL, TorchRecTracker, installed
 from benchmarks.workload import StagedRun, examples_on_path, scratch, staged_run
 from recpoint.catalog.staging import area
-from recpoint.embeddings.marks import Tracker
-from recpoint.embeddings.optimizers import OptimizerWatch, after_steps
+from recpoint.embeddings.tables.marks import Tracker
+from recpoint.embeddings.tables.optimizers import OptimizerWatch, after_steps
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.tables import find_tables
 

@@ -21,12 +21,12 @@ from recpoint.catalog.restore.rows import LogicalTable, logical_tables
 from recpoint.catalog.restore.state import canonical_name
 from recpoint.catalog.restore.target import RowSink, TableTarget
 from recpoint.catalog.run.chain import Chain
-from recpoint.embeddings.served_tables import CodedTable, FloatTable, ServedTable
 from recpoint.errors import IncompatibleModel, NotServing, UnknownRow, UnknownTable
 from recpoint.format.dtypes import torch_dtype
 from recpoint.format.manifest import Manifest
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap
+from recpoint.serving.tables import CodedTable, FloatTable, ServedTable
 
 __all__ = ["ALL", "Bitmaps", "Copies", "Loading", "Version", "replace_lookups"]
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from recpoint import Lookahead
-from recpoint.embeddings.cache import Cache
-from recpoint.embeddings.cached_tables import cache_of, cached
-from recpoint.embeddings.home import Home
-from recpoint.embeddings.homes import local
-from recpoint.embeddings.initial import Initial, Uniform, fill
-from recpoint.embeddings.optimizers import row_states
+from recpoint.embeddings.cache.cache import Cache
+from recpoint.embeddings.cache.install import cache_of, cached
+from recpoint.embeddings.home.contract import Home
+from recpoint.embeddings.home.homes import local
+from recpoint.embeddings.home.initial import Initial, Uniform, fill
+from recpoint.embeddings.tables.optimizers import row_states
 
 USERS, ITEMS, DIM, BATCH = 203, 101, 6, 8
 INITIAL = Uniform(seed=7, low=-0.1, high=0.1)

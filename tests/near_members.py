@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from recpoint.embeddings.home_in_memory import MemoryHome
+from recpoint.embeddings.home.memory import MemoryHome
 from recpoint.embeddings.parity.member import StripeMember
 from recpoint.embeddings.parity.peers import Differences, Members, Peer, Sent, TableSlots
 from recpoint.embeddings.parity.stripes import Parity, stripes_of

@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from recpoint.embeddings.parity.stripes import Parity
-from recpoint.embeddings.remote.protected_home import ProtectedHome
-from recpoint.embeddings.remote.server import EmbeddingServer
-from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
-from recpoint.embeddings.remote.tcp_peer import reach_with
+from recpoint.embeddings.server.protected_home import ProtectedHome
+from recpoint.embeddings.server.server import EmbeddingServer
+from recpoint.embeddings.server.tcp import TcpServer, TcpTransport
+from recpoint.embeddings.server.tcp_peer import reach_with
 from recpoint.testing.homes import ids_of
 
 _TOKEN = b"of this test"

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import recpoint.embeddings
-from recpoint.embeddings.remote.served_home import ServedHome
+from recpoint.embeddings.server.home import ServedHome
 from recpoint.testing.homes import ids_of, records_of
 
 __all__ = [

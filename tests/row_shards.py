@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpoint.catalog.restore.state import canonical_name
-from recpoint.embeddings.tables import Marker, Table
+from recpoint.embeddings.tables.tables import Marker, Table
 
 __all__ = ["RowShard", "find"]
 

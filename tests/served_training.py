@@ -10,7 +10,7 @@ import torch
 from torch.optim import Adagrad
 
 from recpoint import Checkpointer, Lookahead
-from recpoint.embeddings.home import Home
+from recpoint.embeddings.home.contract import Home
 from tests.cached_training import (
     Batches,
     Model,

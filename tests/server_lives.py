@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from recpoint.embeddings import servers
 from recpoint.embeddings.parity.stripes import Parity
-from recpoint.embeddings.remote.served_home import ServedHome
+from recpoint.embeddings.server.home import ServedHome
 from recpoint.errors import ServerLost, SettingsError
 from recpoint.testing.homes import fetched, ids_of, records_of
 

@@ -24,11 +24,11 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 import recpoint.embeddings
 from recpoint import Checkpointer, Lookahead
-from recpoint.embeddings.home import Home
+from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.parity.stripes import Parity
-from recpoint.embeddings.remote.processes import servers
-from recpoint.embeddings.remote.protected_home import ProtectedHome
-from recpoint.embeddings.remote.served_home import ServedHome
+from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.processes import servers
+from recpoint.embeddings.server.protected_home import ProtectedHome
 from tests.cached_training import (
     ITEMS,
     USERS,

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from recpoint.embeddings.home import FrozenRows, Home, TableRows
-from recpoint.embeddings.remote.transport import Greeting, Transport, Value
+from recpoint.embeddings.home.contract import FrozenRows, Home, TableRows
+from recpoint.embeddings.server.transport import Greeting, Transport, Value
 from recpoint.errors import ServerLost
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from typing import Final, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from recpoint.embeddings.remote.server import EmbeddingServer
-from recpoint.embeddings.trainers.channel import Channel
+from recpoint.embeddings.cache.channel import Channel
+from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.errors import RankLost, ServerLost
 from tests.simulated_network import PassedOn
 

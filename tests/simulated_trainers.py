@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from recpoint import Lookahead
-from recpoint.embeddings.cached_tables import put_in_cache
-from recpoint.embeddings.remote.served_home import ServedHome
-from recpoint.embeddings.trainers.channel import Channel
-from recpoint.embeddings.trainers.shared_cache import SharedCache
+from recpoint.embeddings.cache.channel import Channel
+from recpoint.embeddings.cache.install import put_in_cache
+from recpoint.embeddings.cache.shared import SharedCache
+from recpoint.embeddings.server.home import ServedHome
 from recpoint.trainer_plugin.state import rng
 from tests.cached_training import INITIAL, Batch, Batches, Model, uncached_model
 from tests.several_trainers import added, loss_of, present

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.embeddings import cached, local, read_rows
-from recpoint.embeddings.cached_tables import cache_of
+from recpoint.embeddings.cache.install import cache_of
 from recpoint.trainer_plugin.policy import PolicyName
 from tests.torchrec_model import (
     BAGS,
@@ -68,7 +68,7 @@ def tracked(kinds: Mapping[str, str], optimizer: str = "RowWiseAdagrad", dense: 
     """Returns the rows that recpoint marks, that TorchRec's tracker has, and that have changed."""
     from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
 
-    from recpoint.embeddings.marks import Tracker
+    from recpoint.embeddings.tables.marks import Tracker
     from recpoint.kernels import dirty_bitmap
     from recpoint.trainer_plugin.integrations.torchrec import find
 

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
-from recpoint.embeddings.marks import Tracker
-from recpoint.embeddings.optimizers import OptimizerWatch
+from recpoint.embeddings.tables.marks import Tracker
+from recpoint.embeddings.tables.optimizers import OptimizerWatch
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.tables import find_tables
 

@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recpoint.catalog.staging.area import default_staging_root
-from recpoint.embeddings.cache import Cache
-from recpoint.embeddings.cached_tables import CachedTable, CachedTracker, planned_cache
-from recpoint.embeddings.marks import Tracker
-from recpoint.embeddings.optimizers import OptimizerWatch
-from recpoint.embeddings.remote.served_home import ServedHome
-from recpoint.embeddings.tables import Table, TableSource
+from recpoint.embeddings.cache.cache import Cache
+from recpoint.embeddings.cache.install import CachedTable, CachedTracker, planned_cache
+from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.tables.marks import Tracker
+from recpoint.embeddings.tables.optimizers import OptimizerWatch
+from recpoint.embeddings.tables.tables import Table, TableSource
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.ranks.agreement import Replicas, agree_on_settings
 from recpoint.trainer_plugin.ranks.ranks import Ranks

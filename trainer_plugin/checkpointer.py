@@ -20,10 +20,10 @@ from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import RestoreReport
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.run_url import naming_errors
-from recpoint.embeddings.cache import Cache, CacheStats
-from recpoint.embeddings.cached_tables import CachedTable
-from recpoint.embeddings.marks import Tracker
-from recpoint.embeddings.tables import Table, held_ids, zero_rows
+from recpoint.embeddings.cache.cache import Cache, CacheStats
+from recpoint.embeddings.cache.install import CachedTable
+from recpoint.embeddings.tables.marks import Tracker
+from recpoint.embeddings.tables.tables import Table, held_ids, zero_rows
 from recpoint.errors import (
     ClusterLost,
     IncompatibleModel,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from recpoint.catalog.staging.area import BEAT_SECONDS
-from recpoint.embeddings.home import Home
+from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.errors import HomeError, ServerLost
 from recpoint.format.servers import AllServers, ServerFacts

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from recpoint.catalog.restore.dense import DenseShard, fill_part, has_part, join_shards
 from recpoint.catalog.restore.in_place import fits, shares_memory, write
 from recpoint.catalog.restore.state import canonical_name
-from recpoint.embeddings.tables import Table, TableSource, plain_tables, refuse_unstorable
+from recpoint.embeddings.tables.tables import Table, TableSource, plain_tables, refuse_unstorable
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.integrations import find_sources
 from recpoint.trainer_plugin.setting_checks import several

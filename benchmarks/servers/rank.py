@@ -32,14 +32,14 @@ from benchmarks.workload import wait_for
 from recpoint import Checkpointer, Options, Staging, Timeouts
 from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.staging import area
-from recpoint.embeddings.cache import CacheStats
-from recpoint.embeddings.home import Home, TableRows
+from recpoint.embeddings.cache.cache import CacheStats
+from recpoint.embeddings.cache.shared import SharedCache
+from recpoint.embeddings.home.contract import Home, TableRows
 from recpoint.embeddings.parity.stripes import Parity
-from recpoint.embeddings.remote.protected_home import ProtectedHome
-from recpoint.embeddings.remote.served_home import ServedHome
-from recpoint.embeddings.remote.tcp import TcpTransport
-from recpoint.embeddings.remote.transport import Greeting, Transport, Value
-from recpoint.embeddings.trainers.shared_cache import SharedCache
+from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.protected_home import ProtectedHome
+from recpoint.embeddings.server.tcp import TcpTransport
+from recpoint.embeddings.server.transport import Greeting, Transport, Value
 from recpoint.errors import ServerLost
 from recpoint.trainer_plugin.snapshot.cut import Cutter
 

@@ -13,9 +13,9 @@ import torch
 from benchmarks.machine import own_cpu_seconds
 from benchmarks.report import Report, spread_of
 from benchmarks.servers.nodes import Servers, ThisMachine
-from recpoint.embeddings.home import Home
-from recpoint.embeddings.remote.served_home import ServedHome
-from recpoint.embeddings.remote.tcp import TcpTransport
+from recpoint.embeddings.home.contract import Home
+from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.tcp import TcpTransport
 from recpoint.installation import install_command
 
 __all__ = ["TRANSPORT_KEYS", "measure_transports"]

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.home import FrozenRows
-from recpoint.embeddings.home_in_memory import MemoryHome
+from recpoint.embeddings.home.contract import FrozenRows
+from recpoint.embeddings.home.memory import MemoryHome
 
 __all__ = ["FrozenWhileLost"]
 

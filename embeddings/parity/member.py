@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.home import FrozenRows, Home, TableRows
+from recpoint.embeddings.home.contract import FrozenRows, Home, TableRows
 from recpoint.embeddings.parity.differences import (
     Added,
     Inbox,

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim import Adagrad
 
 from recpoint import Checkpointer, Lookahead, Options, Precision, Staging, Timeouts
-from recpoint.embeddings.cached_tables import read_rows
-from recpoint.embeddings.home import FrozenRows
-from recpoint.embeddings.home_in_files import FileHome
-from recpoint.embeddings.homes import FileLimits
+from recpoint.embeddings.cache.install import read_rows
+from recpoint.embeddings.home.contract import FrozenRows
+from recpoint.embeddings.home.files import FileHome
+from recpoint.embeddings.home.homes import FileLimits
 from tests.cached_training import Batches, Model, cached_model, plain_model, train
 from tests.polling import until
 from tests.training_builder import InlineAgent, seed_everything

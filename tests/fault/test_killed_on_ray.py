@@ -19,9 +19,9 @@ import torch
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.embeddings.parity.stripes import Parity
-from recpoint.embeddings.remote.protected_home import ProtectedHome
-from recpoint.embeddings.remote.ray_head import WatchedTransport
-from recpoint.embeddings.remote.transport import Greeting, Transport
+from recpoint.embeddings.server.protected_home import ProtectedHome
+from recpoint.embeddings.server.ray_head import WatchedTransport
+from recpoint.embeddings.server.transport import Greeting, Transport
 from recpoint.errors import NothingToRestore
 from tests.cached_training import as_bits
 from tests.fault.kill_points import FAULTS_EVERY
@@ -283,7 +283,7 @@ class ServersOnRay:
 
 @pytest.fixture
 def servers_on_ray(address: str) -> Iterator[ServersOnRay]:
-    from recpoint.embeddings.remote.ray_cluster import RayCluster, run_digest
+    from recpoint.embeddings.server.ray_cluster import RayCluster, run_digest
 
     cluster, token = RayCluster(address), secrets.token_bytes(32)
     try:

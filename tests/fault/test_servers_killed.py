@@ -20,13 +20,13 @@ import psutil
 import pytest
 
 from recpoint import Checkpointer
-from recpoint.embeddings.homes import local
+from recpoint.embeddings.home.homes import local
 from recpoint.embeddings.parity.stripes import Parity
-from recpoint.embeddings.remote.processes import ServerProcesses, servers
-from recpoint.embeddings.remote.served_home import ServedHome
-from recpoint.embeddings.remote.server import EmbeddingServer
-from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
-from recpoint.embeddings.remote.transport import Transport
+from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.processes import ServerProcesses, servers
+from recpoint.embeddings.server.server import EmbeddingServer
+from recpoint.embeddings.server.tcp import TcpServer, TcpTransport
+from recpoint.embeddings.server.transport import Transport
 from recpoint.errors import ServerLost
 from tests.agent_process import AgentProcess
 from tests.fault.kill_points import FAULTS_EVERY

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.embeddings.remote.server import EmbeddingServer
-from recpoint.embeddings.remote.tcp import TcpServer
+from recpoint.embeddings.server.server import EmbeddingServer
+from recpoint.embeddings.server.tcp import TcpServer
 from tests.cached_training import as_bits
 from tests.fault.kill_points import FAULTS_EVERY, kind_of
 from tests.fault.trainer_lives import TOKEN, Dying, live

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from recpoint.catalog.store import durable
-from recpoint.embeddings.remote import served_part
-from recpoint.embeddings.remote.rank_agreement import found_by_first_rank
-from recpoint.embeddings.remote.served_home import ServedHome
-from recpoint.embeddings.remote.tcp import TcpTransport
-from recpoint.embeddings.trainers.channel import GlooChannel
+from recpoint.embeddings.cache.channel import GlooChannel
+from recpoint.embeddings.server import served_part
+from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.rank_agreement import found_by_first_rank
+from recpoint.embeddings.server.tcp import TcpTransport
 from recpoint.testing import die_at
 from recpoint.trainer_plugin.pipeline import handoff
 from tests.several_trainers import Case, Found, given_to, join, run_ranks, train_here

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad
 
-from recpoint.embeddings.marks import Tracker
-from recpoint.embeddings.optimizers import OptimizerWatch
+from recpoint.embeddings.tables.marks import Tracker
+from recpoint.embeddings.tables.optimizers import OptimizerWatch
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.ranks.sharding import lay_out
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTables

@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from recpoint import Lookahead
-from recpoint.embeddings.cache_view import CacheView
-from recpoint.embeddings.cached_tables import read_rows
-from recpoint.embeddings.home import Home
-from recpoint.embeddings.home_in_files import FileHome
-from recpoint.embeddings.home_in_memory import MemoryHome
-from recpoint.embeddings.homes import FileLimits
+from recpoint.embeddings.cache.install import read_rows
+from recpoint.embeddings.cache.view import CacheView
+from recpoint.embeddings.home.contract import Home
+from recpoint.embeddings.home.files import FileHome
+from recpoint.embeddings.home.homes import FileLimits
+from recpoint.embeddings.home.memory import MemoryHome
 from tests.cached_training import (
     ITEMS,
     USERS,

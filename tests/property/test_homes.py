@@ -18,11 +18,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from recpoint.embeddings import homes
-from recpoint.embeddings.home import FrozenRows, Home
-from recpoint.embeddings.homes import FileLimits
-from recpoint.embeddings.remote.served_home import ServedHome
-from recpoint.embeddings.remote.server import EmbeddingServer
+from recpoint.embeddings.home import homes
+from recpoint.embeddings.home.contract import FrozenRows, Home
+from recpoint.embeddings.home.homes import FileLimits
+from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.errors import HomeError
 from recpoint.testing.homes import fetched, ids_of, records_of
 from tests.simulated_network import Repeating, Unreliable, repeated

@@ -27,8 +27,8 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from recpoint.embeddings.home import TableRows
-from recpoint.embeddings.home_in_memory import MemoryHome
+from recpoint.embeddings.home.contract import TableRows
+from recpoint.embeddings.home.memory import MemoryHome
 from recpoint.embeddings.parity.differences import Unsettled
 from recpoint.embeddings.parity.leader import Leader, LedServer, State
 from recpoint.embeddings.parity.member import StripeMember

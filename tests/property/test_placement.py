@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpoint.embeddings.remote.placement import Placement, placement_of
+from recpoint.embeddings.server.placement import Placement, placement_of
 
 
 @st.composite

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
-from recpoint.embeddings.marks import Tracker
-from recpoint.embeddings.optimizers import OptimizerWatch
+from recpoint.embeddings.tables.marks import Tracker
+from recpoint.embeddings.tables.optimizers import OptimizerWatch
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.tables import find_tables
 

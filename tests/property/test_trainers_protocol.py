@@ -26,14 +26,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recpoint import Lookahead
-from recpoint.embeddings.cache_view import CacheView
-from recpoint.embeddings.cached_tables import CachedTable, CachedTracker, put_in_cache
-from recpoint.embeddings.marks import Dirty
-from recpoint.embeddings.optimizers import row_states
-from recpoint.embeddings.remote.served_home import ServedHome
-from recpoint.embeddings.slots import TableSlots
-from recpoint.embeddings.tables import plain_tables
-from recpoint.embeddings.trainers.shared_cache import SharedCache
+from recpoint.embeddings.cache.install import CachedTable, CachedTracker, put_in_cache
+from recpoint.embeddings.cache.shared import SharedCache
+from recpoint.embeddings.cache.slots import TableSlots
+from recpoint.embeddings.cache.view import CacheView
+from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.tables.marks import Dirty
+from recpoint.embeddings.tables.optimizers import row_states
+from recpoint.embeddings.tables.tables import plain_tables
 from recpoint.errors import RankLost, ServerLost
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.state import rng

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from recpoint.embeddings.tables import TableSource
+from recpoint.embeddings.tables.tables import TableSource
 
 __all__ = ["find_sources"]
 

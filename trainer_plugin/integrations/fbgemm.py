@@ -27,9 +27,9 @@ from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbeddingBag,
 )
 
-from recpoint.embeddings.lookups import refuse_capture
-from recpoint.embeddings.marks import mark_features
-from recpoint.embeddings.tables import Marker
+from recpoint.embeddings.tables.lookups import refuse_capture
+from recpoint.embeddings.tables.marks import mark_features
+from recpoint.embeddings.tables.tables import Marker
 from recpoint.errors import SettingsError
 from recpoint.interrupts import came_from_handler
 

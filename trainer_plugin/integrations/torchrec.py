@@ -8,7 +8,7 @@ from __future__ import annotations
 import torchrec
 from torch import nn
 
-from recpoint.embeddings.tables import TableSource
+from recpoint.embeddings.tables.tables import TableSource
 from recpoint.errors import SettingsError
 
 __all__ = ["find"]

@@ -20,7 +20,7 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
 from recpoint.catalog.restore.state import canonical_name
-from recpoint.embeddings.tables import Marker, Table
+from recpoint.embeddings.tables.tables import Marker, Table
 from recpoint.errors import SettingsError
 from recpoint.format.manifest import Columns
 from recpoint.trainer_plugin.fused_optimizers import same_rate

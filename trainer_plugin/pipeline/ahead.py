@@ -6,7 +6,7 @@ import atexit
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from recpoint.embeddings.marks import Tracker
+from recpoint.embeddings.tables.marks import Tracker
 from recpoint.format.dtypes import array_bytes
 from recpoint.format.job import StagedTable
 from recpoint.interrupts import came_from_handler

@@ -26,7 +26,7 @@ from recpoint.catalog.staging.area import (
     remove_mark,
     write_mark,
 )
-from recpoint.embeddings.remote.served_part import ServedPart
+from recpoint.embeddings.server.served_part import ServedPart
 from recpoint.errors import FormatError, MalformedObject, StagingError
 from recpoint.format.job import Outcome
 from recpoint.format.manifest import check_quantizers

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from recpoint.catalog.run.run import Run, tell_ended
-from recpoint.embeddings.marks import Tracker
+from recpoint.embeddings.tables.marks import Tracker
 from recpoint.errors import RecordTooLarge, StagingError
 from recpoint.format.naming import shared_attempt
 from recpoint.interrupts import is_interrupted

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.restore.dense import fault_of_boxes, is_shard
-from recpoint.embeddings.tables import Table, TableDtype
+from recpoint.embeddings.tables.tables import Table, TableDtype
 from recpoint.errors import SettingsError
 from recpoint.format.dtypes import torch_dtype
 from recpoint.format.manifest import Columns

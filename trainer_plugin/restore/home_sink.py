@@ -12,8 +12,8 @@ from recpoint.catalog.restore.chunks import StoredRows
 from recpoint.catalog.restore.placement import TablePart, place_piece
 from recpoint.catalog.restore.rows import LogicalTable, Piece
 from recpoint.catalog.restore.target import mark_rows
-from recpoint.embeddings.cached_tables import CachedTable
-from recpoint.embeddings.slots import RecordLayout
+from recpoint.embeddings.cache.install import CachedTable
+from recpoint.embeddings.cache.slots import RecordLayout
 
 __all__ = ["HomeSink"]
 

@@ -21,7 +21,7 @@ from recpoint.catalog.store.contract import Store
 from recpoint.catalog.store.run_url import naming_errors
 from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.catalog.store.store import S3Timeouts, open_store
-from recpoint.embeddings.tables import Table
+from recpoint.embeddings.tables.tables import Table
 from recpoint.errors import (
     ChainError,
     FormatError,

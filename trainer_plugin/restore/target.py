@@ -16,8 +16,8 @@ from recpoint.catalog.restore.placement import TablePart, map_parts
 from recpoint.catalog.restore.restore import dense_tensors, weight_name
 from recpoint.catalog.restore.rows import LogicalState, LogicalTable, logical_tables
 from recpoint.catalog.restore.target import RowSink, StateWanted, TableTarget
-from recpoint.embeddings.cached_tables import CachedTable
-from recpoint.embeddings.tables import Table
+from recpoint.embeddings.cache.install import CachedTable
+from recpoint.embeddings.tables.tables import Table
 from recpoint.errors import SettingsError
 from recpoint.format.dtypes import dtype_name, torch_dtype
 from recpoint.format.manifest import Manifest

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from recpoint.catalog.restore.restore import RestoreReport
 from recpoint.catalog.run.lineage import first_of_line
 from recpoint.catalog.run.run import Run
-from recpoint.embeddings.tables import Table
+from recpoint.embeddings.tables.tables import Table
 from recpoint.errors import FormatError, ObjectNotFound, RecpointError, SettingsError
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.history import MAX_COUNT, ChosenPrecision, History, RuleBits

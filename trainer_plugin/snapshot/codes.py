@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.staging.job import kernel_method
-from recpoint.embeddings.cache_view import CacheView, RowsAtHome
-from recpoint.embeddings.home import Checked
-from recpoint.embeddings.tables import Table
+from recpoint.embeddings.cache.view import CacheView, RowsAtHome
+from recpoint.embeddings.home.contract import Checked
+from recpoint.embeddings.tables.tables import Table
 from recpoint.format.dtypes import Dtype, item_bytes
 from recpoint.format.manifest import CODE_BITS, CheckedStripes, ChosenMethod, Quantizer
 from recpoint.format.records import CheckpointRef

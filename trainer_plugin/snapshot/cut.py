@@ -16,12 +16,12 @@ from torch import Tensor
 from recpoint.catalog.staging.sample import Sampler
 from recpoint.catalog.staging.slot import Slot
 from recpoint.catalog.store.contract import now_ms
-from recpoint.embeddings.cache import Cache, CacheStats
-from recpoint.embeddings.cached_tables import CachedTable
-from recpoint.embeddings.marks import Dirty, Tracker
-from recpoint.embeddings.optimizers import OptimizerWatch
-from recpoint.embeddings.remote.served_home import ServedHome
-from recpoint.embeddings.remote.served_part import ServedPart
+from recpoint.embeddings.cache.cache import Cache, CacheStats
+from recpoint.embeddings.cache.install import CachedTable
+from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.served_part import ServedPart
+from recpoint.embeddings.tables.marks import Dirty, Tracker
+from recpoint.embeddings.tables.optimizers import OptimizerWatch
 from recpoint.format import state_tree
 from recpoint.format.dtypes import item_bytes
 from recpoint.format.history import ChosenPrecision

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from recpoint.embeddings.tables import TABLE_DTYPES, Table
+from recpoint.embeddings.tables.tables import TABLE_DTYPES, Table
 from recpoint.format.dtypes import dtype_name
 from recpoint.format.manifest import RowStateSpec, TableSpec
 from recpoint.trainer_plugin.policy import Tip

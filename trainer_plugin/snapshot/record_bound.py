@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple
 
 from recpoint.catalog.persist.ranks import MAX_PARTS_BYTES
 from recpoint.catalog.persist.record_sizes import PartSizes, part_sizes
-from recpoint.embeddings.remote.served_part import refuse_long_description
+from recpoint.embeddings.server.served_part import refuse_long_description
 from recpoint.errors import HomeError, RecordTooLarge, SettingsError
 from recpoint.format import records
 from recpoint.format.history import ChosenPrecision

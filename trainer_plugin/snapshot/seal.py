@@ -15,7 +15,7 @@ from recpoint.catalog.staging.area import slot_name
 from recpoint.catalog.staging.sample import Sample, place_sample
 from recpoint.catalog.staging.slot import Placed, Slot, digest_segments
 from recpoint.catalog.store.contract import now_ms
-from recpoint.embeddings.remote.served_part import ServedPart
+from recpoint.embeddings.server.served_part import ServedPart
 from recpoint.format.history import History
 from recpoint.format.job import Job, StagedTable
 from recpoint.format.manifest import CacheUse, CopiedAhead

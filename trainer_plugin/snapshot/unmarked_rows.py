@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.staging.sample import spread_rows
-from recpoint.embeddings.marks import Tracker
+from recpoint.embeddings.tables.marks import Tracker
 from recpoint.kernels import row_digest
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.staging.slot import Placed, Slot
-from recpoint.embeddings.marks import Dirty, Tracker
+from recpoint.embeddings.tables.marks import Dirty, Tracker
 from recpoint.kernels import dirty_bitmap, row_gather
 from recpoint.kernels.copy_ahead import Copier, TableAhead
 from recpoint.lookahead.plan import TablePlan, plan_table

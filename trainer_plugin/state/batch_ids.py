@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recpoint.embeddings.tables import plain_tables
+from recpoint.embeddings.tables.tables import plain_tables
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.integrations import find_sources
 

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from recpoint.catalog.restore.dense import dense_shards, is_shard, parse_shard
-from recpoint.embeddings.tables import Lookup, Table, TableSource, modules_of, refuse_other_tables
+from recpoint.embeddings.tables.tables import (
+    Lookup,
+    Table,
+    TableSource,
+    modules_of,
+    refuse_other_tables,
+)
 from recpoint.trainer_plugin import mismatches
 from recpoint.trainer_plugin.mismatches import Mismatch
 from recpoint.trainer_plugin.tables import (

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpoint.catalog.restore.in_place import fits, write
-from recpoint.embeddings.optimizers import row_states
-from recpoint.embeddings.tables import Table
+from recpoint.embeddings.tables.optimizers import row_states
+from recpoint.embeddings.tables.tables import Table
 from recpoint.trainer_plugin import mismatches
 from recpoint.trainer_plugin.mismatches import Mismatch
 from recpoint.trainer_plugin.tables import (

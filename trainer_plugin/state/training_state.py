@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recpoint.embeddings.tables import TableSource
+from recpoint.embeddings.tables.tables import TableSource
 from recpoint.errors import SettingsError
 from recpoint.format.state_values import MAX_TREE_DEPTH
 from recpoint.interrupts import came_from_handler, let_into

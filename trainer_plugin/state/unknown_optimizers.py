@@ -31,7 +31,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from recpoint.embeddings.tables import Table
+from recpoint.embeddings.tables.tables import Table
 from recpoint.errors import SettingsError
 from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.state.grad_scalers import warn_of_scaler

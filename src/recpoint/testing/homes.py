@@ -1,4 +1,4 @@
-"""Tests that an implementation of `recpoint.embeddings.home.Home` keeps the contract.
+"""Tests that an implementation of `recpoint.embeddings.home.contract.Home` keeps the contract.
 
     class TestMyHome(HomeSuite):
         @pytest.fixture
@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.home import FrozenRows, Home, TableRows
+from recpoint.embeddings.home.contract import FrozenRows, Home, TableRows
 from recpoint.errors import HomeError
 
 __all__ = ["HomeSuite", "fetched", "ids_of", "records_of"]

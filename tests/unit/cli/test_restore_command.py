@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from recpoint.embeddings.tables import plain_tables
+from recpoint.embeddings.tables.tables import plain_tables
 from recpoint.trainer_plugin.state.model import ModelState
 from recpoint.units import bytes_text
 from tests.catalog_builder import Table, build, new_run, publish

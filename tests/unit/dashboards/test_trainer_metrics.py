@@ -23,10 +23,10 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.dashboards import terminal
 from recpoint.dashboards.metrics.table import AGENT_METRICS, METRICS, TRAINER_METRICS
-from recpoint.embeddings.home import Home
+from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.parity.stripes import Parity
-from recpoint.embeddings.remote.processes import servers
-from recpoint.embeddings.remote.protected_home import ProtectedHome
+from recpoint.embeddings.server.processes import servers
+from recpoint.embeddings.server.protected_home import ProtectedHome
 from recpoint.errors import RecpointError, SettingsError, StaleWriter, StoreFull, StoreUnavailable
 from recpoint.installation import install_command
 from tests.cached_training import Batches, cached_model, lookahead

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, SparseAdam
 
 from recpoint import Checkpointer, Consecutive, Intermittent, Lookahead, OneShot
-from recpoint.embeddings.cached_tables import cache_of
-from recpoint.embeddings.home import Home
-from recpoint.embeddings.home_in_memory import MemoryHome
+from recpoint.embeddings.cache.install import cache_of
+from recpoint.embeddings.home.contract import Home
+from recpoint.embeddings.home.memory import MemoryHome
 from recpoint.errors import HomeError, IncompatibleModel, SettingsError
 from tests.cached_training import (
     ITEMS,
@@ -282,8 +282,8 @@ def test_an_optimizer_that_changes_other_rows_is_refused_at_once(place: Place) -
 
 
 def test_an_optimizer_built_before_the_cache_is_refused(place: Place) -> None:
-    from recpoint.embeddings.cached_tables import cached
-    from recpoint.embeddings.homes import local
+    from recpoint.embeddings.cache.install import cached
+    from recpoint.embeddings.home.homes import local
 
     model = plain_model()
     optimizer = SGD(model.parameters(), lr=0.1)

@@ -11,7 +11,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.cli.application import app
 from recpoint.embeddings.parity.stripes import Parity
-from recpoint.embeddings.remote.protected_home import ProtectedHome
+from recpoint.embeddings.server.protected_home import ProtectedHome
 from recpoint.format.manifest import CheckedStripes
 from tests.protected_servers import flip_bit, protected
 from tests.training_builder import Place

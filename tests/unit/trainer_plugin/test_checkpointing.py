@@ -22,7 +22,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AgentLock
 from recpoint.catalog.store.store import open_store
-from recpoint.embeddings.optimizers import FullyDirtyTables
+from recpoint.embeddings.tables.optimizers import FullyDirtyTables
 from recpoint.errors import SettingsError, StagingError
 from recpoint.format.job import Outcome
 from recpoint.format.naming import END_KEY, GENERATION_KEY

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from recpoint.embeddings import lookups
-from recpoint.embeddings.marks import Tracker
+from recpoint.embeddings.tables import lookups
+from recpoint.embeddings.tables.marks import Tracker
 from recpoint.errors import SettingsError
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.tables import find_tables

@@ -10,9 +10,9 @@ import torch
 from torch.optim import Adagrad
 
 from recpoint import Checkpointer, Lookahead
-from recpoint.embeddings.home import TableRows
-from recpoint.embeddings.remote.served_home import ServedHome
-from recpoint.embeddings.remote.server import EmbeddingServer
+from recpoint.embeddings.home.contract import TableRows
+from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.errors import ServerLost
 from tests.cached_training import (
     Batches,

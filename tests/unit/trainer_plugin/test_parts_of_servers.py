@@ -21,17 +21,17 @@ from recpoint.catalog.check.validate import validate
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.store.store import open_store
-from recpoint.embeddings.cached_tables import cached, read_rows
-from recpoint.embeddings.home import Home
-from recpoint.embeddings.home_in_memory import MemoryHome
-from recpoint.embeddings.initial import Uniform, fill
+from recpoint.embeddings.cache.install import cached, read_rows
+from recpoint.embeddings.home.contract import Home
+from recpoint.embeddings.home.initial import Uniform, fill
+from recpoint.embeddings.home.memory import MemoryHome
 from recpoint.embeddings.parity.stripes import Parity
-from recpoint.embeddings.remote import served_part
-from recpoint.embeddings.remote.processes import servers
-from recpoint.embeddings.remote.protected_home import ProtectedHome
-from recpoint.embeddings.remote.served_home import ServedHome
-from recpoint.embeddings.remote.server import EmbeddingServer
-from recpoint.embeddings.remote.tcp import TcpServer, TcpTransport
+from recpoint.embeddings.server import served_part
+from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.processes import servers
+from recpoint.embeddings.server.protected_home import ProtectedHome
+from recpoint.embeddings.server.server import EmbeddingServer
+from recpoint.embeddings.server.tcp import TcpServer, TcpTransport
 from recpoint.errors import SettingsError
 from recpoint.format.manifest import Manifest
 from recpoint.trainer_plugin.snapshot import record_bound

@@ -9,8 +9,8 @@ import os
 import signal
 import threading
 
-from recpoint.embeddings.remote.processes import servers
-from recpoint.embeddings.remote.served_home import ServedHome
+from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.processes import servers
 from tests.training_builder import Place, until
 from tests.unit.trainer_plugin.test_cached_checkpoints import SMALL, Both
 

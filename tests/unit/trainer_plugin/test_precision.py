@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from recpoint.embeddings.tables import ModuleTable, Table
+from recpoint.embeddings.tables.tables import ModuleTable, Table
 from recpoint.errors import SettingsError
 from recpoint.format.history import ChosenPrecision
 from recpoint.format.manifest import Columns

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR
 
 from recpoint import Checkpointer, Consecutive, Options
-from recpoint.embeddings.optimizers import FullyDirtyTables
+from recpoint.embeddings.tables.optimizers import FullyDirtyTables
 from tests.training_builder import (
     Batches,
     Place,

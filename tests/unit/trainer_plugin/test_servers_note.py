@@ -16,10 +16,10 @@ from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging.servers import read_servers, servers_path
 from recpoint.catalog.store.store import open_store
-from recpoint.embeddings.home import Home
-from recpoint.embeddings.homes import local
-from recpoint.embeddings.remote.served_home import ServedHome
-from recpoint.embeddings.remote.server import EmbeddingServer
+from recpoint.embeddings.home.contract import Home
+from recpoint.embeddings.home.homes import local
+from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.format.servers import AllServers, ServersRecord
 from recpoint.trainer_plugin import servers_note
 from recpoint.trainer_plugin.servers_note import ServersNote

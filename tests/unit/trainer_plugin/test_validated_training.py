@@ -40,7 +40,7 @@ def sgd(training: Training) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(training.model.parameters(), lr=0.1, momentum=0.9)]
 
 
-@pytest.mark.filterwarnings("ignore::recpoint.embeddings.optimizers.FullyDirtyTables")
+@pytest.mark.filterwarnings("ignore::recpoint.embeddings.tables.optimizers.FullyDirtyTables")
 @pytest.mark.parametrize(
     ("optimizers", "settings"),
     [

@@ -1,0 +1,230 @@
+"""One table of a cache: its slots, and which of its rows have to stay in them.
+
+A lookup with gradients on gives autograd the slots of its rows. The rows keep these slots until a
+step has applied the gradient, or until no backward pass can come any more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from recpoint.embeddings.cache.gradients import SlotGradients
+from recpoint.embeddings.cache.slots import TableSlots
+from recpoint.embeddings.tables.optimizers import Watched
+from recpoint.embeddings.tables.tables import Marker
+from recpoint.errors import SettingsError
+from recpoint.lookahead.oracle import Oracle
+from recpoint.lookahead.shared_oracle import SharedOracle
+
+__all__ = ["NO_IDS", "CachedRows", "FirstValues"]
+
+#: Returns the first values of rows, [n, dim], from their ids, int64 [n].
+FirstValues = Callable[[Tensor], Tensor]
+
+NO_IDS: Final = torch.empty(0, dtype=torch.int64, device="cpu")
+
+#: Lookups that are remembered until a step, for each slot, before equal ones are dropped.
+_MOST_LOOKUPS: Final = 4
+
+
+class CachedRows:
+    """One table of a cache: its slots, the oracle that assigns them, and its rows at home.
+
+    Attributes:
+        slots: the slots.
+        part: the rows that checkpoints of this trainer hold.
+        oracle: assigns slots to rows.
+        gradients: adds up the gradients of the slots.
+        marker: is told the rows that a step changes; None: nobody is, and `is_unmarked` says
+            whether any row has changed.
+        is_unmarked: a row has changed while there was no marker.
+    """
+
+    def __init__(self, slots: TableSlots, initial: FirstValues, storage: Tensor | None) -> None:
+        self.slots = slots
+        self.part = range(slots.rows)
+        self.initial = initial
+        #: The values of a table that had storage, until they are copied to the home.
+        self.storage = storage
+        self.is_copying = False
+        self.oracle: Oracle | SharedOracle  # given by the cache
+        self.marker: Marker | None = None
+        self.is_unmarked = False
+        #: Lookups with gradients on whose gradient no step has applied yet.
+        self.looked_up: list[_Lookup] = []
+        self.looked_up_rows = 0
+        self._newest: _Graph | None = None  # of the lookup that is being made
+        self.is_at_home = False  # the home has the table
+        self.watched: tuple[int, Watched] | None = None
+        #: The parameter that the module had before, which no optimizer may train any more.
+        self.replaced: weakref.ref[Tensor] | None = None
+        own = weakref.ref(self)
+
+        def slots_of(ids: Tensor) -> Tensor:
+            rows = own()
+            assert rows is not None
+            return rows.oracle.slots_of(ids)
+
+        self.gradients = SlotGradients(slots, slots_of)
+
+    def drop_storage(self) -> None:
+        """Let the table's storage go: the home has all its rows."""
+        self.storage = None
+        self.initial = _never
+
+    @property
+    def since(self) -> int | None:
+        """Number of the batch of the first lookup that a step may change rows of; None: none."""
+        return min((lookup.batch for lookup in self.looked_up), default=None)
+
+    def note_lookup(self, ids: Tensor, slots: Tensor, batch: int) -> None:
+        """Remember slots whose rows a step may change; `made_lookup` must follow."""
+        self._newest = _Graph(self, _Lookup(ids, slots, batch))
+        self._newest.lookup.graph = weakref.ref(self._newest)
+        self._remember(self._newest.lookup)
+        if self.looked_up_rows > _MOST_LOOKUPS * max(self.slots.capacity, slots.numel()):
+            self.forget_lookups()
+            self._merge()
+
+    def _remember(self, lookup: _Lookup) -> None:
+        lookup.is_remembered = True
+        self.looked_up.append(lookup)
+        self.looked_up_rows += lookup.slots.numel()
+
+    def made_lookup(self, output: object) -> None:
+        """Follow the graph of the lookup's output; it decides how long rows stay in their slots."""
+        graph, self._newest = self._newest, None
+        if graph is not None and isinstance(output, Tensor) and output.grad_fn is not None:
+            output.grad_fn.register_prehook(graph)
+
+    def forget_lookups(self, *, applied: bool = False) -> None:
+        """Forget lookups whose gradient was applied or dropped, or can never be computed.
+
+        Args:
+            applied: a step has applied the gradients there are.
+        """
+        is_gone = applied or self.slots.weight.grad is None
+        kept = []
+        for lookup in self.looked_up:
+            lookup.is_remembered = not is_gone if lookup.has_run else lookup.may_run
+            if lookup.is_remembered:
+                kept.append(lookup)
+        self.looked_up = kept
+        self.looked_up_rows = sum(lookup.slots.numel() for lookup in kept)
+
+    def _merge(self) -> None:
+        """Merge lookups whose gradients are waiting for a step."""
+        waiting = [lookup for lookup in self.looked_up if lookup.has_run]
+        if not waiting:
+            return
+        slots = torch.unique(torch.cat([lookup.slots for lookup in waiting]))
+        # In another order than the slots: only lookups whose graphs may run again need it.
+        ids = torch.unique(torch.cat([lookup.ids.long() for lookup in waiting]))
+        merged = _Lookup(ids, slots, min(lookup.batch for lookup in waiting))
+        merged.has_run = True
+        self.looked_up = [lookup for lookup in self.looked_up if not lookup.has_run]
+        self.looked_up_rows = sum(lookup.slots.numel() for lookup in self.looked_up)
+        for lookup in waiting:
+            lookup.is_remembered = False
+        self._remember(merged)
+
+    def hold_lookups(self, batch: int) -> None:
+        """Hold the rows of lookups until `batch`, so that all batches before can be released."""
+        self.forget_lookups()
+        for lookup in self.looked_up:
+            self.oracle.slots_of(lookup.ids, hold=batch)
+            lookup.batch = batch
+
+    def has_run(self, lookup: _Lookup) -> None:
+        """Take note of a backward pass through a lookup, its first or another one.
+
+        Raises:
+            SettingsError: rows of the lookup have left their slots, because a step has applied
+                the gradient of an earlier pass.
+        """
+        lookup.has_run = True
+        if lookup.is_remembered:
+            return
+        until = self.oracle.released + 1
+        if not torch.equal(self.oracle.slots_of(lookup.ids, hold=until), lookup.slots):
+            raise SettingsError(
+                f"cached table {self.slots.name!r}",
+                found="another backward pass of a lookup after a step and a later batch",
+                expected="all backward passes of a lookup before the batch after its step",
+                next_step="look the rows up again",
+            )
+        lookup.batch = until
+        self._remember(lookup)
+
+    def to_change(self) -> Tensor:
+        """Return the slots whose rows the next step may change: int64 [n], some several times."""
+        gradient = self.slots.weight.grad
+        if gradient is not None and gradient.is_sparse:
+            found = gradient._indices()[0].cpu()
+        else:
+            found = torch.cat([NO_IDS, *(lookup.slots for lookup in self.looked_up)])
+        return found if self.slots.padding_row is None else found[found != self.slots.padding]
+
+    def stepped(self) -> None:
+        """Take note that a step has applied the gradients."""
+        self.gradients.end_step()
+        self.forget_lookups(applied=True)
+
+    def forget_all(self) -> None:
+        """Forget all lookups and gradients."""
+        self.looked_up.clear()
+        self.looked_up_rows = 0
+        self.gradients.forget()
+
+
+class _Lookup:
+    """Rows that one lookup has read with gradients on.
+
+    Attributes:
+        ids: int32 or int64 [n]: the rows.
+        slots: int64 [n]: their slots.
+        batch: the batch that training was at.
+        has_run: a backward pass has been through it.
+        is_remembered: a step may change the rows.
+        graph: lives as long as the lookup is in a graph of autograd.
+    """
+
+    __slots__ = ("batch", "graph", "has_run", "ids", "is_remembered", "slots")
+
+    def __init__(self, ids: Tensor, slots: Tensor, batch: int) -> None:
+        self.ids = ids
+        self.slots = slots
+        self.batch = batch
+        self.has_run = self.is_remembered = False
+        self.graph: Callable[[], object] = _nothing
+
+    @property
+    def may_run(self) -> bool:
+        """Whether a backward pass may go through it."""
+        return self.graph() is not None
+
+
+def _never(ids: Tensor) -> Tensor:
+    raise AssertionError(f"{len(ids)} rows of a table whose rows are all at home")
+
+
+def _nothing() -> None:
+    return None
+
+
+class _Graph:
+    """Is held by autograd's graph of one lookup, and told of backward passes."""
+
+    def __init__(self, rows: CachedRows, lookup: _Lookup) -> None:
+        self._rows = weakref.ref(rows)
+        self.lookup = lookup
+
+    def __call__(self, _gradients: object) -> None:
+        rows = self._rows()
+        if rows is not None:
+            rows.has_run(self.lookup)

@@ -1,0 +1,53 @@
+"""Lets ranks share only tables that are alike on all of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from recpoint.embeddings.cache.channel import Channel
+from recpoint.embeddings.cache.residents import CachedRows
+from recpoint.errors import SettingsError
+
+__all__ = ["capacities_of_ranks", "refuse_differing"]
+
+
+def capacities_of_ranks(channel: Channel, tables: Mapping[str, CachedRows]) -> dict[str, list[int]]:
+    """Return the number of slots of each table on each rank. Collective."""
+    own = torch.tensor(
+        [one.slots.capacity for one in tables.values()], dtype=torch.int64, device="cpu"
+    )
+    told = channel.gather(own.view(torch.uint8))
+    by_rank = [one.clone().view(torch.int64).tolist() for one in told]
+    return {name: [one[at] for one in by_rank] for at, name in enumerate(tables)}
+
+
+def refuse_differing(channel: Channel, tables: Mapping[str, CachedRows]) -> None:
+    """Refuse tables that are not alike on all ranks. Collective.
+
+    Raises:
+        SettingsError: says which ranks differ.
+    """
+    own = []
+    for name, one in tables.items():
+        slots, storage = one.slots, one.storage
+        values = 0 if storage is None else _checksum(storage)
+        own.append(f"{name}: {slots.rows} x {slots.dim} {slots.weight.dtype}, values {values:08x}")
+    said = "\n".join(own).encode()
+    every = channel.gather(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+    differing = [rank for rank, one in enumerate(every) if not torch.equal(one, every[0])]
+    if differing:
+        raise SettingsError(
+            "cached(model)",
+            found=f"other tables, or other values in them, on ranks {differing} than on rank 0",
+            expected="the same model on all ranks",
+            next_step="seed the generators of all ranks alike before the model is built, or load "
+            "the same values",
+        )
+
+
+def _checksum(storage: Tensor) -> int:
+    return zlib.crc32(storage.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

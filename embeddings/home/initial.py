@@ -1,0 +1,130 @@
+"""First values of rows, computed from table, row and column, so that no table has to be filled.
+
+Rows get their values when they are first looked up, in any order and in any process.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from recpoint.embeddings.tables.tables import plain_tables
+from recpoint.errors import SettingsError
+
+__all__ = ["Initial", "Uniform", "fill"]
+
+_PIECE_ROWS: Final = 65_536
+
+_Words = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+class Initial(Protocol):
+    """Computes first values. Equal arguments always give equal values."""
+
+    def __call__(self, table: str, ids: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        """Return the first values of rows.
+
+        Args:
+            table: name of the table.
+            ids: int64 [n], on the CPU.
+            dim: values in a row.
+            dtype: dtype of the table.
+
+        Returns:
+            [n, dim], of that dtype, on the CPU.
+        """
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Values from a uniform distribution, by a hash of seed, table, row and column.
+
+    The hash is SplitMix64 (Steele et al., OOPSLA 2014); its upper 24 bits give the value.
+
+    Args:
+        seed: a whole number, 0 to 2**32 - 1.
+        low: the least value.
+        high: values reach it only where the table's dtype rounds up to it.
+
+    Raises:
+        SettingsError: the seed is out of range, or low is not below high.
+    """
+
+    seed: int = 0
+    low: float = -0.01
+    high: float = 0.01
+
+    def __post_init__(self) -> None:
+        if type(self.seed) is not int or not 0 <= self.seed < 2**32:
+            raise SettingsError(
+                "Uniform(seed=...)",
+                found=f"{self.seed!r:.200}",
+                expected="a whole number from 0 to 2**32 - 1",
+                next_step="give another seed",
+            )
+        if not self.low < self.high:
+            raise SettingsError(
+                "Uniform(low=..., high=...)",
+                found=f"{self.low!r} and {self.high!r}",
+                expected="low below high",
+                next_step="exchange them",
+            )
+
+    def __call__(self, table: str, ids: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        """See `Initial`."""
+        key = zlib.crc32(table.encode()) << 32 | self.seed
+        words: _Words = ids.numpy().astype(np.uint64)[:, None] * np.uint64(dim)
+        columns: _Words = np.arange(1, dim + 1, dtype=np.uint64)
+        words = np.add(np.add(words, columns), _mixed(np.array([key], np.uint64)))
+        unit = (_mixed(words) >> np.uint64(40)).astype(np.float64) * 2.0**-24
+        return torch.from_numpy(self.low + unit * (self.high - self.low)).to(dtype)
+
+
+def _mixed(words: _Words) -> _Words:
+    words = words * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
+    return words ^ (words >> np.uint64(31))
+
+
+def fill(model: nn.Module, initial: Initial, tables: Iterable[str] | None = None) -> nn.Module:
+    """Fill the tables of a model as a cache with the same `initial` has them at the beginning.
+
+    Args:
+        model: a model with plain embedding modules; changed in place.
+        initial: computes the values.
+        tables: names of tables; None: all.
+
+    Returns:
+        The same model.
+
+    Raises:
+        SettingsError: a table does not exist.
+    """
+    found = {table.name: table for table in plain_tables(model).tables}
+    for name in found if tables is None else tables:
+        table = found.get(name)
+        if table is None:
+            raise SettingsError(
+                f"fill(tables=...): {name!r}",
+                found="no such table",
+                expected=f"one of {sorted(found)!r:.400}",
+                next_step="use the name of the embedding module, as in model.named_modules()",
+            )
+        weight = table.weight
+        padding = getattr(getattr(table, "module", None), "padding_idx", None)
+        with torch.no_grad():
+            for first in range(0, table.rows, _PIECE_ROWS):
+                ids = torch.arange(
+                    first, min(first + _PIECE_ROWS, table.rows), dtype=torch.int64, device="cpu"
+                )
+                weight[first : first + len(ids)].copy_(initial(name, ids, table.dim, weight.dtype))
+            if padding is not None:
+                weight[padding].zero_()
+    return model

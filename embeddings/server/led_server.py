@@ -1,0 +1,237 @@
+"""Passes what `Leader` wants of a server on to it, as commands of `EmbeddingServer`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from recpoint.embeddings.home.forms import TableForm
+from recpoint.embeddings.parity.differences import Unsettled
+from recpoint.embeddings.parity.leader import LedServer
+from recpoint.embeddings.parity.own_tables import Known
+from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.server.home import Link, ServedTable
+from recpoint.embeddings.server.transport import Greeting, Transport
+from recpoint.errors import ClusterLost, ServerLost
+
+__all__ = ["CommandedServer", "Servers", "add_table", "begin"]
+
+#: Numbers of messages in one command. As text, each takes at most 20 bytes.
+_MOST_NUMBERS: Final = 2_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Servers:
+    """What the leader's commands need to know of all servers.
+
+    Attributes:
+        links: to the servers, in their order. The leader renews them.
+        tables: all tables, by name. The home adds to it, and so does what learns of others.
+        table: returns where rows of a table are.
+        parity: the form of a stripe.
+        hosts: for each server the name of its host when the training began.
+        owner: number of the training.
+        trainer: number of the leader among the trainers.
+        greeting_seconds: how long a server may take to say that it lives.
+        revive: starts a server again; None: nothing does.
+    """
+
+    links: Sequence[Link]
+    tables: dict[str, ServedTable]
+    table: Callable[[TableForm], ServedTable]
+    parity: Parity
+    hosts: Sequence[str]
+    owner: int
+    trainer: int
+    greeting_seconds: float
+    revive: Callable[[int], Transport] | None
+
+
+class CommandedServer(LedServer):
+    """One server.
+
+    Args:
+        number: of the server.
+        servers: all of them.
+    """
+
+    def __init__(self, number: int, servers: Servers) -> None:
+        self._number = number
+        self._servers = servers
+        self._link = servers.links[number]
+        self._unreached: tuple[int, ...] = ()
+
+    @property
+    def incarnation(self) -> int:
+        """See `LedServer`."""
+        return self._link.incarnation
+
+    def lives(self) -> bool:
+        """See `LedServer`. A server that does not answer is greeted once more.
+
+        This process may have been stopped meanwhile, and has then waited for no answer.
+        """
+        greeting = self._greeting() or self._greeting()
+        self._unreached = () if greeting is None else greeting.unreached
+        return greeting is not None and greeting.incarnation == self._link.incarnation
+
+    def _greeting(self) -> Greeting | None:
+        try:
+            return self._link.transport.hello(within_seconds=self._servers.greeting_seconds)
+        except ClusterLost:
+            raise  # the server may live, and there can be no successor
+        except ServerLost:
+            return None
+
+    @property
+    def unreached(self) -> tuple[int, ...]:
+        """See `LedServer`."""
+        return self._unreached
+
+    def begin(self, number_of_beginning: int) -> None:
+        """See `LedServer`."""
+        link = self._link
+        link.incarnation = begin(
+            link.transport, link.transport.hello(), self._servers.owner, number_of_beginning
+        )
+        link.greeting = link.transport.hello()
+
+    def succeed(self, number_of_beginning: int) -> None:
+        """See `LedServer`."""
+        if self._servers.revive is None:
+            raise ServerLost(
+                f"embedding server {self._number + 1}",
+                found="no way to start it again",
+                expected="a home that can start its servers again",
+                next_step="restore the last checkpoint",
+            )
+        old, self._link.transport = self._link.transport, self._servers.revive(self._number)
+        old.close()
+        self.begin(number_of_beginning)
+
+    def protect(self) -> None:
+        """See `LedServer`."""
+        others = [one for one in range(len(self._servers.links)) if one != self._number]
+        self._command(
+            "protect",
+            number=self._number,
+            data=self._servers.parity.data,
+            parity=self._servers.parity.parity,
+            hosts=json.dumps(self._servers.hosts),
+            peers=json.dumps([self._place_of(other) for other in others]),
+        )
+
+    def _place_of(self, number: int) -> tuple[int, int, str, int]:
+        link = self._servers.links[number]
+        address = link.transport.listens_at
+        assert address is not None  # who makes the home sees to that
+        return number, link.incarnation, address[0], address[1]
+
+    def tables(self) -> dict[str, int]:
+        """See `LedServer`."""
+        found: dict[str, int] = {}
+        are_all = False
+        while not are_all:
+            said = self._command("tables", start=len(found))
+            are_all = bool(said["are_all"])
+            for table, rows, record_bytes, generation in json.loads(str(said["tables"])):
+                found[table] = generation
+                if table not in self._servers.tables:  # another trainer has added it
+                    form = TableForm(table, rows, record_bytes)
+                    self._servers.tables[table] = self._servers.table(form)
+        return found
+
+    def add_table(self, table: str, generation: int, *, is_lost: bool) -> None:
+        """See `LedServer`."""
+        here = self._servers.tables[table]
+        add_table(self._link, self._number, here, generation, is_lost=is_lost)
+
+    def join(self, other: int) -> None:
+        """See `LedServer`."""
+        _, incarnation, host, port = self._place_of(other)
+        self._command("join", server=other, incarnation=incarnation, host=host, port=port)
+
+    def open(self) -> None:
+        """See `LedServer`."""
+        self._command("open")
+
+    def known(self) -> Known:
+        """See `LedServer`."""
+        said = self._command("known")
+        return Known(int(str(said["known"])), int(str(said["all"])))
+
+    def clear(self, table: str, generation: int) -> None:
+        """See `LedServer`."""
+        part = self._servers.tables[table].parts[self._number]
+        with part.lock:
+            part.incarnation = self._link.incarnation
+            self._command(
+                "clear",
+                table=table,
+                trainer=self._servers.trainer,
+                batch=next(self._link.numbers),
+                generation=generation,
+            )
+
+    def give_up(self) -> None:
+        """See `LedServer`."""
+        self._command("give_up")
+
+    def lose(self, server: int, incarnation: int) -> Unsettled | None:
+        """See `Led`. The answer comes in parts of bounded size."""
+        found: Unsettled | None = None
+        while True:
+            start = 0 if found is None else len(found.writes)
+            said = self._command("lose", server=server, incarnation=incarnation, start=start)
+            if said["unsettled"] is None:
+                return None
+            part = Unsettled.from_json(str(said["unsettled"]))
+            found = part if found is None else replace(found, writes=[*found.writes, *part.writes])
+            if said["are_all"]:
+                return found
+
+    def take_back(self, server: int, incarnation: int, numbers: Sequence[int]) -> None:
+        """See `Led`. The numbers go in commands of bounded size."""
+        for first in range(0, max(1, len(numbers)), _MOST_NUMBERS):
+            stop = first + _MOST_NUMBERS
+            self._command(
+                "take_back",
+                server=server,
+                incarnation=incarnation,
+                numbers=json.dumps([*numbers[first:stop]]),
+                are_all=int(stop >= len(numbers)),
+            )
+
+    def _command(self, name: str, **arguments: int | str) -> dict[str, object]:
+        link = self._link
+        return dict(link.transport.command(name, arguments, incarnation=link.incarnation))
+
+
+def begin(transport: Transport, greeting: Greeting, owner: int, number_of_beginning: int) -> int:
+    """Have a server begin for a training with parity; returns its incarnation."""
+    begun = transport.command(
+        "begin",
+        {"owner": owner, "round": number_of_beginning, "is_protected": 1},
+        incarnation=greeting.incarnation,
+    )
+    return int(begun["incarnation"] or 0)
+
+
+def add_table(
+    link: Link, number: int, table: ServedTable, generation: int, *, is_lost: bool = False
+) -> None:
+    """Have a server make room for its part of a table; see `StripeMember.add_table`."""
+    link.transport.command(
+        "add_table",
+        {
+            "table": table.form.table,
+            "rows": table.placement.slots(number),
+            "record_bytes": table.form.record_bytes,
+            "all_rows": table.form.rows,
+            "generation": generation,
+            "is_lost": int(is_lost),
+        },
+        incarnation=link.incarnation,
+    )

@@ -1,0 +1,661 @@
+"""Marks the rows of a table that have changed since the last checkpoint, one bit for each row.
+
+A row is marked at the cheapest point that misses no change:
+
+- A sparse gradient names the rows that a step of SGD, Adagrad or SparseAdam changes. Such tables
+  are marked after each step of their optimizer, from the gradient that the step applied. Lookups
+  then cost nothing, and rows that other processes looked up (DDP sums the gradients) are marked
+  too.
+- The rows of all other tables are marked at each lookup if gradients are on. Lookups of a module
+  with max_norm are always marked, because they rewrite the rows they read. A dense gradient may
+  have further rows that are not zero: from a norm of the weight, from a product with it, or from
+  other processes. These rows are marked after the step. This takes passes over the gradient, as
+  computing and applying the gradient did.
+
+Every row that may have changed is marked. torch counts each in-place change in the weight's
+version; if neither steps nor lookups explain the count, the whole table becomes dirty. torch does
+not count writes into `weight.data` or through numpy: the user must mark those rows, and
+`trainer_plugin.snapshot.unmarked_rows` looks for changed rows that nobody marked.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from recpoint.embeddings.tables.lookups import (
+    AfterLookupHook,
+    LookupHook,
+    RewritingLookup,
+    changes_of,
+    outside_graphs,
+    refuse_capture,
+)
+from recpoint.embeddings.tables.tables import Marker, Table
+from recpoint.interrupts import came_from_handler
+from recpoint.kernels import dirty_bitmap
+
+__all__ = ["Dirty", "Tracker", "mark_features"]
+
+_log = logging.getLogger("recpoint")
+
+_UNCOUNTED = "under torch.inference_mode(), where torch counts no in-place changes"
+
+_gradients_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dirty:
+    """The rows of one table that one snapshot must hold.
+
+    Attributes:
+        bitmap: one bit for each row, as `kernels.dirty_bitmap` lays them out; set: dirty.
+        all_rows: every row is dirty, whatever the bitmap says.
+        rows: number of rows of the table when this was taken.
+    """
+
+    bitmap: Tensor
+    all_rows: bool
+    rows: int
+
+
+class Tracker:
+    """Tracks the dirty rows of one table.
+
+    Two bitmaps take turns: `take` hands over the marked bitmap and continues on the other, in
+    constant time. The bitmap comes back by `merge_back` (its checkpoint will never exist) or by
+    `release` (its rows are stored). If rows are copied before the cut, `set_aside` and `end_window`
+    do the same in two steps. All methods are called from the training thread.
+
+    Attributes:
+        all_rows: every row is dirty.
+        by_gradient: rows are marked after steps, from the gradient; otherwise at lookups.
+        unapplied: rows were marked at a lookup and no optimizer step has followed yet.
+        surprise: why `all_rows` was set although nothing announced the change, for the log.
+        bitmap: the bitmap that takes marks now.
+        aside: marks from before an open window; None: no window is open.
+        version: version of the weight up to which its changes are explained.
+        changes: changes of the weight in steps since the row states were last looked at.
+        rewrites: lookups since `version` that were marked and changed the weight once each.
+        quick: what `optimizers.after_steps` needs for a table on the CPU that is marked by
+            gradient: the weight, the address of the bitmap and the number of rows. None for other
+            tables.
+    """
+
+    # Slots keep the object compact: between two steps its memory has left the CPU's caches.
+    __slots__ = (
+        "_after_compiled_lookup",
+        "_after_hook",
+        "aside",
+        "_before_compiled_lookup",
+        "_hook",
+        "_installed",
+        "_known",
+        "_lookup",
+        "_mark",
+        "_spare",
+        "_states",
+        "_storage",
+        "_whole",
+        "all_rows",
+        "bitmap",
+        "by_gradient",
+        "changes",
+        "quick",
+        "rewrites",
+        "rows",
+        "surprise",
+        "table",
+        "unapplied",
+        "version",
+        "weight",
+    )
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.rows = table.rows
+        self.weight = table.weight
+        self.all_rows = False
+        self.by_gradient = False
+        self.unapplied = False
+        self.surprise: str | None = None
+        self.version = self.rewrites = 0
+        self._know_weight()
+        self.quick: tuple[Tensor, int, int] | None = None
+        self.aside: Dirty | None = None
+        self._spare: list[Tensor] = [dirty_bitmap.new(self.rows, device=table.weight.device)]
+        self._use(dirty_bitmap.new(self.rows, device=table.weight.device))
+        self._hook: RemovableHandle | None = None
+        self._after_hook: RemovableHandle | None = None
+        self._lookup: RewritingLookup | None = None
+        self._installed = False
+        self.changes = 0
+        self._states: list[tuple[weakref.ref[Tensor], int]] = []
+        # Set by `choose`. _known: recpoint knows what a step of its optimizer changes. _whole: each
+        # step changes all rows.
+        self._known = self._whole = False
+
+    def _use(self, bitmap: Tensor) -> None:
+        mark, quick = dirty_bitmap.marker(bitmap, rows=self.rows), self._quick(bitmap)
+        # Assigned together, after both calls succeeded: an address must never outlive its bitmap.
+        self.quick, self._mark, self.bitmap = quick, mark, bitmap
+
+    def _quick(self, bitmap: Tensor) -> tuple[Tensor, int, int] | None:
+        """Build the `quick` attribute for this bitmap."""
+        if self.by_gradient and bitmap.is_cpu:
+            return self.weight, bitmap.data_ptr(), self.rows
+        return None
+
+    @property
+    def bitmap_bytes(self) -> int:
+        """Size of one bitmap, in bytes."""
+        return self.bitmap.nbytes
+
+    def install(self) -> None:
+        """Hook into the module if rows are marked at lookups; `remove` undoes it."""
+        self._installed = True
+        if not self.by_gradient and self._hook is None:
+            self._before_compiled_lookup = outside_graphs(
+                self.before_lookup, self.table.key, rewritten=self.table.changed_by_lookup
+            )
+            self._hook = self.table.before_lookup(LookupHook(self))
+        self._follow_rewrites()
+
+    def _follow_rewrites(self) -> None:
+        """Hook in after each lookup if lookups rewrite rows; take that hook out if they do not."""
+        wanted = self._hook is not None and self.table.changed_by_lookup
+        if wanted and self._after_hook is None:
+            self._after_compiled_lookup = outside_graphs(
+                self.after_lookup, self.table.key, rewritten=True
+            )
+            self._after_hook = self.table.after_lookup(AfterLookupHook(self))
+        elif not wanted and self._after_hook is not None:
+            self._after_hook.remove()
+            self._after_hook = self._lookup = None
+            del self._after_compiled_lookup  # as in remove()
+
+    def remove(self) -> None:
+        """Take the hooks out of the module."""
+        self._installed = False
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            del self._before_compiled_lookup  # it refers to this tracker and so keeps the bitmaps
+        self._follow_rewrites()
+
+    def choose(self, *, by_gradient: bool, whole: bool = False) -> None:
+        """Choose between marking after steps and marking at lookups.
+
+        Args:
+            by_gradient: the table's optimizer is watched, and if the gradient is sparse, a step
+                changes only the rows of the gradient.
+            whole: each step of the optimizer makes the whole table dirty.
+        """
+        self._whole = whole
+        self._known = by_gradient and self.table.counts_changes
+        wanted = (
+            by_gradient
+            and self.table.sparse
+            and not self.table.changed_by_lookup
+            and not self.weight.is_inference()  # its version is not counted
+        )
+        if wanted == self.by_gradient:
+            self._follow_rewrites()
+            return
+        self.by_gradient = wanted
+        self.quick = self._quick(self.bitmap)
+        if self._installed:
+            self.remove()
+            self.install()
+            # Neither way of marking knows rows that were looked up before this and change after it.
+            self.all_rows = True
+            self.unapplied = not wanted
+
+    def before_lookup(
+        self,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outside_graph: bool = False,
+    ) -> None:
+        """Mark the ids of a lookup if the lookup or training can change their rows.
+
+        Runs at each lookup.
+
+        Args:
+            module: the table's module.
+            args, kwargs: what its `forward` was called with.
+            outside_graph: torch ended the graph before this call. `torch.compiler.is_compiling`
+                may still return True.
+        """
+        trains = module.training and _gradients_enabled() and self.weight.requires_grad
+        # A lookup of a module with max_norm rewrites the rows it reads, also in evaluation and
+        # without gradients.
+        rewritten = module.max_norm is not None
+        if not (trains or rewritten):
+            return
+        if not outside_graph and _is_compiling():
+            # Marking here would split the graph, which fullgraph=True refuses. Two kinds of
+            # optimizer do not need it. A known optimizer changes only rows of the gradient, which
+            # are marked after its step. An optimizer that changes all rows has all of them marked
+            # after its step.
+            if rewritten or not (self._known or self._whole):
+                self._before_compiled_lookup(module, args, kwargs, True)  # calls this method again
+            return
+        if rewritten or not (self._known or self._whole):
+            # The rows of the others are marked after steps, which are refused in a capture.
+            refuse_capture(f"a lookup of table {self.table.key!r}")
+        try:
+            ids = args[0] if args else kwargs["input"]
+            if rewritten:
+                self._rewrites_rows_of(module, ids)
+            self._mark(ids)
+        except IndexError:
+            return  # nothing was marked; the lookup itself fails, with torch's message
+        except Exception as error:
+            # No error here may stop training, and it is safe to mark all rows instead.
+            self._unexplained(f"a lookup could not be marked ({error})")
+            if came_from_handler(error):
+                raise
+        self.unapplied = self.unapplied or trains
+
+    def _rewrites_rows_of(self, module: Any, ids: Tensor) -> None:
+        """Note that a lookup begins that rewrites the rows of `ids`; `after_lookup` must follow."""
+        self._check_lookup()
+        if module.weight is not self.weight:
+            return  # `functional_call` has put another weight in its place
+        self._lookup = RewritingLookup.begun(module, ids)
+
+    def _check_lookup(self) -> None:
+        """Make the table dirty if a lookup that rewrites rows began and never returned.
+
+        A lookup that failed may have rewritten some rows, and torch does not count that change.
+        """
+        if self._lookup is not None:
+            self._lookup = None
+            self._unexplained("a lookup that rewrites its rows (max_norm) ended with an error")
+
+    def after_lookup(
+        self,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outside_graph: bool = False,
+    ) -> None:
+        """Count the one change of the weight that a lookup marked by `before_lookup` explains.
+
+        Runs after each lookup of a table with max_norm that returned. A further change of the
+        weight stays unexplained, and so does the change of a lookup that read other ids.
+
+        Args:
+            module: the table's module.
+            args, kwargs: what its `forward` was called with.
+            outside_graph: see `before_lookup`.
+        """
+        if not outside_graph and _is_compiling():
+            self._after_compiled_lookup(module, args, kwargs, True)  # calls this method again
+            return
+        lookup, self._lookup = self._lookup, None
+        if lookup is None or module.max_norm is None:
+            return
+        if not lookup.plain:
+            if changes_of(self.weight) != lookup.changes:
+                self._unexplained(
+                    "its module has max_norm and a forward that is not torch's, which may rewrite "
+                    "any row"
+                )
+            return
+        ids = args[0] if args else kwargs.get("input")  # a later hook may have replaced the ids
+        if module.weight is self.weight and lookup.explains_change(ids, self.weight):
+            self.rewrites += 1
+
+    def looked_up(self, ids: Tensor) -> None:
+        """Mark rows that are about to be changed; see `tables.Marker`."""
+        self._mark(ids)
+        self.unapplied = True
+
+    def applied(self) -> None:
+        """Note that the rows looked up so far have been changed; see `tables.Marker`."""
+        self.unapplied = False
+
+    def check_version(self) -> None:
+        """Make the table dirty if anything but marked lookups changed it since the last step."""
+        self._check_lookup()
+        if self._count() > self._rewritten():
+            self._unexplained("its weight was changed outside the steps of its optimizer")
+
+    def _count(self) -> int:
+        """Return how often the weight was changed in place since the last call."""
+        version = self._version()
+        count, self.version = version - self.version, version
+        return count
+
+    def _rewritten(self) -> int:
+        """Return how many of those changes were lookups that are marked, and reset the count."""
+        rewrites, self.rewrites = self.rewrites, 0
+        return rewrites
+
+    def after_step(self) -> Tensor | None:
+        """Mark the rows that a step of the table's optimizer has changed.
+
+        Returns:
+            Ids on a GPU that the caller must mark (`optimizers.mark_together`): the rows of the
+            gradient, possibly with negative ids, which mark nothing. None if nothing is left to
+            mark; rows of a gradient on the CPU are marked already.
+        """
+        weight = self.weight
+        # The gradient still exists: torch's optimizers leave its removal to zero_grad().
+        gradient = weight.grad
+        if self.by_gradient:
+            version = weight._version
+            count, self.version = version - self.version, version
+            self.changes += count
+            # A step changes the weight once, and not at all without a gradient.
+            if count > 1 or (count and gradient is None):
+                self._unexplained(
+                    "its weight was changed more often than steps with a gradient explain"
+                )
+        else:
+            self._after_lookups(gradient is not None)
+        if gradient is None or self.all_rows:
+            return None
+        if gradient.is_sparse:
+            # The public indices() needs a coalesced gradient, but duplicates do no harm here. If
+            # columns are sparse too, their numbers are marked as if they were rows, which marks
+            # more rows than have changed, never fewer.
+            ids = gradient._indices()
+        elif self.by_gradient or self.table.sparse:
+            self._unexplained("it got a dense gradient although its module has sparse=True")
+            return None
+        elif gradient.is_cpu:
+            dirty_bitmap.mark_nonzero(self.bitmap, gradient, rows=self.rows)
+            return None
+        else:
+            ids = _rows_not_zero(gradient)
+        if not ids.is_cpu:
+            return ids
+        self._mark(ids)
+        return None
+
+    def _after_lookups(self, has_gradient: bool) -> None:
+        count = self._count()
+        # A known optimizer changes the weight once if there is a gradient, and leaves the gradient
+        # in place. Lookups of a module with max_norm made the other changes; lookups do not change
+        # row states.
+        self.changes += min(count, int(has_gradient))
+        looked_up, self.unapplied = self.unapplied, False
+        rewritten = self._rewritten()
+        if count and not (has_gradient or looked_up):
+            self._unexplained("a step changed its weight, but its gradient was gone after the step")
+        elif count > int(has_gradient) + rewritten and self._known:
+            # Known optimizers change a weight once: a hook or the closure made the other changes.
+            self._unexplained("something beside its optimizer changed its weight during a step")
+
+    def step_failed(self, *, whole: bool) -> None:
+        """Note that a step of the optimizer ended with an error: what it changed is unknown.
+
+        Args:
+            whole: such a step also changes rows that were not looked up.
+        """
+        if whole or not self.unapplied:
+            self._unexplained("a step of its optimizer ended with an error")
+
+    def give_up(self, error: BaseException) -> None:
+        """Make all rows dirty because the rows that a step changed could not be marked."""
+        self._unexplained(f"the rows that a step changed could not be marked ({error})")
+
+    def _unexplained(self, why: str) -> None:
+        self.all_rows = True
+        self.surprise = self.surprise or why
+
+    def notice_changes(self, row_states: Sequence[Tensor]) -> None:
+        """Check now, as `take` does, whether anything was changed outside the steps."""
+        self.check_version()
+        self.follow_row_states(row_states)
+
+    def mark(self, ids: Tensor) -> None:
+        """Mark rows that were changed, or whose row states were, without a lookup or a step.
+
+        Call it after the change.
+
+        Args:
+            ids: int32 or int64, any shape, on any device: positions in the weight.
+
+        Raises:
+            IndexError: an id is out of range; nothing is marked.
+            ValueError: ids are not int32 or int64.
+        """
+        self._mark(ids.to(self.bitmap.device))
+        self._announced()
+
+    def mark_all(self) -> None:
+        """Mark all rows as changed, after they were changed without a lookup or a step."""
+        self.all_rows = True
+        self._announced()
+
+    def _announced(self) -> None:
+        """Note that every change until now is marked."""
+        self.version, self.rewrites = self._version(), 0
+        self._know_row_states([tensor for ref, _ in self._states if (tensor := ref()) is not None])
+
+    def take(self) -> Dirty:
+        """Return the dirty rows; only rows whose update is still to come stay dirty here."""
+        self.check_version()
+        taken = Dirty(bitmap=self.bitmap, all_rows=self.all_rows, rows=self.rows)
+        # Every dirty row stays dirty here until nothing below can fail any more.
+        other = self._spare.pop() if self._spare else torch.zeros_like(taken.bitmap)
+        if self.unapplied:
+            # Rows looked up before the cut and changed after it belong to both checkpoints.
+            dirty_bitmap.merge(other, taken.bitmap)
+        self._use(other)
+        self.all_rows = self.unapplied and taken.all_rows
+        return taken
+
+    def marked(self) -> Dirty:
+        """Return the dirty rows and keep them dirty; later marks appear in the returned bitmap."""
+        self.check_version()
+        return Dirty(bitmap=self.bitmap, all_rows=self.all_rows, rows=self.rows)
+
+    def is_marked(self, ids: Tensor) -> Tensor:
+        """Return whether each row is marked, here or in the bitmap that was set aside.
+
+        Args:
+            ids: int64 [n], on the CPU: positions in the weight.
+
+        Returns:
+            bool [n], on the CPU.
+        """
+        found = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
+        for bitmap in (self.bitmap, *(() if self.aside is None else (self.aside.bitmap,))):
+            words = bitmap.index_select(0, (ids // 32).to(bitmap.device)).cpu().long()
+            found |= ((words >> (ids % 32)) & 1).bool()
+        return found
+
+    def set_aside(self) -> Dirty:
+        """Go on with a clean bitmap before a cut, and return the marks until now.
+
+        `end_window` or `merge_back` must follow. Call it only if neither `all_rows` nor `unapplied`
+        is set: the change of a row that is looked up and not applied yet would have no mark.
+        """
+        other = self._spare.pop() if self._spare else torch.zeros_like(self.bitmap)
+        aside = Dirty(bitmap=self.bitmap, all_rows=False, rows=self.rows)
+        self._use(other)
+        self.aside = aside
+        return aside
+
+    def end_window(self, aside: Dirty, *, keep: bool) -> Dirty:
+        """Return the dirty rows as `take` does, or with `keep` as `marked` does.
+
+        Args:
+            aside: as `set_aside` returned it, with all later marks added; none is left here.
+            keep: the rows stay dirty.
+        """
+        self.aside = None
+        if keep:
+            clean = self.bitmap
+            self._use(aside.bitmap)
+            self._spare.append(clean)
+        elif self.unapplied:
+            dirty_bitmap.merge(self.bitmap, aside.bitmap)  # as in `take`
+        return aside
+
+    def merge_back(self, dirty: Dirty) -> None:
+        """Make the rows that `take` returned dirty again. Never raises: training must go on."""
+        if dirty is self.aside:
+            self.aside = None
+        if not self._fits(dirty):
+            self.all_rows = True
+            return
+        try:
+            dirty_bitmap.merge(self.bitmap, dirty.bitmap)
+        except Exception as error:
+            # Triton compiles the GPU's kernel at its first use, which fails on a full disk, for
+            # instance. It is safe to mark all rows, as in before_lookup.
+            self._unexplained(f"rows could not be marked again ({error})")
+        self.all_rows = self.all_rows or dirty.all_rows
+        self.release(dirty)
+
+    def release(self, dirty: Dirty) -> None:
+        """Take back the bitmap that `take` returned, whose rows are stored. Never raises."""
+        if not self._fits(dirty):
+            return
+        try:
+            dirty_bitmap.clear(dirty.bitmap)
+        except Exception as error:  # as in merge_back; the next `take` allocates a new bitmap
+            _log.warning(
+                "table %r: a bitmap could not be cleared (%s); the next checkpoint allocates a new "
+                "one",
+                self.table.key,
+                error,
+            )
+            return
+        self._spare.append(dirty.bitmap)
+
+    def _fits(self, dirty: Dirty) -> bool:
+        """Whether the weight has the device and the number of rows it had at that `take`."""
+        return dirty.rows == self.rows and dirty.bitmap.device == self.bitmap.device
+
+    def forget(self, changed: Tensor | None = None) -> None:
+        """Make all rows clean, except those that are set in `changed`, a bitmap on any device."""
+        dirty_bitmap.clear(self.bitmap)
+        if changed is not None:
+            dirty_bitmap.merge(self.bitmap, changed.to(self.bitmap.device))
+        self.all_rows = self.unapplied = False
+        self.surprise = self._lookup = None
+        self._know_weight()
+
+    def _know_weight(self) -> None:
+        """Take every change of the weight until now as explained."""
+        self.version, self.rewrites = self._version(), 0
+        # A weak reference, so that freed memory stays free. The address alone is not enough,
+        # because freed memory is used again.
+        self._storage = weakref.ref(self.weight.untyped_storage()), self.weight.data_ptr()
+
+    def _lies_elsewhere(self) -> bool:
+        storage, address = self._storage
+        return storage() is not self.weight.untyped_storage() or self.weight.data_ptr() != address
+
+    def follow_weight(self) -> None:
+        """Notice that the module has another weight, or that the weight moved or was resized."""
+        if self.table.weight is not self.weight or self._lies_elsewhere():
+            self.weight = self.table.weight
+            self._know_weight()
+            self.quick = self._quick(self.bitmap)
+            self._unexplained("its weight was replaced")
+        if self.weight.device != self.bitmap.device or self.table.rows != self.rows:
+            self.rows = self.table.rows
+            self._use(dirty_bitmap.new(self.rows, device=self.weight.device))
+            self._spare.clear()
+            self._unexplained("its weight moved to another device or has another number of rows")
+        if self.weight.is_inference():
+            self._unexplained(f"its weight was made {_UNCOUNTED}")
+
+    def follow_row_states(self, tensors: Sequence[Tensor]) -> None:
+        """Notice that row states are other tensors, or were changed outside the steps.
+
+        Row states that the first step creates are new in the table's spec, so nothing is checked
+        about them here.
+        """
+        # A table that is dirty as a whole needs no check, and could fail it: momentum, for
+        # instance, changes its buffer twice for each change of the weight.
+        known = () if self.all_rows else self._states
+        for (ref, version), tensor in zip(known, tensors, strict=False):
+            if ref() is not tensor:
+                self._unexplained("its optimizer has other row states")
+            elif tensor.is_inference():
+                self._unexplained(f"its row states were made {_UNCOUNTED}")
+            # A step of a known optimizer changes row states as often as the weight, or not at all.
+            elif self._known and changes_of(tensor) - version > self.changes:
+                self._unexplained("its row states were changed outside the steps of its optimizer")
+        self._know_row_states(tensors)
+
+    def _know_row_states(self, tensors: Sequence[Tensor]) -> None:
+        # Weak references: they must not keep tensors that an optimizer has dropped.
+        self._states = [(weakref.ref(tensor), changes_of(tensor)) for tensor in tensors]
+        self.changes = 0
+
+    def _version(self) -> int:
+        """Return how often the weight was changed in place; 0 if `counts_changes` is False."""
+        return changes_of(self.weight) if self.table.counts_changes else 0
+
+    def report_surprise(self) -> None:
+        """Log, once, what made the whole table dirty unexpectedly."""
+        if self.surprise is not None:
+            _log.warning(
+                "table %r: %s; the next checkpoint stores all its rows. Next: train through the "
+                "module in training mode, or call mark() for rows that are changed otherwise",
+                self.table.key,
+                self.surprise,
+            )
+            self.surprise = None
+
+
+def mark_features(
+    markers: Sequence[Marker], ids: Tensor, offsets: Tensor, bags: Sequence[tuple[int, int]]
+) -> None:
+    """Mark rows of many features of one lookup, which are about to be changed with it.
+
+    Nothing waits for a GPU, and one launch marks all features.
+
+    Args:
+        markers: for each feature, the marker of its table; those that are no trackers have no row.
+        ids: int32 or int64 [n], all ids of the lookup.
+        offsets: int32 or int64 [bags + 1]: where the ids of each bag begin.
+        bags: for each feature, its first bag and the end of its bags.
+    """
+    known = [
+        (one, where) for one, where in zip(markers, bags, strict=True) if isinstance(one, Tracker)
+    ]
+    dirty_bitmap.mark_features(
+        [tracker.bitmap for tracker, _ in known],
+        ids,
+        offsets,
+        [where for _, where in known],
+        rows=[tracker.rows for tracker, _ in known],
+    )
+    for tracker, _ in known:
+        tracker.applied()
+
+
+def _rows_not_zero(gradient: Tensor) -> Tensor:
+    """Return the ids of a dense GPU gradient's rows that are not all zeros; -1 for other rows.
+
+    Args:
+        gradient: [rows, dim], dense, on a GPU.
+
+    Returns:
+        int64 [rows], on the gradient's device.
+    """
+    # A row's largest and smallest value are NaN if any value is NaN. This is faster than any().
+    found = (gradient.amax(1) != 0) | (gradient.amin(1) != 0)
+    # The shape does not depend on the count, so nothing waits for the GPU. Id -1 marks nothing.
+    rows = torch.arange(found.numel(), device=gradient.device)
+    return torch.where(found, rows, -1)
