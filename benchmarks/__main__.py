@@ -59,30 +59,30 @@ def main(arguments: list[str]) -> int:
             doc = importlib.import_module(f"benchmarks.{name}").__doc__ or ""
             print(f"  {name:<17} {doc.splitlines()[0]}")
         return 2
-    given = _parsed(arguments)
-    if given.name == "all":
+    parsed = _parsed(arguments)
+    if parsed.name == "all":
         from benchmarks.all import run_all
 
-        return run_all(given.only or NAMES, given.out, smoke=given.smoke)
-    options = {"smoke": given.smoke} | ({"plot": True} if given.plot else {})
+        return run_all(parsed.only or NAMES, parsed.out, smoke=parsed.smoke)
+    options = {"smoke": parsed.smoke} | ({"plot": True} if parsed.plot else {})
     options |= {
         name: value
         for name in (*_OF_FAULTS, *_OF_CACHE)
-        if (value := getattr(given, name)) is not None
+        if (value := getattr(parsed, name)) is not None
     }
     try:
-        benchmark = importlib.import_module(f"benchmarks.{given.name}")
+        benchmark = importlib.import_module(f"benchmarks.{parsed.name}")
         with watch() as watched:
             report = benchmark.run(**options)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in _OURS:
             raise
         reason = f"{error.name} is not installed: {install_command('bench')}"
-        report = Report(name=given.name, columns=("not run",), not_run={given.name: reason})
-        print_report(report, smoke=given.smoke, busy=None)
+        report = Report(name=parsed.name, columns=("not run",), not_run={parsed.name: reason})
+        print_report(report, smoke=parsed.smoke, busy=None)
         return 0
     _require_its_keys(report, benchmark)
-    print_report(report, smoke=given.smoke, busy=watched.busy)
+    print_report(report, smoke=parsed.smoke, busy=watched.busy)
     return 0
 
 
@@ -108,42 +108,42 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     cache.add_argument(
         "--directory", type=Path, help="the disk that is measured; default: the working directory"
     )
-    given = parser.parse_args(arguments)
-    if given.plot and given.name not in ("bytes", "lookahead"):
-        parser.error(f"--plot: found with {given.name}, expected with bytes or lookahead")
-    if given.name == "all" and given.out is None:
+    parsed = parser.parse_args(arguments)
+    if parsed.plot and parsed.name not in ("bytes", "lookahead"):
+        parser.error(f"--plot: found with {parsed.name}, expected with bytes or lookahead")
+    if parsed.name == "all" and parsed.out is None:
         parser.error("all: expected --out DIR, found none")
     for option in _OF_FAULTS:
-        if given.name != "faults" and getattr(given, option) is not None:
-            said = option.removesuffix("_file")
-            parser.error(f"--{said}: found with {given.name}, expected with faults only")
+        if parsed.name != "faults" and getattr(parsed, option) is not None:
+            flag = option.removesuffix("_file")
+            parser.error(f"--{flag}: found with {parsed.name}, expected with faults only")
     for option in _OF_CACHE:
-        if given.name != "cache" and getattr(given, option) is not None:
-            parser.error(f"--{option}: found with {given.name}, expected with cache only")
-    if given.name == "faults":
-        _check_names(parser, given)
+        if parsed.name != "cache" and getattr(parsed, option) is not None:
+            parser.error(f"--{option}: found with {parsed.name}, expected with cache only")
+    if parsed.name == "faults":
+        _check_names(parser, parsed)
     for option in ("out", "only"):
-        if given.name != "all" and getattr(given, option) is not None:
-            parser.error(f"--{option}: found with {given.name}, expected with all only")
-    return given
+        if parsed.name != "all" and getattr(parsed, option) is not None:
+            parser.error(f"--{option}: found with {parsed.name}, expected with all only")
+    return parsed
 
 
 def _check_names(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     from benchmarks.faults import FAULTS, SYSTEMS
 
-    for option, known in (("system", SYSTEMS), ("fault", FAULTS)):
+    for option, names in (("system", SYSTEMS), ("fault", FAULTS)):
         value = getattr(given, option)
-        if value is not None and value not in known:
-            parser.error(f"--{option}: found {value!r}, expected one of: {', '.join(known)}")
+        if value is not None and value not in names:
+            parser.error(f"--{option}: found {value!r}, expected one of: {', '.join(names)}")
 
 
 def _require_its_keys(report: Report, benchmark: ModuleType) -> None:
     """Checks that a report has exactly its module's KEYS, in every run and on any machine."""
-    found, expected = report.figures.keys() | report.not_run.keys(), set(benchmark.KEYS)
-    if found != expected:
+    measured, expected = report.figures.keys() | report.not_run.keys(), set(benchmark.KEYS)
+    if measured != expected:
         raise AssertionError(
-            f"{report.name}: figures {sorted(found - expected)} are not in KEYS of its module, "
-            f"and {sorted(expected - found)} were not measured"
+            f"{report.name}: figures {sorted(measured - expected)} are not in KEYS of its module, "
+            f"and {sorted(expected - measured)} were not measured"
         )
 
 

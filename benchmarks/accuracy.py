@@ -167,14 +167,14 @@ def _restore_tables(model: Any, bits: int, scheme: str, *, step: int) -> None:
 
 def _after_restore(task: Task, model: Any, bits: int, scheme: str) -> Score:
     """Returns the score of `model` with its tables restored; leaves the model unchanged."""
-    kept = [table.weight.detach().clone() for table in model.tables.values()]
+    weights_before = [table.weight.detach().clone() for table in model.tables.values()]
     if scheme == "k-means":
         _cluster_looked_up(task, model, bits)
     else:
         _restore_tables(model, bits, scheme, step=0)
     score = evaluate(model, task.test)
     with torch.no_grad():
-        for table, weight in zip(model.tables.values(), kept, strict=True):
+        for table, weight in zip(model.tables.values(), weights_before, strict=True):
             table.weight.copy_(weight)
     return score
 
@@ -189,16 +189,16 @@ def _cluster_looked_up(task: Task, model: Any, bits: int) -> None:
 
 def _restored_on_the_way(task: Task, seed: int, restores: int, bits: int, never: Score) -> Spread:
     steps = len(task.batches(seed))
-    at = sorted({number * steps // (restores + 1) for number in range(1, restores + 1)})
+    restore_steps = sorted({number * steps // (restores + 1) for number in range(1, restores + 1)})
     at_once: list[Score] = []
 
     def restore_all(model: Any, step: int) -> None:
-        before = evaluate(model, task.test) if step == at[-1] else None
+        loss_before = evaluate(model, task.test) if step == restore_steps[-1] else None
         _restore_tables(model, bits, "rule", step=step)
-        if before is not None:
-            at_once.append(evaluate(model, task.test).worse_than(before))
+        if loss_before is not None:
+            at_once.append(evaluate(model, task.test).worse_than(loss_before))
 
-    model = task.learn(seed, restores=at, restore=restore_all).model
+    model = task.learn(seed, restores=restore_steps, restore=restore_all).model
     at_end = evaluate(model, task.test).worse_than(never)
     return Spread(restores, bits, at_once[0], at_end)
 
@@ -216,8 +216,8 @@ def _gate(smoke: bool) -> None:
     with scratch() as memory:
         for bits, quantizers in names.items():
             for quantizer in quantizers:
-                where = memory / f"{quantizer}-{bits}"
-                _check_stored(learned, where, bits, quantizer)
+                stored_at = memory / f"{quantizer}-{bits}"
+                _check_stored(learned, stored_at, bits, quantizer)
 
 
 def _check_stored(learned: Any, where: Any, bits: Any, quantizer: QuantizerName) -> None:
@@ -233,10 +233,10 @@ def _check_stored(learned: Any, where: Any, bits: Any, quantizer: QuantizerName)
         rows = table.weight.detach()
         if staged.bits == bits:
             rows = restored_rows(rows, bits, quantizer, seed=job.step)
-        found = target.tables[f"tables.{name}"]
-        if not torch.equal(found.values.view(torch.int32), rows.view(torch.int32)):
+        stored_table = target.tables[f"tables.{name}"]
+        if not torch.equal(stored_table.values.view(torch.int32), rows.view(torch.int32)):
             raise RuntimeError(f"{name}, {bits} bits, {quantizer}: the store gave other rows")
-        state = found.row_states[0]
+        state = stored_table.row_states[0]
         if state is None or not torch.equal(state, optimizers[0].state[table.weight]["sum"]):
             raise RuntimeError(f"{name}: the store gave another optimizer state")
 

@@ -42,7 +42,7 @@ def run_all(names: Sequence[str], out: Path, *, smoke: bool) -> int:
         An exit code: 1 if a benchmark failed, else 0.
     """
     out.mkdir(parents=True, exist_ok=True)
-    where = {
+    environment = {
         "commit": commit(),
         "uncommitted": uncommitted(),
         "arguments": ["--smoke"] if smoke else [],
@@ -51,17 +51,17 @@ def run_all(names: Sequence[str], out: Path, *, smoke: bool) -> int:
     results: dict[str, Result] = {}
     for name in names:
         file = out / f"{name}.json"
-        found = _finished(file, where)
-        if found is None:
+        result = _finished(file, environment)
+        if result is None:
             print(f"{name}: runs", flush=True)
-            found = _run(name, where)
-            _write(file, json.dumps(found, indent=1, ensure_ascii=False))
-            print(f"{name}: {_state(found)}, {found['seconds']:.1f} s", flush=True)
+            result = _run(name, environment)
+            _write(file, json.dumps(result, indent=1, ensure_ascii=False))
+            print(f"{name}: {_state(result)}, {result['seconds']:.1f} s", flush=True)
         else:
-            print(f"{name}: {_state(found)}, there already", flush=True)
-        results[name] = found
+            print(f"{name}: {_state(result)}, there already", flush=True)
+        results[name] = result
     written = datetime.now(UTC).isoformat(timespec="seconds")
-    document = {"written": written, **where, "benchmarks": results}
+    document = {"written": written, **environment, "benchmarks": results}
     _write(out / "all.json", json.dumps(document, indent=1, ensure_ascii=False))
     _write(out / "all.md", _markdown(document))
     failed = [name for name, result in results.items() if result["exit_code"]]
@@ -72,12 +72,14 @@ def run_all(names: Sequence[str], out: Path, *, smoke: bool) -> int:
 def _finished(file: Path, where: Mapping[str, Any]) -> Result | None:
     """Returns the result in `file`; None if the benchmark must run again."""
     try:
-        found: Result = json.loads(file.read_text(encoding="utf-8"))
+        result: Result = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     # Without git, it is unknown which code gave the result.
-    same = where["commit"] != "unknown" and all(found.get(k) == v for k, v in where.items())
-    return found if same and found.get("exit_code") == 0 else None
+    is_same_commit = where["commit"] != "unknown" and all(
+        result.get(k) == v for k, v in where.items()
+    )
+    return result if is_same_commit and result.get("exit_code") == 0 else None
 
 
 def _run(name: str, where: Mapping[str, Any]) -> Result:
@@ -168,9 +170,11 @@ def _rows(name: str, result: Result) -> list[tuple[str, str, str, str]]:
     rows = []
     for key, value in report["figures"].items():
         rows.append((name, f"`{key}`", f"{value:,.5g}", _spread(report["spreads"].get(key))))
-    rows += [(name, f"`{key}`", f"not run: {why}", "") for key, why in report["not_run"].items()]
-    for what, spread in report["times"].items():
-        rows.append((name, what, seconds_text(spread["median"]), _spread(spread, seconds=True)))
+    rows += [
+        (name, f"`{key}`", f"not run: {reason}", "") for key, reason in report["not_run"].items()
+    ]
+    for label, spread in report["times"].items():
+        rows.append((name, label, seconds_text(spread["median"]), _spread(spread, seconds=True)))
     busy = report["busy"]
     if busy is not None and busy["others_share"] is not None:
         rows.append((name, "processors used by others", f"{busy['others_share']:.0%}", ""))

@@ -27,17 +27,17 @@ def plot(name: str, title: str, counted: Sequence[Counted]) -> Path:
     matplotlib.use("Agg")  # draws without a display
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for of in counted:
-        scale = 100 / of.full_fp32
-        intervals = range(len(of.taken))
-        left.plot(intervals, [scale * t.written for t in of.taken], lw=1.3, label=of.plan)
-        right.plot(intervals, [scale * t.kept for t in of.taken], lw=1.3)
-    _axis(left, "written in an interval")
+    figure, (left_axes, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    for form in counted:
+        scale = 100 / form.full_fp32
+        intervals = range(len(form.taken))
+        left_axes.plot(intervals, [scale * t.written for t in form.taken], lw=1.3, label=form.plan)
+        right.plot(intervals, [scale * t.kept for t in form.taken], lw=1.3)
+    _axis(left_axes, "written in an interval")
     _axis(right, "kept")
     figure.suptitle(f"{title}: % of a full fp32 checkpoint", fontsize=10)
     figure.legend(
-        *left.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8
+        *left_axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8
     )
     _IMAGES.mkdir(parents=True, exist_ok=True)
     path = _IMAGES / f"{name}.png"

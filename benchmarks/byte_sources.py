@@ -127,14 +127,20 @@ def criteo_shaped(*, smoke: bool) -> Source:
     intervals, lines = (6, 512) if smoke else (24, 16_384)
     reader = CriteoShapeReader(lines=lines, rows=1 << (10 if smoke else 20))
     rows = sum(reader.tables.values())
-    each = max(1, round(0.02 * 45_840_617 * rows / 33_762_577 / lines))
+    lines_each = max(1, round(0.02 * 45_840_617 * rows / 33_762_577 / lines))
     model = CriteoDLRM(reader.tables)
     for weight in model.tables.parameters():
         torch.nn.init.normal_(weight, std=len(weight) ** -0.5)
-    batches = (reader.batch(number) for number in range(intervals * each))
+    batches = (reader.batch(number) for number in range(intervals * lines_each))
     name = f"Criteo's shape, {rows / 1e6:.1f} M x 16, row-wise Adagrad"
     return _trained(
-        name, model, "row-wise Adagrad", batches, intervals, each=each, train=2 if smoke else 20
+        name,
+        model,
+        "row-wise Adagrad",
+        batches,
+        intervals,
+        each=lines_each,
+        train=2 if smoke else 20,
     )
 
 
@@ -226,11 +232,11 @@ def _optimizers(model: Any, optimizer: OptimizerName) -> list[torch.optim.Optimi
 def _learn(model: Any, optimizers: list[torch.optim.Optimizer], batch: Any) -> None:
     dense, sparse, label = batch
     loss = F.binary_cross_entropy_with_logits(model(dense, sparse), label)
-    for each in optimizers:
-        each.zero_grad()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
     loss.backward()
-    for each in optimizers:
-        each.step()
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 # --- checked against what an agent stores ---------------------------------------------------------
@@ -281,7 +287,7 @@ def _merged(url: str, job: Job, manifest: Manifest, ids: list[Any], forms: list[
     merged = run.read_manifest(plan.target)
     counted = MergedFull(job, merged, forms)
     tables = zip(ids, merged.tables, strict=True)
-    counted.merge([[np.arange(spec.rows) if some is None else some for some, spec in tables]])
+    counted.merge([[np.arange(spec.rows) if ids is None else ids for ids, spec in tables]])
     stored = sorted((entry.content, entry.bytes) for entry in merged.chunks)
     if stored != counted.chunk_bytes:
         raise RuntimeError(f"{url}: counted {counted.chunk_bytes}, consolidated {stored}")
@@ -299,13 +305,13 @@ def _compared(tracked: StagedRun, url: str) -> tuple[list[Any], list[Form], Stor
             ids.append(np.empty(0, np.int64))
             forms.append(np.empty(0, np.uint8))
             continue
-        here = None if table.all_rows else _read(staged.extent(ids_name(index)), np.int64)
+        row_ids = None if table.all_rows else _read(staged.extent(ids_name(index)), np.int64)
         values = _read(staged.extent(values_name(index)), np.float32)
-        found = torch.from_numpy(values).reshape(-1, table.spec.dim)
+        values_read = torch.from_numpy(values).reshape(-1, table.spec.dim)
         form = np.zeros(table.spec.rows, np.uint8)
         if table.is_quantized:
-            form[slice(None) if here is None else here] = form_of(found, table.bits)
-        ids.append(here)
+            form[slice(None) if row_ids is None else row_ids] = form_of(values_read, table.bits)
+        ids.append(row_ids)
         forms.append(form)
     tracked.persist()
     job = staged.job

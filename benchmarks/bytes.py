@@ -32,10 +32,10 @@ __all__ = ["KEYS", "Counted", "count", "run"]
 
 _SUFFIXES = ("", "_retail", "_retail_adagrad", "_criteo")
 KEYS = tuple(
-    f"{figure}_x_{bits}bit{suffix}{of}"
+    f"{figure}_x_{bits}bit{suffix}{suffix_of}"
     for suffix in _SUFFIXES
     for bits in (2, 8)
-    for figure, of in (
+    for figure, suffix_of in (
         ("bandwidth", ""),
         ("capacity", ""),
         ("capacity", "_at_commit"),
@@ -80,7 +80,7 @@ class Counted(NamedTuple):
     @property
     def bandwidth(self) -> float:
         """The factor by which the trainer's checkpoints write fewer bytes than full fp32 ones."""
-        return self.full_fp32 / statistics.fmean(taken.written for taken in self.taken)
+        return self.full_fp32 / statistics.fmean(interval.written for interval in self.taken)
 
     @property
     def bandwidth_merging(self) -> float:
@@ -90,12 +90,12 @@ class Counted(NamedTuple):
     @property
     def capacity(self) -> float:
         """The factor by which fewer bytes are kept, at the worst interval."""
-        return self.full_fp32 / max(taken.kept for taken in self.taken)
+        return self.full_fp32 / max(interval.kept for interval in self.taken)
 
     @property
     def capacity_at_commit(self) -> float:
         """`capacity` at the moment of a commit, when the old chain is still stored."""
-        return self.full_fp32 / max(taken.there for taken in self.taken)
+        return self.full_fp32 / max(interval.there for interval in self.taken)
 
 
 def run(*, smoke: bool, plot: bool = False) -> Report:
@@ -136,7 +136,7 @@ def run(*, smoke: bool, plot: bool = False) -> Report:
         if plot:
             from benchmarks import byte_plots
 
-            at_4 = [of for of in counted if of.bits == 4]
+            at_4 = [counts for counts in counted if counts.bits == 4]
             path = byte_plots.plot(f"bytes{suffix}", f"{source.name}, 4 bits", at_4)
             report.notes.append(f"plotted: {path.relative_to(ROOT)}")
     return report
@@ -149,14 +149,14 @@ def count(source: Source) -> list[Counted]:
     counted = []
     for bits in WIDTHS:
         for plan in PLANS:
-            taken = replay(
+            replayed = replay(
                 plan.policy,
                 intervals,
                 sizes.of(bits),
                 consolidate_every=plan.merge_every,
                 merge=sizes.merging(bits),
             )
-            counted.append(Counted(plan.name, bits, taken, full))
+            counted.append(Counted(plan.name, bits, replayed, full))
     return counted
 
 
@@ -188,7 +188,7 @@ class _Sizes:
         full = MergedFull(job, manifest, source.forms[bits])
 
         def merge(links: Sequence[int]) -> int:
-            return full.merge([self._ids(source.masks[to]) for to in links]).total()
+            return full.merge([self._ids(source.masks[link_to]) for link_to in links]).total()
 
         return merge
 
@@ -238,17 +238,18 @@ def _rows(report: Report, source: Source, counted: Sequence[Counted]) -> None:
     share = statistics.fmean(float(mask.mean()) for mask in source.masks)
     full = counted[0].full_fp32
     report.rows.append((f"{source.name}: fp32 each time", 32, full / 1e6, 1.0, *[""] * 6))
-    for of in counted:
+    for counts in counted:
         written, merged = (
             statistics.fmean(values) / 1e6
-            for values in ([t.written for t in of.taken], [t.merged[1] for t in of.taken])
+            for values in ([t.written for t in counts.taken], [t.merged[1] for t in counts.taken])
         )
-        on_fleet = source.name.startswith("26 %") and of.plan == "intermittent"
+        on_fleet = source.name.startswith("26 %") and counts.plan == "intermittent"
         report.rows.append(
             (
-                of.plan, "fp32" if of.bits == "lossless" else of.bits, written, of.bandwidth,
-                merged, of.bandwidth_merging, max(t.kept for t in of.taken) / 1e6, of.capacity,
-                PAPER.get(of.bits, "") if on_fleet else "", of.capacity_at_commit,
+                counts.plan, "fp32" if counts.bits == "lossless" else counts.bits,
+                written, counts.bandwidth, merged, counts.bandwidth_merging,
+                max(t.kept for t in counts.taken) / 1e6, counts.capacity,
+                PAPER.get(counts.bits, "") if on_fleet else "", counts.capacity_at_commit,
             )
         )  # fmt: skip
     report.notes.append(
@@ -257,9 +258,9 @@ def _rows(report: Report, source: Source, counted: Sequence[Counted]) -> None:
 
 
 def _figures(report: Report, suffix: str, bits: FixedBits, counted: Sequence[Counted]) -> None:
-    best = max(counted, key=lambda of: (of.bandwidth, of.capacity))
-    cheapest = max(counted, key=lambda of: of.bandwidth_merging)
-    paper = next(of for of in counted if of.plan == "intermittent")
+    best = max(counted, key=lambda counts: (counts.bandwidth, counts.capacity))
+    cheapest = max(counted, key=lambda counts: counts.bandwidth_merging)
+    paper = next(counts for counts in counted if counts.plan == "intermittent")
     report.figures |= {
         f"bandwidth_x_{bits}bit{suffix}": best.bandwidth,
         f"capacity_x_{bits}bit{suffix}": best.capacity,

@@ -188,7 +188,7 @@ def _file_system(path: Path) -> str:
     except OSError:  # not Linux
         return "unknown"
     mounts = [line.split()[1:3] for line in lines]
-    on = [(len(at), kind) for at, kind in mounts if path.resolve().is_relative_to(at)]
+    on = [(len(mount), kind) for mount, kind in mounts if path.resolve().is_relative_to(mount)]
     return max(on, default=(0, "unknown"))[1]
 
 
@@ -208,8 +208,8 @@ def _gate(report: Report, folder: Path, *, smoke: bool) -> None:
     reader = criteo_reader(lines=lines, rows=200)
     tables = dict(itertools.islice(reader.tables.items(), _GATE_TABLES))
     batches = [
-        Batch(one.sparse[:_GATE_TABLES].contiguous(), one.label)
-        for one in drawn(reader, range(count))
+        Batch(batch.sparse[:_GATE_TABLES].contiguous(), batch.label)
+        for batch in drawn(reader, range(count))
     ]
     # What one batch may need, little more, and everything.
     capacities = [{f"tables.{n}": min(c, r) for n, r in tables.items()} for c in (16, 40, 200)]
@@ -228,15 +228,15 @@ def _gate(report: Report, folder: Path, *, smoke: bool) -> None:
             limits = FileLimits(index_rows=500, buffer_bytes=4096)
             home = local(folder / f"gate-{next(names)}", limits=limits)
             peer = CachedPeer(tables, batches, home, capacity, window=window, make=make)
-            same = peer.play(count, wait=0) == losses
-            same = same and same_bits(state_in_cache(peer.cache), expected)
+            is_equal = peer.play(count, wait=0) == losses
+            is_equal = is_equal and same_bits(state_in_cache(peer.cache), expected)
             is_planned = window is not None and capacity is not capacities[0]
             missed = peer.cache.stats.misses if is_planned else 0
             peer.close()
-            if not same or missed:
+            if not is_equal or missed:
                 raise RuntimeError(
                     f"{name}, window {window}, capacity {max(capacity.values())} a table: "
-                    f"{'equal' if same else 'other'} results, {missed} lookups missed"
+                    f"{'equal' if is_equal else 'other'} results, {missed} lookups missed"
                 )
             runs += 1
         if make is row_wise:
@@ -275,13 +275,13 @@ class _Rounds:
 
     def play(self, peer: Peer, batches: int, wait: float) -> None:
         """Plays a round."""
-        own, (read, written) = peer.own_seconds, peer.moved()
-        begun, cpu = time.perf_counter(), time.process_time()
+        own_before, (read, written) = peer.own_seconds, peer.moved()
+        start_s, cpu = time.perf_counter(), time.process_time()
         peer.play(batches, wait=wait)
-        self.seconds.append(time.perf_counter() - begun)
+        self.seconds.append(time.perf_counter() - start_s)
         self.cpu.append(time.process_time() - cpu)
         now = peer.moved()
-        self.own.append(peer.own_seconds - own)
+        self.own.append(peer.own_seconds - own_before)
         self.read.append(now[0] - read)
         self.written.append(now[1] - written)
 
@@ -298,9 +298,9 @@ def _compare(report: Report, folder: Path, sizes: _Sizes, system: str) -> float:
         filled = []
         for number, name in enumerate(("planned cache", "LRU cache", "no cache")):
             home = local(folder / f"home-{number}")
-            begun = time.perf_counter()
+            start_s = time.perf_counter()
             fill_home(home, tables)
-            filled.append(time.perf_counter() - begun)
+            filled.append(time.perf_counter() - start_s)
             peers[name] = (
                 Uncached(tables, batches, home)
                 if name == "no cache"
@@ -311,12 +311,12 @@ def _compare(report: Report, folder: Path, sizes: _Sizes, system: str) -> float:
             )  # fmt: skip
             stack.callback(peers[name].close)
         report.timed("a home is filled", filled)
-        ours = peers["planned cache"]
-        assert isinstance(ours, CachedPeer)
+        planned = peers["planned cache"]
+        assert isinstance(planned, CachedPeer)
         for name, peer in peers.items():
             peer.play(5 if name == "no cache" else sizes.warm, wait=0)
             peer.settle()
-        if not ours.cache.stats.written_rows:
+        if not planned.cache.stats.written_rows:
             raise RuntimeError("no row has left the cache before the first round")
         per_wait = [
             _rounds(report, peers, disk, sizes, wait, only=only)
@@ -324,9 +324,9 @@ def _compare(report: Report, folder: Path, sizes: _Sizes, system: str) -> float:
                 sizes.waits, (tuple(peers), ("all in memory", "planned cache")), strict=True
             )
         ]
-        report.figures["misses"] = float(ours.cache.stats.misses)
+        report.figures["misses"] = float(planned.cache.stats.misses)
         home_bytes = sum(tables.values()) * _RECORD_BYTES
-        memory = ours.cache.size_bytes()
+        memory = planned.cache.size_bytes()
         report.notes += [
             f"homes on {system}: {disk.text}; {sum(tables.values()):,} rows of {_RECORD_BYTES} "
             f"bytes, {home_bytes / _MB:,.0f} MB; capacity {sizes.capacity:,} rows",
@@ -353,41 +353,44 @@ def _rounds(
     only: Sequence[str],
 ) -> dict[str, _Rounds]:
     """Plays rounds in turns; adds rows, times and the share of the bound to the report."""
-    found = {name: _Rounds.none() for name in only}
+    rounds_by_name = {name: _Rounds.none() for name in only}
     merged = {name: 0.0 for name in only}
     bounds = []
     for number in range(sizes.rounds):
         reads_per_s, bytes_per_s = disk.measure()
         # Every other round the other way round, so that no peer always follows the same one.
         for name in only if number % 2 == 0 else only[::-1]:
-            found[name].play(peers[name], sizes.batches, wait)
-            begun = time.perf_counter()
+            rounds_by_name[name].play(peers[name], sizes.batches, wait)
+            start_s = time.perf_counter()
             peers[name].settle()
-            merged[name] += time.perf_counter() - begun
-        ours = found["planned cache"]
+            merged[name] += time.perf_counter() - start_s
+        planned = rounds_by_name["planned cache"]
         slot_bytes = BlockForm.of(_RECORD_BYTES).slot_bytes
-        disk_seconds = ours.read[-1] / reads_per_s + ours.written[-1] * slot_bytes / bytes_per_s
-        bounds.append(max(found["all in memory"].seconds[-1], disk_seconds))
+        disk_seconds = (
+            planned.read[-1] / reads_per_s + planned.written[-1] * slot_bytes / bytes_per_s
+        )
+        bounds.append(max(rounds_by_name["all in memory"].seconds[-1], disk_seconds))
     milliseconds = round(1000 * wait)
     label = "47ms" if wait == sizes.waits[0] else "162ms"
-    report.put(f"vs_bound_{label}", ratio(bounds, found["planned cache"].seconds))
-    for name, one in found.items():
+    report.put(f"vs_bound_{label}", ratio(bounds, rounds_by_name["planned cache"].seconds))
+    for name, peer_rounds in rounds_by_name.items():
         batch = report.timed(
-            f"{label}: {name}, a batch", [each / sizes.batches for each in one.seconds]
+            f"{label}: {name}, a batch",
+            [seconds / sizes.batches for seconds in peer_rounds.seconds],
         )
         report.rows.append(
             (
                 f"{name}, {milliseconds} ms",
                 sizes.lines / batch,
                 1000 * batch,
-                1000 * statistics.median(one.own) / sizes.batches,
-                round(statistics.median(one.read) / sizes.batches),
-                round(statistics.median(one.written) / sizes.batches),
+                1000 * statistics.median(peer_rounds.own) / sizes.batches,
+                round(statistics.median(peer_rounds.read) / sizes.batches),
+                round(statistics.median(peer_rounds.written) / sizes.batches),
             )
         )
-    waited = ", ".join(f"{name} {each:.2f} s" for name, each in merged.items())
+    waited = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in merged.items())
     report.notes.append(f"{label}: merges that were waited for after rounds: {waited}")
-    return found
+    return rounds_by_name
 
 
 class _Disk:
@@ -414,28 +417,28 @@ class _Disk:
         self._directory.close()
 
     def _write(self, size_bytes: int) -> None:
-        for at in range(0, size_bytes, len(self._memory)):
-            self._file.write(self._memory, at)
+        for offset in range(0, size_bytes, len(self._memory)):
+            self._file.write(self._memory, offset)
 
     def measure(self) -> tuple[float, float]:
         """Returns random reads of 4 KiB a second, and bytes written in order a second."""
         written = self._size_bytes // 4
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         self._write(written)
-        self._writes.append(written / (time.perf_counter() - begun))
+        self._writes.append(written / (time.perf_counter() - start_s))
         blocks = self._size_bytes // self._form.block_bytes
         # Far apart, so that no read has two of them.
         apart = max(1, blocks // 32_768)
         chosen = torch.arange(0, blocks, max(4, apart), dtype=torch.int64, device="cpu")
         slots = chosen[torch.randperm(len(chosen))] * self._form.slots
         out = torch.empty(len(slots), _RECORD_BYTES, dtype=torch.uint8, device="cpu")
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         self._channel.read(
             torch.full_like(slots, self._file.descriptor), slots, slots, out,
             torch.arange(len(slots), dtype=torch.int64, device="cpu"),
             table=1, form=self._form,
         )  # fmt: skip
-        self._reads.append(len(slots) / (time.perf_counter() - begun))
+        self._reads.append(len(slots) / (time.perf_counter() - start_s))
         return self._reads[-1], self._writes[-1]
 
     @property
@@ -458,13 +461,13 @@ def _plan_alone(report: Report, sizes: _Sizes, cpu_seconds: float) -> None:
         batches = drawn(reader, range(count))
         plan = plan_alone(
             reader.tables,
-            [one.sparse for one in batches],
+            [batch.sparse for batch in batches],
             capacity=sizes.oracle_capacity,
             window=sizes.window,
         )
         moved, seconds = plan.fetched, plan.seconds
-        rows = [[ids.unique() for ids in one.sparse] for one in batches]
-        unique = [sum(len(ids) for ids in one) for one in rows]
+        rows = [[ids.unique() for ids in batch.sparse] for batch in batches]
+        unique = [sum(len(ids) for ids in ids_of_batch) for ids_of_batch in rows]
         # The first half fills the cache.
         half = count // 2
         report.figures[key] = sum(moved[half:]) / sum(unique[half:])
@@ -508,40 +511,42 @@ def _one_table(report: Report, folder: Path, sizes: _Sizes) -> None:
         for rows in sizes.one_table:
             # The same rows, spread over the table.
             spread = _Spread(drawn, rows // ranks)
-            begun = time.perf_counter()
+            start_s = time.perf_counter()
             home = local(folder / f"one-{rows}")
             peer = CachedPeer({"one": rows}, spread, home, sizes.capacity, window=sizes.window)
-            starts.append(time.perf_counter() - begun)
+            starts.append(time.perf_counter() - start_s)
             stack.callback(peer.close)
             peers.append(peer)
         for peer in peers:
             peer.play(sizes.warm, wait=0)
             peer.settle()
-        found = [_Rounds.none() for _ in peers]
+        rounds = [_Rounds.none() for _ in peers]
         for number in range(sizes.rounds):
-            for at in (0, 1) if number % 2 == 0 else (1, 0):
-                found[at].play(peers[at], sizes.batches, 0)
-                peers[at].settle()
-        for rows, peer, one, start in zip(sizes.one_table, peers, found, starts, strict=True):
+            for index in (0, 1) if number % 2 == 0 else (1, 0):
+                rounds[index].play(peers[index], sizes.batches, 0)
+                peers[index].settle()
+        for rows, peer, peer_rounds, start in zip(
+            sizes.one_table, peers, rounds, starts, strict=True
+        ):
             batch = report.timed(
                 f"one table of {rows:,} rows, a batch",
-                [each / sizes.batches for each in one.seconds],
+                [seconds / sizes.batches for seconds in peer_rounds.seconds],
             )
             report.rows.append(
                 (
                     f"{rows:,} rows, no wait",
                     _LOOKUPS * sizes.lines / batch,
                     1000 * batch,
-                    1000 * statistics.median(one.own) / sizes.batches,
-                    round(statistics.median(one.read) / sizes.batches),
-                    round(statistics.median(one.written) / sizes.batches),
+                    1000 * statistics.median(peer_rounds.own) / sizes.batches,
+                    round(statistics.median(peer_rounds.read) / sizes.batches),
+                    round(statistics.median(peer_rounds.written) / sizes.batches),
                 )
             )
             report.notes.append(
                 f"one table of {rows:,} rows: started in {seconds_text(start)}; MB: "
                 + ", ".join(f"{k} {v / _MB:,.1f}" for k, v in peer.cache.size_bytes().items())
             )
-    report.put("vs_10m_rows", ratio(found[1].seconds, found[0].seconds))
+    report.put("vs_10m_rows", ratio(rounds[1].seconds, rounds[0].seconds))
 
 
 class _Spread(Sequence[Batch]):

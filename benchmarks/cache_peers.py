@@ -180,13 +180,13 @@ class Peer(ABC):
 
     def _step(self, trained: _Trained, batch: Batch, sparse: Tensor, wait: float) -> float:
         """Trains a batch whose rows are there, and waits for the accelerator."""
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         loss = trained.train(sparse, batch.label)
-        own = time.perf_counter() - begun
-        self.own_seconds += own
-        if own < wait:
-            time.sleep(wait - own)
-        self.step_seconds += time.perf_counter() - begun
+        own_s = time.perf_counter() - start_s
+        self.own_seconds += own_s
+        if own_s < wait:
+            time.sleep(wait - own_s)
+        self.step_seconds += time.perf_counter() - start_s
         return loss
 
 
@@ -224,7 +224,7 @@ class AllInMemory(Peer):
     def play(self, batches: int, *, wait: float) -> list[float]:
         """See `Peer`."""
         coming = (next(self._batches) for _ in range(batches))
-        return [self._step(self.trained, one, one.sparse, wait) for one in coming]
+        return [self._step(self.trained, batch, batch.sparse, wait) for batch in coming]
 
 
 class CachedPeer(Peer):
@@ -263,9 +263,9 @@ class CachedPeer(Peer):
         self.model = TablesModel(rows, dim=dim)
         cached(self.model, home, capacity, initial=INITIAL, row_local_optimizers=(RowWiseAdagrad,))
         self.trained = _Trained(self.model, make, reduce)
-        found = cache_of(self.model)
-        assert found is not None
-        self.cache: Cache = found
+        cache = cache_of(self.model)
+        assert cache is not None
+        self.cache: Cache = cache
         for table in self.cache.tables.values():
             if is_filled:
                 self.cache.follow_states(table, self.trained.of_tables)
@@ -360,7 +360,7 @@ class Uncached(Peer):
         self._slots: list[TableSlots] = []
         for name, table in self.model.tables.items():
             assert isinstance(table, nn.Embedding)
-            one = TableSlots(
+            slots = TableSlots(
                 f"tables.{name}",
                 rows=rows[name],
                 capacity=min(most, rows[name]),
@@ -369,12 +369,12 @@ class Uncached(Peer):
                 device=torch.device("cpu"),
                 trained=True,
             )
-            table.weight = one.weight
-            self._slots.append(one)
+            table.weight = slots.weight
+            self._slots.append(slots)
         self.trained = _Trained(self.model, row_wise)
-        for one in self._slots:
-            one.follow_states({"sum": self.trained.of_tables.state[one.weight]["sum"]})
-            home.add_table(one.name, rows=one.rows, record_bytes=one.fix_layout().size_bytes)
+        for slots in self._slots:
+            slots.follow_states({"sum": self.trained.of_tables.state[slots.weight]["sum"]})
+            home.add_table(slots.name, rows=slots.rows, record_bytes=slots.fix_layout().size_bytes)
         self._batches = iter(batches)
         self._number = 1
 
@@ -398,13 +398,16 @@ class Uncached(Peer):
         places.copy_(inverse)
         size = slots.fix_layout().size_bytes
         records = torch.empty(len(ids), size, dtype=torch.uint8, device="cpu")
-        there = self.home.fetch(slots.name, ids, records)
-        at = _first(len(ids))
-        if bool(there.all()):
-            slots.put(at, records)
+        is_present = self.home.fetch(slots.name, ids, records)
+        slots_here = _first(len(ids))
+        if bool(is_present.all()):
+            slots.put(slots_here, records)
         else:
-            slots.put(at[there], records[there])
-            slots.put_new(at[~there], INITIAL(slots.name, ids[~there], self._dim, torch.float32))
+            slots.put(slots_here[is_present], records[is_present])
+            slots.put_new(
+                slots_here[~is_present],
+                INITIAL(slots.name, ids[~is_present], self._dim, torch.float32),
+            )
         return ids
 
     def _write_back(self, slots: TableSlots, ids: Tensor) -> None:
@@ -475,20 +478,20 @@ def fill_home(home: Home, rows: Mapping[str, int], *, dim: int = DIM, states: in
 
 def state_in_memory(peer: AllInMemory) -> list[Tensor]:
     """Returns the rows and row states of all tables, in order."""
-    found = []
+    tensors = []
     for weight in peer.model.weights():
         states = row_states(peer.trained.of_tables.state.get(weight, {}), weight.shape[0])
-        found += [weight.detach(), *states.values()]
-    return found
+        tensors += [weight.detach(), *states.values()]
+    return tensors
 
 
 def state_in_cache(cache: Cache) -> list[Tensor]:
     """Returns the same as `state_in_memory`, wherever rows are."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for name, table in cache.tables.items():
-        every = torch.arange(table.slots.rows, dtype=torch.int64, device="cpu")
-        found += cache.rows_of(name, every)
-    return found
+        all_ids = torch.arange(table.slots.rows, dtype=torch.int64, device="cpu")
+        tensors += cache.rows_of(name, all_ids)
+    return tensors
 
 
 def same_bits(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

@@ -125,13 +125,13 @@ def _measure(
     assert name is not None
     plan = plan_consolidation(run, name)
     chain = _restored(url)
-    before = [_seconds(lambda: _restored(url)) for _ in range(rounds)]
+    seconds_before = [_seconds(lambda: _restored(url)) for _ in range(rounds)]
     merges, restores, persists = [], [], []
-    done: Consolidated | None = None
+    consolidated: Consolidated | None = None
     for number in range(rounds):
         _forget(run, plan)
         started = perf_counter()
-        done = consolidate(run, plan)
+        consolidated = consolidate(run, plan)
         merges.append(perf_counter() - started)
         _forget(run, plan)
         restores.append(_seconds(lambda: _restored(url)))
@@ -140,10 +140,10 @@ def _measure(
         with rewritten as tracked:
             tracked.cut()
             persists.append(_seconds(tracked.persist))
-    assert done is not None
+    assert consolidated is not None
     rewrites = [a + b for a, b in zip(restores, persists, strict=True)]
     peak_bytes = _peak_bytes(url)
-    after = [_seconds(lambda: _restored(url)) for _ in range(rounds)]
+    seconds_after = [_seconds(lambda: _restored(url)) for _ in range(rounds)]
     fulls = [_seconds(lambda: _restored(full)) for _ in range(rounds)]
     merged = _restored(url)
     if merged.manifest is None or merged.manifest.kind != "full":
@@ -153,18 +153,23 @@ def _measure(
     report.put("vs_rewrite", ratio(merges, rewrites))
     report.figures["bit_identical"] = 1.0
     report.figures["peak_extra_mb"] = peak_bytes / 1e6
-    report.put("restore_before_vs_full", ratio(before, fulls))
-    report.put("restore_after_vs_full", ratio(after, fulls))
-    read, written = plan.read_bytes / 1e6, done.written_bytes / 1e6
-    for what, megabytes, out, seconds in (
+    report.put("restore_before_vs_full", ratio(seconds_before, fulls))
+    report.put("restore_after_vs_full", ratio(seconds_after, fulls))
+    read, written = plan.read_bytes / 1e6, consolidated.written_bytes / 1e6
+    for label, megabytes, out, seconds in (
         ("consolidation", read, written, merges),
         ("rewrite: restore", plan.restore_bytes_before / 1e6, 0.0, restores),
         ("rewrite: persist", 0.0, written, persists),
-        (f"restore of 1 + {_INCREMENTS}, before", plan.restore_bytes_before / 1e6, 0.0, before),
-        ("restore of it, after", written, 0.0, after),
+        (
+            f"restore of 1 + {_INCREMENTS}, before",
+            plan.restore_bytes_before / 1e6,
+            0.0,
+            seconds_before,
+        ),
+        ("restore of it, after", written, 0.0, seconds_after),
         ("restore of a full of the same state", written, 0.0, fulls),
     ):
-        report.rows.append((what, megabytes, out, report.timed(what, seconds)))
+        report.rows.append((label, megabytes, out, report.timed(label, seconds)))
     report.notes.append("vs_rewrite: seconds of the consolidation over restore and persist")
 
 
@@ -188,10 +193,10 @@ def _forget(run: Run, plan: ConsolidationPlan) -> None:
 
 
 def _peak_bytes(url: str) -> int:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _CHILD, url], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    return int(done.stdout.split()[-1])
+    return int(process.stdout.split()[-1])
 
 
 def _same_bits(left: MemoryTarget, right: MemoryTarget) -> bool:
@@ -200,9 +205,11 @@ def _same_bits(left: MemoryTarget, right: MemoryTarget) -> bool:
     if not all(_same_state(left.state[rank], right.state[rank]) for rank in left.state):
         return False
     for name, table in left.tables.items():
-        other = right.tables[name]
+        right_table = right.tables[name]
         pairs = zip(
-            (table.values, *table.row_states), (other.values, *other.row_states), strict=True
+            (table.values, *table.row_states),
+            (right_table.values, *right_table.row_states),
+            strict=True,
         )
         for a, b in pairs:
             assert a is not None and b is not None
@@ -212,5 +219,5 @@ def _same_bits(left: MemoryTarget, right: MemoryTarget) -> bool:
 
 
 def _same_state(left: object, right: object) -> bool:
-    (tree, tensors), (other, others) = flatten(left), flatten(right)
-    return tree == other and all(map(torch.equal, tensors, others))
+    (tree, tensors), (right_tree, right_tensors) = flatten(left), flatten(right)
+    return tree == right_tree and all(map(torch.equal, tensors, right_tensors))

@@ -30,15 +30,15 @@ def criteo_reader(*, lines: int, rows: int, seed: int = 0) -> Any:
 
 def drawn(reader: Any, numbers: range) -> list[Batch]:
     """Returns these batches of a reader."""
-    every = (reader.batch(number) for number in numbers)
-    return [Batch(one.sparse.t().contiguous(), one.label) for one in every]
+    all_batches = (reader.batch(number) for number in numbers)
+    return [Batch(batch.sparse.t().contiguous(), batch.label) for batch in all_batches]
 
 
 def new_rows(batches: Sequence[Tensor], first: int) -> int:
     """Returns how many different rows of a table come in no batch before `first`."""
-    before = torch.cat([torch.empty(0, dtype=torch.int64), *batches[:first]])
-    after = torch.cat([torch.empty(0, dtype=torch.int64), *batches[first:]])
-    return int((~torch.isin(after.unique(), before)).sum())
+    ids_before = torch.cat([torch.empty(0, dtype=torch.int64), *batches[:first]])
+    ids_after = torch.cat([torch.empty(0, dtype=torch.int64), *batches[first:]])
+    return int((~torch.isin(ids_after.unique(), ids_before)).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +72,13 @@ def plan_alone(
     """
     oracles = [Oracle(slots) for slots in _slots(rows, capacity)]
     fetched, written = [0] * len(batches), [0] * len(batches)
-    begun = time.perf_counter()
+    start_s = time.perf_counter()
     for now in range(1, len(batches) + 1):
-        until = min(len(batches), now + window - 1)
+        last_batch = min(len(batches), now + window - 1)
         for table, oracle in enumerate(oracles):
-            while oracle.expected < until:
+            while oracle.expected < last_batch:
                 oracle.expect(batches[oracle.expected][table])
-            while oracle.planned < min(until, now + fetched_batches(window) - 1):
+            while oracle.planned < min(last_batch, now + fetched_batches(window) - 1):
                 step = oracle.plan(batches[oracle.planned][table])
                 if step is None:
                     if oracle.planned < now:
@@ -87,7 +87,7 @@ def plan_alone(
                 fetched[step.batch - 1] += len(step.fetched_ids)
                 written[step.batch - 1] += len(step.evicted_ids)
             oracle.release(now)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start_s
     return Plan(fetched=fetched, written=written, seconds=seconds)
 
 

@@ -91,7 +91,7 @@ def replay(
         merge: returns the bytes of the full into which the increments taken after these intervals
             are merged; None: every full has the same size.
     """
-    taken: list[Checkpoint] = []
+    checkpoints: list[Checkpoint] = []
     tip: Tip | None = None
     history: BaseHistory | None = None
     base = 0  # the interval of the newest full
@@ -99,9 +99,9 @@ def replay(
     for now in range(intervals):
         ref = CheckpointRef(step=now + 1, generation=1, attempt="0" * 32)
         link = next_link(tip, history, step=ref.step, tables=(), policy=policy)
-        since = None if link.kind == "full" else base if policy.cumulative else now - 1
-        written = sizes(since, now)
-        if history is None or since is None:
+        first_interval = None if link.kind == "full" else base if policy.cumulative else now - 1
+        written = sizes(first_interval, now)
+        if history is None or first_interval is None:
             base, chain, history = now, [], BaseHistory(ref)
         else:
             history.cut(ref)
@@ -113,14 +113,14 @@ def replay(
             merged, chain = (sum(chain), full), [full]
         history.stored(ref, written, links_to_read=len(chain))
         tip = link.tip(ref, (), before=tip, policy=policy)
-        before = taken[-1].kept if taken else 0
-        taken.append(
+        kept_before = checkpoints[-1].kept if checkpoints else 0
+        checkpoints.append(
             Checkpoint(
                 kind=link.kind,
                 written=written,
                 kept=sum(chain),
-                there=before + written + merged[1],
+                there=kept_before + written + merged[1],
                 merged=merged,
             )
         )
-    return taken
+    return checkpoints

@@ -63,15 +63,15 @@ def measure(report: Report, *, smoke: bool) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found: dict[str, list[Spread]] = {key: [] for key in KEYS}
+        ratios: dict[str, list[Spread]] = {key: [] for key in KEYS}
         for data in _DATA:
-            _against_memcpy(report, found, _stripes(data, total_bytes), rounds)
+            _against_memcpy(report, ratios, _stripes(data, total_bytes), rounds)
         if importlib.util.find_spec("pyeclib") is not None:
             for data in _DATA:
-                _against_pyeclib(report, found, _stripes(data, _SEGMENT_BYTES), rounds)
+                _against_pyeclib(report, ratios, _stripes(data, _SEGMENT_BYTES), rounds)
     finally:
         torch.set_num_threads(threads)
-    for key, spreads in found.items():
+    for key, spreads in ratios.items():
         if spreads:
             report.put(key, min(spreads))
         else:
@@ -84,11 +84,11 @@ def _gate() -> None:
         members = [torch.randint(0, 256, (50, row_bytes)).byte() for _ in range(data)]
         expected = [torch.empty_like(members[0]) for _ in range(2)]
         reference.encode(members, expected)
-        found = erasure.encode(members, 2)
-        survivors = dict(enumerate([*members, *found]))
+        parities = erasure.encode(members, 2)
+        survivors = dict(enumerate([*members, *parities]))
         lost = {k: survivors.pop(k) for k in range(2)}
         decoded = erasure.decode(survivors, data, lost)
-        right = all(map(torch.equal, found, expected))
+        right = all(map(torch.equal, parities, expected))
         if not right or not all(torch.equal(decoded[k], rows) for k, rows in lost.items()):
             raise AssertionError(f"{data} members of {row_bytes} bytes: other rows came out")
 
@@ -107,13 +107,15 @@ def _timed(
     """Times calls in turn, each of `size` bytes of data; returns the seconds of each."""
     seconds = alternate(rounds + 1, *calls.values())
     # The first round brings code and pages.
-    taken = {name: some[1:] for name, some in zip(calls, seconds, strict=True)}
+    seconds_by_name = {
+        name: name_seconds[1:] for name, name_seconds in zip(calls, seconds, strict=True)
+    }
     speeds = []
-    for name, some in taken.items():
-        middle = report.timed(f"{name}, {what}", some)
+    for name, name_seconds in seconds_by_name.items():
+        middle = report.timed(f"{name}, {what}", name_seconds)
         speeds.append(f"{name} {size / middle / 1e9:.1f}")
     report.notes.append(f"GB/s of {what}, one thread: {'; '.join(speeds)}")
-    return taken
+    return seconds_by_name
 
 
 def _against_memcpy(
@@ -122,9 +124,9 @@ def _against_memcpy(
     whole, members, copy, outs = stripes
     data = len(members)
     p, q = erasure.encode(members, 2)
-    left = dict(enumerate(members[:-2])) | {data: p, data + 1: q}
-    solved = erasure.decoding_coefficients(data, [data - 2, data - 1], left)[data - 1]
-    rows, factors = [left[k] for k in solved], list(solved.values())
+    survivors = dict(enumerate(members[:-2])) | {data: p, data + 1: q}
+    solved = erasure.decoding_coefficients(data, [data - 2, data - 1], survivors)[data - 1]
+    rows, factors = [survivors[k] for k in solved], list(solved.values())
     calls: dict[str, Callable[[], object]] = {
         "memcpy": partial(copy.copy_, whole),
         "XOR": partial(erasure.encode, members, 1, outs[:1]),
@@ -137,10 +139,10 @@ def _against_memcpy(
         if not torch.equal(outs[0], p) or not torch.equal(outs[1], q):
             raise AssertionError("ISA-L: other parities came out")
         calls["P+Q by ISA-L alone"] = encode
-    what = f"{data} data members, {whole.nbytes >> 20} MiB"
-    taken = _timed(report, what, calls, whole.nbytes, rounds)
-    found["xor_vs_memcpy"].append(ratio(taken["memcpy"], taken["XOR"]))
-    found["pq_vs_memcpy"].append(ratio(taken["memcpy"], taken["P+Q"]))
+    case = f"{data} data members, {whole.nbytes >> 20} MiB"
+    seconds_by_name = _timed(report, case, calls, whole.nbytes, rounds)
+    found["xor_vs_memcpy"].append(ratio(seconds_by_name["memcpy"], seconds_by_name["XOR"]))
+    found["pq_vs_memcpy"].append(ratio(seconds_by_name["memcpy"], seconds_by_name["P+Q"]))
 
 
 # --- the peer ------------------------------------------------------------------------------------
@@ -153,20 +155,22 @@ def _against_pyeclib(
 
     data, size = len(stripes.members), stripes.members[0].nbytes
     content = stripes.whole.numpy().tobytes()
-    wanted = [parity.numpy().tobytes() for parity in erasure.encode(stripes.members, 2)]
+    expected = [parity.numpy().tobytes() for parity in erasure.encode(stripes.members, 2)]
     calls: dict[str, Callable[[], object]] = {}
     for parity, name in ((1, "XOR"), (2, "P+Q")):
         driver = ECDriver(k=data, m=parity, ec_type="isa_l_rs_vand")
-        theirs = [fragment[-size:] for fragment in driver.encode(content)[data:]]
-        if theirs != wanted[:parity]:
+        their_parity = [fragment[-size:] for fragment in driver.encode(content)[data:]]
+        if their_parity != expected[:parity]:
             raise AssertionError(f"pyeclib, {parity} parities: other parities came out")
-        ours = partial(erasure.encode, stripes.members, parity, stripes.outs[:parity])
-        calls[name] = partial(_repeat, ours)
+        encode = partial(erasure.encode, stripes.members, parity, stripes.outs[:parity])
+        calls[name] = partial(_repeat, encode)
         calls[f"{name} by pyeclib"] = partial(_repeat, partial(driver.encode, content))
-    what = f"{data} data members, {len(content) >> 20} MiB"
-    taken = _timed(report, what, calls, _REPEATS * len(content), rounds)
+    case = f"{data} data members, {len(content) >> 20} MiB"
+    seconds_by_name = _timed(report, case, calls, _REPEATS * len(content), rounds)
     for name in ("XOR", "P+Q"):
-        found["vs_pyeclib"].append(ratio(taken[f"{name} by pyeclib"], taken[name]))
+        found["vs_pyeclib"].append(
+            ratio(seconds_by_name[f"{name} by pyeclib"], seconds_by_name[name])
+        )
 
 
 def _repeat(call: Callable[[], object]) -> None:
@@ -178,10 +182,12 @@ def _isa_l(stripes: _Stripes) -> Callable[[], object] | None:
     """ISA-L's encoder of P and Q on the members where they lie; None if no wheel here has it."""
     spec = importlib.util.find_spec("pyeclib")
     origin = None if spec is None else spec.origin
-    found = [] if origin is None else sorted(Path(origin).parents[1].glob("pyeclib.libs/libisal*"))
-    if not found:
+    libraries = (
+        [] if origin is None else sorted(Path(origin).parents[1].glob("pyeclib.libs/libisal*"))
+    )
+    if not libraries:
         return None
-    library = ctypes.CDLL(str(found[0]))
+    library = ctypes.CDLL(str(libraries[0]))
     data, parity = len(stripes.members), len(stripes.outs)
     factors = [
         erasure.parity_coefficients(data, data + k)[m] for k in range(2) for m in range(data)

@@ -37,10 +37,10 @@ def hop_seconds(ranks: int, count: int) -> float:
             )
             for rank in range(ranks)
         ]
-        said = [process.communicate(timeout=_PATIENCE_SECONDS)[0] for process in processes]
+        outputs = [process.communicate(timeout=_PATIENCE_SECONDS)[0] for process in processes]
         if any(process.returncode for process in processes):
             raise RuntimeError("a rank failed")
-    return float(said[0].split()[-1]) / (ranks - 1)
+    return float(outputs[0].split()[-1]) / (ranks - 1)
 
 
 def _rank(folder: Path, rank: int, ranks: int, count: int) -> None:
@@ -48,13 +48,13 @@ def _rank(folder: Path, rank: int, ranks: int, count: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks
     )
-    here = Ranks(wait_seconds=_PATIENCE_SECONDS)
+    own_ranks = Ranks(wait_seconds=_PATIENCE_SECONDS)
     seconds = []
     for number in range(count):
         start = perf_counter()
-        here.exchange("a cut", [rank], batches_done=number)
+        own_ranks.exchange("a cut", [rank], batches_done=number)
         seconds.append(perf_counter() - start)
-    here.close()
+    own_ranks.close()
     print(statistics.median(seconds))
     dist.destroy_process_group()
 

@@ -29,15 +29,15 @@ def _least(row: Tensor, levels: int) -> float:
     moves = span * torch.linspace(-out, 0.6, _PLACES, dtype=row.dtype)
     start = (low + moves)[:, None].expand(_PLACES, _PLACES).flatten()
     stop = (low + span - moves)[None, :].expand(_PLACES, _PLACES).flatten()
-    kept = stop - start > span / (4 * levels)
-    return _alternated(row, start[kept], (stop[kept] - start[kept]) / levels, levels)
+    is_long = stop - start > span / (4 * levels)
+    return _alternated(row, start[is_long], (stop[is_long] - start[is_long]) / levels, levels)
 
 
 def _alternated(row: Tensor, offset: Tensor, scale: Tensor, levels: int) -> float:
     """Returns the least error that least squares reach from these pairs, f64 [pairs] each."""
     n, total = len(row), row.sum()
     best = float("inf")
-    before = torch.full_like(scale, float("inf"))
+    error_before = torch.full_like(scale, float("inf"))
     for _ in range(_ROUNDS + 1):
         places = (row - offset[:, None]) / scale[:, None]
         codes = (places.clamp(0.0, levels) + 0.5).floor()
@@ -46,10 +46,10 @@ def _alternated(row: Tensor, offset: Tensor, scale: Tensor, levels: int) -> floa
         sums, products = codes.sum(dim=1), codes @ row
         square = n * codes.square().sum(dim=1) - sums * sums
         along = n * products - sums * total
-        goes_on = (error < before * (1.0 - 1e-9)) & (square > 0.0) & (along > 0.0)
+        goes_on = (error < error_before * (1.0 - 1e-9)) & (square > 0.0) & (along > 0.0)
         if not goes_on.any():
             break
-        before = error[goes_on]
+        error_before = error[goes_on]
         scale = along[goes_on] / square[goes_on]
         offset = (total - scale * sums[goes_on]) / n
     return best

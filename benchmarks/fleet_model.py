@@ -186,7 +186,7 @@ def costs(
         changed = rows * dirty_share(minutes * (to - since))
         return round(changed * (stored_row + rates.id_bytes))
 
-    taken = replay(policy, _INTERVALS, size, consolidate_every=merge_every)
+    intervals = replay(policy, _INTERVALS, size, consolidate_every=merge_every)
     network = min(fleet.network_bytes, rates.store_bytes * machines)
     encode = model_bytes / fleet.hosts / (rates.encode_bytes[bits] * machines)
     upload = size(None, 0) / fleet.hosts / network
@@ -196,10 +196,10 @@ def costs(
     memory = staged_jobs * model_bytes / fleet.hosts + rows / fleet.hosts / 4 + _SPOOL_BYTES
     chunks = fleet.ranks * math.ceil(size(None, 0) / fleet.ranks / CHUNK_BYTES)
     manifest = chunks * rates.entry_bytes
-    merged = _mean(taken, merged=True)
-    kept = max(one.kept for one in taken)
+    merged = _mean(intervals, merged=True)
+    kept_bytes = max(interval.kept for interval in intervals)
     decode = rates.restore_bytes[bits] * machines
-    written = _mean(taken, merged=False)
+    written = _mean(intervals, merged=False)
     seconds = 60 * minutes
     merge = merged / fleet.network_bytes
     return Costs(
@@ -208,8 +208,8 @@ def costs(
         persist_seconds=persist,
         lag_seconds=seconds + stall + persist,
         write_share=written / fleet.hosts / seconds / fleet.network_bytes,
-        capacity=kept / (rows * fleet.row_bytes),
-        restore_seconds=kept / fleet.hosts / min(fleet.network_bytes, decode),
+        capacity=kept_bytes / (rows * fleet.row_bytes),
+        restore_seconds=kept_bytes / fleet.hosts / min(fleet.network_bytes, decode),
         memory_bytes=memory,
         manifest_bytes=manifest,
         chunks=chunks,
@@ -226,4 +226,6 @@ def costs(
 
 
 def _mean(taken: list[Checkpoint], *, merged: bool) -> float:
-    return statistics.fmean(sum(one.merged) if merged else one.written for one in taken)
+    return statistics.fmean(
+        sum(interval.merged) if merged else interval.written for interval in taken
+    )

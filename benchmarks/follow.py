@@ -49,20 +49,20 @@ def run(*, smoke: bool) -> Report:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recpoint-follow-")))
         local = _served(str(folder / "run"), folder / "local", smoke=smoke)
         s3 = stack.enter_context(SeaweedServer(folder / "seaweed"))
-        before = dict(os.environ)
+        old_environment = dict(os.environ)
         os.environ.update(s3.environment())
         try:
             remote = _served(s3.run_url(), folder / "remote", smoke=smoke)
         finally:
             os.environ.clear()
-            os.environ.update(before)
-    for key, name, found in zip(KEYS, ("local directory", "S3"), (local, remote), strict=True):
-        seconds = [version["seconds"] for version in found]
-        sizes = [version["bytes"] / 1e6 for version in found]
+            os.environ.update(old_environment)
+    for key, name, versions in zip(KEYS, ("local directory", "S3"), (local, remote), strict=True):
+        seconds = [version["seconds"] for version in versions]
+        sizes = [version["bytes"] / 1e6 for version in versions]
         report.rows.append(
             (
                 name,
-                len(found),
+                len(versions),
                 statistics.median(sizes),
                 report.timed(f"commit to served, {name}", seconds),
                 max(seconds),
@@ -108,16 +108,16 @@ def _served(url: str, folder: Path, *, smoke: bool) -> list[Mapping[str, Any]]:
             follower.wait(60)
             reader.join(60)
     run = Run.open(open_store(url))
-    found: list[Mapping[str, Any]] = []
+    versions: list[Mapping[str, Any]] = []
     for line in [line for line in lines if line["step"]][1:]:
         manifest = run.manifest(line["step"], line["generation"])
         if line["skipped"] or line["error"] or line["attempt"] != manifest.attempt:
             raise AssertionError(f"not served as it was committed: {line}")
         seconds = (line["served_ms"] - line["committed_ms"]) / 1000
-        found.append({"seconds": seconds, "bytes": manifest.stored_bytes})
-    if len(found) < _LEAST:
-        raise AssertionError(f"{len(found)} versions: too few for a median")
-    return found
+        versions.append({"seconds": seconds, "bytes": manifest.stored_bytes})
+    if len(versions) < _LEAST:
+        raise AssertionError(f"{len(versions)} versions: too few for a median")
+    return versions
 
 
 def _train_until(command: list[str], enough: Callable[[], bool]) -> None:

@@ -37,8 +37,8 @@ def forked(target: Callable[..., None], *arguments: Any) -> Forked:
     """Returns a process that runs `target(*arguments, told)`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    own, its = context.Pipe()
-    process = context.Process(target=target, args=(*arguments, its))
+    own_end, their_end = context.Pipe()
+    process = context.Process(target=target, args=(*arguments, their_end))
     process.start()
-    its.close()
-    return Forked(process, own)
+    their_end.close()
+    return Forked(process, own_end)

@@ -96,7 +96,7 @@ class _Bench:
         """
         seconds = self.report.timed(name, times)
         ceiling = ceiling or traffic_bytes / seconds
-        shares = spread_of([traffic_bytes / one / ceiling for one in times])
+        shares = spread_of([traffic_bytes / seconds / ceiling for seconds in times])
         shares = shares._replace(median=traffic_bytes / seconds / ceiling)
         gigabytes = traffic_bytes / seconds / 1e9
         self.report.rows.append(
@@ -180,10 +180,10 @@ def _marks(bench: _Bench) -> None:
         for _ in batches:  # brings each batch's table of addresses to the device
             mark()
         name = f"mark 2 M ids of {_TABLES} tables, {'skewed' if skewed else 'uniform'}"
-        clean, again = bench.device_seconds(mark, clear), bench.device_seconds(mark)
+        clean, marked_before = bench.device_seconds(mark, clear), bench.device_seconds(mark)
         slowest.append(spread_of([1e6 * seconds for seconds in clean]))
         bench.row_of_time(f"{name}, clean bitmaps", clean)
-        bench.row_of_time(f"{name}, marked before", again)
+        bench.row_of_time(f"{name}, marked before", marked_before)
         host = bench.wall_seconds(mark, wait=False)
         bench.row_of_time(f"{name}, until the call returns", host)
     bench.report.put("mark_2m_us", max(slowest))
@@ -233,20 +233,20 @@ def _tables(bench: _Bench, copy: float) -> None:
     del states
     # All dirty rows are in one table, so that the cost of launches does not blur the cost of rows.
     table = torch.cat(tables)
-    every = torch.cat([some + k * bench.rows for k, some in enumerate(ids)])
+    all_ids = torch.cat([table_ids + k * bench.rows for k, table_ids in enumerate(ids)])
     del tables
-    _quantizers(bench, table, every, copy)
-    _drains(bench, table, every, copy)
+    _quantizers(bench, table, all_ids, copy)
+    _drains(bench, table, all_ids, copy)
 
 
 def _gathers(
     bench: _Bench, tables: list[Tensor], states: list[Tensor], ids: list[Tensor], copy: float
 ) -> None:
     gather_many = bench.kernels["row_gather"].triton.gather_many
-    count = sum(some.numel() for some in ids)
+    count = sum(row_ids.numel() for row_ids in ids)
 
     def measure(name: str, sources: list[Tensor], chosen: list[Tensor], out: Tensor) -> None:
-        outs = list(out.split([some.numel() for some in chosen]))
+        outs = list(out.split([row_ids.numel() for row_ids in chosen]))
         seconds = bench.device_seconds(lambda: gather_many(sources, chosen, outs))
         bench.row(name, seconds, 2 * out.nbytes + 8 * out.shape[0], copy)
 
@@ -255,8 +255,8 @@ def _gathers(
     name = f"gather {count / 1e6:.1f} M rows of {_DIM} floats"
     measure(name, tables, ids, values)
     measure("gather their states of one float", states, ids, of_states)
-    outs = [*values.split([some.numel() for some in ids])]
-    outs += of_states.split([some.numel() for some in ids])
+    outs = [*values.split([row_ids.numel() for row_ids in ids])]
+    outs += of_states.split([row_ids.numel() for row_ids in ids])
     seconds = bench.device_seconds(lambda: gather_many([*tables, *states], [*ids, *ids], outs))
     traffic = 2 * (values.nbytes + of_states.nbytes) + 16 * count
     name = "gather rows and states in one launch"
@@ -268,7 +268,7 @@ def _gathers(
             torch.nonzero(torch.rand(len(table), device=bench.device) < _DIRTY_SHARE).flatten()
             for table in width
         ]
-        out = torch.empty(sum(some.numel() for some in chosen), dim, device=bench.device)
+        out = torch.empty(sum(row_ids.numel() for row_ids in chosen), dim, device=bench.device)
         measure(f"gather {len(out) / 1e6:.1f} M rows of {dim} floats", width, chosen, out)
 
 

@@ -33,12 +33,12 @@ def check(device: torch.device, *, rows: int, seed: int) -> int:
 
 
 def _require(name: str, found: Sequence[Any], expected: Sequence[Any]) -> int:
-    for number, (left, right) in enumerate(zip(found, expected, strict=True)):
-        if isinstance(left, Tensor):
-            same = left.shape == right.shape and torch.equal(_bytes(left), _bytes(right))
+    for number, (got, right) in enumerate(zip(found, expected, strict=True)):
+        if isinstance(got, Tensor):
+            is_same = got.shape == right.shape and torch.equal(_bytes(got), _bytes(right))
         else:
-            same = left == right
-        if not same:
+            is_same = got == right
+        if not is_same:
             raise RuntimeError(
                 f"{name}: result {number} differs from the reference, so no figure of this kernel "
                 "means anything. Next: run `pytest tests/gpu` on this machine"
@@ -61,38 +61,38 @@ def _bitmaps(kernels: Any, device: torch.device, rows: int, generator: torch.Gen
     reference, triton = kernels["dirty_bitmap"]
     lengths = [rows, 1, 33, rows // 2 + 5, 64, rows // 3 + 1]
     expected = [torch.zeros((length + 31) // 32, dtype=torch.int32) for length in lengths]
-    found = [bitmap.to(device, copy=True) for bitmap in expected]
+    bitmaps = [bitmap.to(device, copy=True) for bitmap in expected]
     compared = 0
     for turn in range(2):
         ids = [_ids(length, length // 4 + 1, generator) for length in lengths]
-        ids = [some.int() if (turn + k) % 2 else some for k, some in enumerate(ids)]
-        triton.mark_many(found, [some.to(device) for some in ids], rows=lengths)
-        for bitmap, some, length in zip(expected, ids, lengths, strict=True):
-            reference.mark(bitmap, some, rows=length)
-        compared += _require("mark_many", found, expected)
+        ids = [row_ids.int() if (turn + k) % 2 else row_ids for k, row_ids in enumerate(ids)]
+        triton.mark_many(bitmaps, [row_ids.to(device) for row_ids in ids], rows=lengths)
+        for bitmap, table_ids, length in zip(expected, ids, lengths, strict=True):
+            reference.mark(bitmap, table_ids, rows=length)
+        compared += _require("mark_many", bitmaps, expected)
     counted = [reference.count(bitmap) for bitmap in expected]
-    compared += _require("count", [triton.count(bitmap) for bitmap in found], counted)
-    collected = triton.collect_many(found, rows=lengths)
+    compared += _require("count", [triton.count(bitmap) for bitmap in bitmaps], counted)
+    collected = triton.collect_many(bitmaps, rows=lengths)
     compared += _require("collect_many", collected, reference.collect_many(expected, rows=lengths))
     counts = [0, 1, 40, lengths[3] // 2, 3, lengths[5] // 4]
     drawn = [_ids(length, n, generator) for length, n in zip(lengths, counts, strict=True)]
     features, offsets = torch.cat(drawn), torch.tensor([0, *counts]).cumsum(0)
     bags = [(n, n + 1) for n in range(len(lengths))]
-    triton.mark_features(found, features.to(device), offsets.to(device), bags, rows=lengths)
+    triton.mark_features(bitmaps, features.to(device), offsets.to(device), bags, rows=lengths)
     reference.mark_features(expected, features, offsets, bags, rows=lengths)
-    compared += _require("mark_features", found, expected)
-    one = _ids(lengths[3], lengths[3] // 3, generator)
-    triton.mark(found[3], one.to(device), rows=lengths[3])
-    reference.mark(expected[3], one, rows=lengths[3])
-    other = [torch.flip(bitmap, [0]) for bitmap in expected[:1]]
-    other[0][-1] = 0  # bits past the last row stay zero
-    triton.merge(found[0], other[0].to(device))
-    reference.merge(expected[0], other[0])
-    compared += _require("mark and merge", found, expected)
-    for bitmap, copy in zip(expected, found, strict=True):
+    compared += _require("mark_features", bitmaps, expected)
+    row_ids = _ids(lengths[3], lengths[3] // 3, generator)
+    triton.mark(bitmaps[3], row_ids.to(device), rows=lengths[3])
+    reference.mark(expected[3], row_ids, rows=lengths[3])
+    other_bitmaps = [torch.flip(bitmap, [0]) for bitmap in expected[:1]]
+    other_bitmaps[0][-1] = 0  # bits past the last row stay zero
+    triton.merge(bitmaps[0], other_bitmaps[0].to(device))
+    reference.merge(expected[0], other_bitmaps[0])
+    compared += _require("mark and merge", bitmaps, expected)
+    for bitmap, copy in zip(expected, bitmaps, strict=True):
         reference.clear(bitmap)
         triton.clear(copy)
-    return compared + _require("clear", found, expected)
+    return compared + _require("clear", bitmaps, expected)
 
 
 def _gathers(kernels: Any, device: torch.device, rows: int, generator: torch.Generator) -> int:
@@ -105,11 +105,11 @@ def _gathers(kernels: Any, device: torch.device, rows: int, generator: torch.Gen
         for shape, dtype in zip(shapes, dtypes, strict=True)
     ]
     ids = [_ids(len(source), rows // 16 + k, generator) for k, source in enumerate(sources)]
-    expected = [source[some] for source, some in zip(sources, ids, strict=True)]
+    expected = [source[row_ids] for source, row_ids in zip(sources, ids, strict=True)]
     reference.gather(sources[0], ids[0][:50], expected[0][:50])
     outs = [torch.full_like(part, 7, device=device) for part in expected]
     on_device = [source.to(device) for source in sources]
-    triton.gather_many(on_device, [some.to(device) for some in ids], outs)
+    triton.gather_many(on_device, [row_ids.to(device) for row_ids in ids], outs)
     compared = _require("gather_many", outs, expected)
     places = torch.randperm(len(sources[2]), generator=generator)[: len(outs[2]) // 2]
     triton.scatter(outs[2][: len(places)], places.to(device), on_device[2])
@@ -127,11 +127,11 @@ def _packing(kernels: Any, device: torch.device, rows: int, generator: torch.Gen
             )
             packed = triton.pack(codes.to(device), bits)
             unpacked = triton.unpack(packed, dim=dim, bits=bits)
-            wanted = reference.pack(codes, bits)
+            expected = reference.pack(codes, bits)
             compared += _require(
                 f"pack and unpack, {bits} bits of dim {dim}",
                 [packed, unpacked],
-                [wanted, reference.unpack(wanted, dim=dim, bits=bits)],
+                [expected, reference.unpack(expected, dim=dim, bits=bits)],
             )
     return compared
 
@@ -166,11 +166,13 @@ def _quantizers(kernels: Any, device: torch.device, rows: int, generator: torch.
                     continue
                 name = f"quantize_rows, {method.name}, {bits} bits of dim {dim}, half {half}"
                 expected = reference.quantize_packed(table[ids], bits, method, half_parameters=half)
-                found = triton.quantize_rows(
+                quantized = triton.quantize_rows(
                     on_device, ids.to(device), bits, method, half_parameters=half
                 )
-                compared += _require(name, found, expected)
-            decoded = triton.dequantize_packed(*found[:3], dim=dim, bits=bits)
-            again = reference.dequantize_packed(*expected[:3], dim=dim, bits=bits)
-            compared += _require(f"dequantize_packed, {bits} bits of dim {dim}", [decoded], [again])
+                compared += _require(name, quantized, expected)
+            decoded = triton.dequantize_packed(*quantized[:3], dim=dim, bits=bits)
+            expected_rows = reference.dequantize_packed(*expected[:3], dim=dim, bits=bits)
+            compared += _require(
+                f"dequantize_packed, {bits} bits of dim {dim}", [decoded], [expected_rows]
+            )
     return compared

@@ -117,9 +117,9 @@ def retail(
     from train_dlrm import DLRM
 
     def reader(seed: int, first: int) -> Any:
-        found = RetailReader(lines=512, rows=rows, seed=seed)
-        found.load_state_dict({**found.state_dict(), "lines_done": first * 512})
-        return found
+        reader = RetailReader(lines=512, rows=rows, seed=seed)
+        reader.load_state_dict({**reader.state_dict(), "lines_done": first * 512})
+        return reader
 
     total = reader(0, 0).total_batches
     first, tested = 2 * total // 5, 4 * total // 5

@@ -70,10 +70,10 @@ def _criteo(*, batches: int, interval: int, window: int, smoke: bool, rows: int 
 def _played(task: Task) -> Result:
     """Runs a job in new directories; its slot is in memory."""
     with scratch() as folder:
-        found = play(replace(task, folder=str(folder)))
-    if found is None:
+        result = play(replace(task, folder=str(folder)))
+    if result is None:
         raise RuntimeError(f"{task}: killed")
-    return found
+    return result
 
 
 def _gate(report: Report, *, smoke: bool) -> None:
@@ -92,9 +92,9 @@ def _gate(report: Report, *, smoke: bool) -> None:
     ]
     for task in tasks[:1] if smoke else tasks:
         ahead, plain = _played(task), _played(replace(task, window=0))
-        for one, other in zip(ahead.taken, plain.taken, strict=True):
-            if one.digest != other.digest or one.rows_before <= 0:
-                raise RuntimeError(f"{task}: staged {one}, expected {other}")
+        for with_lookahead, without in zip(ahead.taken, plain.taken, strict=True):
+            if with_lookahead.digest != without.digest or with_lookahead.rows_before <= 0:
+                raise RuntimeError(f"{task}: staged {with_lookahead}, expected {without}")
         if ahead.state != plain.state:
             raise RuntimeError(f"{task}: other state with Lookahead than without")
         with scratch() as folder:
@@ -108,17 +108,20 @@ def _gate(report: Report, *, smoke: bool) -> None:
 
 
 def _increments(result: Result) -> list[Taken]:
-    return [one for one in result.taken if one.kind == "increment"]
+    return [checkpoint for checkpoint in result.taken if checkpoint.kind == "increment"]
 
 
 def _left(report: Report, *, smoke: bool) -> None:
     batches = 2_000
     task = _criteo(batches=batches, interval=1_000, window=200, smoke=smoke, rows=1 << 23)
-    found = _increments(_played(task))
-    report.put("remainder_share", spread_of([one.rows_in_stall / one.dirty_rows for one in found]))
-    last = [one.rows_in_stall / one.last_rows for one in found]
+    increments = _increments(_played(task))
+    report.put(
+        "remainder_share",
+        spread_of([increment.rows_in_stall / increment.dirty_rows for increment in increments]),
+    )
+    last = [increment.rows_in_stall / increment.last_rows for increment in increments]
     report.put("remainder_vs_last_batch", spread_of(last))
-    _add(report, "Criteo's shape", found, None)
+    _add(report, "Criteo's shape", increments, None)
 
 
 def _stalls(report: Report, *, smoke: bool, plot: bool) -> None:
@@ -131,11 +134,17 @@ def _stalls(report: Report, *, smoke: bool, plot: bool) -> None:
         ahead = _increments(_played(task))
         plain = _increments(_played(replace(task, window=0)))
         _add(report, f"table, {count:,} dirty rows", ahead, plain)
-        stalls.append([one.stall_ms for one in ahead])
+        stalls.append([increment.stall_ms for increment in ahead])
         if count == most:
-            report.put("stall_vs_plain", ratio(stalls[-1], [one.stall_ms for one in plain]))
-        report.timed(f"{count:,} dirty rows, stall", [one.stall_ms / 1e3 for one in ahead])
-        report.timed(f"{count:,} dirty rows, plain", [one.stall_ms / 1e3 for one in plain])
+            report.put(
+                "stall_vs_plain", ratio(stalls[-1], [increment.stall_ms for increment in plain])
+            )
+        report.timed(
+            f"{count:,} dirty rows, stall", [increment.stall_ms / 1e3 for increment in ahead]
+        )
+        report.timed(
+            f"{count:,} dirty rows, plain", [increment.stall_ms / 1e3 for increment in plain]
+        )
     report.put("stall_growth", ratio(stalls[-1], stalls[0]))
     if plot:
         report.notes.append(f"plotted: {_plot(counts, stalls).relative_to(ROOT)}")
@@ -148,7 +157,7 @@ def _costs(report: Report, *, smoke: bool) -> None:
     wall: list[float] = []
     for number in range(pairs):
         order = (task, replace(task, window=0))
-        first, second = (_played(one) for one in (order if number % 2 else order[::-1]))
+        first, second = (_played(task) for task in (order if number % 2 else order[::-1]))
         ahead, plain = (first, second) if number % 2 else (second, first)
         cpu.append(ahead.cpu_seconds / plain.cpu_seconds)
         wall.append(ahead.wall_seconds / plain.wall_seconds)
@@ -170,10 +179,10 @@ def _add(report: Report, name: str, ahead: Sequence[Taken], plain: Sequence[Take
     report.rows.append(
         (
             name,
-            round(statistics.median(one.dirty_rows for one in ahead)),
-            round(statistics.median(one.rows_in_stall for one in ahead)),
-            statistics.median(one.stall_ms for one in ahead),
-            "-" if plain is None else statistics.median(one.stall_ms for one in plain),
+            round(statistics.median(increment.dirty_rows for increment in ahead)),
+            round(statistics.median(increment.rows_in_stall for increment in ahead)),
+            statistics.median(increment.stall_ms for increment in ahead),
+            "-" if plain is None else statistics.median(increment.stall_ms for increment in plain),
         )
     )
 
@@ -182,12 +191,12 @@ def _plot(counts: Sequence[int], stalls: Sequence[Sequence[float]]) -> Path:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.5))
-    middle = [statistics.median(one) for one in stalls]
+    middle = [statistics.median(stall) for stall in stalls]
     axes.errorbar(
         counts, middle, marker="o", capsize=3,
         yerr=[
-            [m - min(one) for m, one in zip(middle, stalls, strict=True)],
-            [max(one) - m for m, one in zip(middle, stalls, strict=True)],
+            [m - min(stall) for m, stall in zip(middle, stalls, strict=True)],
+            [max(stall) - m for m, stall in zip(middle, stalls, strict=True)],
         ],
     )  # fmt: skip
     axes.set(xscale="log", xlabel="dirty rows", ylabel="stall, ms", ylim=(0, None))

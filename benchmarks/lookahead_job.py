@@ -94,18 +94,18 @@ class Result:
 
 def play(task: Task) -> Result | None:
     """Runs a job in a process of its own; None: it killed itself, as it was told."""
-    process, told = forked(_tell, task)
-    with told:
+    process, results = forked(_tell, task)
+    with results:
         try:
-            found: Result | None = told.recv()
+            result: Result | None = results.recv()
         except EOFError:
-            found = None
+            result = None
     process.join()
     if task.kill_at and process.exitcode == -signal.SIGKILL:
         return None
-    if process.exitcode or found is None:
+    if process.exitcode or result is None:
         raise RuntimeError(f"{task}: exit code {process.exitcode}")
-    return found
+    return result
 
 
 def _tell(task: Task, told: Connection) -> None:
@@ -193,7 +193,7 @@ def _main(task: Task) -> Result:
     )
     checkpointer.restore()
     staged = StagedRun(checkpointer, folder / "staging", str(folder / "run"))
-    taken: list[Taken] = []
+    checkpoints: list[Taken] = []
     cpu, wall = -process_time(), -perf_counter()
     batches = iter(reader)
     while checkpointer.batches_done < task.batches:
@@ -209,11 +209,11 @@ def _main(task: Task) -> Result:
         if checkpointer.batches_done % task.interval == 0:
             cpu, wall = cpu + process_time(), wall + perf_counter()
             last = sum(ids.unique().numel() for ids in job.ids(batch).values())
-            taken.append(_taken(staged, last, digests=task.digests))
+            checkpoints.append(_taken(staged, last, digests=task.digests))
             cpu, wall = cpu - process_time(), wall - perf_counter()
     cpu, wall = cpu + process_time(), wall + perf_counter()
     checkpointer.close(final=False)
-    return Result(taken=taken, state=_state(job), cpu_seconds=cpu, wall_seconds=wall)
+    return Result(taken=checkpoints, state=_state(job), cpu_seconds=cpu, wall_seconds=wall)
 
 
 def _taken(staged: StagedRun, last_rows: int, *, digests: bool) -> Taken:
@@ -236,20 +236,20 @@ def _taken(staged: StagedRun, last_rows: int, *, digests: bool) -> Taken:
 
 def _digest(job: Job, directory: Path) -> str:
     """Digests the rows in the slot: all that a checkpoint holds besides the reader's position."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for segment in job.segments:
         if segment.name[1].isdigit():
-            found.update(f"{segment.name} {segment.offset} {segment.crc32c}".encode())
-    return found.hexdigest()
+            sha256.update(f"{segment.name} {segment.offset} {segment.crc32c}".encode())
+    return sha256.hexdigest()
 
 
 def _state(job: _Table | _Criteo) -> str:
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     tensors = [value for _, value in sorted(job.model.state_dict().items())]
     for optimizer in job.optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 tensors += [v for _, v in sorted(optimizer.state[parameter].items())]
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        sha256.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return sha256.hexdigest()

@@ -72,13 +72,13 @@ def _processor() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def keep_freed_memory() -> None:
@@ -110,7 +110,7 @@ def uncommitted() -> str | None:
 def _git(*arguments: str) -> str:
     """Returns git's output in the checkout; "" without git or without a checkout."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", *arguments],
             cwd=Path(__file__).parent,
             capture_output=True,
@@ -120,7 +120,7 @@ def _git(*arguments: str) -> str:
         )
     except OSError:
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return process.stdout if process.returncode == 0 else ""
 
 
 # --- how busy it was ------------------------------------------------------------------------------
@@ -179,11 +179,11 @@ def watch() -> Iterator[Watch]:
     seconds = perf_counter() - start
     own_share = others_share = None
     if all_before is not None and own_before is not None:
-        # Own time is read first, so that all own time in `own` is in `every` too.
-        own = (own_cpu_seconds() or 0.0) - own_before
-        every = (_all_seconds() or 0.0) - all_before
+        # Own time is read first, so that all own time in `own_s` is in `all_s` too.
+        own_s = (own_cpu_seconds() or 0.0) - own_before
+        all_s = (_all_seconds() or 0.0) - all_before
         capacity = seconds * (os.cpu_count() or 1)
-        own_share, others_share = own / capacity, max(0.0, every - own) / capacity
+        own_share, others_share = own_s / capacity, max(0.0, all_s - own_s) / capacity
     watched.busy = Busy(
         seconds=seconds,
         load_before=load_before,
@@ -214,9 +214,9 @@ def own_cpu_seconds() -> float | None:
         return None
     process = psutil.Process()
     used = 0.0
-    for one in [process, *process.children(recursive=True)]:
+    for measured in [process, *process.children(recursive=True)]:
         try:
-            times = one.cpu_times()
+            times = measured.cpu_times()
         except psutil.NoSuchProcess:
             continue  # it has just ended, and its parent counts its time
         used += times.user + times.system + times.children_user + times.children_system

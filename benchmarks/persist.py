@@ -120,7 +120,7 @@ def _measure(
             uploads.append(raw)
             peaks.append(peak)
             stored = sum(sizes)
-    found = ratio(uploads, persists)
+    upload_ratio = ratio(uploads, persists)
     name = f"{bits}, {size_bytes >> 20} MiB"
     report.rows.append(
         (
@@ -129,11 +129,11 @@ def _measure(
             stored / 1e6,
             report.timed(f"persist, {name}", persists),
             report.timed(f"bare s3fs, {name}", uploads),
-            found.median,
+            upload_ratio.median,
             max(peaks),
         )
     )
-    return found, max(peaks)
+    return upload_ratio, max(peaks)
 
 
 def _measure_slow(
@@ -182,20 +182,20 @@ def _in_own_process(
     # The fork server has imported all modules, and does nothing else.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.persist", "s3fs"])
-    here, there = context.Pipe()
-    process = context.Process(target=_persist, args=(str(job_file), most_bytes, there))
+    own_end, their_end = context.Pipe()
+    process = context.Process(target=_persist, args=(str(job_file), most_bytes, their_end))
     process.start()
-    if here.recv() != "ready":
+    if own_end.recv() != "ready":
         raise RuntimeError("the persisting process did not start")
     watched = psutil.Process(process.pid)
     spool = spool_directory(job_file.parent.parent)
     idle = _own_bytes(watched)
-    here.send("go")
+    own_end.send("go")
     peak = 0
-    while not here.poll(0.02):
+    while not own_end.poll(0.02):
         # Own memory and the spool are counted; the slot's pages belong to the trainer.
         peak = max(peak, _own_bytes(watched) + _bytes_in(spool) - idle)
-    seconds, sizes = json.loads(here.recv())
+    seconds, sizes = json.loads(own_end.recv())
     process.join()
     return seconds, peak / 1e6, sizes
 

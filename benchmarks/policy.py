@@ -61,33 +61,33 @@ def run(*, smoke: bool) -> Report:
 def _gate(sizes: Sizes, rows: int) -> None:
     """Checks that the trace has the curve, and that the policy takes fulls exactly by the rule."""
     for interval, fraction in enumerate(_CURVE, 1):
-        found = sizes(0, interval) / rows
-        if abs(found - fraction) > 0.005:
+        share = sizes(0, interval) / rows
+        if abs(share - fraction) > 0.005:
             raise RuntimeError(
-                f"{found:.4f} of the rows after {interval} intervals, not {fraction}"
+                f"{share:.4f} of the rows after {interval} intervals, not {fraction}"
             )
     base, increments = 0, list[int]()
-    for taken in replay(Intermittent(), _INTERVALS, sizes):
+    for checkpoint in replay(Intermittent(), _INTERVALS, sizes):
         # The rule in the paper: 1 + ΣS_j <= (i + 1)·S_i, in units of a full.
         last = increments[-1] if increments else 0
         due = base + sum(increments) <= (len(increments) + 1) * last
-        if (taken.kind == "full") != due:
-            raise RuntimeError(f"a checkpoint of kind {taken.kind} after {base}, {increments}")
-        if taken.kind == "full":
+        if (checkpoint.kind == "full") != due:
+            raise RuntimeError(f"a checkpoint of kind {checkpoint.kind} after {base}, {increments}")
+        if checkpoint.kind == "full":
             base, increments = rows, []
         else:
-            increments.append(taken.written)
+            increments.append(checkpoint.written)
 
 
 def _figures(sizes: Sizes, rows: int) -> dict[str, float]:
     intermittent = replay(Intermittent(), _INTERVALS, sizes)
-    fulls = [at for at, taken in enumerate(intermittent) if taken.kind == "full"]
+    fulls = [number for number, interval in enumerate(intermittent) if interval.kind == "full"]
     cycles = intermittent[: fulls[-1]]
     consecutive = replay(Consecutive(full_every=_INTERVALS), 12, sizes)
     return {
         "intermittent_full_at": float(fulls[1]),
         "intermittent_mean_write": statistics.fmean(_written(cycles)) / rows,
-        "intermittent_peak_capacity": max(taken.kept for taken in cycles) / rows,
+        "intermittent_peak_capacity": max(interval.kept for interval in cycles) / rows,
         "consecutive_capacity_11": consecutive[11].kept / rows,
     }
 

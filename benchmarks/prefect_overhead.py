@@ -110,11 +110,11 @@ class _AtWork:
     def idle(self, start: float, end: float) -> float:
         """Returns the seconds between two times in which no step worked; clears the record."""
         spans, self._spans = sorted(self._spans), []
-        idle, at = 0.0, start
+        idle, busy_until = 0.0, start
         for begin, stop in spans:
-            idle += max(0.0, begin - at)
-            at = max(at, stop)
-        return idle + max(0.0, end - at)
+            idle += max(0.0, begin - busy_until)
+            busy_until = max(busy_until, stop)
+        return idle + max(0.0, end - busy_until)
 
 
 def _compare(tracked: StagedRun, flow: Callable[[PersistJob], object], rounds: int) -> Report:
@@ -140,8 +140,8 @@ def _compare(tracked: StagedRun, flow: Callable[[PersistJob], object], rounds: i
             if turn:  # the first call of each way warms up caches
                 calls[name].append(call)
     median = {
-        name: _Call(*(statistics.median(values) for values in zip(*found, strict=True)))
-        for name, found in calls.items()
+        name: _Call(*(statistics.median(values) for values in zip(*measured, strict=True)))
+        for name, measured in calls.items()
     }
     bare, with_flow = median.values()
     more, answered_later, added = (
@@ -152,9 +152,9 @@ def _compare(tracked: StagedRun, flow: Callable[[PersistJob], object], rounds: i
         columns=("1 persist", "staged MB", "s", "s until answered", "s idle", "s of CPU"),
         rows=[(name, staged_bytes / 1e6, *call) for name, call in median.items()],
     )
-    for name, found in calls.items():
-        report.timed(name, [call.whole for call in found])
-        report.timed(f"{name}, until answered", [call.answered for call in found])
+    for name, measured in calls.items():
+        report.timed(name, [call.whole for call in measured])
+        report.timed(f"{name}, until answered", [call.answered for call in measured])
     report.put("prefect_share", _over(more, with_flow.whole))
     report.put("prefect_waiting_share", _over(added, with_flow.whole))
     report.put("prefect_waiting_seconds", spread_of(added))

@@ -87,16 +87,16 @@ def run(*, smoke: bool) -> Report:
 
 def _inputs(smoke: bool) -> Inputs:
     n = 256 if smoke else 4096
-    found: Inputs = {}
+    inputs: Inputs = {}
     for dim in (16, 64):
-        found["trained", dim] = trained_rows(dim=dim, batches=4 if smoke else 120, rows=n)
+        inputs["trained", dim] = trained_rows(dim=dim, batches=4 if smoke else 120, rows=n)
     torch.manual_seed(1)
     laplace, student = torch.distributions.Laplace(0.0, 0.05), torch.distributions.StudentT(3.0)
     for dim in DIMS:
-        found["Gaussian", dim] = 0.05 * torch.randn(n, dim)
-        found["Laplace", dim] = laplace.sample((n, dim))
-        found["Student t3", dim] = 0.05 * student.sample((n, dim))
-    return found
+        inputs["Gaussian", dim] = 0.05 * torch.randn(n, dim)
+        inputs["Laplace", dim] = laplace.sample((n, dim))
+        inputs["Student t3", dim] = 0.05 * student.sample((n, dim))
+    return inputs
 
 
 def _gate(inputs: Inputs, count: int) -> None:
@@ -104,11 +104,11 @@ def _gate(inputs: Inputs, count: int) -> None:
     for (name, dim), rows in inputs.items():
         for bits in (2, 3, 4, 8):
             for method in (SYMMETRIC, ASYMMETRIC, default_method(bits), GREEDY[bits]):
-                found, expected = (
+                results, expected = (
                     kernel(rows[:count], bits, method) for kernel in (quantize_packed, reference_of)
                 )
-                for left, right in zip(found, expected, strict=True):
-                    if not torch.equal(left, right):
+                for result, right in zip(results, expected, strict=True):
+                    if not torch.equal(result, right):
                         raise RuntimeError(f"{name}, dim {dim}: {method} at {bits} bits differs")
 
 
@@ -118,8 +118,8 @@ def reference_of(rows: Tensor, bits: int, method: Method) -> Any:
 
 
 def _error(rows: Tensor, bits: int, method: Method) -> float:
-    found = quantize_packed(rows, bits, method)
-    decoded = dequantize_packed(*found[:3], dim=rows.shape[1], bits=bits)
+    quantized = quantize_packed(rows, bits, method)
+    decoded = dequantize_packed(*quantized[:3], dim=rows.shape[1], bits=bits)
     return _mean_square(decoded - rows)
 
 
@@ -147,18 +147,22 @@ def _errors(report: Report, inputs: Inputs, count: int) -> None:
     worst_exhaustive = 0.0
     for bits in (2, 4):
         for (name, dim), rows in inputs.items():
-            some = rows[:count]
-            ours, least = _error(some, bits, default_method(bits)), least_error(some, bits)
-            theirs = _torch_error(some, bits)
-            worst_exhaustive = max(worst_exhaustive, ours / least)
-            if theirs is not None:
-                against[bits][name, dim] = ours / theirs
+            sample = rows[:count]
+            our_error, lowest = (
+                _error(sample, bits, default_method(bits)),
+                least_error(sample, bits),
+            )
+            their_error = _torch_error(sample, bits)
+            worst_exhaustive = max(worst_exhaustive, our_error / lowest)
+            if their_error is not None:
+                against[bits][name, dim] = our_error / their_error
                 if bits == 2:
-                    least_against[name, dim] = least / theirs
+                    least_against[name, dim] = lowest / their_error
             report.rows.append(
                 (
-                    name, dim, bits, ours, ours / _error(some, bits, ASYMMETRIC),
-                    "refuses" if theirs is None else ours / theirs, ours / least,
+                    name, dim, bits, our_error, our_error / _error(sample, bits, ASYMMETRIC),
+                    "refuses" if their_error is None else our_error / their_error,
+                    our_error / lowest,
                 )
             )  # fmt: skip
     worst = max(against[2], key=lambda key: against[2][key])
@@ -178,12 +182,12 @@ def _speeds(report: Report, smoke: bool) -> None:
         for dim in (8, 16, 64, 128):
             # Enough rows for recpoint's threads to share, and about a second for torch's rounds.
             rows = 0.05 * torch.randn(values // dim, dim)
-            method, theirs = default_method(bits), _torch_search(bits)
+            method, their_search = default_method(bits), _torch_search(bits)
             quantize_packed(rows, bits, method)
             part = rows[: len(rows) // 8]
             slow, fast = alternate(
                 rounds,
-                partial(theirs, part),
+                partial(their_search, part),
                 partial(quantize_packed, rows, bits, method),
             )
             of_as_many = [8 * seconds for seconds in slow]
@@ -191,7 +195,7 @@ def _speeds(report: Report, smoke: bool) -> None:
             report.timed(f"{bits} bits, dim {dim}: ours", fast)
             ratios[dim] = ratio(of_as_many, fast)
         report.put(f"speedup_vs_torch_{bits}bit", min(ratios.values()))
-        listed = ", ".join(f"{dim}: {found.median:.0f}x" for dim, found in ratios.items())
+        listed = ", ".join(f"{dim}: {speedup.median:.0f}x" for dim, speedup in ratios.items())
         report.notes.append(f"{bits} bits, speed over torch's search by values a row: {listed}")
     _plain_speeds(report, 2 * rounds + 1, 4 * values)
 
@@ -202,30 +206,30 @@ def _plain_speeds(report: Report, rounds: int, values: int) -> None:
     four: dict[int, Spread] = {}
     for dim in (8, 16, 64, 128):
         rows = torch.randn(values // dim, dim)
-        theirs, ours = alternate(
+        torch_seconds, our_seconds = alternate(
             rounds,
             partial(torch.ops.quantized.embedding_bag_byte_prepack, rows),
             partial(quantize_packed, rows, 8),
         )
-        byte[dim] = ratio(theirs[1:], ours[1:])
-        report.timed(f"8 bits, dim {dim}: torch", theirs[1:])
-        report.timed(f"8 bits, dim {dim}: ours, plain", ours[1:])
+        byte[dim] = ratio(torch_seconds[1:], our_seconds[1:])
+        report.timed(f"8 bits, dim {dim}: torch", torch_seconds[1:])
+        report.timed(f"8 bits, dim {dim}: ours, plain", our_seconds[1:])
         if fbgemm is not None:
-            theirs, ours = alternate(
+            torch_seconds, our_seconds = alternate(
                 rounds,
                 partial(fbgemm, rows, 4),
                 partial(quantize_packed, rows, 4, half_parameters=True),
             )
-            four[dim] = ratio(theirs[1:], ours[1:])
-            report.timed(f"4 bits, dim {dim}: FBGEMM", theirs[1:])
-            report.timed(f"4 bits, dim {dim}: ours, plain", ours[1:])
+            four[dim] = ratio(torch_seconds[1:], our_seconds[1:])
+            report.timed(f"4 bits, dim {dim}: FBGEMM", torch_seconds[1:])
+            report.timed(f"4 bits, dim {dim}: ours, plain", our_seconds[1:])
     for key, name, ratios in (
         ("byte_vs_torch", "8 bits, speed over embedding_bag_byte_prepack", byte),
         ("plain4_vs_fbgemm", "4 bits, speed over FBGEMM's SBHalf", four),
     ):
         if ratios:
             report.put(key, min(ratios.values()))
-            listed = ", ".join(f"{dim}: {found.median:.2f}x" for dim, found in ratios.items())
+            listed = ", ".join(f"{dim}: {speedup.median:.2f}x" for dim, speedup in ratios.items())
             report.notes.append(f"{name} by values a row: {listed}")
         else:
             report.leave_out([key], f"FBGEMM is not installed: {INSTALL}")

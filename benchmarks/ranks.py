@@ -53,14 +53,21 @@ def run(*, smoke: bool) -> Report:
     )
     stalls: dict[int, list[float]] = {}
     for ranks in _RANKS:
-        found, persist_seconds = _job(ranks, rows, checkpoints)
+        times_of_ranks, persist_seconds = _job(ranks, rows, checkpoints)
         # The slowest rank of each checkpoint; the first checkpoint is a full and is left out.
-        stall = [max(v) for v in zip(*(one.stalls_ms for one in found), strict=True)][1:]
-        cuts = [max(v) for v in zip(*(one.cuts_ms for one in found), strict=True)][1:]
+        stall = [
+            max(v)
+            for v in zip(*(rank_times.stalls_ms for rank_times in times_of_ranks), strict=True)
+        ][1:]
+        cuts = [
+            max(v) for v in zip(*(rank_times.cuts_ms for rank_times in times_of_ranks), strict=True)
+        ][1:]
         stalls[ranks] = stall
         report.timed(f"stall, {ranks} ranks", [ms / 1e3 for ms in stall])
         report.timed(f"own cut, {ranks} ranks", [ms / 1e3 for ms in cuts])
-        coordination = spread_of([whole - own for whole, own in zip(stall, cuts, strict=True)])
+        coordination = spread_of(
+            [whole - cut_ms for whole, cut_ms in zip(stall, cuts, strict=True)]
+        )
         report.rows.append(
             (
                 ranks,
@@ -98,16 +105,16 @@ def _job(ranks: int, rows: int, checkpoints: int) -> tuple[list[_Milliseconds], 
         folder = Path(name)
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
-            context.Process(target=_rank, args=(folder, rank, ranks, rows, checkpoints, there))
-            for rank, (_, there) in enumerate(pipes)
+            context.Process(target=_rank, args=(folder, rank, ranks, rows, checkpoints, their_end))
+            for rank, (_, their_end) in enumerate(pipes)
         ]
-        for process, (_, there) in zip(processes, pipes, strict=True):
+        for process, (_, their_end) in zip(processes, pipes, strict=True):
             process.start()
-            there.close()  # so that `recv` ends if the rank ends
-        found: list[_Milliseconds] = []
-        for process, (here, _) in zip(processes, pipes, strict=True):
+            their_end.close()  # so that `recv` ends if the rank ends
+        times_of_ranks: list[_Milliseconds] = []
+        for process, (own_end, _) in zip(processes, pipes, strict=True):
             try:
-                found.append(_Milliseconds(*here.recv()))
+                times_of_ranks.append(_Milliseconds(*own_end.recv()))
             except EOFError:
                 process.join()
                 raise RuntimeError(f"a rank ended with {process.exitcode}") from None
@@ -120,7 +127,7 @@ def _job(ranks: int, rows: int, checkpoints: int) -> tuple[list[_Milliseconds], 
                 persist.persist_job(path)
             except RanksMissing:
                 continue  # this rank's part is stored; the last rank's agent commits
-        return found, time.perf_counter() - started
+        return times_of_ranks, time.perf_counter() - started
 
 
 def _rank(
@@ -167,7 +174,7 @@ def _rank(
 
 def _measure_cuts() -> list[float]:
     """Starts to record the milliseconds of each cut of this process, without the exchanges."""
-    found: list[float] = []
+    cuts_ms: list[float] = []
     cut = Cutter.cut
 
     def measured(cutter: Cutter, *args: Any, **kwargs: Any) -> Cut:
@@ -175,7 +182,7 @@ def _measure_cuts() -> list[float]:
         try:
             return cut(cutter, *args, **kwargs)
         finally:
-            found.append(1e3 * (time.perf_counter() - started))
+            cuts_ms.append(1e3 * (time.perf_counter() - started))
 
     setattr(Cutter, "cut", measured)  # noqa: B010
-    return found
+    return cuts_ms

@@ -50,9 +50,9 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
     """Returns the ratio of the medians, with the spread of the ratios within each round."""
-    each = [a / b for a, b in zip(over, under, strict=True)]
+    ratios = [a / b for a, b in zip(over, under, strict=True)]
     median = statistics.median(over) / statistics.median(under)
-    return Spread(median, min(each), max(each), len(each))
+    return Spread(median, min(ratios), max(ratios), len(ratios))
 
 
 @dataclass(kw_only=True)
@@ -98,10 +98,10 @@ def alternate(rounds: int, *functions: Callable[[], object]) -> list[list[float]
     """Times functions in turn, so that noise hits all alike; returns each function's seconds."""
     seconds: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
-        for function, taken in zip(functions, seconds, strict=True):
+        for function, times in zip(functions, seconds, strict=True):
             start = perf_counter()
             function()
-            taken.append(perf_counter() - start)
+            times.append(perf_counter() - start)
     return seconds
 
 
@@ -119,7 +119,7 @@ def print_report(report: Report, *, smoke: bool, busy: Busy | None) -> None:
     )
     _print_table(report.columns, [[_cell(value) for value in row] for row in report.rows])
     measured: list[tuple[str, Spread, Callable[[float], str]]] = [
-        (what, spread, seconds_text) for what, spread in report.times.items()
+        (label, spread, seconds_text) for label, spread in report.times.items()
     ]
     measured += [(key, spread, _cell) for key, spread in report.spreads.items()]
     if measured:
@@ -149,7 +149,7 @@ def as_json(report: Report, *, smoke: bool, busy: Busy | None) -> dict[str, Any]
         "smoke": smoke,
         "figures": {key: round(value, 5) for key, value in report.figures.items()},
         "spreads": {key: _rounded(spread) for key, spread in report.spreads.items()},
-        "times": {what: _rounded(spread) for what, spread in report.times.items()},
+        "times": {label: _rounded(spread) for label, spread in report.times.items()},
         "not_run": report.not_run,
         "busy": None if busy is None else busy.as_json(),
     }

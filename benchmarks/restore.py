@@ -61,7 +61,7 @@ _CASES = (
     _Case("chain8_1pct", "exact, 1 % dirty", "lossless", 0.01),
 )
 KEYS = (
-    *(f"{case.key}{of}" for case in _CASES for of in ("_vs_full", "_bytes_vs_full")),
+    *(f"{case.key}{suffix}" for case in _CASES for suffix in ("_vs_full", "_bytes_vs_full")),
     "vs_torch_load",
     "vs_dcp",
     "quarter_bytes_vs_full",
@@ -180,8 +180,8 @@ def _compare(
         value.copy_(saved[key])
     state_mb = sum(value.nbytes for value in truth.values()) / 1e6
     read_mb = [reports[full].bytes_read / 1e6, reports[chain].bytes_read / 1e6, state_mb, state_mb]
-    for name, megabytes, taken in zip(readers, read_mb, seconds, strict=False):
-        median = report.timed(name, taken)
+    for name, megabytes, times in zip(readers, read_mb, seconds, strict=False):
+        median = report.timed(name, times)
         report.rows.append((name, megabytes, median, state_mb / median))
     report.put(f"{case.key}_vs_full", ratio(seconds[1], seconds[0]))
     report.figures[f"{case.key}_bytes_vs_full"] = read_mb[1] / read_mb[0]
@@ -214,11 +214,13 @@ def _compare_quarters(
     quarter = rows // 4
     shares: list[int] = []
     for first in range(0, rows, quarter):  # the gate
-        parts, done = read(first, quarter)
-        shares.append(done.bytes_read)
+        parts, result = read(first, quarter)
+        shares.append(result.bytes_read)
         for part in parts:
-            for key, found in (("weight", part.values), ("sum", part.row_states["sum"])):
-                if not torch.equal(found, saved[f"{part.table}.{key}"][first : first + quarter]):
+            for key, tensor_name in (("weight", part.values), ("sum", part.row_states["sum"])):
+                if not torch.equal(
+                    tensor_name, saved[f"{part.table}.{key}"][first : first + quarter]
+                ):
                     raise RuntimeError(f"rows from {first} of {part.table} differ in {key}")
     whole = read(0, rows)[1].bytes_read
     seconds = alternate(rounds, lambda: read(quarter, quarter), lambda: read(0, rows))

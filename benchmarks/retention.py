@@ -51,16 +51,16 @@ def run(*, smoke: bool) -> Report:
         name="retention", columns=("checkpoints", "objects", "listing s", "plan s", "reading s")
     )
     with tempfile.TemporaryDirectory(prefix="recpoint-retention-") as folder:
-        there = _run(Path(folder) / "run", count)
-        objects = sum(1 for _ in there.store.list())
-        facts = gather(there, metrics=["auc"])
+        run = _run(Path(folder) / "run", count)
+        objects = sum(1 for _ in run.store.list())
+        facts = gather(run, metrics=["auc"])
         _gate(facts, count)
         listing, planning = alternate(
             3 if smoke else 7,
-            lambda: sum(1 for _ in there.store.list()),
+            lambda: sum(1 for _ in run.store.list()),
             lambda: plan(facts, _POLICY),
         )
-        (reading,) = alternate(2 if smoke else 3, lambda: gather(there, metrics=["auc"]))
+        (reading,) = alternate(2 if smoke else 3, lambda: gather(run, metrics=["auc"]))
     report.rows.append(
         (
             count,
@@ -86,31 +86,36 @@ def _gate(facts: RunFacts, count: int) -> None:
 
     The rules are evaluated here again, in the plainest way, on the times that trainers stamped.
     """
-    made = plan(facts, _POLICY)
-    whole = all(one.whole and one.state_whole for one in facts.manifests)
+    plan_made = plan(facts, _POLICY)
+    whole = all(manifest.whole and manifest.state_whole for manifest in facts.manifests)
     if len(facts.manifests) != count or not whole:
         raise AssertionError("the run is not what was written")
-    gone = {decision.manifest.key for decision in made.dropped}
-    left = Representations(one for one in facts.manifests if one.key not in gone)
-    broken = [name for name in made.kept if left.best(name) is None]
-    if broken or not 0 < len(gone) < count:
-        raise AssertionError(f"{len(gone)} dropped; {len(broken)} kept but do not restore")
+    dropped_keys = {decision.manifest.key for decision in plan_made.dropped}
+    remaining = Representations(
+        manifest for manifest in facts.manifests if manifest.key not in dropped_keys
+    )
+    broken = [name for name in plan_made.kept if remaining.best(name) is None]
+    if broken or not 0 < len(dropped_keys) < count:
+        raise AssertionError(f"{len(dropped_keys)} dropped; {len(broken)} kept but do not restore")
     expected = _wanted(facts)
-    if made.kept.keys() != expected:
+    if plan_made.kept.keys() != expected:
         raise AssertionError(
-            f"{len(made.kept.keys() - expected)} kept that no rule asks for, "
-            f"{len(expected - made.kept.keys())} not kept that one asks for"
+            f"{len(plan_made.kept.keys() - expected)} kept that no rule asks for, "
+            f"{len(expected - plan_made.kept.keys())} not kept that one asks for"
         )
 
 
 def _wanted(facts: RunFacts) -> set[ManifestName]:
     """Returns the checkpoints that the rules of `_POLICY` keep."""
-    taken = {one.name: datetime.fromtimestamp(one.taken_ms / 1e3, UTC) for one in facts.manifests}
-    newest_first = sorted(taken, reverse=True)
-    newest = taken[newest_first[0]]
-    within = timedelta(seconds=_POLICY.keep_within_seconds)
-    wanted = {*newest_first[: _POLICY.keep_last]}
-    wanted |= {name for name in newest_first if newest - taken[name] <= within}
+    taken_at = {
+        manifest.name: datetime.fromtimestamp(manifest.taken_ms / 1e3, UTC)
+        for manifest in facts.manifests
+    }
+    newest_first = sorted(taken_at, reverse=True)
+    newest = taken_at[newest_first[0]]
+    keep_time = timedelta(seconds=_POLICY.keep_within_seconds)
+    kept_names = {*newest_first[: _POLICY.keep_last]}
+    kept_names |= {name for name in newest_first if newest - taken_at[name] <= keep_time}
     for count, period in (
         (_POLICY.keep_hourly, "%Y-%m-%d %H"),
         (_POLICY.keep_daily, "%Y-%m-%d"),
@@ -119,24 +124,24 @@ def _wanted(facts: RunFacts) -> set[ManifestName]:
     ):
         latest: dict[str, ManifestName] = {}
         for name in newest_first:
-            latest.setdefault(taken[name].strftime(period), name)
-        wanted |= {*list(latest.values())[:count]}
+            latest.setdefault(taken_at[name].strftime(period), name)
+        kept_names |= {*list(latest.values())[:count]}
     for rule in _POLICY.best_by:
         values = facts.metrics[rule.metric]
         best = sorted(values, key=lambda name: (values[name], name), reverse=True)
-        wanted |= {*best[: rule.count]}
-    return wanted
+        kept_names |= {*best[: rule.count]}
+    return kept_names
 
 
 def _run(directory: Path, count: int) -> Run:
     """Writes manifests as an agent does, and chunks with their names and lengths."""
-    there = Run.create(LocalStore(directory))
-    there.claim(None)
+    run = Run.create(LocalStore(directory))
+    run.claim(None)
     trained = tables()
-    first = build(there, trained, step=0, generation=1, rows_per_chunk=1000).manifest
-    dirty = [one.values.new_tensor([1, 2]).long() for one in trained]
-    other = build(
-        there,
+    first = build(run, trained, step=0, generation=1, rows_per_chunk=1000).manifest
+    dirty = [table.values.new_tensor([1, 2]).long() for table in trained]
+    increment = build(
+        run,
         trained,
         step=1,
         generation=1,
@@ -146,18 +151,18 @@ def _run(directory: Path, count: int) -> Run:
     ).manifest
     parent: Manifest | None = None
     for step in range(count):
-        parent = _add(directory, step, first if step % _FULL_EVERY == 0 else other, parent)
+        parent = _add(directory, step, first if step % _FULL_EVERY == 0 else increment, parent)
         if step % 10 == 0:
             name = ManifestName(step, 1)
             metric = Metric(
-                run=there.id,
+                run=run.id,
                 checkpoint=parent.ref,
                 name="auc",
                 value=(0.5 + (step * 7919 % 1000) / 2000).hex(),
                 created_ms=parent.snapshot_ms,
             )
             _write(directory / METRIC_KEY.of(*name, "auc"), pack_record(metric))
-    return there
+    return run
 
 
 def _add(directory: Path, step: int, like: Manifest, parent: Manifest | None) -> Manifest:

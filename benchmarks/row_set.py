@@ -69,19 +69,27 @@ def run(*, smoke: bool) -> Report:
         ),
     )
     regrets: dict[str, float] = {}
-    for given in _sets(count):
-        coded = row_set.encode(given.ids)
-        ours = _bytes(coded) / given.ids.numel()
-        over = ours / given.bound if given.bound else 1.0
-        figures = _measured(report, given, peers, rounds)
+    for row_ids in _sets(count):
+        coded = row_set.encode(row_ids.ids)
+        bytes_per_id = _bytes(coded) / row_ids.ids.numel()
+        over = bytes_per_id / row_ids.bound if row_ids.bound else 1.0
+        figures = _measured(report, row_ids, peers, rounds)
         report.rows.append(
-            (given.name, given.ids.numel(), coded.coding, given.bound, ours, over, *figures)
+            (
+                row_ids.name,
+                row_ids.ids.numel(),
+                coded.coding,
+                row_ids.bound,
+                bytes_per_id,
+                over,
+                *figures,
+            )
         )
-        regrets[given.name] = _regret(given, coded)
-        if given.name == "uniform 26 %":
+        regrets[row_ids.name] = _regret(row_ids, coded)
+        if row_ids.name == "uniform 26 %":
             report.figures["vs_entropy_26pct"] = over
-        elif given.name == "uniform 1 %":
-            report.figures["bytes_per_id_1pct"] = ours
+        elif row_ids.name == "uniform 1 %":
+            report.figures["bytes_per_id_1pct"] = bytes_per_id
     worst = max(regrets, key=lambda name: regrets[name])
     report.figures["vs_smallest_coding"] = regrets[worst]
     report.notes = [
@@ -98,11 +106,11 @@ def run(*, smoke: bool) -> Report:
 
 def _gate() -> None:
     """Checks that each kind of set decodes to its ids, and is coded in the reference's bytes."""
-    for given in _sets(3000):
-        coded = row_set.encode(given.ids)
-        back = row_set.decode(*coded, count=given.ids.numel(), rows=given.rows)
-        if coded != reference.encode(given.ids) or not torch.equal(back, given.ids):
-            raise AssertionError(f"{given.name}: other ids came back, or another coding")
+    for row_ids in _sets(3000):
+        coded = row_set.encode(row_ids.ids)
+        decoded = row_set.decode(*coded, count=row_ids.ids.numel(), rows=row_ids.rows)
+        if coded != reference.encode(row_ids.ids) or not torch.equal(decoded, row_ids.ids):
+            raise AssertionError(f"{row_ids.name}: other ids came back, or another coding")
 
 
 def _bytes(coded: row_set.RowSet) -> int:
@@ -145,13 +153,13 @@ def _measured(
     seconds = alternate(rounds + 1, *calls)
     names = [f"{given.name}, {coder} {does}" for coder in coders for does in ("encodes", "decodes")]
     speeds = [
-        count / report.timed(name, taken[1:]) / 1e6
-        for name, taken in zip(names, seconds, strict=True)
+        count / report.timed(name, times[1:]) / 1e6
+        for name, times in zip(names, seconds, strict=True)
     ]
-    both = iter([f"{a:.0f} / {b:.0f}" for a, b in zip(speeds[::2], speeds[1::2], strict=True)])
-    cells: list[object] = [next(both)]
+    paired = iter([f"{a:.0f} / {b:.0f}" for a, b in zip(speeds[::2], speeds[1::2], strict=True)])
+    cells: list[object] = [next(paired)]
     for size in sizes:
-        cells += ["not run", ""] if size is None else [size, next(both)]
+        cells += ["not run", ""] if size is None else [size, next(paired)]
     return cells
 
 
@@ -213,8 +221,10 @@ def _set(name: str, ids: np.ndarray[Any, Any], rows: int, bound: float) -> _Set:
 
 def _entropy(p: float | np.ndarray[Any, Any]) -> Any:
     """Returns the entropy, in bits, of a coin that shows heads with probability p."""
-    inside = np.clip(p, 1e-300, 1 - 2**-53)
-    return -(inside * np.log2(inside) + (1 - inside) * np.log1p(-inside) / np.log(2))
+    probability = np.clip(p, 1e-300, 1 - 2**-53)
+    return -(
+        probability * np.log2(probability) + (1 - probability) * np.log1p(-probability) / np.log(2)
+    )
 
 
 # --- other coders --------------------------------------------------------------------------------
@@ -233,8 +243,8 @@ def _roaring() -> _Peer | None:
         return bytes(bitmap.serialize())
 
     def decode(data: bytes) -> np.ndarray[Any, Any]:
-        found = pyroaring.BitMap64.deserialize(data).to_array()
-        return np.frombuffer(found, np.uint64).astype(np.int64)
+        decoded = pyroaring.BitMap64.deserialize(data).to_array()
+        return np.frombuffer(decoded, np.uint64).astype(np.int64)
 
     return _Peer(name="roaring", encode=encode, decode=decode)
 
@@ -261,7 +271,7 @@ def _parquet() -> _Peer | None:
 
     def decode(data: bytes) -> np.ndarray[Any, Any]:
         column = parquet.read_table(pyarrow.BufferReader(data))["ids"]
-        found: np.ndarray[Any, Any] = column.to_numpy()
-        return found
+        decoded: np.ndarray[Any, Any] = column.to_numpy()
+        return decoded
 
     return _Peer(name="parquet", encode=encode, decode=decode)

@@ -129,7 +129,7 @@ def _costs(
 def _row(
     rates: Rates, terabytes: int, bits: FixedBits, plan: _Plan, minutes: int, machines: int
 ) -> tuple[object, ...]:
-    found = _costs(rates, terabytes, bits, plan, minutes, machines)
+    cost = _costs(rates, terabytes, bits, plan, minutes, machines)
     return (
         plan.name,
         machines,
@@ -139,16 +139,16 @@ def _row(
         *(
             f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
             for value in (
-                found.stall_seconds,
-                found.persist_seconds,
-                found.lag_seconds / 60,
-                100 * found.write_share,
-                found.capacity,
-                found.restore_seconds,
-                found.memory_bytes / 1e9,
+                cost.stall_seconds,
+                cost.persist_seconds,
+                cost.lag_seconds / 60,
+                100 * cost.write_share,
+                cost.capacity,
+                cost.restore_seconds,
+                cost.memory_bytes / 1e9,
             )
         ),
-        *(f"{name} {100 * found.uses[name]:.0f}%" for name in found.nearest[:2]),
+        *(f"{name} {100 * cost.uses[name]:.0f}%" for name in cost.nearest[:2]),
     )
 
 
@@ -167,8 +167,8 @@ def _figures(rates: Rates) -> dict[str, float]:
     figures["largest_tb_by_memory"] = 8 / eight.uses["memory"]
     widths: tuple[FixedBits, ...] = ("lossless", 4)
     for bits in widths:
-        one = _costs(rates, 1, bits, _PLANS[0], 30, 1)
-        figures[f"largest_tb_by_manifest_{bits}"] = 1 / one.uses["manifest"]
+        cost = _costs(rates, 1, bits, _PLANS[0], 30, 1)
+        figures[f"largest_tb_by_manifest_{bits}"] = 1 / cost.uses["manifest"]
     return figures
 
 

@@ -80,30 +80,44 @@ def run(*, smoke: bool) -> Report:
             for size in _SIZES
         ]
         runs = [open_runs.enter_context(size.started()) for size in sizes]
-        measures = [partial(size.measure, one) for size, one in zip(sizes, runs, strict=True)]
+        measures = [partial(size.measure, run) for size, run in zip(sizes, runs, strict=True)]
         in_turn(measures, warm_up=_WARM_UP, rounds=rounds)
-    found = [size.seconds for size in sizes]
-    for size, seconds in zip(sizes, found, strict=True):
+    times = [size.seconds for size in sizes]
+    for size, seconds in zip(sizes, times, strict=True):
         stall, copy, select, gather, count, native = (
-            report.timed(f"{name}, {size.rows:,} rows", taken)
-            for name, taken in zip(
+            report.timed(f"{name}, {size.rows:,} rows", call_times)
+            for name, call_times in zip(
                 ("stall", "memcpy", "select", "rows alone", "count", "copy"), seconds, strict=True
             )
         )
         parts = zip(seconds.stalls, seconds.counts, seconds.copies, strict=True)
-        rest = statistics.median(whole - counted - copied for whole, counted, copied in parts)
+        other_s = statistics.median(whole - counted - copied for whole, counted, copied in parts)
         report.rows.append(
             (size.rows, size.dirty_rows, size.copied_bytes / 1e6)
             + (1e3 * copy, 1e3 * select, 1e3 * gather)
-            + (1e3 * stall, 1e3 * count, 1e3 * native, 1e3 * rest)
+            + (1e3 * stall, 1e3 * count, 1e3 * native, 1e3 * other_s)
         )
-    report.put("stall_vs_gather", max(ratio(one.stalls, one.gathers) for one in found))
-    report.put("stall_vs_memcpy", max(ratio(one.stalls, one.memcpys) for one in found))
-    report.put("stall_50m_vs_1m", ratio(found[-1].stalls, found[0].stalls))
-    report.put("stall_vs_index_select", max(ratio(one.stalls, one.selects) for one in found))
-    report.put("gather_bound_vs_memcpy", max(ratio(one.gathers, one.memcpys) for one in found))
-    report.put("count_vs_gather", max(ratio(one.counts, one.gathers) for one in found))
-    report.put("copy_vs_gather", max(ratio(one.copies, one.gathers) for one in found))
+    report.put(
+        "stall_vs_gather", max(ratio(size_times.stalls, size_times.gathers) for size_times in times)
+    )
+    report.put(
+        "stall_vs_memcpy", max(ratio(size_times.stalls, size_times.memcpys) for size_times in times)
+    )
+    report.put("stall_50m_vs_1m", ratio(times[-1].stalls, times[0].stalls))
+    report.put(
+        "stall_vs_index_select",
+        max(ratio(size_times.stalls, size_times.selects) for size_times in times),
+    )
+    report.put(
+        "gather_bound_vs_memcpy",
+        max(ratio(size_times.gathers, size_times.memcpys) for size_times in times),
+    )
+    report.put(
+        "count_vs_gather", max(ratio(size_times.counts, size_times.gathers) for size_times in times)
+    )
+    report.put(
+        "copy_vs_gather", max(ratio(size_times.copies, size_times.gathers) for size_times in times)
+    )
     return report
 
 
@@ -182,14 +196,14 @@ class _Size:
         job = area.read_job(tracked.cut())
         self.copied_bytes = sum(segment.bytes for segment in job.segments)
         self._memcpy = self._memcpy or _memcpy(self.copied_bytes)
-        taken = (self._memcpy(), self._select(), self._gather(), *self._count_and_copy())
+        measured = (self._memcpy(), self._select(), self._gather(), *self._count_and_copy())
         tracked.persist()
         if job.kind != "increment" or job.dirty_rows != self.dirty_rows:
             raise RuntimeError(f"{job.kind} of {job.dirty_rows} rows, expected {self.dirty_rows}")
         if kept:
             stall_s = tracked.checkpointer.stats.stalls_ms[-1] / 1e3
-            for times, one in zip(self.seconds, (stall_s, *taken), strict=True):
-                times.append(one)
+            for times, seconds in zip(self.seconds, (stall_s, *measured), strict=True):
+                times.append(seconds)
 
     # Each copy has rows of its own, because the snapshot's rows may still be in a large cache.
 
@@ -217,11 +231,11 @@ class _Size:
         ids = self._draw()
         bitmap = dirty_bitmap.new(self.rows)
         dirty_bitmap.mark(bitmap, ids, rows=self.rows)
-        to = dirty_rows.into(self._ids, (self._weight, self._copied))
+        destination = dirty_rows.into(self._ids, (self._weight, self._copied))
         start = perf_counter()
         tally = dirty_rows.count((bitmap,), rows=(self.rows,))
         counted = perf_counter()
-        tally.copy([to])
+        tally.copy([destination])
         copied = perf_counter()
         if not (torch.equal(self._ids, ids) and torch.equal(self._copied, self._weight[ids])):
             raise RuntimeError("dirty_rows copied other rows than those marked")

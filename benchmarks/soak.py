@@ -125,11 +125,11 @@ def soak(
 def _until(scene: Scene, committed: int) -> None:
     """Waits until so many checkpoints are committed."""
     deadline = time.monotonic() + 300
-    before = scene.committed
+    committed_before = scene.committed
     while scene.committed < committed:
         scene.watch_processes()
-        if scene.committed > before:
-            before, deadline = scene.committed, time.monotonic() + 300
+        if scene.committed > committed_before:
+            committed_before, deadline = scene.committed, time.monotonic() + 300
         if time.monotonic() > deadline:
             raise RuntimeError(f"no commit for 300 s:\n{scene.agent.output[-3000:]}")
         time.sleep(0.5)

@@ -55,7 +55,7 @@ def deploy(run_url: str, folder: Path, pace: Pace, variables: Mapping[str, str])
     (folder / "prefect.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
     _prefect(folder, variables, "work-pool", "create", "recpoint", "--type", "process")
     _prefect(folder, variables, "deploy", "--all")
-    return sorted({one["tags"][-1] for one in document["deployments"]})
+    return sorted({deployment["tags"][-1] for deployment in document["deployments"]})
 
 
 def workers(pace: Pace) -> list[tuple[str, ...]]:
@@ -65,7 +65,7 @@ def workers(pace: Pace) -> list[tuple[str, ...]]:
     worker for both queues would do the queue `default` first.
     """
     chosen = scheduled("", pace)["deployments"]
-    queues = {one["work_pool"].get("work_queue_name", "default") for one in chosen}
+    queues = {deployment["work_pool"].get("work_queue_name", "default") for deployment in chosen}
     return [(*_WORKER, "--work-queue", queue) for queue in sorted(queues)]
 
 
@@ -77,24 +77,29 @@ def scheduled(run_url: str, pace: Pace) -> dict[str, Any]:
     """
     document: dict[str, Any] = yaml.safe_load((ROOT / "prefect.yaml").read_text())
     chosen = [
-        one
-        for one in document["deployments"]
-        if "schedules" in one and (not pace.only or _flow(one) in pace.only)
+        deployment
+        for deployment in document["deployments"]
+        if "schedules" in deployment and (not pace.only or _flow(deployment) in pace.only)
     ]
-    for one in chosen:
-        flow = _flow(one)
-        pace_of = "validate_full" if one["name"] == "recpoint-validate-full" else flow
-        one["schedules"] = [{"slug": "soak", "interval": getattr(pace, pace_of), "active": True}]
+    for deployment in chosen:
+        flow = _flow(deployment)
+        pace_of = "validate_full" if deployment["name"] == "recpoint-validate-full" else flow
+        deployment["schedules"] = [
+            {"slug": "soak", "interval": getattr(pace, pace_of), "active": True}
+        ]
         if flow not in _OF_NO_RUN:
-            one["parameters"]["run_url"] = run_url
+            deployment["parameters"]["run_url"] = run_url
         if flow == "retain":
-            one["entrypoint"] = "benchmarks.soak_flows:retain"
-            one["parameters"] |= {"keep": {"last": KEEP_LAST}, "grace_seconds": pace.retain_grace}
+            deployment["entrypoint"] = "benchmarks.soak_flows:retain"
+            deployment["parameters"] |= {
+                "keep": {"last": KEEP_LAST},
+                "grace_seconds": pace.retain_grace,
+            }
         elif flow == "sweep":
-            one["entrypoint"] = "benchmarks.soak_flows:sweep"
-            one["parameters"]["grace_seconds"] = pace.sweep_grace
+            deployment["entrypoint"] = "benchmarks.soak_flows:sweep"
+            deployment["parameters"]["grace_seconds"] = pace.sweep_grace
         elif flow == "consolidate":
-            one["parameters"]["after_links"] = 6
+            deployment["parameters"]["after_links"] = 6
     return document | {"deployments": chosen}
 
 
@@ -104,7 +109,7 @@ def _flow(deployment: Mapping[str, Any]) -> str:
 
 
 def _prefect(folder: Path, variables: Mapping[str, str], *arguments: str) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
         cwd=folder,
         env=dict(variables),
@@ -113,5 +118,5 @@ def _prefect(folder: Path, variables: Mapping[str, str], *arguments: str) -> Non
         timeout=240,
         check=False,
     )
-    if done.returncode:
-        raise RuntimeError(f"prefect {' '.join(arguments)}:\n{done.stdout}{done.stderr}")
+    if process.returncode:
+        raise RuntimeError(f"prefect {' '.join(arguments)}:\n{process.stdout}{process.stderr}")

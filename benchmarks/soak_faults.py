@@ -69,41 +69,41 @@ def plan_faults(checkpoints: int, every: int, seed: int) -> list[Fault]:
     kinds = list(_KINDS)
     draw.shuffle(kinds)  # each kind once, before kinds are repeated
     faults = []
-    at = first
-    while at < checkpoints - 6:
-        if at >= late_from:
+    checkpoint = first
+    while checkpoint < checkpoints - 6:
+        if checkpoint >= late_from:
             kind = draw.choices(list(_LATE_KINDS), list(_LATE_KINDS.values()))[0]
         else:
             kind = kinds.pop() if kinds else draw.choices(list(_KINDS), list(_KINDS.values()))[0]
         # The agent starts Prefect again by itself.
         away = 0.0 if kind == "prefect" else draw.uniform(0.0, 8.0)
-        faults.append(Fault(at, tuple(kind.split("+")), away))
-        gap = 2 * spacing if at >= late_from else spacing
-        at += gap + draw.randrange(3)
+        faults.append(Fault(checkpoint, tuple(kind.split("+")), away))
+        gap = 2 * spacing if checkpoint >= late_from else spacing
+        checkpoint += gap + draw.randrange(3)
     return faults
 
 
 def interval_seconds(progress: Sequence[dict[str, Any]]) -> float:
     """Returns the median seconds of an interval, from the trainers' progress."""
     steps = [
-        (after["t"] - before["t"]) / (after["step"] - before["step"])
-        for before, after in zip(progress, progress[1:], strict=False)
-        if "step" in before and "step" in after and after["step"] > before["step"]
+        (later["t"] - earlier["t"]) / (later["step"] - earlier["step"])
+        for earlier, later in zip(progress, progress[1:], strict=False)
+        if "step" in earlier and "step" in later and later["step"] > earlier["step"]
     ]
     return float(INTERVAL_BATCHES * statistics.median(steps))
 
 
 def spells(progress: Sequence[dict[str, Any]], interval: float) -> list[Spell]:
     """Returns when lag was at two intervals or more; joins spells less than an interval apart."""
-    found: list[Spell] = []
+    spells: list[Spell] = []
     for line in progress:
         if line.get("lag_batches", 0) < 2 * INTERVAL_BATCHES:
             continue
-        if found and line["t"] - found[-1].last < interval:
-            found[-1] = found[-1]._replace(last=line["t"])
+        if spells and line["t"] - spells[-1].last < interval:
+            spells[-1] = spells[-1]._replace(last=line["t"])
         else:
-            found.append(Spell(line["t"], line["t"]))
-    return found
+            spells.append(Spell(line["t"], line["t"]))
+    return spells
 
 
 def recoveries(
@@ -114,19 +114,19 @@ def recoveries(
     A spell belongs to a fault if it began within four intervals after the return; other spells are
     in `elsewhere`.
     """
-    found = []
-    ends = [later.killed for later in happened[1:]] + [float("inf")]
+    recoveries = []
+    ends = [next_kill.killed for next_kill in happened[1:]] + [float("inf")]
     high = spells(progress, interval)
-    for one, end in zip(happened, ends, strict=True):
-        until = [
+    for kill, end in zip(happened, ends, strict=True):
+        late_ends = [
             min(spell.last, end)
             for spell in high
-            if spell.last >= one.killed and spell.first <= min(_window(one, interval), end)
+            if spell.last >= kill.killed and spell.first <= min(_window(kill, interval), end)
         ]
-        kinds = "+".join(one.fault.kinds)
-        late = max(0.0, max(until) - one.back) if until else 0.0
-        found.append(Recovery(kinds, one.back - one.killed, late))
-    return found
+        kinds = "+".join(kill.fault.kinds)
+        late = max(0.0, max(late_ends) - kill.back) if late_ends else 0.0
+        recoveries.append(Recovery(kinds, kill.back - kill.killed, late))
+    return recoveries
 
 
 def elsewhere(
@@ -137,7 +137,8 @@ def elsewhere(
         spell
         for spell in spells(progress, interval)
         if not any(
-            spell.last >= one.killed and spell.first <= _window(one, interval) for one in happened
+            spell.last >= kill.killed and spell.first <= _window(kill, interval)
+            for kill in happened
         )
     ]
 

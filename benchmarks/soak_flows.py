@@ -30,10 +30,10 @@ def _with_any_grace(theirs: Flow[..., Any]) -> Flow[..., Any]:
     fn = FunctionType(was.__code__, was.__globals__, was.__name__, was.__defaults__)
     fn.__kwdefaults__, fn.__doc__, fn.__module__ = was.__kwdefaults__, was.__doc__, was.__module__
     fn.__annotations__ = {**was.__annotations__, "grace_seconds": float}
-    ours = theirs.with_options()
-    update_wrapper(ours, fn)
-    ours.fn, ours.parameters = fn, parameter_schema(fn)
-    return ours
+    own_task = theirs.with_options()
+    update_wrapper(own_task, fn)
+    own_task.fn, own_task.parameters = fn, parameter_schema(fn)
+    return own_task
 
 
 retain = _with_any_grace(retaining.retain)

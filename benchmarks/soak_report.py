@@ -55,23 +55,25 @@ def soak_report(scene: Scene, happened: Sequence[Happened], flows: Flows) -> Rep
     interval = interval_seconds(progress)
     growth = {name: _growth(samples) for name, samples in scene.memory.items()}
     report = Report(name="soak", columns=("killed", "times", "away s", "lag high after s", "late"))
-    back = recoveries(happened, progress, interval)
-    others = elsewhere(happened, progress, interval)
-    for kind in sorted({one.kinds for one in back}):
-        ones = [one for one in back if one.kinds == kind]
-        away = statistics.median(one.away_seconds for one in ones)
-        late = sum(one.seconds > interval for one in ones)
-        report.rows.append((kind, len(ones), away, max(one.seconds for one in ones), late))
+    recovered = recoveries(happened, progress, interval)
+    other_spells = elsewhere(happened, progress, interval)
+    for kind in sorted({recovery.kinds for recovery in recovered}):
+        ones = [recovery for recovery in recovered if recovery.kinds == kind]
+        away = statistics.median(recovery.away_seconds for recovery in ones)
+        late = sum(recovery.seconds > interval for recovery in ones)
+        report.rows.append(
+            (kind, len(ones), away, max(recovery.seconds for recovery in ones), late)
+        )
     half = len(ledger.bytes_by_look) // 2
     early, end = max(ledger.bytes_by_look[:half]), max(ledger.bytes_by_look[half:])
     report.figures = {
         "checkpoints": len(ledger.committed),
-        "kills": sum(len(one.fault.kinds) for one in happened),
+        "kills": sum(len(kill.fault.kinds) for kill in happened),
         "lost": len(lost),
         "wrong_restores": len(scene.wrong_restores),
         "rss_growth_mb": max(growth.values()),
-        "lag_late": sum(one.seconds > interval for one in back),
-        "lag_high_elsewhere": sum(one.last - one.first > interval for one in others),
+        "lag_late": sum(recovery.seconds > interval for recovery in recovered),
+        "lag_high_elsewhere": sum(spell.last - spell.first > interval for spell in other_spells),
         "flows_stopped": len(flows.stopped),
         "store_peak_ratio": end / early,
     }
@@ -86,32 +88,36 @@ def soak_report(scene: Scene, happened: Sequence[Happened], flows: Flows) -> Rep
         f"retention, each with its reason; at most {ledger.most_manifests} at once; peak "
         f"{early / 1e6:.1f} MB in the first half, {end / 1e6:.1f} MB in the second",
         f"memory: {_memory(scene, growth)}",
-        f"flow runs: {', '.join(f'{n} {what}' for what, n in sorted(flows.by_state.items()))}; "
+        f"flow runs: {', '.join(f'{n} {state}' for state, n in sorted(flows.by_state.items()))}; "
         f"workers ended by themselves {scene.worker_ends} times; not completed since Prefect's "
         f"last return: {', '.join(flows.stopped) or 'none'} of {', '.join(flows.deployed)}",
         "lag_late: faults after which lag was at two intervals or more later than one interval "
         "after the return, however shortly, in a spell that began within four intervals; "
         "lag_high_elsewhere: spells of over an interval that began later than that after any fault",
-        *(_spell(scene, happened, one) for one in spells(progress, interval)[:_MOST_LINES]),
+        *(_spell(scene, happened, spell) for spell in spells(progress, interval)[:_MOST_LINES]),
     ]
     return report
 
 
 def _spell(scene: Scene, happened: Sequence[Happened], spell: Spell) -> str:
     """Describes a spell of high lag, with the agent's warnings and errors before and in it."""
-    since = max((one.back for one in happened if one.back < spell.first), default=spell.first)
+    last_return = max(
+        (kill.back for kill in happened if kill.back < spell.first), default=spell.first
+    )
     wall = time.time() - time.monotonic()
     begins, ends = (
-        datetime.fromtimestamp(wall + at).isoformat(" ") for at in (spell.first - 15, spell.last)
+        datetime.fromtimestamp(wall + offset).isoformat(" ")
+        for offset in (spell.first - 15, spell.last)
     )
-    said = [
+    complaints = [
         line[:300]
         for line in scene.agent.output.splitlines()
         if begins <= line[:19] <= ends and (" WARNING " in line or " ERROR " in line)
     ]
     return (
-        f"lag was high for {spell.last - spell.first:.1f} s, {spell.first - since:.0f} s after the "
-        f"last return; the agent: {' | '.join(said[:3]) or 'no complaint'}"
+        f"lag was high for {spell.last - spell.first:.1f} s, {spell.first - last_return:.0f} s "
+        "after the "
+        f"last return; the agent: {' | '.join(complaints[:3]) or 'no complaint'}"
     )
 
 
@@ -119,22 +125,26 @@ def _lost(scene: Scene, ledger: Ledger) -> list[str]:
     truth = scene.truth
     lost = [f"{key}: gone without a reason" for key in ledger.gone_without_reason]
     lost += scene.wrong
-    lost += [why for name in ledger.restorable if (why := ledger.wrong(name, truth)) is not None]
+    lost += [
+        reason for name in ledger.restorable if (reason := ledger.wrong(name, truth)) is not None
+    ]
     checked = check(ledger.run, level="full")
-    return lost + [f"check: {one.text}" for one in checked.findings if one.severity == "error"]
+    return lost + [
+        f"check: {finding.text}" for finding in checked.findings if finding.severity == "error"
+    ]
 
 
 def _memory(scene: Scene, growth: dict[str, float]) -> str:
-    said = []
+    texts = []
     for name, samples in scene.memory.items():
         life = _longest(samples)
         seconds = life[-1][0] - life[0][0]
         tenths = " ".join(f"{megabytes:.0f}" for megabytes in _tenths(life))
-        said.append(
+        texts.append(
             f"{name} {growth[name]:+.1f} MB on {life[-1][2]:.0f} MB in {seconds:.0f} s, of which "
             f"each tenth: {tenths}"
         )
-    return "; ".join(said)
+    return "; ".join(texts)
 
 
 def _longest(samples: Sequence[tuple[float, int, float]]) -> list[tuple[float, int, float]]:

@@ -72,8 +72,8 @@ class Scene:
         self._truth_file = scratch / "truth.jsonl"
         recorded = [str(self._truth_file), str(truth_steps)]
         self._truth = self._child("truth", [*trainer, "truth", *recorded])
-        told = [str(self._progress_file), str(batch_seconds)]
-        self.trainer = self._child("trainer", [*trainer, "train", self.url, str(staging), *told])
+        options = [str(self._progress_file), str(batch_seconds)]
+        self.trainer = self._child("trainer", [*trainer, "train", self.url, str(staging), *options])
         self.agent = self._child("agent", ["-m", "recpoint", "agent"])
         self.workers: list[Child] = []
         self.ledger: Ledger | None = None
@@ -157,13 +157,13 @@ class Scene:
     @property
     def progress(self) -> list[dict[str, Any]]:
         """Returns the trainers' progress in order, without unfinished lines of killed trainers."""
-        found = []
+        lines = []
         for line in self._progress_file.read_text().splitlines():
             try:
-                found.append(json.loads(line))
+                lines.append(json.loads(line))
             except ValueError:
                 continue
-        return found
+        return lines
 
     @property
     def committed(self) -> int:
@@ -196,9 +196,9 @@ class Scene:
                 looks += 1
                 truth = self.truth
                 # The other trainer may commit before the truth's trainer reaches that step.
-                known = [name for name in self.ledger.restorable if name.step in truth]
-                if looks % _VERIFY_EVERY == 0 and known:
-                    name = self._draw.choice(known)
+                known_names = [name for name in self.ledger.restorable if name.step in truth]
+                if looks % _VERIFY_EVERY == 0 and known_names:
+                    name = self._draw.choice(known_names)
                     wrong = self.ledger.wrong(name, truth)
                     self.verified += 1
                     if wrong is not None:
@@ -210,26 +210,28 @@ class Scene:
 
     def flow_runs(self, **filters: Any) -> Counter[str]:
         """Counts the flow runs that match `filters`, by flow and state."""
-        found: Counter[str] = Counter()
-        names = {one["id"]: one["name"] for one in self._ask("flows/filter", {})}
+        counts: Counter[str] = Counter()
+        names = {flow["id"]: flow["name"] for flow in self._ask("flows/filter", {})}
         offset = 0
         while page := self._ask("flow_runs/filter", {"flow_runs": filters, "offset": offset}):
-            found.update(f"{names.get(one['flow_id'])} {one['state_type']}" for one in page)
+            counts.update(
+                f"{names.get(flow_run['flow_id'])} {flow_run['state_type']}" for flow_run in page
+            )
             offset += len(page)
-        return found
+        return counts
 
     def wait_for_flows(self, flows: Sequence[str], *, since: str, seconds: float) -> list[str]:
         """Waits until each of these flows has completed after `since`; returns the others."""
         deadline = time.monotonic() + seconds
         while True:
-            done: Counter[str] = Counter()
+            counts: Counter[str] = Counter()
             with suppress(OSError):  # a server that is busy may not answer in a minute
-                done = self.flow_runs(
+                counts = self.flow_runs(
                     state={"type": {"any_": ["COMPLETED"]}}, start_time={"after_": since}
                 )
-            left = [flow for flow in flows if f"{flow} COMPLETED" not in done]
-            if not left or time.monotonic() > deadline:
-                return left
+            missing = [flow for flow in flows if f"{flow} COMPLETED" not in counts]
+            if not missing or time.monotonic() > deadline:
+                return missing
             self.watch_processes(training=False)
             time.sleep(1.0)
 
@@ -240,8 +242,8 @@ class Scene:
             headers={"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
-            found: list[dict[str, Any]] = json.load(answer)
-            return found
+            answers: list[dict[str, Any]] = json.load(answer)
+            return answers
 
     # --- faults --------------------------------------------------------------------------------
 
@@ -263,11 +265,11 @@ class Scene:
             wait_until_logged(self.agent, "serving", _START_SECONDS)
         if "trainer" in fault.kinds:
             self._start_trainer(expect=self._newest_step())
-        back = killed if fault.kinds == ("prefect",) else time.monotonic()
+        back_s = killed if fault.kinds == ("prefect",) else time.monotonic()
         if "prefect" in fault.kinds:
             self.prefect.wait(_START_SECONDS)
             self.prefect_back = datetime.now(UTC).isoformat()
-        return Happened(fault=fault, killed=killed, back=back)
+        return Happened(fault=fault, killed=killed, back=back_s)
 
     def _newest_step(self) -> int:
         run = Run.open(open_store(self.url))
@@ -275,21 +277,21 @@ class Scene:
 
     def _start_trainer(self, *, expect: int) -> None:
         """Starts the trainer and compares its restore with the truth and the newest commit."""
-        before = len(self.progress)
+        lines_before = len(self.progress)
         self.trainer.start()
-        told = self.wait_for(
-            lambda: next((x for x in self.progress[before:] if "restored" in x), None)
+        restored = self.wait_for(
+            lambda: next((x for x in self.progress[lines_before:] if "restored" in x), None)
         )
         self.restarts += 1
-        step = told["restored"]
+        step = restored["restored"]
         if step == 0 and expect == 0:
             return
         truth = self.wait_for(lambda: self.truth.get(step))
-        if told["digest"] != truth:
+        if restored["digest"] != truth:
             self.wrong_restores.append(f"restart at {step}: other contents than the truth")
         if step < expect:
             self.wrong_restores.append(
-                f"restart at {step}: {expect} was committed: {told['skipped']}"
+                f"restart at {step}: {expect} was committed: {restored['skipped']}"
             )
 
     def wait_for(self, look: Callable[[], Any]) -> Any:
@@ -299,8 +301,8 @@ class Scene:
             RuntimeError: `look` still returns None after a long time.
         """
         deadline = time.monotonic() + _START_SECONDS
-        while (found := look()) is None:
+        while (value := look()) is None:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no trainer:\n{self.trainer.output[-3000:]}")
             time.sleep(0.05)
-        return found
+        return value

@@ -59,15 +59,15 @@ def _train(run_url: str, staging: str, file: Path, batch_seconds: float) -> None
     with file.open("a") as lines:
         report = checkpoints.restore()
         step = 0 if report is None else report.restored.step
-        skipped = [] if report is None else [f"{name}: {why}" for name, why in report.skipped]
+        skipped = [] if report is None else [f"{name}: {reason}" for name, reason in report.skipped]
         restored = {"restored": step, "digest": training.digest(), "skipped": skipped}
         _tell(lines, {**restored, "t": time.monotonic()})
         while not _stop:
             training.batch()
             checkpoints.step()
             stats = checkpoints.stats
-            said = {k: v for k, v in asdict(stats).items() if isinstance(v, int | str)}
-            _tell(lines, {**said, "t": time.monotonic(), "step": checkpoints.batches_done})
+            counters = {k: v for k, v in asdict(stats).items() if isinstance(v, int | str)}
+            _tell(lines, {**counters, "t": time.monotonic(), "step": checkpoints.batches_done})
             time.sleep(batch_seconds)  # the time that a batch of a real model would take
         checkpoints.close()
 

@@ -52,8 +52,8 @@ class _Model(nn.Module):
         self.top = nn.Linear(2 * _DIM, 1)
 
     def forward(self, users: Tensor, goods: Tensor) -> Tensor:
-        both = torch.cat([self.users(users), self.goods(goods)], dim=1)
-        scores: Tensor = self.top(self.drop(self.norm(both)))
+        features = torch.cat([self.users(users), self.goods(goods)], dim=1)
+        scores: Tensor = self.top(self.drop(self.norm(features)))
         return scores.squeeze(1)
 
 

@@ -85,24 +85,24 @@ class Ledger:
             RecpointError: the store does not answer.
         """
         objects: dict[str, ObjectInfo] = {info.key: info for info in self.run.store.list()}
-        there: set[str] = set()
+        keys: set[str] = set()
         for key in objects:
             name = _checkpoint_of(key)
             if name is not None:
                 self.seen[key] = name
-                there.add(key)
-        for key in there - self.reasons.keys():
+                keys.add(key)
+        for key in keys - self.reasons.keys():
             if EXPIRED_KEY.of(key) in objects:
                 self._read_reason(key)
-        self.there = there
+        self.there = keys
         self.bytes_by_look.append(sum(info.size_bytes for info in objects.values()))
-        self.most_manifests = max(self.most_manifests, len(there))
+        self.most_manifests = max(self.most_manifests, len(keys))
 
     @property
     def committed(self) -> list[ManifestName]:
         """Returns all checkpoints that were ever committed, in order."""
-        own = [name for key, name in self.seen.items() if key.startswith(MANIFEST_KEY.prefix)]
-        return sorted(own)
+        own_names = [name for key, name in self.seen.items() if key.startswith(MANIFEST_KEY.prefix)]
+        return sorted(own_names)
 
     @property
     def restorable(self) -> list[ManifestName]:
@@ -121,7 +121,7 @@ class Ledger:
             StoreError: the store does not answer.
         """
         try:
-            found = restored_digest(self.run, name)
+            digest = restored_digest(self.run, name)
         except ObjectNotFound as error:
             self.look()
             return str(error) if name in self.restorable else None
@@ -129,7 +129,7 @@ class Ledger:
             raise
         except RecpointError as error:
             return str(error)
-        return None if found == truth.get(name.step) else f"{name}: other contents than the truth"
+        return None if digest == truth.get(name.step) else f"{name}: other contents than the truth"
 
     def _read_reason(self, key: str) -> None:
         try:

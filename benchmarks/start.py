@@ -67,15 +67,15 @@ def run(*, smoke: bool) -> Report:
     if not hasattr(os, "posix_fadvise"):
         report.leave_out(["start_cold_seconds"], "this system has no posix_fadvise")
         del programs["start_cold_seconds"]
-    taken: dict[str, list[float]] = {name: [] for name in programs}
+    seconds_by_program: dict[str, list[float]] = {name: [] for name in programs}
     if not smoke:
         _seconds(_FIRST_STEP)  # writes bytecode
     for _ in range(rounds):
         for name, (program, is_cold) in programs.items():
             if is_cold:
                 _drop_files(folders)
-            taken[name].append(_seconds(program))
-    for name, seconds in taken.items():
+            seconds_by_program[name].append(_seconds(program))
+    for name, seconds in seconds_by_program.items():
         program = name.removesuffix("_seconds")
         report.put(name, spread_of(seconds))
         report.timed(program.replace("_", ", "), seconds)

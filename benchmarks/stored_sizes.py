@@ -75,8 +75,8 @@ def form_of(rows: Tensor, bits: int) -> Form:
     form = np.empty(len(rows), np.uint8)
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         part = slice(first, first + _ROWS_AT_ONCE)
-        found = quantize_packed(rows[part], bits, half_parameters=True)
-        form[part] = np.where(found.exact, EXACT, np.where(found.wide, WIDE, NARROW))
+        quantized = quantize_packed(rows[part], bits, half_parameters=True)
+        form[part] = np.where(quantized.exact, EXACT, np.where(quantized.wide, WIDE, NARROW))
     return form
 
 
@@ -101,10 +101,10 @@ def stored_parts(
 
 def check(job: Job, manifest: Manifest, rows: Sequence[Ids | None], forms: Sequence[Form]) -> None:
     """Raises RuntimeError unless `manifest`, of `job`, has exactly the chunks counted here."""
-    found = {chunk.entry.key: chunk.entry.bytes for chunk in _plan(job, rows, forms)}
+    sizes = {chunk.entry.key: chunk.entry.bytes for chunk in _plan(job, rows, forms)}
     stored = {entry.key: entry.bytes for entry in manifest.chunks}
-    if found != stored:
-        raise RuntimeError(f"step {job.step}: counted {found}, stored {stored}")
+    if sizes != stored:
+        raise RuntimeError(f"step {job.step}: counted {sizes}, stored {stored}")
     counted = stored_parts(job, manifest, rows, forms)["manifest"]
     written = len(pack_record(manifest))
     # The counted digests are of other bytes, so they may have other numbers of digits: most have
@@ -154,10 +154,10 @@ class MergedFull:
         for kind in np.unique(form):
             parameters = None if kind == exact else PARAMETER_DTYPES[kind]
             most = self._rows_of_a_chunk(index, parameters)
-            left, offset = form == kind, 0
-            for ids in (*newest_first, *_chunks_of(old, left)):
-                moved = ids[left[ids]]
-                left[moved] = False
+            remaining, offset = form == kind, 0
+            for ids in (*newest_first, *_chunks_of(old, remaining)):
+                moved = ids[remaining[ids]]
+                remaining[moved] = False
                 chunk[moved] = (offset + np.arange(len(moved))) // most
                 offset += len(moved)
             scheme: Scheme = "exact" if parameters is None else "asymmetric"
@@ -222,10 +222,10 @@ def _row_chunks(job: Job, block: RowBlock, ids: Ids | None, form: Form) -> Itera
     for number, (kind, dtype) in enumerate(kinds, block.number):
         if (chosen := ids[forms == kind]).size:
             yield _row_chunk(job, block.table, number, chosen, "asymmetric", dtype)
-    exact, each = ids[forms == EXACT], block.exact_rows_each
-    for place, first in enumerate(range(0, exact.size, each)):
+    exact, rows_each = ids[forms == EXACT], block.exact_rows_each
+    for place, first in enumerate(range(0, exact.size, rows_each)):
         number = block.number + len(PARAMETER_DTYPES) + place
-        yield _row_chunk(job, block.table, number, exact[first : first + each], "exact", None)
+        yield _row_chunk(job, block.table, number, exact[first : first + rows_each], "exact", None)
 
 
 def _row_chunk(

@@ -95,8 +95,8 @@ class TorchRecTracker:
 
     def take(self) -> list[Tensor]:
         """Returns the distinct ids of each table since the last call."""
-        found = self._tracker.get_unique_ids()
-        return [found[f"sparse.embedding_bags.table_{name}"] for name in self._names]
+        unique_ids = self._tracker.get_unique_ids()
+        return [unique_ids[f"sparse.embedding_bags.table_{name}"] for name in self._names]
 
 
 @contextmanager

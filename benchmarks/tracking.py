@@ -223,7 +223,7 @@ def _measure(case: _Case, rounds: int, folder: Path, *, smoke: bool) -> _Measure
         lookups_s = 0.0
         if any(table._forward_pre_hooks for table in model.tables.values()):
             lookups_s = _added_to_lookups(plain, model, batches, rounds)
-    return _Measured(steps_s, [each + lookups_s for each in marking_s], lookups_s, marks)
+    return _Measured(steps_s, [marking + lookups_s for marking in marking_s], lookups_s, marks)
 
 
 def _training(
@@ -282,28 +282,28 @@ def _against_torchrec(report: Report, *, batches: int, smoke: bool) -> None:
     case = _Case("Criteo", 2048, True)
     reader = _reader(case, smoke=smoke)
     drawn = [batch.sparse for batch in itertools.islice(reader, batches)]
-    ours = _Ours(reader.tables)
-    gradients = [ours.gradients(ids) for ids in drawn[:_DIFFERENT_BATCHES]]
-    with TorchRecTracker.started(reader.tables) as theirs:
-        records = [theirs.batch(ids) for ids in drawn]
+    our_tracker = _Ours(reader.tables)
+    gradients = [our_tracker.gradients(ids) for ids in drawn[:_DIFFERENT_BATCHES]]
+    with TorchRecTracker.started(reader.tables) as tracker:
+        records = [tracker.batch(ids) for ids in drawn]
         ours_ns, theirs_ns = [], []
         for number, record in enumerate(records):
             if number >= _DIFFERENT_BATCHES:
-                gradients[number % _DIFFERENT_BATCHES] = ours.gradients(drawn[number])
-            ours.backward(gradients[number % _DIFFERENT_BATCHES])
+                gradients[number % _DIFFERENT_BATCHES] = our_tracker.gradients(drawn[number])
+            our_tracker.backward(gradients[number % _DIFFERENT_BATCHES])
             started = perf_counter_ns()
-            ours.step()
+            our_tracker.step()
             between = perf_counter_ns()
-            theirs.record(record)
+            tracker.record(record)
             theirs_ns.append(perf_counter_ns() - between)
             ours_ns.append(between - started)
-        torchrec_bytes = theirs.stored_bytes()
+        torchrec_bytes = tracker.stored_bytes()
         started = perf_counter_ns()
-        mine = ours.take()
+        our_ids = our_tracker.take()
         between = perf_counter_ns()
-        found = theirs.take()
+        their_ids = tracker.take()
         theirs_take_ns, ours_take_ns = perf_counter_ns() - between, between - started
-    for a, b in zip(mine, found, strict=True):
+    for a, b in zip(our_ids, their_ids, strict=True):
         if not torch.equal(a, b.sort().values):
             raise RuntimeError("the two trackers found different rows")
     record_ns, mark_ns = statistics.median(theirs_ns), statistics.median(ours_ns)
@@ -314,20 +314,22 @@ def _against_torchrec(report: Report, *, batches: int, smoke: bool) -> None:
     report.timed("marking a batch", [1e-9 * ns for ns in ours_ns])
     report.timed("TorchRec records a batch", [1e-9 * ns for ns in theirs_ns])
     report.put("vs_torchrec_record", ratio(theirs_ns, ours_ns))
-    native_ns = [ours.native_call_ns(gradients[number % len(gradients)]) for number in range(200)]
+    native_ns = [
+        our_tracker.native_call_ns(gradients[number % len(gradients)]) for number in range(200)
+    ]
     report.timed("marking a batch: the native call alone", [1e-9 * ns for ns in native_ns])
     report.figures["native_share_of_marking"] = statistics.median(native_ns) / mark_ns
     report.figures |= {
         "vs_torchrec": their_total / our_total,
         "torchrec_bytes": float(torchrec_bytes),
-        "our_bytes": float(ours.bitmap_bytes()),
+        "our_bytes": float(our_tracker.bitmap_bytes()),
     }
     report.notes.append(
         f"{batches} batches of {len(drawn[0]):,} Criteo-shaped samples, 26 tables, us a batch: "
         f"marking {mark_ns / 1e3:.1f} and {ours_take_ns / 1e3 / batches:.1f} to collect the rows; "
         f"TorchRec {record_ns / 1e3:.1f} to record and {theirs_take_ns / 1e3 / batches:.1f} to "
-        f"find the distinct ones. Bytes: {ours.bitmap_bytes():,} and {torchrec_bytes:,}. "
-        f"Both found the same {sum(len(rows) for rows in mine):,} rows."
+        f"find the distinct ones. Bytes: {our_tracker.bitmap_bytes():,} and {torchrec_bytes:,}. "
+        f"Both found the same {sum(len(rows) for rows in our_ids):,} rows."
     )
 
 
@@ -339,8 +341,8 @@ class _Ours:
             {name: nn.Embedding(rows, 1, sparse=True) for name, rows in tables.items()}
         )
         optimizer = Adagrad(model.parameters(), lr=0.1)
-        found = find_tables(model, [optimizer]).tables
-        self.trackers = [Tracker(table) for table in found]
+        found_tables = find_tables(model, [optimizer]).tables
+        self.trackers = [Tracker(table) for table in found_tables]
         OptimizerWatch([optimizer], {t.table.name: t for t in self.trackers})
 
     def gradients(self, ids: Tensor) -> list[Tensor]:
@@ -371,8 +373,8 @@ class _Ours:
         return perf_counter_ns() - started
 
     def take(self) -> list[Tensor]:
-        taken = [(tracker, tracker.take()) for tracker in self.trackers]
-        return [dirty_bitmap.collect(dirty.bitmap, rows=tracker.rows) for tracker, dirty in taken]
+        dirty = [(tracker, tracker.take()) for tracker in self.trackers]
+        return [dirty_bitmap.collect(dirty.bitmap, rows=tracker.rows) for tracker, dirty in dirty]
 
     def bitmap_bytes(self) -> int:
         """Returns the bytes of both bitmaps of all tables."""

@@ -39,10 +39,10 @@ def trained_rows(*, dim: int, batches: int, rows: int) -> Tensor:
             optimizer.step()
         looked_up.append(batch.sparse)
     ids = torch.cat(looked_up)
-    found = torch.cat(
+    rows_drawn = torch.cat(
         [
             table.weight.detach()[ids[:, column].unique()]
             for column, table in enumerate(model.tables.values())
         ]
     )
-    return found[torch.randperm(len(found))[:rows]].contiguous()
+    return rows_drawn[torch.randperm(len(rows_drawn))[:rows]].contiguous()

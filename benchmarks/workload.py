@@ -100,12 +100,12 @@ class StagedRun:
 
     def persist(self) -> Outcome:
         """Persists the staged job without Prefect, and waits until the trainer knows of it."""
-        before = self.checkpointer.stats.committed
+        committed_before = self.checkpointer.stats.committed
         job_file = area.staged_jobs(self.directory)[0]
         outcome = persist_job(job_file)
         if outcome.result != "committed":
             raise RuntimeError(outcome.error)
-        self.wait_for_commit(before)
+        self.wait_for_commit(committed_before)
         return outcome
 
     def wait_for_commit(self, before: int) -> None:
@@ -116,11 +116,11 @@ class StagedRun:
 def wait_for(look: Callable[[], T | None], *, seconds: float = 120.0) -> T:
     """Polls `look` until it returns something other than None, and returns that."""
     deadline = time.monotonic() + seconds
-    while (found := look()) is None:
+    while (value := look()) is None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"nothing after {seconds} s")
         time.sleep(0.002)
-    return found
+    return value
 
 
 @contextmanager

@@ -80,7 +80,7 @@ class Installer:
         Returns:
             Whether it succeeded.
         """
-        begun = time.monotonic()
+        start_s = time.monotonic()
         command = [str(self._python), "-m", "pip", "--disable-pip-version-check", *arguments]
         lines: list[str] = []
         with (
@@ -104,7 +104,7 @@ class Installer:
             print("\n".join(pip_reason(lines)))
             print(f"pip failed (exit code {process.returncode}); its whole output: {self._log}")
         else:
-            print(f"      took {time.monotonic() - begun:.0f} s", flush=True)
+            print(f"      took {time.monotonic() - start_s:.0f} s", flush=True)
         return process.returncode == 0
 
 
@@ -200,8 +200,8 @@ def missing_from_python(*, headers: bool) -> str | None:
 
 def _make_environment(installer: Installer, environment: Path) -> bool:
     installer.announce(f"{environment}: Python {sys.version.split()[0]}")
-    made = subprocess.run([sys.executable, "-m", "venv", str(environment)], check=False)
-    return made.returncode == 0
+    process = subprocess.run([sys.executable, "-m", "venv", str(environment)], check=False)
+    return process.returncode == 0
 
 
 def _install_development(environment: Path, cpu_index: str) -> bool:

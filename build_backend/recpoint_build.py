@@ -79,10 +79,10 @@ def _compiler_to_fetch() -> list[str]:
 
 
 def _system_compiler() -> list[str] | None:
-    if given := os.environ.get("CXX"):
-        return shlex.split(given)
-    found = (shutil.which(name) for name in _SYSTEM_COMPILERS)
-    return next(([path] for path in found if path is not None and _is_new_enough([path])), None)
+    if compiler := os.environ.get("CXX"):
+        return shlex.split(compiler)
+    paths = (shutil.which(name) for name in _SYSTEM_COMPILERS)
+    return next(([path] for path in paths if path is not None and _is_new_enough([path])), None)
 
 
 def _is_new_enough(command: list[str]) -> bool:
@@ -106,9 +106,9 @@ def _instruction_sets() -> dict[str, tuple[str, ...]]:
 
 
 def _compiler() -> list[str]:
-    found = _system_compiler()
-    if found is not None:
-        return found
+    compiler = _system_compiler()
+    if compiler is not None:
+        return compiler
     if importlib.util.find_spec("ziglang") is None:
         raise RuntimeError(
             "no C++ compiler: found neither CXX nor a "
@@ -143,8 +143,8 @@ def _require_headers() -> None:
 
 
 def _version(command: list[str]) -> str:
-    told = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
-    return told.stdout.splitlines()[0].strip()
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    return version.stdout.splitlines()[0].strip()
 
 
 def _digest_of_sources() -> str:
@@ -177,8 +177,8 @@ class BuildNative(build_ext):
         """Build the only extension."""
         _require_headers()
         command = _compiler()
-        given = shlex.split(os.environ.get("CXXFLAGS", ""))
-        compile_with = [*command, *_COMPILE, *given, *_ALWAYS]
+        flags = shlex.split(os.environ.get("CXXFLAGS", ""))
+        compile_with = [*command, *_COMPILE, *flags, *_ALWAYS]
         link_with = [*command, *_LINK, *shlex.split(os.environ.get("LDFLAGS", ""))]
         if _is_zig(command):
             link_with.append("-s")  # names of its own libraries would be most of the file

@@ -205,13 +205,13 @@ class ColumnShape:
         present = uniform >= self.p_missing
         # A uniform number above a threshold, rescaled, is uniform again: one draw for each line is
         # enough.
-        rest = (uniform[present] - self.p_missing) / (1 - self.p_missing)
+        scaled = (uniform[present] - self.p_missing) / (1 - self.p_missing)
         bounds = np.cumsum(self.head)
         p_head = bounds[-1] if self.k else 1.0  # published frequencies are rounded
-        drawn = 1 + np.searchsorted(bounds[:-1], rest, side="right")
-        in_tail = rest >= p_head
+        drawn = 1 + np.searchsorted(bounds[:-1], scaled, side="right")
+        in_tail = scaled >= p_head
         if in_tail.any():
-            drawn[in_tail] = self._tail((rest[in_tail] - p_head) / (1 - p_head))
+            drawn[in_tail] = self._tail((scaled[in_tail] - p_head) / (1 - p_head))
         ids[present] = drawn
         return ids
 
@@ -298,8 +298,8 @@ class CriteoShapeReader:
         self._shapes = load_shape(path, scale=scale)
         self._rows_of = [_rows_of_ids(c, shape, rows) for c, shape in enumerate(self._shapes)]
         self.tables = {
-            shape.name: min(shape.cardinality, rows) if known is None else len(known)
-            for shape, known in zip(self._shapes, self._rows_of, strict=True)
+            shape.name: min(shape.cardinality, rows) if rows_known is None else len(rows_known)
+            for shape, rows_known in zip(self._shapes, self._rows_of, strict=True)
         }
         self.total_batches: int | None = batches
         self._batches, self._lines, self._seed = batches, lines, seed
@@ -321,9 +321,9 @@ class CriteoShapeReader:
             zip(self._shapes, self.tables.values(), strict=True)
         ):
             ids = shape.draw(generator, self._lines).view(np.uint64)
-            known = self._rows_of[column]
+            rows_known = self._rows_of[column]
             sparse[:, column] = (
-                hash_rows(ids, column=column, rows=rows) if known is None else known[ids]
+                hash_rows(ids, column=column, rows=rows) if rows_known is None else rows_known[ids]
             )
             hidden = mix64(ids ^ mix64(np.full(1, 1000 + column, np.uint64)))
             logit += (hidden / 2.0**64 - 0.5) * 0.8

@@ -58,7 +58,7 @@ def digests_of_all(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
     """Combines the digests of all ranks into one for each name; one rank's stay as they are."""
     if len(of_ranks) == 1:
         return of_ranks[0]
-    return {name: digest([one[name] for one in of_ranks]) for name in of_ranks[0]}
+    return {name: digest([tables[name] for tables in of_ranks]) for name in of_ranks[0]}
 
 
 def digest(value: object) -> str:

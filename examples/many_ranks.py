@@ -56,6 +56,6 @@ def gathered(value: Any) -> list[Any]:
     """Returns the `value` of each rank, in the order of ranks."""
     if not dist.is_initialized():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

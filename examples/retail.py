@@ -95,15 +95,19 @@ class RetailReader:
 
     def _next(self) -> Batch:
         start = self._lines_done + self._rank * self._lines
-        at = np.arange(start, min(start + self._lines, len(self._item)))
-        window = np.minimum(at, NEGATIVE_WINDOW_LINES)
-        back = self._generator.integers(0, np.maximum(window, 1), dtype=np.int64) + (window > 0)
+        lines = np.arange(start, min(start + self._lines, len(self._item)))
+        window = np.minimum(lines, NEGATIVE_WINDOW_LINES)
+        lines_back = self._generator.integers(0, np.maximum(window, 1), dtype=np.int64) + (
+            window > 0
+        )
         # Set before the batch is returned, so that a state taken after training on the batch points
         # to the next batch.
         self._lines_done = min(self._lines_done + self._ranks * self._lines, len(self._item))
-        sparse = np.concatenate([self._columns(at, at), self._columns(at, at - back)])
+        sparse = np.concatenate(
+            [self._columns(lines, lines), self._columns(lines, lines - lines_back)]
+        )
         label = torch.zeros(len(sparse))
-        label[: len(at)] = 1
+        label[: len(lines)] = 1
         return Batch(torch.empty(len(sparse), 0), torch.from_numpy(sparse), label)
 
     def _columns(self, at: _Ids, item_at: _Ids) -> _Ids:
@@ -143,14 +147,16 @@ class RetailReader:
 
         No purchase is lost or read twice; negatives are drawn anew.
         """
-        done = {state["lines_done"] for state in states}
-        if len(done) != 1:
-            raise ValueError(f"the ranks stopped at different lines: {sorted(map(str, done))}")
+        lines_of_ranks = {state["lines_done"] for state in states}
+        if len(lines_of_ranks) != 1:
+            raise ValueError(
+                f"the ranks stopped at different lines: {sorted(map(str, lines_of_ranks))}"
+            )
         if (rank, ranks) != (self._rank, self._ranks):
             raise ValueError(
                 f"the reader of rank {self._rank} of {self._ranks}, not {rank} of {ranks}"
             )
-        (lines_done,) = done
+        (lines_done,) = lines_of_ranks
         assert isinstance(lines_done, int)
         generator = _generator(self._seed, rank, ranks, lines_done)
         self.load_state_dict({**states[0], "generator": generator.bit_generator.state})

@@ -136,23 +136,23 @@ def train(
     with checkpointer or nullcontext():
         restored = checkpointer.restore() if checkpointer else None
         first = restored.restored.step if restored else 0
-        left = (
+        remaining = (
             checkpointer.batches(total=args.steps) if checkpointer else islice(batches, args.steps)
         )
-        for number, batch in enumerate(left):
+        for number, batch in enumerate(remaining):
             # After a rewind, batches come again.
             step = checkpointer.batches_done if checkpointer else number
             logits = called(batch.sparse)
             loss = F.binary_cross_entropy_with_logits(logits, batch.label)
-            for one in (optimizer, dense_optimizer):
-                one.zero_grad()
+            for trained_by in (optimizer, dense_optimizer):
+                trained_by.zero_grad()
             loss.backward()
-            for one in (optimizer, dense_optimizer):
-                one.step()
+            for trained_by in (optimizer, dense_optimizer):
+                trained_by.step()
             auc.add(step, of_all_ranks(logits), of_all_ranks(batch.label))
-            pids = [one.pid for one in getattr(home, "greetings", ())]
-            at = {"step": step + 1, "steps": args.steps, "pid": os.getpid()}
-            progress.write(**at, loss=loss.item(), servers=pids)
+            pids = [greeting.pid for greeting in getattr(home, "greetings", ())]
+            progress_line = {"step": step + 1, "steps": args.steps, "pid": os.getpid()}
+            progress.write(**progress_line, loss=loss.item(), servers=pids)
 
     stats = checkpointer.stats.cache if checkpointer else None
     names = [f"tables.{name}" for name in model.tables]

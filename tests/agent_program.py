@@ -20,8 +20,8 @@ def serve(
     """Calls `run_agent` with its log on standard error."""
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     install_from_environment()
-    when = ConsolidationTriggers.chosen(links=consolidate_after)
-    sys.exit(run_agent(staging, once=once, prefect=prefect, consolidate_when=when))
+    triggers = ConsolidationTriggers.chosen(links=consolidate_after)
+    sys.exit(run_agent(staging, once=once, prefect=prefect, consolidate_when=triggers))
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ class Model(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         items = self.items(batch["items"], per_sample_weights=batch.get("weights"))
-        both = torch.cat([self.users(batch["users"]), items], dim=1).float()
-        scores: Tensor = self.top(both)
+        features = torch.cat([self.users(batch["users"]), items], dim=1).float()
+        scores: Tensor = self.top(features)
         return scores.squeeze(1)
 
 
@@ -96,14 +96,14 @@ class Batches:
         drawn = np.random.default_rng([self.seed, position])
         users = (USERS * drawn.random(BATCH) ** 3).astype(np.int64)
         items = (ITEMS * drawn.random((BATCH, 3)) ** 2).astype(np.int64)
-        found = {
+        batch = {
             "users": torch.from_numpy(users),
             "items": torch.from_numpy(items),
             "target": torch.from_numpy(drawn.random(BATCH).astype(np.float32)),
         }
         if self.weighted:
-            found["weights"] = torch.from_numpy(drawn.random((BATCH, 3)).astype(np.float32))
-        return found
+            batch["weights"] = torch.from_numpy(drawn.random((BATCH, 3)).astype(np.float32))
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -140,8 +140,8 @@ def cached_model(
     **form: Any,
 ) -> tuple[Model, Cache]:
     model = uncached_model(is_meta=is_meta, initial=initial, **form)
-    given = local() if home is None else home
-    cached(model, given, capacity, initial=initial, row_local_optimizers=row_local)
+    row_home = local() if home is None else home
+    cached(model, row_home, capacity, initial=initial, row_local_optimizers=row_local)
     cache = cache_of(model)
     assert cache is not None
     return model, cache
@@ -157,8 +157,8 @@ class Rows:
         return [
             f"{name}: array {number}"
             for name, arrays in self.arrays.items()
-            for number, (one, two) in enumerate(zip(arrays, other.arrays[name], strict=True))
-            if not torch.equal(as_bits(one), as_bits(two))
+            for number, (array, two) in enumerate(zip(arrays, other.arrays[name], strict=True))
+            if not torch.equal(as_bits(array), as_bits(two))
         ]
 
 
@@ -167,11 +167,11 @@ def as_bits(array: Tensor) -> Tensor:
 
 
 def rows_of_plain(model: Model, optimizer: torch.optim.Optimizer) -> Rows:
-    found = {}
+    arrays = {}
     for name, weight in (("users", model.users.weight), ("items", model.items.weight)):
         state = optimizer.state.get(weight, {})
-        found[name] = (weight.detach(), *row_states(state, weight.shape[0]).values())
-    return Rows(found)
+        arrays[name] = (weight.detach(), *row_states(state, weight.shape[0]).values())
+    return Rows(arrays)
 
 
 def rows_of_cache(cache: Cache) -> Rows:
@@ -192,17 +192,17 @@ def train(
     after: Callable[[int], None] = lambda _: None,
 ) -> list[float]:
     losses = []
-    done = 0
-    while done < batches:
+    batches_done = 0
+    while batches_done < batches:
         for batch in reader:
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(batch), batch["target"])
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-            done += 1
-            after(done)
-            if done == batches:
+            batches_done += 1
+            after(batches_done)
+            if batches_done == batches:
                 break
     return losses
 

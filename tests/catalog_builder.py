@@ -254,13 +254,13 @@ def publish(run: Run, checkpoint: Checkpoint) -> Manifest:
 
 def single_rows(entry: ChunkEntry, rows: int, *, attempt: str) -> list[ChunkEntry]:
     """Returns manifest entries of chunks of one row each, like `entry`; stores no chunk."""
-    found = parse_chunk_key(entry.key)
-    assert found is not None and entry.table is not None
-    at = (found.step, found.generation, attempt)
+    chunk_name = parse_chunk_key(entry.key)
+    assert chunk_name is not None and entry.table is not None
+    attempt_name = (chunk_name.step, chunk_name.generation, attempt)
     return [
         entry.model_copy(
             update={
-                "key": row_chunk_key(*at, rank=entry.rank, table=entry.table, number=row),
+                "key": row_chunk_key(*attempt_name, rank=entry.rank, table=entry.table, number=row),
                 "row_count": 1,
                 "first_row": row,
                 "last_row": row,

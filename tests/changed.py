@@ -69,7 +69,7 @@ def nearest_tests(graph: grimp.ImportGraph, changed: Iterable[str]) -> tuple[set
         for test in graph.find_downstream_modules(module) | {module}
         if _is_test(test)
     }
-    seen = set(ring)
+    reached = set(ring)
     near: set[str] = set()
     while ring and not near:
         beyond: set[str] = set()
@@ -79,8 +79,8 @@ def nearest_tests(graph: grimp.ImportGraph, changed: Iterable[str]) -> tuple[set
                 importer
                 for module in helpers
                 for importer in graph.find_modules_that_directly_import(module)
-            } - seen
-            seen |= importers
+            } - reached
+            reached |= importers
             helpers = {m for m in importers if m.startswith("tests.") and not _is_test(m)}
             beyond |= importers - helpers
         near = {module for module in ring | beyond if _is_test(module)}
@@ -106,7 +106,7 @@ def main(since: str = "main") -> None:
     """Prints the files to run, and on stderr the files that are left out."""
     files = changed_files(since)
     imported = [path for path in files if path.endswith((".py", *_NATIVE))]
-    other = [path for path in files if not path.endswith((".py", *_NATIVE, ".md"))]
+    unknown_files = [path for path in files if not path.endswith((".py", *_NATIVE, ".md"))]
     sys.path[:0] = [str(_ROOT), str(_ROOT / "examples")]
     graph = grimp.build_graph(*_PACKAGES, cache_dir=None)
     near, far = nearest_tests(graph, map(module_of, imported))
@@ -117,8 +117,8 @@ def main(since: str = "main") -> None:
     if far:
         print(f"left out, {len(far)} test files that depend less directly:", file=sys.stderr)
         print(*(f"  {_file_of(module)}" for module in sorted(far)), sep="\n", file=sys.stderr)
-    if other:
-        print(f"no test is known for {', '.join(other)}. Next: make test", file=sys.stderr)
+    if unknown_files:
+        print(f"no test is known for {', '.join(unknown_files)}. Next: make test", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def trained(
         ranks: number of ranks that write a state.
     """
     generator = torch.Generator().manual_seed(seed)
-    made = [] if parent is None else [parent]
+    manifests = [] if parent is None else [parent]
     for number, step in enumerate(steps):
         dirty = []
         for table in tables:
@@ -72,13 +72,13 @@ def trained(
             tables,
             step=step,
             generation=1,
-            parent=made[-1] if made else None,
-            dirty=dirty if made else None,
+            parent=manifests[-1] if manifests else None,
+            dirty=dirty if manifests else None,
             state={"step": step, "weights": torch.arange(step)},
             ranks=ranks,
         )
-        made.append(publish(run, checkpoint))
-    return made if parent is None else made[1:]
+        manifests.append(publish(run, checkpoint))
+    return manifests if parent is None else manifests[1:]
 
 
 def spoil(run: Run, manifest: Manifest) -> None:
@@ -87,9 +87,9 @@ def spoil(run: Run, manifest: Manifest) -> None:
     data = bytearray(run.store.get(key, max_bytes=1 << 26))
     data[len(data) // 2] ^= 1
     run.store.put(key, bytes(data))
-    found = validate(run, name_of(manifest), level="full")
-    assert not found.passed
-    record(run, found)
+    verdict = validate(run, name_of(manifest), level="full")
+    assert not verdict.passed
+    record(run, verdict)
 
 
 def merge(run: Run, manifest: Manifest, links: int | None = None) -> Consolidated:
@@ -105,7 +105,11 @@ def chain_of(run: Run, manifest: Manifest, *, original: bool = False) -> tuple[M
 def chunks_of(run: Run, attempt: str) -> set[str]:
     """Returns the keys of the chunks of an attempt."""
     keys = {info.key for info in run.store.list(CHUNKS_PREFIX)}
-    return {key for key in keys if (found := parse_chunk_key(key)) and found.attempt == attempt}
+    return {
+        key
+        for key in keys
+        if (chunk_name := parse_chunk_key(key)) and chunk_name.attempt == attempt
+    }
 
 
 def restored(run: Run, manifest: Manifest) -> tuple[MemoryTarget, RestoreReport]:
@@ -119,9 +123,11 @@ def require_same(one: MemoryTarget, other: MemoryTarget) -> None:
     """Requires equal bits in every table, in every row state, and in the state."""
     assert one.tables.keys() == other.tables.keys()
     for name, table in one.tables.items():
-        ours, theirs = [table.values, *table.row_states], other.tables[name]
-        for mine, their in zip(ours, [theirs.values, *theirs.row_states], strict=True):
-            assert mine is not None and their is not None
-            assert mine.dtype == their.dtype
-            assert torch.equal(mine.view(torch.uint8), their.view(torch.uint8))
+        tensors, other_table = [table.values, *table.row_states], other.tables[name]
+        for tensor, their in zip(
+            tensors, [other_table.values, *other_table.row_states], strict=True
+        ):
+            assert tensor is not None and their is not None
+            assert tensor.dtype == their.dtype
+            assert torch.equal(tensor.view(torch.uint8), their.view(torch.uint8))
     assert repr(one.state) == repr(other.state)

@@ -30,14 +30,14 @@ def main() -> None:
     waits.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
     holds.execute("CREATE TABLE run (state TEXT)")
     holds.execute("BEGIN IMMEDIATE")
-    began, told = threading.Event(), []
+    began, results = threading.Event(), []
 
     def store() -> None:
         try:
             waits.execute("INSERT INTO run VALUES ('completed')")
-            told.append("stored")
+            results.append("stored")
         except sqlite3.OperationalError as error:
-            told.append(str(error))
+            results.append(str(error))
 
     # The cursor has more rows, so that its collection must reset it.
     cycle = _Statement([waits.execute("SELECT 1 UNION SELECT 2")])
@@ -50,12 +50,14 @@ def main() -> None:
     began.wait()
     del cycle
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    kept: list[list[object]] = []
+    cyclic_lists: list[list[object]] = []
     while not collected.wait(0.01) and time.monotonic() < deadline:
-        kept.extend([] for _ in range(10_000))  # enough objects for Python to collect by itself
+        cyclic_lists.extend(
+            [] for _ in range(10_000)
+        )  # enough objects for Python to collect by itself
     holds.execute("COMMIT")
     thread.join()
-    print(*told, "collected" if collected.is_set() else "kept")
+    print(*results, "collected" if collected.is_set() else "kept")
 
 
 if __name__ == "__main__":

@@ -77,11 +77,11 @@ def _beside(run: Run, folder: Path, tables: list[Table]) -> None:
     publications.publish(run, ManifestName(30, 1), held=False, who="ann@desk", why="the newest")
     # Marks the own manifest of step 30, and leaves the plan.
     retain(run, LAST, grace=3600.0)
-    gone = CheckpointRef(step=35, generation=1, attempt="0c" * 16)
+    replaced = CheckpointRef(step=35, generation=1, attempt="0c" * 16)
     leave_rejection(
         run,
         0,
-        Rejection(checkpoint=gone, error_type="StaleWriter", error="replaced", rejected_ms=1),
+        Rejection(checkpoint=replaced, error_type="StaleWriter", error="replaced", rejected_ms=1),
     )
     leases.HeldLease(run, purpose="restore", covers=[run.manifest(40, 2).ref])
     deletions.announce(run, (MANIFEST_KEY.of(35, 1),))

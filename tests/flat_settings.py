@@ -24,12 +24,12 @@ def arguments(flat: dict[str, Any]) -> dict[str, Any]:
             `directory` for `staging`, `on_error` for `options`. So a test sets one field, and its
             builder sets the other fields of the same object.
     """
-    found: dict[str, Any] = {}
+    fields_given: dict[str, Any] = {}
     objects: dict[str, dict[str, Any]] = {}
     for name, value in flat.items():
         if name in _PARAMETERS:
             objects.setdefault(_PARAMETERS[name], {})[name] = value
         else:
-            found[name] = value
-    assert not found.keys() & objects.keys(), "an object, and fields of it"
-    return found | {name: _KINDS[name](**given) for name, given in objects.items()}
+            fields_given[name] = value
+    assert not fields_given.keys() & objects.keys(), "an object, and fields of it"
+    return fields_given | {name: _KINDS[name](**fields) for name, fields in objects.items()}

@@ -62,8 +62,8 @@ def require(follower: Follower, trainer: Trainer, step: int) -> None:
         assert version.step == step
         assert bool((version.dense["top.weight"] == step).all())
         for table, values in zip(trainer.tables, trainer.at[step], strict=True):
-            found = version.lookup(table.name, torch.arange(table.rows))
-            assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
+            looked_up = version.lookup(table.name, torch.arange(table.rows))
+            assert torch.equal(looked_up.view(torch.uint8), values.view(torch.uint8))
 
 
 def validated(run: Run, manifest: Manifest, result: str) -> None:

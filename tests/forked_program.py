@@ -54,9 +54,15 @@ class ForkedProgram:
     ) -> None:
         for path in output:
             path.open("ab").close()  # so that a test can read the file at once
-        where = Path.cwd() if directory is None else directory
-        begun = (program, tuple(arguments), dict(environment), output, where)
-        self._process = ForkedProcess(target=_begin, args=begun, daemon=True)
+        working_directory = Path.cwd() if directory is None else directory
+        process_arguments = (
+            program,
+            tuple(arguments),
+            dict(environment),
+            output,
+            working_directory,
+        )
+        self._process = ForkedProcess(target=_begin, args=process_arguments, daemon=True)
         self._process.start()
 
     @property
@@ -129,20 +135,23 @@ def _run(
     directory: Path | None,
 ) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
-        said = Path(folder) / "out", Path(folder) / "err"
+        outputs = Path(folder) / "out", Path(folder) / "err"
         process = ForkedProgram(
-            program, arguments, environment=environment, output=said, directory=directory
+            program, arguments, environment=environment, output=outputs, directory=directory
         )
         try:
             code = process.wait()
         finally:
             process.kill()
-        return subprocess.CompletedProcess(arguments, code, *(path.read_text() for path in said))
+        return subprocess.CompletedProcess(arguments, code, *(path.read_text() for path in outputs))
 
 
 def be_module(module: str, *arguments: str) -> None:
     """Acts as `python -m` with these arguments."""
-    sys.argv = [module, *(str(os.getppid()) if one == PARENT else one for one in arguments)]
+    sys.argv = [
+        module,
+        *(str(os.getppid()) if argument == PARENT else argument for argument in arguments),
+    ]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

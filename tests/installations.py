@@ -57,7 +57,7 @@ def _install_and_play(directory: Path, environment: Mapping[str, str]) -> tuple[
         run_or_show(*command, seconds=_SECONDS, env=environment, cwd=directory)
 
     def document(*arguments: str) -> dict[str, Any]:
-        done = subprocess.run(
+        process = subprocess.run(
             [str(programs / "recpoint"), *arguments, "--json"],
             env=environment,
             check=True,
@@ -65,8 +65,8 @@ def _install_and_play(directory: Path, environment: Mapping[str, str]) -> tuple[
             cwd=directory,
             stdout=subprocess.PIPE,
         )
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        document: dict[str, Any] = json.loads(process.stdout)
+        return document
 
     run(sys.executable, "-m", "venv", str(directory / "venv"))
     run(*pip, TORCH)
@@ -99,8 +99,8 @@ def _make_demo(directory: Path, environment: Mapping[str, str]) -> tuple[str, bo
 
 
 def _compiled_by(info: dict[str, Any]) -> str:
-    why: str = next(kernel["why"] for kernel in info["kernels"] if kernel["name"])
-    return why.partition("compiled by ")[2]
+    reason: str = next(kernel["why"] for kernel in info["kernels"] if kernel["name"])
+    return reason.partition("compiled by ")[2]
 
 
 def _stop_server(programs: Path, environment: Mapping[str, str]) -> None:
@@ -136,7 +136,7 @@ def main(names: list[str]) -> int:
             if name == "without":
                 (links := directory / "programs").mkdir()
                 environment["PATH"] = without_compilers(os.environ["PATH"], links)
-            begun = time.monotonic()
+            start_s = time.monotonic()
             compiler, outcome = "", "failed"
             try:
                 play = _make_demo if name == "debian" else _install_and_play
@@ -147,10 +147,10 @@ def main(names: list[str]) -> int:
             except subprocess.SubprocessError as error:
                 print(error, flush=True)
             failed += outcome == "failed"
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - start_s
         day = datetime.now(UTC).date()
-        what = f"none: {compiler} from PyPI" if name == "without" else compiler
-        rows.append(f"| {what} | {day} | {commit} | {seconds:.0f} | {outcome} |")
+        label = f"none: {compiler} from PyPI" if name == "without" else compiler
+        rows.append(f"| {label} | {day} | {commit} | {seconds:.0f} | {outcome} |")
         print(rows[-1], flush=True)
     print("\n".join(rows))
     return failed

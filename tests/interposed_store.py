@@ -41,52 +41,52 @@ class InterposedStore(Store):
         return lambda: self.after(call, key)
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
-        done = self._around("get", key)
+        call_after = self._around("get", key)
         data = self.inner.get(key, max_bytes=max_bytes)
-        done()
+        call_after()
         return data
 
     def get_range(self, key: str, *, start: int, end: int) -> bytes:
-        done = self._around("get_range", key)
+        call_after = self._around("get_range", key)
         data = self.inner.get_range(key, start=start, end=end)
-        done()
+        call_after()
         return data
 
     def put(self, key: str, data: bytes) -> None:
-        done = self._around("put", key)
+        call_after = self._around("put", key)
         self.inner.put(key, data)
-        done()
+        call_after()
 
     def create(self, key: str, data: bytes | memoryview) -> None:
-        done = self._around("create", key)
+        call_after = self._around("create", key)
         self.inner.create(key, data)
-        done()
+        call_after()
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        done = self._around("list", prefix)
+        call_after = self._around("list", prefix)
         yield from self.inner.list(prefix)
-        done()
+        call_after()
 
     def size(self, key: str) -> int:
-        done = self._around("size", key)
+        call_after = self._around("size", key)
         size_bytes = self.inner.size(key)
-        done()
+        call_after()
         return size_bytes
 
     def delete(self, key: str) -> None:
-        done = self._around("delete", key)
+        call_after = self._around("delete", key)
         self.inner.delete(key)
-        done()
+        call_after()
 
     def list_unfinished(self) -> Iterator[ObjectInfo]:
-        done = self._around("list_unfinished", "")
+        call_after = self._around("list_unfinished", "")
         yield from self.inner.list_unfinished()
-        done()
+        call_after()
 
     def delete_unfinished(self, key: str) -> None:
-        done = self._around("delete_unfinished", key)
+        call_after = self._around("delete_unfinished", key)
         self.inner.delete_unfinished(key)
-        done()
+        call_after()
 
     def probe(self) -> None:
         self.inner.probe()

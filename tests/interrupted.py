@@ -60,12 +60,12 @@ def handler_raises(error: type[BaseException]) -> Iterator[None]:
     def handler(_number: int, _frame: FrameType | None) -> None:
         raise error
 
-    before = signal.signal(_SIGNAL, handler)
+    old_handler = signal.signal(_SIGNAL, handler)
     try:
         yield
         assert signal.getsignal(_SIGNAL) is handler, "somebody has kept the handler"
     finally:
-        signal.signal(_SIGNAL, before)
+        signal.signal(_SIGNAL, old_handler)
 
 
 class Visits:
@@ -86,12 +86,12 @@ class Visits:
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Calls the function; raises what it raises."""
-        before = sys.gettrace()
+        old_trace = sys.gettrace()
         sys.settrace(self._enter)
         try:
             return function()
         finally:
-            sys.settrace(before)
+            sys.settrace(old_trace)
 
     def _enter(self, frame: FrameType, event: str, _argument: Any) -> Callable[..., Any] | None:
         code = frame.f_code
@@ -137,12 +137,12 @@ def arrivals(visits: Visits, *, every: int = 1, always: str = "") -> list[Arriva
         every: one spot of so many is taken.
         always: all spots in files whose names end so are taken.
     """
-    found = []
+    arrivals = []
     for number, (spot, count) in enumerate(visits.counts.items()):
         if number % every == 0 or (always and spot.file.endswith(always)):
             errors = (Interrupt, TimeOut) if number // every % 2 else (TimeOut, Interrupt)
             if count > 1 or every == 1:
-                found += [Arrival(spot, 1, errors[0]), Arrival(spot, count, errors[1])]
+                arrivals += [Arrival(spot, 1, errors[0]), Arrival(spot, count, errors[1])]
             else:
-                found.append(Arrival(spot, 1, errors[0]))
-    return found
+                arrivals.append(Arrival(spot, 1, errors[0]))
+    return arrivals

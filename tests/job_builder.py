@@ -227,15 +227,15 @@ def _codes(
 ) -> list[tuple[str, Tensor]]:
     assert method is not None and table.bits is not None
     kernel_method = staged_job.kernel_method(method)
-    found = quantize.quantize_rows(
+    codes = quantize.quantize_rows(
         table.values, ids, table.bits, kernel_method, half_parameters=True
     )
-    exact = quantize.exact_rows(table.values, ids, found.exact)
+    exact = quantize.exact_rows(table.values, ids, codes.exact)
     return [
-        (f"t{number}.codes", found.packed),
-        (f"t{number}.scale", found.scale),
-        (f"t{number}.offset", found.offset),
-        (f"t{number}.wide", found.wide),
+        (f"t{number}.codes", codes.packed),
+        (f"t{number}.scale", codes.scale),
+        (f"t{number}.offset", codes.offset),
+        (f"t{number}.wide", codes.wide),
         (f"t{number}.exact_at", exact.positions),
         (f"t{number}.exact", exact.values),
     ]

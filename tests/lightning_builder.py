@@ -35,12 +35,12 @@ class Samples(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return self._count
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        own = np.random.default_rng(number)
+        generator = np.random.default_rng(number)
         noise = random.random() + float(np.random.random()) + torch.rand(())
         return (
-            torch.tensor(int(own.integers(0, ROWS))),
-            torch.from_numpy(own.integers(0, ROWS // 2, 3)),
-            torch.tensor(own.random(), dtype=torch.float32) + noise,
+            torch.tensor(int(generator.integers(0, ROWS))),
+            torch.from_numpy(generator.integers(0, ROWS // 2, 3)),
+            torch.tensor(generator.random(), dtype=torch.float32) + noise,
         )
 
 
@@ -186,15 +186,15 @@ def ended(trainer: Trainer) -> list[Any]:
     tree, tensors = state_tree.flatten(
         {
             "model": dict(module.state_dict()),
-            "optimizers": [dict(one.state_dict()) for one in trainer.optimizers],
+            "optimizers": [dict(optimizer.state_dict()) for optimizer in trainer.optimizers],
             "schedulers": [
-                {key: value for key, value in one.scheduler.state_dict().items()}
-                for one in trainer.lr_scheduler_configs
+                {key: value for key, value in config.scheduler.state_dict().items()}
+                for config in trainer.lr_scheduler_configs
             ],
             "callbacks": {
-                one.state_key: one.state_dict()
-                for one in callbacks
-                if isinstance(one, EarlyStopping)
+                callback.state_key: callback.state_dict()
+                for callback in callbacks
+                if isinstance(callback, EarlyStopping)
             },
             "loops": loops,
             "steps": [trainer.global_step, trainer.current_epoch],
@@ -203,7 +203,7 @@ def ended(trainer: Trainer) -> list[Any]:
     )
     return [
         tree.decode(),
-        *[one.contiguous().view(-1).view(torch.uint8).tolist() for one in tensors],
+        *[tensor.contiguous().view(-1).view(torch.uint8).tolist() for tensor in tensors],
     ]
 
 

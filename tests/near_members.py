@@ -77,8 +77,8 @@ def replaced(
     members: dict[int, StripeMember], lost: int, tables: Mapping[str, int], rows: int
 ) -> StripeMember:
     """Returns the successor of a member, which has lost all rows; see `near_members`."""
-    others = [member for number, member in members.items() if number != lost]
-    for member in others:
+    survivors = [member for number, member in members.items() if number != lost]
+    for member in survivors:
         member.lose(lost, lost + 1)
         member.take_back(lost, lost + 1, [])
         member.join(lost, lost + 11, Near(members, lost))
@@ -95,11 +95,15 @@ def _begin(
     is_lost: bool,
 ) -> StripeMember:
     home = MemoryHome()
-    others = {one: (one + 1, Near(members, one)) for one in range(len(_HOSTS)) if one != number}
-    made = members[number] = StripeMember(number, incarnation, home, others, together=_one_by_one)
-    made.is_open = True
+    neighbours = {
+        other: (other + 1, Near(members, other)) for other in range(len(_HOSTS)) if other != number
+    }
+    member = members[number] = StripeMember(
+        number, incarnation, home, neighbours, together=_one_by_one
+    )
+    member.is_open = True
     for table, record_bytes in tables.items():
         stripes = stripes_of(table, rows=rows, parity=_PARITY, hosts=_HOSTS)
         home.add_table(table, rows=stripes.slots(number), record_bytes=record_bytes)
-        made.add_table(table, stripes, record_bytes, is_lost=is_lost)
-    return made
+        member.add_table(table, stripes, record_bytes, is_lost=is_lost)
+    return member

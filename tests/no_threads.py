@@ -15,8 +15,8 @@ _NO_ROOM = 1 << 47
 @contextmanager
 def no_threads() -> Iterator[None]:
     """Makes every start of a thread in the block fail."""
-    before = threading.stack_size(_NO_ROOM)
+    old_size = threading.stack_size(_NO_ROOM)
     try:
         yield
     finally:
-        threading.stack_size(before)
+        threading.stack_size(old_size)

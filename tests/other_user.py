@@ -15,17 +15,17 @@ __all__ = ["area_of"]
 
 def area_of(user: int, root: Path, run_url: str) -> str:
     """Lets a user take a run's staging area and reserve a slot; returns `taken` or the error."""
-    said = root.with_name(root.name + f"-said-to-{user}")
-    process = ForkedProcess(target=_take, args=(user, root, run_url, said))
-    said.touch()
-    said.chmod(0o666)
+    message_path = root.with_name(root.name + f"-said-to-{user}")
+    process = ForkedProcess(target=_take, args=(user, root, run_url, message_path))
+    message_path.touch()
+    message_path.chmod(0o666)
     process.start()
     process.join(PATIENCE_SECONDS)
     try:
         assert process.exitcode == 0
-        return said.read_text(encoding="utf-8")
+        return message_path.read_text(encoding="utf-8")
     finally:
-        said.unlink()
+        message_path.unlink()
 
 
 def _take(user: int, root: Path, run_url: str, said: Path) -> None:

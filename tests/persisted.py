@@ -11,13 +11,13 @@ __all__ = ["objects", "restored", "store_groups"]
 
 def store_groups(job: PersistJob) -> list[int]:
     """Quantizes, encodes and uploads each group of a job; returns each group's chunk bytes."""
-    found = []
+    stored = []
     for group in job.groups:
         if group.quantized:
             job.quantize(group)
         job.encode(group)
-        found.append(job.upload(group))
-    return found
+        stored.append(job.upload(group))
+    return stored
 
 
 def restored(run: Run) -> MemoryTarget:

@@ -41,9 +41,9 @@ def until(
     deadline = time.monotonic() + seconds
     pause = _SHORTEST_PAUSE_SECONDS
     while True:
-        found = look()
-        if found is not None and found is not False:
-            return found
+        value = look()
+        if value is not None and value is not False:
+            return value
         if time.monotonic() >= deadline:
             raise TimeoutError(f"{look} did not come true in {seconds:.0f} s")
         time.sleep(pause)

@@ -36,8 +36,8 @@ def ask(url: str, body: Mapping[str, object] | Sequence[object] | None = None) -
     def answered() -> list[Any] | None:
         try:
             with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as answer:
-                said = answer.read()
-                return [json.loads(said) if said else None]
+                body = answer.read()
+                return [json.loads(body) if body else None]
         except urllib.error.HTTPError as error:
             if error.code != 503:
                 raise
@@ -46,5 +46,5 @@ def ask(url: str, body: Mapping[str, object] | Sequence[object] | None = None) -
         except TimeoutError:
             return None
 
-    (said,) = until(answered)
-    return said
+    (document,) = until(answered)
+    return document

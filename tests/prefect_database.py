@@ -34,13 +34,13 @@ def place_database(place: Path, factory: pytest.TempPathFactory) -> None:
     shared = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
-    made = shared / "prefect.db"
+    database = shared / "prefect.db"
     with (shared / "prefect.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
-            _make(shared / "prefect_home").replace(made)
+        if not database.exists():
+            _make(shared / "prefect_home").replace(database)
     place.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(made, place)
+    shutil.copyfile(database, place)
 
 
 def _make(home: Path) -> Path:

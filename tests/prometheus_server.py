@@ -74,8 +74,8 @@ class PrometheusServer:
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """Returns the samples of an instant query; a refused query fails with the reason."""
-        found: list[dict[str, Any]] = self._get("query", query=expression)["result"]
-        return found
+        result: list[dict[str, Any]] = self._get("query", query=expression)["result"]
+        return result
 
     def rules(self) -> list[dict[str, Any]]:
         """Returns all alert rules, with their health and the alerts that they raise."""

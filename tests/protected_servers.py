@@ -23,8 +23,8 @@ def protected(count: int, form: Parity) -> Iterator[tuple[list[EmbeddingServer],
         servers = [EmbeddingServer(reach=reach_with(_TOKEN)) for _ in range(count)]
         for server in servers:
             stack.callback(server.end)
-        listening = [stack.enter_context(TcpServer(one, _TOKEN)) for one in servers]
-        transports = [TcpTransport(one.address, _TOKEN) for one in listening]
+        listening = [stack.enter_context(TcpServer(server, _TOKEN)) for server in servers]
+        transports = [TcpTransport(server.address, _TOKEN) for server in listening]
         yield servers, stack.enter_context(ProtectedHome(transports, parity=form))
 
 
@@ -36,10 +36,10 @@ def flip_bit(
     Returns:
         The number of the server.
     """
-    found = home._tables.get(table)
-    split = found.placement.split(ids_of([row]))
-    ((number, slots),) = [(one, slots) for one, (_, slots) in enumerate(split) if len(slots)]
-    record = torch.zeros(1, found.form.record_bytes, dtype=torch.uint8)
+    served = home._tables.get(table)
+    split = served.placement.split(ids_of([row]))
+    ((number, slots),) = [(server, slots) for server, (_, slots) in enumerate(split) if len(slots)]
+    record = torch.zeros(1, served.form.record_bytes, dtype=torch.uint8)
     rows = servers[number]._home
     assert rows.fetch(table, slots, record).all()
     record[0, byte] ^= 64

@@ -103,8 +103,8 @@ def said(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Returns what a driver says next. Ray prints other lines between."""
     assert process.stdout is not None
     line = next(line for line in process.stdout if line.startswith("{"))
-    found: dict[str, Any] = json.loads(line)
-    return found
+    document: dict[str, Any] = json.loads(line)
+    return document
 
 
 def _main(what: str, address: str, *runs: str) -> None:
@@ -150,12 +150,12 @@ def _seen(homes: Sequence[Any]) -> dict[str, Any]:
     rows = []
     for home in homes:
         out = torch.zeros(100, RECORD_BYTES, dtype=torch.uint8, device="cpu")
-        has = home.fetch("t", ids_of(range(100)), out)
-        found = has.nonzero().view(-1)
-        assert torch.equal(out[found], records_of(found.tolist(), RECORD_BYTES))
-        rows.append(found.tolist())
+        is_present = home.fetch("t", ids_of(range(100)), out)
+        present_ids = is_present.nonzero().view(-1)
+        assert torch.equal(out[present_ids], records_of(present_ids.tolist(), RECORD_BYTES))
+        rows.append(present_ids.tolist())
     return {
-        "pids": [[one.pid for one in greetings(home)] for home in homes],
+        "pids": [[greeting.pid for greeting in greetings(home)] for home in homes],
         "rows": rows,
         "store_bytes": int(ray.cluster_resources()["object_store_memory"]),
     }

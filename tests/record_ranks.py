@@ -39,7 +39,7 @@ def main(directory: Path, rank: int, ranks: int) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    own = Own(10_000)  # 40 chunks, whose entries take 10,000 bytes
+    own_state = Own(10_000)  # 40 chunks, whose entries take 10,000 bytes
 
     def checkpointer() -> Checkpointer:
         settings: dict[str, object] = {
@@ -48,23 +48,23 @@ def main(directory: Path, rank: int, ranks: int) -> None:
             "announce": False,
         }
         settings |= {"run": str(directory / "run"), "directory": directory / "staging"}
-        return Checkpointer(model, optimizer, extras={"own": own}, **arguments(settings))
+        return Checkpointer(model, optimizer, extras={"own": own_state}, **arguments(settings))
 
-    told: dict[str, object] = {}
+    errors: dict[str, object] = {}
     try:
         checkpointer()
     except SettingsError as error:
-        told["at the build"] = str(error)
-    own.values = torch.zeros(10)
+        errors["at the build"] = str(error)
+    own_state.values = torch.zeros(10)
     checkpoints = checkpointer()
     checkpoints.restore()
-    own.values = torch.zeros(10_000)
+    own_state.values = torch.zeros(10_000)
     model(torch.tensor([1, 2])).sum().backward()
     optimizer.step()  # creates state, so that all of it is measured
     checkpoints.step()
     cut = checkpoints.checkpoint()
-    told["at a cut"] = [cut, checkpoints.stats.failed, checkpoints.stats.last_error]
-    (directory / f"told-{rank}").write_text(json.dumps(told))
+    errors["at a cut"] = [cut, checkpoints.stats.failed, checkpoints.stats.last_error]
+    (directory / f"told-{rank}").write_text(json.dumps(errors))
     checkpoints.close(final=False)
     dist.destroy_process_group()
 

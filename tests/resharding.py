@@ -24,17 +24,17 @@ def empty_part(
 
     specs = {state.name: state for state in table.spec.row_states}
     tensors = dict(zip(specs, table.states, strict=True))
-    found = {}
+    row_states = {}
     for name in states:
         dtype = tensors[name].dtype
         if specs[name].shape == (table.dim,):
-            found[name] = poisoned((len(rows), len(columns)), dtype)
+            row_states[name] = poisoned((len(rows), len(columns)), dtype)
         else:
-            found[name] = torch.full((len(rows), *specs[name].shape), 77, dtype=dtype)
+            row_states[name] = torch.full((len(rows), *specs[name].shape), 77, dtype=dtype)
     return TablePart(
         table=table.name,
         values=poisoned((len(rows), len(columns)), table.values.dtype),
-        row_states=found,
+        row_states=row_states,
         first_row=rows.start,
         first_column=columns.start,
     )

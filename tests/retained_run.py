@@ -64,10 +64,10 @@ def filled(store: Store) -> Run:
 
 def add(run: Run, step: int, parent: Manifest | None, *, generation: int = 1) -> Manifest:
     dirty = None if parent is None else [torch.tensor([1, 2]), torch.tensor([0])]
-    made = build(
+    draft = build(
         run, tables(seed=step), step=step, generation=generation, parent=parent, dirty=dirty
     )
-    return publish(run, made)
+    return publish(run, draft)
 
 
 def planned(
@@ -119,8 +119,8 @@ def values(run: Run, step: int) -> list[torch.Tensor]:
 
 
 def age_file(run: Run, key: str, seconds: float) -> None:
-    when = time.time() - seconds
-    os.utime(Path(run.url) / key, (when, when))
+    time_s = time.time() - seconds
+    os.utime(Path(run.url) / key, (time_s, time_s))
 
 
 def rewrite_mark(run: Run, step: int, **changes: object) -> None:
@@ -139,10 +139,10 @@ def make_announcement_old(
 ) -> None:
     """Makes the announcement so old, by its stamp, by the store's time or both."""
     data = run.store.get(DELETION_KEY, max_bytes=1 << 20)
-    there = unpack_record(Deletion, data, name=DELETION_KEY, next_step="")
+    announcement = unpack_record(Deletion, data, name=DELETION_KEY, next_step="")
     written_ms = int(now_ms() - (1000 * seconds if stamp else 0))
-    made = Stamp(written_ms=written_ms, boot=None, boot_ms=0)
-    run.store.put(DELETION_KEY, pack_record(there.model_copy(update={"stamp": made})))
+    old_stamp = Stamp(written_ms=written_ms, boot=None, boot_ms=0)
+    run.store.put(DELETION_KEY, pack_record(announcement.model_copy(update={"stamp": old_stamp})))
     if file:
         age_file(run, DELETION_KEY, seconds)
 

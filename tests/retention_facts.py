@@ -26,11 +26,11 @@ def full(
     step: int, *, generation: int = 1, hours_ago: float = 0.0, whole: bool = True
 ) -> StoredManifest:
     """Returns the own manifest of a checkpoint that is a full."""
-    at = ManifestName(step, generation)
+    name = ManifestName(step, generation)
     return StoredManifest(
         key=MANIFEST_KEY.of(step, generation),
-        name=at,
-        attempt=_attempt(at),
+        name=name,
+        attempt=_attempt(name),
         parent=None,
         parent_attempt="",
         taken_ms=NOW_MS - int(hours_ago * HOUR_MS),
@@ -72,6 +72,6 @@ def facts(
     now_ms: int = NOW_MS,
 ) -> RunFacts:
     """Returns facts of a run; all checkpoints are live unless `live` names the live ones."""
-    there = tuple(manifests)
-    names = {manifest.name for manifest in there} if live is None else set(live)
-    return RunFacts(manifests=there, live=tuple(sorted(names, reverse=True)), now_ms=now_ms)
+    facts_given = tuple(manifests)
+    names = {manifest.name for manifest in facts_given} if live is None else set(live)
+    return RunFacts(manifests=facts_given, live=tuple(sorted(names, reverse=True)), now_ms=now_ms)

@@ -44,20 +44,20 @@ class RowShard(nn.Module):
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rows of this rank's ids, and the ids of all ranks."""
         everywhere = _gathered(ids)
-        here = self.here(everywhere)
+        is_local = self.here(everywhere)
         if self.marker is not None:
-            self.marker.looked_up(everywhere[here] - self.first)
-        found = torch.zeros(len(everywhere), self.weight.shape[1])
-        found[here] = self.weight[everywhere[here] - self.first]
-        dist.all_reduce(found)
-        return found[self.rank * len(ids) :][: len(ids)], everywhere
+            self.marker.looked_up(everywhere[is_local] - self.first)
+        looked_up = torch.zeros(len(everywhere), self.weight.shape[1])
+        looked_up[is_local] = self.weight[everywhere[is_local] - self.first]
+        dist.all_reduce(looked_up)
+        return looked_up[self.rank * len(ids) :][: len(ids)], everywhere
 
     def update(self, everywhere: Tensor, gradient: Tensor) -> None:
         """Takes one step of row-wise Adagrad."""
         gradients = _gathered(gradient) / self.ranks
-        here = self.here(everywhere)
-        rows = everywhere[here] - self.first
-        total = torch.zeros_like(self.weight).index_add(0, rows, gradients[here])
+        is_local = self.here(everywhere)
+        rows = everywhere[is_local] - self.first
+        total = torch.zeros_like(self.weight).index_add(0, rows, gradients[is_local])
         touched = rows.unique()
         self.sums[touched] += total[touched].square().mean(1)
         scale = self.learning_rate / (self.sums[touched].sqrt() + 1e-8)
@@ -74,9 +74,9 @@ class RowShard(nn.Module):
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, _anchor: Tensor, shard: RowShard) -> Tensor:
-        found, ctx.everywhere = shard.lookup(ids)
+        rows, ctx.everywhere = shard.lookup(ids)
         ctx.shard = shard
-        return found
+        return rows
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None]:
@@ -85,9 +85,9 @@ class _Lookup(torch.autograd.Function):
 
 
 def _gathered(tensor: Tensor) -> Tensor:
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, tensor)
-    return torch.cat(found)
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)
+    return torch.cat(gathered)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,9 +159,9 @@ class _Source:
 
 def find(model: nn.Module) -> _Source | None:
     """See `trainer_plugin.integrations.find_sources`."""
-    found = {
+    shards = {
         name: (canonical_name(model, name), module)
         for name, module in model.named_modules()
         if isinstance(module, RowShard)
     }
-    return _Source(found) if found else None
+    return _Source(shards) if shards else None

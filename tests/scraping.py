@@ -32,13 +32,13 @@ def scrape(url: str) -> Samples:
 
 def value(samples: Samples, name: str, **labels: str) -> float | None:
     """Returns the value of the only sample with this name and these labels; None: there is none."""
-    found = [
+    matching = [
         number
-        for (known, have), number in samples.items()
-        if known == name and labels.items() <= dict(have).items()
+        for (sample_name, have), number in samples.items()
+        if sample_name == name and labels.items() <= dict(have).items()
     ]
-    assert len(found) < 2, f"{len(found)} samples of {name}"
-    return found[0] if found else None
+    assert len(matching) < 2, f"{len(matching)} samples of {name}"
+    return matching[0] if matching else None
 
 
 class MetricsAgent:
@@ -71,9 +71,9 @@ class MetricsAgent:
 
         def told() -> str | None:
             assert self.process.poll() is None, self._log.read_text()
-            said = self._log.read_bytes()[self._from :].decode(errors="replace")
-            found = re.search(r"metrics: (http\S+)", said)
-            return None if found is None else found[1]
+            output = self._log.read_bytes()[self._from :].decode(errors="replace")
+            match = re.search(r"metrics: (http\S+)", output)
+            return None if match is None else match[1]
 
         return until(told)
 

@@ -28,9 +28,9 @@ def main() -> None:
 
 
 def _is_roomy(directory: Path) -> bool:
-    found = os.statvfs(directory)
-    free = found.f_bavail * found.f_frsize
-    return free > _NEEDED_BYTES and not found.f_flag & os.ST_NOEXEC
+    status = os.statvfs(directory)
+    free = status.f_bavail * status.f_frsize
+    return free > _NEEDED_BYTES and not status.f_flag & os.ST_NOEXEC
 
 
 def _memory_bytes() -> int:
@@ -42,10 +42,10 @@ def _memory_bytes() -> int:
 
 def _found(file: str, pattern: str) -> int:
     try:
-        said = Path(file).read_text(encoding="ascii")
+        content = Path(file).read_text(encoding="ascii")
     except OSError:
         return 0
-    number = re.search(pattern, said, re.MULTILINE)
+    number = re.search(pattern, content, re.MULTILINE)
     return int(number[1]) if number else 0
 
 

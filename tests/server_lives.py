@@ -32,10 +32,10 @@ def rank(number: int, place: str) -> None:
     assert isinstance(home, ServedHome)
     home.add_table("t", rows=10, record_bytes=8)
     read = partial(fetched, partial(home.fetch, "t"), range(10), 8)
-    own = range(number, 10, 2)
+    own_rows = range(number, 10, 2)
 
     def both_write_and_read() -> None:
-        home.write_back("t", ids_of(own), records_of(own, 8), batch=1)
+        home.write_back("t", ids_of(own_rows), records_of(own_rows, 8), batch=1)
         dist.barrier()
         assert len(read()) == 10
 
@@ -68,8 +68,8 @@ def _refuse_what_differs(number: int) -> None:
     try:
         home = servers(3, parity=Parity(data=2 - number))
     except SettingsError as error:
-        said = "Parity(data=1, parity=1) on rank 1, Parity(data=2, parity=1) on rank 0"
-        assert number == 1 and said in str(error)  # noqa: PT017  # not in a test file
+        message = "Parity(data=1, parity=1) on rank 1, Parity(data=2, parity=1) on rank 0"
+        assert number == 1 and message in str(error)  # noqa: PT017  # not in a test file
     else:
         assert number == 0
         home.close()
@@ -83,8 +83,8 @@ def _learn_why_rank_0_fails(number: int, place: Path) -> None:
     except FileExistsError:
         assert number == 0
     except ServerLost as error:
-        said = str(error)
-        assert number == 1 and "rank 0" in said and "file 0" in said  # noqa: PT017  # as above
+        message = str(error)
+        assert number == 1 and "rank 0" in message and "file 0" in message  # noqa: PT017  # as above
     else:
         raise AssertionError("rows in a file that was there")
     dist.barrier()
@@ -96,7 +96,7 @@ def parent(place: str) -> None:
     assert isinstance(home, ServedHome)
     child = os.fork()
     if child:
-        pids = f"{' '.join(str(one.pid) for one in home.greetings)} {child}"
+        pids = f"{' '.join(str(greeting.pid) for greeting in home.greetings)} {child}"
         path = Path(place) / "pids"
         path.with_suffix(".new").write_text(pids)
         path.with_suffix(".new").rename(path)
@@ -110,14 +110,16 @@ def stopped(place: str, parity: bool, seconds: float) -> None:
     with servers(3, parity=form, timeout_seconds=1.0) as home:
         assert isinstance(home, ServedHome)
         home.add_table("t", rows=2_000, record_bytes=400)
-        before = home.greetings
+        greetings_before = home.greetings
         (Path(place) / "begun").touch()
         deadline, batch = time.monotonic() + seconds, 0
         while time.monotonic() < deadline:
             batch += 1
             records = records_of(range(2_000), 400, version=batch % 200)
             home.write_back("t", ids_of(range(2_000)), records, batch=batch)
-            found = torch.zeros_like(records)
-            assert home.fetch("t", ids_of(range(2_000)), found).all()
-            assert torch.equal(found, records)
-        assert [one.pid for one in home.greetings] == [one.pid for one in before]
+            records_found = torch.zeros_like(records)
+            assert home.fetch("t", ids_of(range(2_000)), records_found).all()
+            assert torch.equal(records_found, records)
+        assert [greeting.pid for greeting in home.greetings] == [
+            greeting.pid for greeting in greetings_before
+        ]

@@ -162,21 +162,23 @@ def alone(case: Case, ranks: int) -> Found:
     readers = [Batches(case.epoch, weighted=case.weighted, seed=rank) for rank in range(ranks)]
     parameters = list(model.parameters())
     losses: list[float] = []
-    for done in range(case.batches):
-        if done % case.batches_a_step == 0:
-            held: list[list[Tensor | None]] = [[None] * len(parameters) for _ in range(ranks)]
+    for batch in range(case.batches):
+        if batch % case.batches_a_step == 0:
+            gradients_of: list[list[Tensor | None]] = [
+                [None] * len(parameters) for _ in range(ranks)
+            ]
         for rank, reader in enumerate(readers):
-            for parameter, gradient in zip(parameters, held[rank], strict=True):
+            for parameter, gradient in zip(parameters, gradients_of[rank], strict=True):
                 parameter.grad = gradient
-            loss = loss_of(model, reader.batch(done))
+            loss = loss_of(model, reader.batch(batch))
             loss.backward()
             if rank == 0:
                 losses.append(loss.item())
-            held[rank] = [parameter.grad for parameter in parameters]
-        if (done + 1) % case.batches_a_step:
+            gradients_of[rank] = [parameter.grad for parameter in parameters]
+        if (batch + 1) % case.batches_a_step:
             continue
-        for at, parameter in enumerate(parameters):
-            parameter.grad = added([present(held[rank][at]) for rank in range(ranks)])
+        for index, parameter in enumerate(parameters):
+            parameter.grad = added([present(gradients_of[rank][index]) for rank in range(ranks)])
         for optimizer in optimizers:
             optimizer.step()
         change_rates(case, optimizers)
@@ -192,15 +194,15 @@ def added(gradients: Sequence[Tensor]) -> Tensor:
     """Add gradients in order, each divided by their number."""
     if not gradients[0].is_sparse:
         total = torch.zeros_like(gradients[0])
-        for one in gradients:
-            total += one / len(gradients)
+        for gradient in gradients:
+            total += gradient / len(gradients)
         return total
-    summed = [one.coalesce() for one in gradients]
-    ids = torch.unique(torch.cat([one.indices()[0] for one in summed]))
+    summed = [gradient.coalesce() for gradient in gradients]
+    ids = torch.unique(torch.cat([gradient.indices()[0] for gradient in summed]))
     values = torch.zeros(len(ids), *gradients[0].shape[1:])
-    for one in summed:
-        at = torch.searchsorted(ids, one.indices()[0])
-        values.index_add_(0, at, one.values() / len(gradients))
+    for gradient in summed:
+        places = torch.searchsorted(ids, gradient.indices()[0])
+        values.index_add_(0, places, gradient.values() / len(gradients))
     return torch.sparse_coo_tensor(
         ids[None], values, gradients[0].shape, is_coalesced=True, check_invariants=False
     )
@@ -210,16 +212,16 @@ def on_ranks(cases: Sequence[Case], ranks: int, directory: Path) -> list[Found]:
     """Train each case on so many ranks; returns what rank 0 found."""
     codes, logs = train_on_ranks(cases, ranks, directory)
     assert codes == [0] * ranks, "\n".join(logs)
-    found: list[Found] = torch.load(directory / "found.pt", weights_only=False)
-    return found
+    results: list[Found] = torch.load(directory / "found.pt", weights_only=False)
+    return results
 
 
 def train_on_ranks(
     cases: Sequence[Case], ranks: int, directory: Path
 ) -> tuple[list[int], list[str]]:
     """Train each case on so many ranks; see `run_ranks`."""
-    given = json.dumps([asdict(case) for case in cases])
-    return run_ranks("tests.several_trainers", ranks, directory, given)
+    cases_json = json.dumps([asdict(case) for case in cases])
+    return run_ranks("tests.several_trainers", ranks, directory, cases_json)
 
 
 def run_ranks(program: str, ranks: int, directory: Path, given: str) -> tuple[list[int], list[str]]:
@@ -247,10 +249,10 @@ def run_ranks(program: str, ranks: int, directory: Path, given: str) -> tuple[li
         for rank, log in enumerate(logs)
     ]
     try:
-        codes = [one.wait() for one in running]
+        codes = [process.wait() for process in running]
     finally:
-        for one in running:
-            one.kill()
+        for process in running:
+            process.kill()
     return codes, [log.read_text() for log in logs]
 
 
@@ -260,11 +262,11 @@ def given_to(directory: Path) -> str:
 
 
 def _rank(directory: Path, rank: int, ranks: int) -> None:
-    cases = [Case(**one) for one in json.loads(given_to(directory))]
+    cases = [Case(**fields) for fields in json.loads(given_to(directory))]
     join(directory, rank, ranks)
-    found = [train_here(case, rank, ranks) for case in cases]
+    results = [train_here(case, rank, ranks) for case in cases]
     if rank == 0:
-        torch.save(found, directory / "found.pt")
+        torch.save(results, directory / "found.pt")
     dist.destroy_process_group()
 
 
@@ -293,7 +295,7 @@ def train_here(case: Case, rank: int, ranks: int, home: Home | None = None) -> F
         reader = Lookahead(batches, trained, window=case.window)
         losses: list[float] = []
         kills = list(case.kills)
-        pids = [one.pid for one in home.greetings]
+        pids = [greeting.pid for greeting in home.greetings]
         with checkpoints_of(case, trained, optimizers, reader) as checkpoints:
             number = 0 if checkpoints is None else checkpoints.batches_done
             for batch in _batches(case, reader, checkpoints):
@@ -321,9 +323,9 @@ def train_here(case: Case, rank: int, ranks: int, home: Home | None = None) -> F
                 if number == case.dies and rank == ranks - 1:
                     os.kill(os.getpid(), signal.SIGKILL)
         rows = rows_of_cache(cache)
-        found = Found(rows, model.top.weight.detach(), losses, vars(cache.stats))
+        result = Found(rows, model.top.weight.detach(), losses, vars(cache.stats))
         cache.close()
-        return found
+        return result
 
 
 def _home_of(case: Case) -> Home:
@@ -340,12 +342,12 @@ def _batches(case: Case, reader: Any, checkpoints: Checkpointer | None) -> Itera
     if checkpoints is not None and case.batches:
         yield from checkpoints.batches(total=case.batches)
         return
-    done = 0
-    while done < case.batches:
+    batches_done = 0
+    while batches_done < case.batches:
         for batch in reader:
             yield batch
-            done += 1
-            if done == case.batches:
+            batches_done += 1
+            if batches_done == case.batches:
                 break
 
 
@@ -382,9 +384,9 @@ def checkpoints_of(
 
 
 def _reduced(gradient: Tensor, ranks: int) -> Tensor:
-    every = [torch.empty_like(gradient) for _ in range(ranks)]
-    dist.all_gather(every, gradient)
-    return added(every)
+    gathered = [torch.empty_like(gradient) for _ in range(ranks)]
+    dist.all_gather(gathered, gradient)
+    return added(gathered)
 
 
 assert (USERS, ITEMS) == (203, 101)  # capacities above fit these

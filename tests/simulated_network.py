@@ -43,10 +43,10 @@ class PassedOn(Transport):
         late = self._copied(wanted)
 
         def fetch() -> list[Tensor]:
-            found = self.server.fetch(late, incarnation=incarnation, frozen=frozen)
-            for one, copied, has in zip(wanted, late, found, strict=True):
-                one.records[has] = copied.records[has]
-            return found
+            is_found = self.server.fetch(late, incarnation=incarnation, frozen=frozen)
+            for rows, copied, is_present in zip(wanted, late, is_found, strict=True):
+                rows.records[is_present] = copied.records[is_present]
+            return is_found
 
         return self.deliver("fetch", fetch)
 
@@ -83,9 +83,12 @@ class PassedOn(Transport):
         )
 
     def _copied(self, rows: Sequence[TableRows]) -> list[TableRows]:
-        size = sum(one.ids.nbytes + one.records.nbytes for one in rows)
+        size = sum(table_rows.ids.nbytes + table_rows.records.nbytes for table_rows in rows)
         self.most_bytes = max(self.most_bytes, size)
-        return [TableRows(one.table, one.ids.clone(), one.records.clone()) for one in rows]
+        return [
+            TableRows(table_rows.table, table_rows.ids.clone(), table_rows.records.clone())
+            for table_rows in rows
+        ]
 
     def close(self) -> None:
         self.names.append("close")
@@ -112,13 +115,13 @@ class Unreliable(PassedOn):
                     late()
                 except Exception:  # noqa: BLE001  # nobody reads this answer
                     self.trouble += 1
-            what = self._random.random()
-            if what < 0.5:
+            fate = self._random.random()
+            if fate < 0.5:
                 return super().deliver(name, call)
             self.trouble += 1
             if name != "fetch" and self._random.random() < 0.5:  # a late answer has no reader
                 self._late.append(call)
-            if what < 0.75:  # the answer is lost
+            if fate < 0.75:  # the answer is lost
                 try:
                     super().deliver(name, call)
                 except ServerLost:

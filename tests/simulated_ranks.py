@@ -103,9 +103,9 @@ class Servers:
                 late.append(self._late.pop(self._random.randrange(len(self._late))))
             if comes_late:
                 self._late.append(call)
-        for one in late:
+        for deliver in late:
             try:
-                one()
+                deliver()
             except Exception:  # noqa: BLE001, S110  # nobody reads this answer
                 pass
         if is_sent_twice:
@@ -145,7 +145,7 @@ class Network:
         self.crossed: Counter[Thread] = Counter()
         self.dead: list[int] = []
         self.happened: list[Fault] = []
-        self._faults = {(one.thread, one.number): one.act for one in faults}
+        self._faults = {(fault.thread, fault.number): fault.act for fault in faults}
         self._loses_sent = loses_sent
         self._slow = frozenset(slow)
         self._random = random.Random(seed)
@@ -234,19 +234,19 @@ class Network:
             RankLost: it has left, or is dead.
             Killed: this rank is dead.
         """
-        its = port._replace(rank=source)
-        mail = self._mail[its, port.rank]
+        source_port = port._replace(rank=source)
+        mail = self._mail[source_port, port.rank]
         deadline = time.monotonic() + _PATIENCE_SECONDS
         with self._lock:
             while True:
                 self.require_alive(port.rank)
                 if mail:
                     return mail.popleft()
-                if self._is_left(its):
+                if self._is_left(source_port):
                     raise _lost(port, source)
-                left = deadline - time.monotonic()
-                assert left > 0, f"{port} hears nothing from rank {source}, which is there"
-                self._hears[port].wait(left)
+                seconds_left = deadline - time.monotonic()
+                assert seconds_left > 0, f"{port} hears nothing from rank {source}, which is there"
+                self._hears[port].wait(seconds_left)
 
     def _is_left(self, port: _Port) -> bool:
         return port in self._closed or port.rank in self.dead

@@ -65,8 +65,10 @@ class Trainer:
 
     def averaged(self, gradient: Tensor) -> Tensor:
         """Average a tensor over all ranks."""
-        every = self.channel.gather(gradient.contiguous().view(-1).view(torch.uint8))
-        return added([one.clone().view(gradient.dtype).view(gradient.shape) for one in every])
+        gathered = self.channel.gather(gradient.contiguous().view(-1).view(torch.uint8))
+        return added(
+            [tensor.clone().view(gradient.dtype).view(gradient.shape) for tensor in gathered]
+        )
 
     def train(
         self,
@@ -106,28 +108,28 @@ def on_threads(
         form: as for `Model`.
     """
     network = Network(ranks, Servers(1, seed=0, repeats=0.0))
-    found: list[T | BaseException] = [AssertionError("it has not ended")] * ranks
+    results: list[T | BaseException] = [AssertionError("it has not ended")] * ranks
     models = [uncached_model(**form) for _ in range(ranks)]
     counts = slots or {"users": 80, "items": 90}
 
     def run(rank: int) -> None:
         try:
-            found[rank] = _run(network, rank, models[rank], counts, act)
+            results[rank] = _run(network, rank, models[rank], counts, act)
         except BaseException as error:
-            found[rank] = error
+            results[rank] = error
         finally:
             network.end(rank)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     with rng.untouched(), ranks_that_draw_in_turns():
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join(_LONGEST_SECONDS)
-    if any(one.is_alive() for one in threads):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_LONGEST_SECONDS)
+    if any(thread.is_alive() for thread in threads):
         faulthandler.dump_traceback(2)
         raise AssertionError("a rank hangs")
-    return found
+    return results
 
 
 def _run(
@@ -145,8 +147,8 @@ def _run(
         )
 
     home = home_of(None) if rank == 0 else None
-    own = torch.tensor([0 if home is None else home.owner], dtype=torch.int64)
-    owner = int(channel.gather(own.view(torch.uint8))[0].clone().view(torch.int64))
+    owner_tensor = torch.tensor([0 if home is None else home.owner], dtype=torch.int64)
+    owner = int(channel.gather(owner_tensor.view(torch.uint8))[0].clone().view(torch.int64))
     with home_of(owner) if home is None else home as home:
         cache = put_in_cache(
             model,

@@ -58,8 +58,8 @@ class StagedPlay(RuleBasedStateMachine):
         pipeline = self.trainer._pipeline
         assert pipeline is not None
         until(lambda: not pipeline._handoff.is_staging() and not pipeline._handoff._unwanted)
-        mine = [job for _, job in self.jobs() if job.generation == self.generation]
-        until(lambda: self.trainer.stats is not None and pipeline.pending == len(mine))
+        own_jobs = [job for _, job in self.jobs() if job.generation == self.generation]
+        until(lambda: self.trainer.stats is not None and pipeline.pending == len(own_jobs))
 
     @precondition(lambda self: self.jobs())
     @rule()

@@ -83,14 +83,14 @@ class TorchInterpreter:
         self._said = [Path(self._folder.name) / name for name in ("out", "err")]
         for path in self._said:
             path.touch()
-        asked = {
+        request = {
             "program": program,
             "arguments": arguments,
             "environment": dict(os.environ if environment is None else environment),
             "directory": str(Path.cwd() if directory is None else directory),
             "files": [os.devnull, *map(str, self._said)],
         }
-        self.pid: int = _answer(asked)
+        self.pid: int = _answer(request)
 
     def poll(self) -> int | None:
         """Returns the exit code, less than 0 if a signal ended it; None: it has not ended."""

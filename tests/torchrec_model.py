@@ -77,8 +77,8 @@ class Ranker(nn.Module):
 
     def forward(self, bags: Any, rows: Any) -> Tensor:
         """Returns the loss of one batch."""
-        found = self.bags(bags).to_dict()
-        total = torch.stack([found[name].square() for name in sorted(found)]).sum(0).mean(0)
+        pooled = self.bags(bags).to_dict()
+        total = torch.stack([pooled[name].square() for name in sorted(pooled)]).sum(0).mean(0)
         if self.rows is not None:
             looked_up = self.rows(rows)
             for name in sorted(looked_up.keys()):
@@ -117,8 +117,8 @@ class Head(nn.Module):
         self.over = nn.Linear(DIM, 1)
 
     def forward(self, pooled: Any) -> Tensor:
-        found = pooled.to_dict()
-        total = torch.stack([found[name].square() for name in sorted(found)]).sum(0).mean(0)
+        features = pooled.to_dict()
+        total = torch.stack([features[name].square() for name in sorted(features)]).sum(0).mean(0)
         loss: Tensor = self.over(total)
         return loss.reshape(1)
 
@@ -150,10 +150,10 @@ def _jagged(tables: Mapping[str, tuple[int, Any]], generator: torch.Generator, e
     keys, lengths, values = [], [], []
     for rows, features in tables.values():
         for feature in features:
-            some = torch.randint(0, 3, (BATCH,), generator=generator) * (not empty)
+            counts = torch.randint(0, 3, (BATCH,), generator=generator) * (not empty)
             keys.append(feature)
-            lengths.append(some)
-            values.append(torch.randint(0, rows, (int(some.sum()),), generator=generator))
+            lengths.append(counts)
+            values.append(torch.randint(0, rows, (int(counts.sum()),), generator=generator))
     return KeyedJaggedTensor.from_lengths_sync(keys, torch.cat(values), torch.cat(lengths).int())
 
 
@@ -194,33 +194,37 @@ def sharded(
     for path, module, names in (("bags", plain.bags, BAGS), ("rows", plain.rows, ROWS)):
         if module is None:
             continue
-        each = {}
+        plan_of = {}
         for number, name in enumerate(names):
             kind = kinds[name]
-            each[name] = ways[kind](number)
+            plan_of[name] = ways[kind](number)
             if kind not in ("data_parallel", "dense"):
-                own = [p for n, p in module.named_parameters() if n.endswith(f"{name}.weight")]
-                apply_optimizer_in_backward(getattr(torchrec.optim, optimizer), own, {"lr": 0.1})
+                parameters = [
+                    p for n, p in module.named_parameters() if n.endswith(f"{name}.weight")
+                ]
+                apply_optimizer_in_backward(
+                    getattr(torchrec.optim, optimizer), parameters, {"lr": 0.1}
+                )
         chosen[path] = plans.construct_module_sharding_plan(
             module,
-            each,
+            plan_of,
             local_size=world,
             world_size=world,
             device_type="cpu",
             sharder=sharders[type(module)],
         )
     torch.manual_seed(7)
-    found = DistributedModelParallel(
+    parallel = DistributedModelParallel(
         plain, device=torch.device("cpu"), plan=ShardingPlan(plan=chosen)
     )
-    for table in shards(found):
+    for table in shards(parallel):
         # Values depend on the place in the whole table, not on the rank that holds it.
         rows = torch.arange(table.first_row, table.first_row + table.rows).unsqueeze(1)
         first = 0 if table.columns is None else table.columns.first
         columns = torch.arange(first, first + table.dim).unsqueeze(0)
         with torch.no_grad():
             table.weight.copy_(torch.sin(1.0 + rows + 0.37 * columns + len(table.name)))
-    return found
+    return parallel
 
 
 def shards(model: nn.Module) -> Sequence[Any]:

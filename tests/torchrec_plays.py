@@ -74,7 +74,7 @@ def tracked(kinds: Mapping[str, str], optimizer: str = "RowWiseAdagrad", dense: 
 
     rank = dist.get_rank()
     model = sharded(kinds, optimizer=optimizer, dense=dense)
-    theirs = model.init_torchrec_delta_tracker(DeltaTrackerConfig())
+    their_tracker = model.init_torchrec_delta_tracker(DeltaTrackerConfig())
     source = find(model)
     assert source is not None
     trackers = {table.key: Tracker(table) for table in source.tables}
@@ -84,7 +84,7 @@ def tracked(kinds: Mapping[str, str], optimizer: str = "RowWiseAdagrad", dense: 
     results: list[Any] = []
 
     def look(train: bool, *, empty: bool = False) -> None:
-        before = {table.key: table.weight.detach().clone() for table in source.tables}
+        weights_before = {table.key: table.weight.detach().clone() for table in source.tables}
         model.train(train)
         with torch.set_grad_enabled(train):
             for step in range(3):
@@ -95,22 +95,27 @@ def tracked(kinds: Mapping[str, str], optimizer: str = "RowWiseAdagrad", dense: 
                     loss.backward()
                     if sgd is not None:
                         sgd.step()
-                theirs.step()
+                their_tracker.step()
         try:
-            ids = {name: one.tolist() for name, one in theirs.get_unique_ids().items()}
+            ids = {
+                name: ids_tensor.tolist()
+                for name, ids_tensor in their_tracker.get_unique_ids().items()
+            }
         except Exception as error:
             ids = {"error": f"{type(error).__name__}: {error}"}
-            theirs.clear()
-        ours = {}
+            their_tracker.clear()
+        own_ids = {}
         for table in source.tables:
             tracker = trackers[table.key]
             assert not tracker.all_rows and not tracker.unapplied
-            taken = tracker.take()
-            changed = (table.weight != before[table.key]).any(1).nonzero().flatten().tolist()
-            marked = dirty_bitmap.collect(taken.bitmap, rows=taken.rows).tolist()
-            ours[table.key] = (table.name, marked, changed)
-            tracker.release(taken)
-        results.append((ours, ids))
+            dirty = tracker.take()
+            changed = (
+                (table.weight != weights_before[table.key]).any(1).nonzero().flatten().tolist()
+            )
+            marked = dirty_bitmap.collect(dirty.bitmap, rows=dirty.rows).tolist()
+            own_ids[table.key] = (table.name, marked, changed)
+            tracker.release(dirty)
+        results.append((own_ids, ids))
 
     look(True)
     look(False)
@@ -126,13 +131,13 @@ def tracker_of_theirs() -> dict[str, Any]:
 
     kinds = dict.fromkeys((*BAGS, *ROWS), "table_wise")
     model = sharded(kinds)
-    theirs = model.init_torchrec_delta_tracker(DeltaTrackerConfig())
+    their_tracker = model.init_torchrec_delta_tracker(DeltaTrackerConfig())
     model(*batch(0, 0)).backward()
-    theirs.step()
-    theirs.get_unique_ids()
+    their_tracker.step()
+    their_tracker.get_unique_ids()
     without = sharded(kinds, dense=False)
     return {
-        "read_twice": _error(theirs.get_unique_ids),
+        "read_twice": _error(their_tracker.get_unique_ids),
         "no_dense": _error(lambda: without.init_torchrec_delta_tracker(DeltaTrackerConfig())),
         "no_dense_ours": sorted(table.name for table in shards(without)),
     }
@@ -159,23 +164,27 @@ def refused() -> dict[str, str]:
     )
     assert source.optimizers([dense, model.fused_optimizer]) == [dense._optimizer]
     reader = Lookahead(Batches(1), ids=lambda batch: {})
-    both, run = [dense, model.fused_optimizer], str(Path("never begun").absolute())
-    ahead = _error(lambda: Checkpointer(model, both, run=run, reader=reader, interval_batches=2))
+    optimizers, run = [dense, model.fused_optimizer], str(Path("never begun").absolute())
+    ahead = _error(
+        lambda: Checkpointer(model, optimizers, run=run, reader=reader, interval_batches=2)
+    )
     states = source.state_dict()
     t0, t1 = (f"bags.embedding_bags.{name}" for name in ("t0", "t1"))
     assert source.differences([states]) == []
     rates = source.differences([states | {t1: states[t1] | {"group_lr": 0.3}}])
     clipped = [{name: state | {"max_gradient": 1e-4} for name, state in states.items()}]
-    known, torchrec.__version__ = torchrec.__version__, "1.7.0+cpu"
+    real_version, torchrec.__version__ = torchrec.__version__, "1.7.0+cpu"
     version = _error(lambda: find(model))
-    torchrec.__version__ = known
+    torchrec.__version__ = real_version
     # Set here, because FBGEMM makes no unsupported optimizer on a CPU.
     model.module.bags._lookups[0]._emb_modules[0].emb_module.optimizer = EmbOptimType.LARS_SGD
     return {
         "ahead": ahead,
         "version": version,
         "rates": "; ".join(rates),
-        "clipped": "; ".join(one for one in source.differences(clipped) if t0 in one),
+        "clipped": "; ".join(
+            difference for difference in source.differences(clipped) if t0 in difference
+        ),
         "optimizer": _error(lambda: source.optimizers([GradientClippingOptimizer(dense)])),
         "fused": _error(lambda: find(model)),
         "adam": _error(lambda: sharded(kinds, optimizer="Adam")),
@@ -205,8 +214,11 @@ def optimizers(model: nn.Module, kind: str, *, apart: bool = False) -> list[Any]
 
     source = find(model)
     names = [table.name for table in source.tables if not table.fused] if source else all_tables()
-    named = {name.replace("module.", ""): one for name, one in model.named_parameters()}
-    dense = {"params": [one for name, one in named.items() if "over" in name], "lr": 0.05}
+    named = {name.replace("module.", ""): parameter for name, parameter in model.named_parameters()}
+    dense = {
+        "params": [parameter for name, parameter in named.items() if "over" in name],
+        "lr": 0.05,
+    }
     tables = [named[f"{name}.weight"] for name in names]
     kinds = {
         "Adagrad": torch.optim.Adagrad,
@@ -214,12 +226,12 @@ def optimizers(model: nn.Module, kind: str, *, apart: bool = False) -> list[Any]
         "RowWiseAdagrad": RowWiseAdagrad,
     }
     # The same value as TorchRec sets for FBGEMM's optimizers.
-    own = {"params": tables, "lr": 0.1} | ({} if kind == "SGD" else {"eps": 1e-8})
+    of_tables = {"params": tables, "lr": 0.1} | ({} if kind == "SGD" else {"eps": 1e-8})
     if not tables:
         return [torch.optim.Adagrad([dense])]
     if kind == "Adagrad" and not apart:
-        return [torch.optim.Adagrad([dense, own])]
-    return [kinds[kind]([own]), torch.optim.Adagrad([dense])]
+        return [torch.optim.Adagrad([dense, of_tables])]
+    return [kinds[kind]([of_tables]), torch.optim.Adagrad([dense])]
 
 
 def lived(
@@ -258,13 +270,13 @@ def lived(
         options=Options(on_error="raise", handle_sigterm=False, verify_unmarked_rows=1000),
     ) as checkpoints:
         report = checkpoints.restore()
-        begun = everything(model, *of_torch)
+        state_before = everything(model, *of_torch)
         while checkpoints.batches_done < steps:
-            for one in of_torch:
-                one.zero_grad()
+            for torch_optimizer in of_torch:
+                torch_optimizer.zero_grad()
             model(*batch(checkpoints.batches_done, rank)).backward()
-            for one in of_torch:
-                one.step()
+            for torch_optimizer in of_torch:
+                torch_optimizer.step()
             checkpoints.step()
             if checkpoints.batches_done == die_at:
                 checkpoints.close(final=False)
@@ -272,7 +284,7 @@ def lived(
     return everything(model, *of_torch) | {
         "lacks": [] if kinds is None else _lacks(model),
         "unmarked": checkpoints.stats.unmarked_rows,
-        "begun": begun,
+        "begun": state_before,
         "restored": report and report.restored.step,
         "increments": _increments(run) if rank == 0 else [],
     }
@@ -316,16 +328,16 @@ def piped(how: str, pipeline: str, run: str, staging: str, *, stop_after: int | 
         options=Options(on_error="raise", handle_sigterm=False),
     ) as checkpoints:
         checkpoints.restore()
-        begun = checkpoints.batches_done
+        first_batch = checkpoints.batches_done
         driven = checkpoints.pipelined(inner) if how == "pipelined" else inner
         source = iter(reader) if how == "step" else checkpoints.batches(total=10)
         while len(trained) != stop_after:
             if driven is None:
-                one = next(source, None)
-                if one is None:
+                next_batch = next(source, None)
+                if next_batch is None:
                     break
                 optimizer.zero_grad()
-                model(one)[0].sum().backward()
+                model(next_batch)[0].sum().backward()
                 optimizer.step()
                 continue
             try:
@@ -337,7 +349,7 @@ def piped(how: str, pipeline: str, run: str, staging: str, *, stop_after: int | 
         if stop_after is not None:
             checkpoints.close(final=False)
     return everything(model, optimizer) | {
-        "begun": begun,
+        "begun": first_batch,
         "trained": trained,
         "done": checkpoints.batches_done,
     }
@@ -354,7 +366,7 @@ def pipelines_refused(run: str, staging: str) -> dict[str, str]:
     from recpoint import Checkpointer, Options, ResumableLoader
     from recpoint.trainer_plugin.integrations.torchrec import find
 
-    found = {}
+    errors = {}
     for kind in (TrainPipelineSparseDistEmbStash, TrainPipelineSparseDistOptStash):
         model = sharded(dict.fromkeys((*BAGS, *ROWS), "row_wise"), model=PooledRanker())
         optimizer = torch.optim.Adagrad(model.module.head.parameters(), lr=0.05)
@@ -369,14 +381,14 @@ def pipelines_refused(run: str, staging: str) -> dict[str, str]:
         ) as checkpoints:
             checkpoints.restore()
             stashing = kind.__new__(kind)  # its own set-up asks for a GPU
-            found[kind.__name__] = _error(partial(checkpoints.pipelined, stashing))
+            errors[kind.__name__] = _error(partial(checkpoints.pipelined, stashing))
             checkpoints.close(final=False)
-    inside = sharded(dict.fromkeys((*BAGS, *ROWS), "row_wise"), model=PooledRanker())
+    pooled = sharded(dict.fromkeys((*BAGS, *ROWS), "row_wise"), model=PooledRanker())
     # A DMPCollection needs GPUs; this is what it gives to the modules inside it.
-    inside.module.bags._env = ShardingEnv2D.__new__(ShardingEnv2D)
-    found["inside"] = _error(lambda: find(inside))
-    found["plain"] = _error(lambda: piped("batches", "TrainPipelineSparseDistLite", run, staging))
-    return found
+    pooled.module.bags._env = ShardingEnv2D.__new__(ShardingEnv2D)
+    errors["inside"] = _error(lambda: find(pooled))
+    errors["plain"] = _error(lambda: piped("batches", "TrainPipelineSparseDistLite", run, staging))
+    return errors
 
 
 def replicated_sequences(run: str, staging: str, steps: int) -> Any:
@@ -394,7 +406,7 @@ def replicated_sequences(run: str, staging: str, steps: int) -> Any:
         options=Options(on_error="raise", handle_sigterm=False),
     ) as checkpoints:
         report = checkpoints.restore()
-        begun = everything(model, optimizer)
+        state_before = everything(model, optimizer)
         while checkpoints.batches_done < steps:
             generator = torch.Generator().manual_seed(checkpoints.batches_done)
             for parameter in model.parameters():
@@ -404,7 +416,7 @@ def replicated_sequences(run: str, staging: str, steps: int) -> Any:
             optimizer.step()
             checkpoints.step()
     return everything(model, optimizer) | {
-        "begun": begun,
+        "begun": state_before,
         "restored": report and report.restored.step,
         "increments": _increments(run) if dist.get_rank() == 0 else [],
         "lookup": _error(lambda: model.module.rows(batch(0, 0)[1])["h0"]),
@@ -472,7 +484,7 @@ def same_names(run: str, staging: str) -> Any:
         options=Options(on_error="raise", handle_sigterm=False),
     ) as checkpoints:
         checkpoints.restore()
-        begun, initial = checkpoints.batches_done, weights()
+        first_batch, initial = checkpoints.batches_done, weights()
         while checkpoints.batches_done < 6:
             step = checkpoints.batches_done
             rows = torch.tensor([step, step + 11])
@@ -486,7 +498,7 @@ def same_names(run: str, staging: str) -> Any:
             checkpoints.step()
     return {
         "names": [table.name for table in shards(model)],
-        "begun": begun,
+        "begun": first_batch,
         "initial": initial,
         "weights": weights(),
     }
@@ -495,8 +507,8 @@ def same_names(run: str, staging: str) -> Any:
 def _increments(run: str) -> list[int]:
     """Returns the number of dirty rows of each increment."""
     opened = Run.open(open_store(run))
-    found = [opened.manifest(name.step, name.generation) for name in opened.manifest_names()]
-    return [one.dirty_rows for one in found if one.kind == "increment"]
+    manifests = [opened.manifest(name.step, name.generation) for name in opened.manifest_names()]
+    return [manifest.dirty_rows for manifest in manifests if manifest.kind == "increment"]
 
 
 def plain(run: str, staging: str, into: str) -> Any:
@@ -511,16 +523,16 @@ def plain(run: str, staging: str, into: str) -> Any:
         seed = Seed(run, tables={name: name for name in all_tables()}, dense=["over.*"])
         checkpoints.restore(seed=seed)
         checkpoints.checkpoint()
-    back = sharded(dict.fromkeys((*BAGS, *ROWS), "column_wise"), optimizer="Adagrad")
-    own = [p for n, p in back.named_parameters() if not n.startswith(_COLLECTIONS)]
-    with _taking_over(back, own, into, staging) as checkpoints:
+    restored = sharded(dict.fromkeys((*BAGS, *ROWS), "column_wise"), optimizer="Adagrad")
+    parameters = [p for n, p in restored.named_parameters() if not n.startswith(_COLLECTIONS)]
+    with _taking_over(restored, parameters, into, staging) as checkpoints:
         checkpoints.restore(partial={"tables": all_tables(), "dense": ["over.*"]})
     weights = {name: model.get_parameter(f"{name}.weight").detach() for name in all_tables()}
     assert model.over is not None
     return {
         "tables": {(name, 0, 0): {"weight": weight} for name, weight in weights.items()},
         "dense": {f"over.{n}": p.detach() for n, p in model.over.named_parameters()},
-        "back": everything(back, torch.optim.SGD(own, lr=0.1)),
+        "back": everything(restored, torch.optim.SGD(parameters, lr=0.1)),
     }
 
 
@@ -543,7 +555,7 @@ def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str
 
     source = find(model)
     named = {n.replace("module.", ""): p for n, p in model.named_parameters()}
-    found: dict[str, Any] = {
+    whole_state: dict[str, Any] = {
         "tables": {},
         "rates": {},
         "steps": {},
@@ -554,35 +566,37 @@ def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str
     for table in () if source is None else source.tables:
         place = (table.name, table.first_row, 0 if table.columns is None else table.columns.first)
         states = {n: t.clone() for n, t in (table.row_states or {}).items()}
-        found["tables"][place] = {"weight": table.weight.detach().clone(), **states}
+        whole_state["tables"][place] = {"weight": table.weight.detach().clone(), **states}
         if table.fused:
-            state = found["fused"][table.name]
+            state = whole_state["fused"][table.name]
             eps = () if state["optimizer"] == "exact_sgd" else (state["eps"],)
-            found["rates"][table.name] = (state["group_lr"], *eps)
+            whole_state["rates"][table.name] = (state["group_lr"], *eps)
     trained = {
-        id(p): (one, group)
-        for one in optimizers
-        for group in one.param_groups
+        id(p): (optimizer, group)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
         for p in group["params"]
     }
     for name, parameter in named.items():
         if id(parameter) not in trained:
             continue
-        one, group = trained[id(parameter)]
-        state = one.state.get(parameter, {})
+        optimizer, group = trained[id(parameter)]
+        state = optimizer.state.get(parameter, {})
         if "over" in name:
-            found["optimizer"] |= {f"{name}.{key}": value.clone() for key, value in state.items()}
+            whole_state["optimizer"] |= {
+                f"{name}.{key}": value.clone() for key, value in state.items()
+            }
             continue
-        own = name.removesuffix(".weight")
+        table_name = name.removesuffix(".weight")
         rows = {"values": parameter.detach(), "sum": state.get("sum")}
         if cache_of(model) is not None:
-            rows = {"sum": None} | read_rows(model, own, one)
+            rows = {"sum": None} | read_rows(model, table_name, optimizer)
         sums = {} if rows["sum"] is None else {"sum": rows["sum"].squeeze(1).clone()}
-        found["tables"][own, 0, 0] = {"weight": rows["values"].clone(), **sums}
+        whole_state["tables"][table_name, 0, 0] = {"weight": rows["values"].clone(), **sums}
         eps = (group["eps"],) if sums else ()
-        found["rates"][own] = (group["lr"], *eps)
-        found["steps"] |= {own: int(state["step"])} if sums else {}
-    return found
+        whole_state["rates"][table_name] = (group["lr"], *eps)
+        whole_state["steps"] |= {table_name: int(state["step"])} if sums else {}
+    return whole_state
 
 
 def _lacks(model: nn.Module) -> list[bool]:

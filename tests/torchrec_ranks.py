@@ -39,30 +39,30 @@ __all__ = ["play"]
 def play(plays: Sequence[Mapping[str, Any]], folder: Path, **environment: str) -> list[list[Any]]:
     """Runs these plays one after the other; returns the values of each play's ranks."""
     command = [sys.executable, "-m", "tests.torchrec_ranks", str(folder), json.dumps(list(plays))]
-    own = {"OMP_NUM_THREADS": "1", **environment}
+    variables = {"OMP_NUM_THREADS": "1", **environment}
     # In its own session, so that all its processes can be ended if it takes too long.
     launcher = subprocess.Popen(
         command,
-        env=os.environ | own,
+        env=os.environ | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
     try:
-        said, _ = launcher.communicate(timeout=900)
+        output, _ = launcher.communicate(timeout=900)
     except BaseException:
         os.killpg(launcher.pid, signal.SIGKILL)
         raise
-    assert launcher.returncode == 0, said
+    assert launcher.returncode == 0, output
     return [
         [
             torch.load(folder / f"{number}.{rank}", weights_only=False)
             if (folder / f"{number}.{rank}").exists()
             else None
-            for rank in range(one["ranks"])
+            for rank in range(play_arguments["ranks"])
         ]
-        for number, one in enumerate(plays)
+        for number, play_arguments in enumerate(plays)
     ]
 
 
@@ -101,28 +101,28 @@ def _main(folder: Path, plays: list[dict[str, Any]]) -> int:
 
     context = multiprocessing.get_context("fork")
     failed = 0
-    for number, one in enumerate(plays):
+    for number, play_arguments in enumerate(plays):
         processes = [
-            context.Process(target=_perform, args=(number, rank, dict(one), folder))
-            for rank in range(one["ranks"])
+            context.Process(target=_perform, args=(number, rank, dict(play_arguments), folder))
+            for rank in range(play_arguments["ranks"])
         ]
-        agent = context.Process(target=_agent, args=(one.get("staging"),), daemon=True)
-        if "staging" in one:
+        agent = context.Process(target=_agent, args=(play_arguments.get("staging"),), daemon=True)
+        if "staging" in play_arguments:
             agent.start()
         for process in processes:
             process.start()
-        wanted = -signal.SIGKILL if one.get("die_at") else 0
+        expected_code = -signal.SIGKILL if play_arguments.get("die_at") else 0
         while alive := [process.sentinel for process in processes if process.exitcode is None]:
             wait(alive)
-            if any(process.exitcode not in (None, wanted) for process in processes):
+            if any(process.exitcode not in (None, expected_code) for process in processes):
                 for process in processes:
                     process.kill()  # the other ranks would wait for the failed one
         for process in processes:
             process.join()
-        if "staging" in one:
+        if "staging" in play_arguments:
             agent.kill()
             agent.join()
-        failed += sum(process.exitcode != wanted for process in processes)
+        failed += sum(process.exitcode != expected_code for process in processes)
     return 1 if failed else 0
 
 

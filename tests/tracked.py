@@ -44,11 +44,11 @@ class Tracked:
             optimizer.step()
 
     def dirty(self) -> list[int] | None:
-        taken = self.tracker.take()
+        dirty = self.tracker.take()
         rows = None
-        if not taken.all_rows and dirty_bitmap.count(taken.bitmap) < ROWS:
-            rows = dirty_bitmap.collect(taken.bitmap, rows=ROWS).tolist()
-        self.tracker.release(taken)
+        if not dirty.all_rows and dirty_bitmap.count(dirty.bitmap) < ROWS:
+            rows = dirty_bitmap.collect(dirty.bitmap, rows=ROWS).tolist()
+        self.tracker.release(dirty)
         return rows
 
 

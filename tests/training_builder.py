@@ -39,8 +39,8 @@ class Recommender(nn.Module):
         self.top = nn.Linear(2 * DIM, 1)
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        both = torch.cat([self.users(users), self.items(items)], dim=1).float()
-        scores: Tensor = self.top(self.drop(self.norm(both)))
+        features = torch.cat([self.users(users), self.items(items)], dim=1).float()
+        scores: Tensor = self.top(self.drop(self.norm(features)))
         return scores.squeeze(1)
 
 

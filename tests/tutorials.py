@@ -86,27 +86,27 @@ class Block(NamedTuple):
         """The terminal that it is for; None: nobody runs it."""
         if self.mark is None:
             return 1
-        found = _TERMINAL.match(self.mark)
-        return int(found[1] or 1) if found else None
+        match = _TERMINAL.match(self.mark)
+        return int(match[1] or 1) if match else None
 
     def commands(self) -> list[tuple[str, list[str]]]:
         """Its commands, each with the lines that it has to print."""
         if self.tag != "console":
             return [(self.text, [])]
-        found: list[tuple[str, list[str]]] = []
+        commands: list[tuple[str, list[str]]] = []
         for line in self.text.splitlines():
             if line.startswith("$ "):
-                found.append((line[2:], []))
+                commands.append((line[2:], []))
             elif line.startswith("> "):
-                found[-1] = f"{found[-1][0]}\n{line[2:]}", []
+                commands[-1] = f"{commands[-1][0]}\n{line[2:]}", []
             elif line:
-                found[-1][1].append(line)
-        return found
+                commands[-1][1].append(line)
+        return commands
 
 
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, in order."""
-    found: list[Block] = []
+    found_blocks: list[Block] = []
     mark: str | None = None
     head: str | None = None
     lines: list[str] = []
@@ -117,26 +117,26 @@ def blocks(page: Path) -> list[Block]:
                 continue
             title = _TITLE.search(head)
             tag = head.split()[0] if head.split() else ""
-            text = "".join(f"{one}\n" for one in lines)
-            found.append(Block(tag, title[1] if title else None, mark, text))
+            text = "".join(f"{line}\n" for line in lines)
+            found_blocks.append(Block(tag, title[1] if title else None, mark, text))
             head = mark = None
         elif line.startswith("```"):
             head, lines = line[3:], []
         elif line:
             marked = _MARK.fullmatch(line)
             mark = marked[1] if marked else None
-    return found
+    return found_blocks
 
 
 def missing_line(expected: list[str], said: str) -> str | None:
     """The first of the lines that `said` has not, after those before it; None: it has them all."""
-    rest = re.sub(r"[ \t]+", " ", said)
+    output_left = re.sub(r"[ \t]+", " ", said)
     for line in expected:
         parts = [re.escape(" ".join(part.split())) for part in line.split("…")]
-        match = re.search("[^\n]*".join(parts), rest)
+        match = re.search("[^\n]*".join(parts), output_left)
         if match is None:
             return line
-        rest = rest[match.end() :]
+        output_left = output_left[match.end() :]
     return None
 
 
@@ -174,17 +174,17 @@ class Terminal:
         """
         self._number += 1
         mark = f"<ended {self._number}:"
-        before = len(self._said)
+        start = len(self._said)
         # What it starts must not read the commands that follow.
         self._type(f"{{\n{command}\n}} </dev/null; echo '{mark}'$?'>'\n")
         pattern = re.compile(re.escape(mark) + r"(\d+)>")
-        ended = self._wait(lambda said: pattern.search(said, before), command, seconds)
-        said = self._said[before : ended.start()]
-        missing = missing_line(expected, said)
+        ended = self._wait(lambda output: pattern.search(output, start), command, seconds)
+        output = self._said[start : ended.start()]
+        missing = missing_line(expected, output)
         if missing is not None:
-            raise AssertionError(f"$ {command}\nnot printed: {missing}\nprinted:\n{said}")
+            raise AssertionError(f"$ {command}\nnot printed: {missing}\nprinted:\n{output}")
         if not expected and ended[1] != "0":
-            raise AssertionError(f"$ {command}\nexit code {ended[1]}\nprinted:\n{said}")
+            raise AssertionError(f"$ {command}\nexit code {ended[1]}\nprinted:\n{output}")
 
     def start(self, command: str, expected: list[str]) -> None:
         """Start a command that goes on, and wait until it has printed what is expected.
@@ -192,10 +192,10 @@ class Terminal:
         Raises:
             TimeoutError: it does not print it.
         """
-        before = len(self._said)
+        start = len(self._said)
         self._type(f"{{\n{command}\n}} </dev/null\n")
         self._wait(
-            lambda said: None if missing_line(expected, said[before:]) else said,
+            lambda output: None if missing_line(expected, output[start:]) else output,
             command,
             _COMMAND_SECONDS,
         )
@@ -225,12 +225,12 @@ class Terminal:
     def _wait(self, look: Callable[[str], T | None], command: str, seconds: float) -> T:
         deadline = time.monotonic() + seconds
         with self._news:
-            while (found := look(self._said)) is None:
-                left = deadline - time.monotonic()
-                if left <= 0:
+            while (value := look(self._said)) is None:
+                seconds_left = deadline - time.monotonic()
+                if seconds_left <= 0:
                     raise TimeoutError(f"$ {command}\nafter {seconds:.0f} s:\n{self._said[-5000:]}")
-                self._news.wait(left)
-        return found
+                self._news.wait(seconds_left)
+        return value
 
 
 def pip_installs(page: list[Block]) -> list[list[str]]:
@@ -362,9 +362,9 @@ def play(name: str, wheel: Path, directory: Path) -> None:
     page = blocks(PAGES / f"{name}.md")
     programs = directory / "venv" / "bin"
     subprocess.run([sys.executable, "-m", "venv", str(directory / "venv")], check=True)
-    begun = time.monotonic()
+    start_s = time.monotonic()
     _install(page, programs / "python", wheel)
-    print(f"{name}: installed in {time.monotonic() - begun:.0f} s", flush=True)
+    print(f"{name}: installed in {time.monotonic() - start_s:.0f} s", flush=True)
     work = directory / "work"
     work.mkdir()
     environment = reader_environment(directory, programs)
@@ -388,14 +388,14 @@ def play(name: str, wheel: Path, directory: Path) -> None:
 
 def main(names: list[str]) -> int:
     """Play the pages of these names, or all; the number of those that failed."""
-    known = [path.stem for path in sorted(PAGES.glob("*.md")) if path.stem != "index"]
+    pages = [path.stem for path in sorted(PAGES.glob("*.md")) if path.stem != "index"]
     outcomes: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="recpoint-tutorials.") as folder:
         wheel = _build_wheel(Path(folder))
-        for name in names or known:
+        for name in names or pages:
             directory = Path(folder) / name
             directory.mkdir()
-            begun = time.monotonic()
+            start_s = time.monotonic()
             try:
                 play(name, wheel, directory)
             except (AssertionError, TimeoutError, subprocess.SubprocessError) as error:
@@ -403,7 +403,7 @@ def main(names: list[str]) -> int:
                 outcomes[name] = "failed"
             else:
                 outcomes[name] = "passed"
-            outcomes[name] += f", {time.monotonic() - begun:.0f} s"
+            outcomes[name] += f", {time.monotonic() - start_s:.0f} s"
             print(f"{name}: {outcomes[name]}", flush=True)  # removing what it wrote takes a while
     for name, outcome in outcomes.items():
         print(f"{name}: {outcome}")

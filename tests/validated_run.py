@@ -103,8 +103,8 @@ def rewrite(run: Run, entry: ChunkEntry, change: Callable[[dict[str, Section]], 
     run.store.put(entry.key, data)
     digest = {"bytes": len(data), "crc32c": crc32c.crc32c(data)}
     chunks = tuple(
-        other.model_copy(update=digest) if other.key == entry.key else other
-        for other in manifest.chunks
+        chunk.model_copy(update=digest) if chunk.key == entry.key else chunk
+        for chunk in manifest.chunks
     )
     changed = manifest.model_copy(update={"chunks": chunks})
     run.store.put(MANIFEST_KEY.of(step, 1), pack_record(changed))

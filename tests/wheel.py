@@ -61,13 +61,13 @@ def _build(sources: Path, folder: Path) -> Path:
         shutil.copy(ROOT / name, sources / name)
     # Without a network connection: uses the installed setuptools.
     build = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *build, "--disable-pip-version-check", f"--wheel-dir={folder}", sources],
         capture_output=True,
         text=True,
         timeout=900,  # it compiles; a busy machine takes minutes
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     (wheel,) = folder.glob("recpoint-*.whl")
     return wheel

@@ -64,12 +64,12 @@ def run(
     """
     systems = [system] if system else list(_SMOKE_SYSTEMS if smoke else SYSTEMS)
     faults = [fault] if fault else list(_SMOKE_FAULTS if smoke else FAULTS)
-    found: dict[str, Found] = {}
+    results: dict[str, Found] = {}
     with tempfile.TemporaryDirectory(prefix="recpoint-faults-") as folder:
         library = compiled(Path(folder))
         if library is None:
             reason = "no C compiler: cc, or pip install ziglang"
-            found = {name: {"not_run": reason, "cells": {}, "versions": {}} for name in systems}
+            results = {name: {"not_run": reason, "cells": {}, "versions": {}} for name in systems}
         else:
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 host = partial(
@@ -79,14 +79,14 @@ def run(
                     folder=Path(folder),
                     places=2 if smoke else places,
                 )
-                found = dict(zip(systems, pool.map(host, systems), strict=True))
+                results = dict(zip(systems, pool.map(host, systems), strict=True))
     report = Report(name="faults", columns=("fault", *(system_of(n).title for n in systems)))
-    for one in faults:
-        report.rows.append((one, *(_cell(found[name], one) for name in systems)))
-    _put_figures(report, found)
-    report.notes += _notes(found)
+    for fault_name in faults:
+        report.rows.append((fault_name, *(_cell(results[name], fault_name) for name in systems)))
+    _put_figures(report, results)
+    report.notes += _notes(results)
     if markdown_file is not None:
-        markdown_file.write_text(markdown(faults, found), encoding="utf-8")
+        markdown_file.write_text(markdown(faults, results), encoding="utf-8")
     return report
 
 
@@ -96,11 +96,13 @@ def _host(name: str, faults: Sequence[str], library: Path, folder: Path, places:
     command = [sys.executable, "-m", "benchmarks.faults.host", name, str(out), str(places)]
     environment = {**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, *faults], cwd=_ROOT, env=environment, stdout=sys.stderr, check=False
     )
-    if done.returncode:
-        raise RuntimeError(f"{name}: the process that measures ended with code {done.returncode}")
+    if process.returncode:
+        raise RuntimeError(
+            f"{name}: the process that measures ended with code {process.returncode}"
+        )
     read: Found = json.loads(out.read_text())
     return read
 
@@ -113,22 +115,28 @@ def _cell(found: Found, fault: str) -> str:
 
 def _put_figures(report: Report, found: Mapping[str, Found]) -> None:
     counts = {
-        name: [cell["outcome"] for cell in one["cells"].values()]
-        for name, one in found.items()
-        if not one["not_run"]
+        name: [cell["outcome"] for cell in result["cells"].values()]
+        for name, result in found.items()
+        if not result["not_run"]
     }
-    ours = counts.pop("recpoint", None)
+    own_outcomes = counts.pop("recpoint", None)
     silent, survived = Outcome.SILENT.value, Outcome.SURVIVED.value
-    if ours is None:
+    if own_outcomes is None:
         reason = found.get("recpoint", {}).get("not_run") or "recpoint was not asked for"
         report.leave_out(KEYS[:3], reason)
     else:
-        report.figures["recpoint_silent"] = ours.count(silent)
-        report.figures["recpoint_survived"] = ours.count(survived)
-        report.figures["recpoint_applies"] = len(ours) - ours.count(Outcome.NOT_APPLICABLE.value)
+        report.figures["recpoint_silent"] = own_outcomes.count(silent)
+        report.figures["recpoint_survived"] = own_outcomes.count(survived)
+        report.figures["recpoint_applies"] = len(own_outcomes) - own_outcomes.count(
+            Outcome.NOT_APPLICABLE.value
+        )
     if counts:
-        report.figures["peers_silent_max"] = max(one.count(silent) for one in counts.values())
-        report.figures["peers_survived_max"] = max(one.count(survived) for one in counts.values())
+        report.figures["peers_silent_max"] = max(
+            outcomes.count(silent) for outcomes in counts.values()
+        )
+        report.figures["peers_survived_max"] = max(
+            outcomes.count(survived) for outcomes in counts.values()
+        )
     else:
         report.leave_out(KEYS[3:], "no peer was asked for, or none is installed")
 
@@ -136,14 +144,16 @@ def _put_figures(report: Report, found: Mapping[str, Found]) -> None:
 def _notes(found: Mapping[str, Found]) -> list[str]:
     """Returns why each cell is what it is, with the command that shows it."""
     notes = []
-    for name, one in found.items():
-        if one["not_run"]:
-            notes.append(f"{name}: not run: {one['not_run']}")
+    for name, result in found.items():
+        if result["not_run"]:
+            notes.append(f"{name}: not run: {result['not_run']}")
             continue
-        versions = ", ".join(f"{package} {version}" for package, version in one["versions"].items())
+        versions = ", ".join(
+            f"{package} {version}" for package, version in result["versions"].items()
+        )
         notes.append(f"{name}: {versions}; {system_of(name).used}")
-        for fault, cell in one["cells"].items():
-            why = f": {cell['why']}" if cell["why"] else ""
+        for fault, cell in result["cells"].items():
+            reason = f": {cell['why']}" if cell["why"] else ""
             command = f"python -m benchmarks faults --system {name} --fault '{fault}'"
-            notes.append(f"  {fault}: {cell['outcome']}{why} [{command}]")
+            notes.append(f"  {fault}: {cell['outcome']}{reason} [{command}]")
     return notes

@@ -93,18 +93,18 @@ class Act:
             for number in (1, 2):
                 os.dup2(log, number)
             arm(fault, clock_offset_seconds=offset)
-            found: dict[str, Any] = {}
+            result: dict[str, Any] = {}
             try:
-                found = {"value": function(), "ok": True}
+                result = {"value": function(), "ok": True}
                 code = 0
             except BaseException as error:
                 traceback.print_exc()
-                found = {"error_type": type(error).__name__, "error": _text(error)}
+                result = {"error_type": type(error).__name__, "error": _text(error)}
                 code = _RAISED
-            found["operations"] = done()
+            result["operations"] = done()
             arm(None)
             beside = self._result.with_suffix(".new")
-            beside.write_bytes(pickle.dumps(found))
+            beside.write_bytes(pickle.dumps(result))
             beside.rename(self._result)
         finally:
             # Without the interpreter's end: threads of a system may wait there for ever.
@@ -114,11 +114,11 @@ class Act:
         """Waits until the process is stopped or has ended; returns whether it is stopped."""
         deadline = self._began + LIMIT_SECONDS
         while time.monotonic() < deadline:
-            found = os.waitid(
+            status = os.waitid(
                 os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
             )
-            if found is not None:
-                return found.si_code == os.CLD_STOPPED
+            if status is not None:
+                return status.si_code == os.CLD_STOPPED
             time.sleep(0.005)
         return False
 
@@ -160,10 +160,10 @@ class Act:
 def _text(error: BaseException) -> str:
     """Returns the text of an exception, of its notes and of those that it was raised from."""
     texts: list[str] = []
-    one: BaseException | None = error
-    while one is not None and len(texts) < 8:
-        texts += [str(one), *getattr(one, "__notes__", ())]
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    cause: BaseException | None = error
+    while cause is not None and len(texts) < 8:
+        texts += [str(cause), *getattr(cause, "__notes__", ())]
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return " <- ".join(texts)[:4000]
 
 

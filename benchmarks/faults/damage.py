@@ -22,8 +22,8 @@ def bit_flip(trials: Trials) -> Verdict:
         data = path.read_bytes()
         count = min(_FLIPS_A_FILE, len(data))
         for number in range(count):
-            at = (2 * number + 1) * len(data) // (2 * count)
-            yield data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :]
+            offset = (2 * number + 1) * len(data) // (2 * count)
+            yield data[:offset] + bytes([data[offset] ^ (1 << offset % 8)]) + data[offset + 1 :]
 
     return _each_file(trials, flips)
 
@@ -57,8 +57,8 @@ def _each_file(trials: Trials, damages: Callable[[Path], Iterable[bytes]]) -> Ve
 def _at(path: Path, place: Place, verdict: Verdict) -> Verdict:
     if not verdict.why:
         return verdict
-    where = path.relative_to(place.store).as_posix()
-    return Verdict(verdict.outcome, f"{where}: {verdict.why}")
+    file_name = path.relative_to(place.store).as_posix()
+    return Verdict(verdict.outcome, f"{file_name}: {verdict.why}")
 
 
 def disturbed(trials: Trials, what: str) -> Verdict:

@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     """Runs the cells; returns the exit code."""
     name, out, places, *faults = arguments
     system = system_of(name)
-    found: dict[str, Any] = {"cells": {}, "versions": {}, "not_run": ""}
+    result: dict[str, Any] = {"cells": {}, "versions": {}, "not_run": ""}
     try:
         import torch
 
@@ -37,17 +37,19 @@ def main(arguments: list[str]) -> int:
             # torch imports torch._dynamo with the first optimizer: once here, and not in each act.
             for module in ("torch._dynamo", *system.modules):
                 importlib.import_module(module)
-        found["versions"] = {one: version(one) for one in system.distributions}
+        result["versions"] = {
+            distribution: version(distribution) for distribution in system.distributions
+        }
     except (ImportError, PackageNotFoundError, OSError) as error:
-        found["not_run"] = str(error)
-        Path(out).write_text(json.dumps(found))
+        result["not_run"] = str(error)
+        Path(out).write_text(json.dumps(result))
         return 0
     for fault in faults:
         began = time.monotonic()
         with scratch() as folder:
             verdict = cell(Trials(system, folder, places=int(places)), fault)
         seconds = time.monotonic() - began
-        found["cells"][fault] = {
+        result["cells"][fault] = {
             "outcome": verdict.outcome.value,
             "why": verdict.why,
             "seconds": round(seconds, 1),
@@ -55,7 +57,7 @@ def main(arguments: list[str]) -> int:
         print(
             f"{name}: {fault}: {verdict.outcome.value}: {verdict.why} ({seconds:.1f} s)", flush=True
         )
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(result))
     return 0
 
 

@@ -49,9 +49,11 @@ def writer_dies(trials: Trials) -> Verdict:
     how: dict[str, Any] = {"threaded": True}
     count = trials.operations(place, _save_two, kinds=DATA, **how)
     verdicts = []
-    for at in spread(max(count, 3), trials.places):
+    for operation in spread(max(count, 3), trials.places):
         trials.put_back(place)
-        fault = IoFault(cause=Cause.FAIL, at=at, kinds=DATA, below=place.folder, error=errno.EIO)
+        fault = IoFault(
+            cause=Cause.FAIL, at=operation, kinds=DATA, below=place.folder, error=errno.EIO
+        )
         saved = trials.perform(place, _save_two, fault=fault, **how)
         verdicts.append(_judged(trials, place, acknowledged=saved.ok))
     return worst(verdicts)
@@ -68,17 +70,17 @@ def killed_in_an_overwrite(trials: Trials) -> Verdict:
     The state before, the state after or step 1 must be there, whole. recpoint has no overwrite: a
     trainer that goes back to step 1 takes the step again.
     """
-    other = (1, 902)
+    second_save = (1, 902)
 
     def overwrite(system: System) -> None:
-        save(system, other, overwrite=True)
+        save(system, second_save, overwrite=True)
 
     place = trials.prepared(_ONE, _TWO)
     refused = trials.perform(place, overwrite)
     if not refused.ok and trials.restored(place).value == (2, trials.digest(_TWO)):
         return not_applicable(f"refuses to write over a checkpoint: {refused.error_type}")
     trials.put_back(place)
-    return _killed(trials, place, overwrite, sound=[_ONE, _TWO, other])
+    return _killed(trials, place, overwrite, sound=[_ONE, _TWO, second_save])
 
 
 def _killed(
@@ -91,26 +93,30 @@ def _killed(
     count = trials.operations(place, does)
     verdicts = []
     chosen = spread(count, 3 * trials.places)
-    for at in chosen:
+    for operation in chosen:
         trials.put_back(place)
-        fault = IoFault(cause=Cause.KILL_GROUP, at=at, kinds=CHANGES, below=place.folder)
+        fault = IoFault(cause=Cause.KILL_GROUP, at=operation, kinds=CHANGES, below=place.folder)
         trials.perform(place, does, fault=fault)
         restored = trials.restored(place)
         names = trials.names(place, 1, 2)
         verdicts.append(trials.judge(restored, newest=sound, names=names))
-    found = worst(verdicts)
+    verdict = worst(verdicts)
     part = "" if len(chosen) == count else f"{len(chosen)} of {count} places tried"
-    return Verdict(found.outcome, "; ".join(filter(None, (found.why, part))))
+    return Verdict(verdict.outcome, "; ".join(filter(None, (verdict.why, part))))
 
 
 def worker_killed(trials: Trials) -> Verdict:
     """Kills the process that writes for the trainer, in the middle of a save."""
     place = trials.prepared(_ONE)
     verdicts = []
-    for at in (1, 4, 7):
+    for operation in (1, 4, 7):
         trials.put_back(place)
         fault = IoFault(
-            cause=Cause.KILL_SELF, at=at, below=place.store, only_children=True, kinds=CHANGES
+            cause=Cause.KILL_SELF,
+            at=operation,
+            below=place.store,
+            only_children=True,
+            kinds=CHANGES,
         )
         saved = trials.perform(place, _save_two, fault=fault, worker=True)
         verdicts.append(_judged(trials, place, acknowledged=saved.ok))
@@ -124,10 +130,10 @@ def disk_full(trials: Trials) -> Verdict:
     """
     place = trials.prepared(_ONE)
     first = place.staging if trials.kind.name == "recpoint" else place.store
-    before = first.with_name("before")
-    first.rename(before)
+    filled = first.with_name("before")
+    first.rename(filled)
     first.mkdir()
-    size = _DISK_BYTES + sum(path.stat().st_size for path in before.rglob("*") if path.is_file())
+    size = _DISK_BYTES + sum(path.stat().st_size for path in filled.rglob("*") if path.is_file())
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "recpoint-faults", str(first)],
         capture_output=True,
@@ -137,19 +143,19 @@ def disk_full(trials: Trials) -> Verdict:
         return not_applicable(f"not run: no file system could be mounted: {mounted.stderr.strip()}")
     verdicts = []
     try:
-        subprocess.run(["cp", "-a", f"{before}/.", str(first)], check=True)
-        left = _fill(first / "filler")
-        for room in (0, 4096, 8192, left // 2):
+        subprocess.run(["cp", "-a", f"{filled}/.", str(first)], check=True)
+        free_bytes = _fill(first / "filler")
+        for room in (0, 4096, 8192, free_bytes // 2):
             _fill(first / "filler", leave=room)
             saved = trials.perform(place, _save_two)
             # After the trouble, there is room again.
             (first / "filler").unlink()
             verdicts.append(_judged(trials, place, acknowledged=saved.ok))
-            subprocess.run(f"rm -rf {first}/* && cp -a {before}/. {first}", shell=True, check=True)
+            subprocess.run(f"rm -rf {first}/* && cp -a {filled}/. {first}", shell=True, check=True)
     finally:
         subprocess.run(["umount", "-l", str(first)], check=True)
         first.rmdir()
-        before.rename(first)
+        filled.rename(first)
     return worst(verdicts)
 
 
@@ -175,8 +181,8 @@ def stale_files(trials: Trials) -> Verdict:
     saved = trials.perform(place, lambda system: save(system, _ONE, _TWO, start="anew"))
     if not saved.ok:
         clear = is_clear(saved, [*trials.names(place, 1), *names])
-        why = f"does not begin: {saved}"[:160]
-        return Verdict(Outcome.CLEAR if clear else Outcome.UNCLEAR, why)
+        reason = f"does not begin: {saved}"[:160]
+        return Verdict(Outcome.CLEAR if clear else Outcome.UNCLEAR, reason)
     return trials.judge(
         trials.restored(place),
         newest=[_TWO],
@@ -191,13 +197,13 @@ def clock_skew(trials: Trials) -> Verdict:
     verdicts = []
     for offset in (-_DAY_SECONDS, _DAY_SECONDS):
         place = trials.prepared(_ONE)
-        known = {path for path in place.folder.rglob("*")}
+        old_paths = {path for path in place.folder.rglob("*")}
         saved = trials.perform(place, _save_two, clock_offset_seconds=offset)
         # The kernel's stamps are made as that clock would have.
         for path in place.folder.rglob("*"):
-            if path not in known:
-                when = time.time() + offset
-                os.utime(path, (when, when), follow_symlinks=False)
+            if path not in old_paths:
+                time_s = time.time() + offset
+                os.utime(path, (time_s, time_s), follow_symlinks=False)
         third = trials.perform(place, lambda system: save(system, normal()[:3]))
         verdicts.append(_judged(trials, place, acknowledged=third.ok, tags=normal()[:3]))
         if not saved.ok:

@@ -63,21 +63,21 @@ def compiled(folder: Path) -> Path | None:
     compiler = [system] if system else [sys.executable, "-m", "ziglang", "cc"]
     library = folder / "io_faults.so"
     command = [*compiler, "-shared", "-fPIC", "-O2", "-o", str(library), str(_SOURCE), "-ldl"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return library if done.returncode == 0 else None
+    process = subprocess.run(command, capture_output=True, text=True)
+    return library if process.returncode == 0 else None
 
 
 def arm(fault: IoFault | None, *, clock_offset_seconds: int = 0) -> None:
     """Arms this process, into which the library is preloaded, and what it will start."""
-    given = "0:0:0:0"
+    settings = "0:0:0:0"
     if fault is not None:
-        given = f"{fault.cause.value}:{fault.at}:{fault.kinds}:{fault.error}"
+        settings = f"{fault.cause.value}:{fault.at}:{fault.kinds}:{fault.error}"
         if not fault.only_children:
             _library().io_faults_arm(
                 fault.cause.value, fault.at, fault.kinds, fault.error, os.fsencode(fault.below)
             )
     below = "" if fault is None else fault.below
-    os.environ[_VARIABLE] = f"{given}:{clock_offset_seconds}:{below}"
+    os.environ[_VARIABLE] = f"{settings}:{clock_offset_seconds}:{below}"
     set_clock(clock_offset_seconds)
 
 

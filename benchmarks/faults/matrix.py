@@ -61,15 +61,15 @@ SYSTEMS: Final[Mapping[str, tuple[str, str]]] = {
 def system_of(name: str) -> type[System]:
     """Returns the class of a system; nothing of the system is imported."""
     module, kind = SYSTEMS[name]
-    found: type[System] = getattr(import_module(f"benchmarks.faults.systems.{module}"), kind)
-    return found
+    system: type[System] = getattr(import_module(f"benchmarks.faults.systems.{module}"), kind)
+    return system
 
 
 def cell(trials: Trials, fault: str) -> Verdict:
     """Measures one cell."""
-    why = trials.kind.lacks.get(fault)
-    if why is not None:
-        return not_applicable(why)
+    reason = trials.kind.lacks.get(fault)
+    if reason is not None:
+        return not_applicable(reason)
     try:
         return FAULTS[fault](trials)
     except Broken as error:

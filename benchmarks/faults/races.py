@@ -46,8 +46,8 @@ def _pair(trials: Trials, *, at_once: bool) -> Verdict:
     restored = trials.restored(place)
     verdict = trials.judge(restored, newest=[_FIRST, _SECOND], names=trials.names(place, 2))
     if not restored.ok or verdict.outcome is not Outcome.SURVIVED:
-        told = [tags for tags, ended in ends.items() if not ended.ok]
-        if len(told) == 2:  # both know that they stored nothing
+        failed_saves = [tags for tags, ended in ends.items() if not ended.ok]
+        if len(failed_saves) == 2:  # both know that they stored nothing
             return trials.judge(restored, newest=[_ONE], names=trials.names(place, 1, 2))
         if not restored.ok:
             return Verdict(Outcome.SILENT, f"a save returns success, the restore: {restored}"[:300])
@@ -65,8 +65,8 @@ def _writer(trials: Trials, place: Place, name: str, tags: Any, *, after: str | 
     def act(system: System) -> None:
         with system.trainer() as trainer:
             (place.folder / f"{name}-ready").touch()
-            for other in ("first", "second"):
-                _wait(place.folder / f"{other}-ready")
+            for writer_name in ("first", "second"):
+                _wait(place.folder / f"{writer_name}-ready")
             if after is not None:
                 _wait(place.folder / after)
             try:
@@ -115,13 +115,13 @@ def retention_in_a_save(trials: Trials) -> Verdict:
     place = trials.prepared(_ONE, _TWO)
     does = _keep_one
     verdicts = []
-    for at in spread(trials.operations(place, does), trials.places):
+    for operation in spread(trials.operations(place, does), trials.places):
         trials.put_back(place)
         if trials.kind.retention == "save":
-            fault = IoFault(cause=Cause.KILL_GROUP, at=at, kinds=CHANGES, below=place.folder)
+            fault = IoFault(cause=Cause.KILL_GROUP, at=operation, kinds=CHANGES, below=place.folder)
             saved = trials.perform(place, does, fault=fault)
         else:
-            fault = IoFault(cause=Cause.STOP, at=at, kinds=CHANGES, below=place.store)
+            fault = IoFault(cause=Cause.STOP, at=operation, kinds=CHANGES, below=place.store)
             saved = _beside(trials, place, does, fault, lambda system: system.retain(1))
         restored = trials.restored(place)
         newest = [_THREE] if saved.ok else [_TWO, _THREE]
@@ -145,9 +145,9 @@ def retention_in_a_restore(trials: Trials) -> Verdict:
 
     verdicts = []
     kinds = READS
-    for at in spread(trials.operations(place, restore, kinds=kinds), trials.places):
+    for operation in spread(trials.operations(place, restore, kinds=kinds), trials.places):
         trials.put_back(place)
-        fault = IoFault(cause=Cause.STOP, at=at, kinds=kinds, below=place.store)
+        fault = IoFault(cause=Cause.STOP, at=operation, kinds=kinds, below=place.store)
         restored = _beside(trials, place, restore, fault, newer)
         names = trials.names(place, 1, 2, 3)
         verdicts.append(trials.judge(restored, newest=[_TWO, _THREE], names=names))
@@ -162,9 +162,9 @@ def retention_in_a_consolidation(trials: Trials) -> Verdict:
         system.consolidate()
 
     verdicts = []
-    for at in spread(trials.operations(place, consolidate), trials.places):
+    for operation in spread(trials.operations(place, consolidate), trials.places):
         trials.put_back(place)
-        fault = IoFault(cause=Cause.STOP, at=at, kinds=CHANGES, below=place.store)
+        fault = IoFault(cause=Cause.STOP, at=operation, kinds=CHANGES, below=place.store)
         _beside(trials, place, consolidate, fault, lambda system: system.retain(1))
         restored = trials.restored(place)
         names = trials.names(place, 1, 2, 3)

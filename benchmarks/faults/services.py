@@ -44,8 +44,8 @@ def troubled_requests(trials: Trials) -> Verdict:
             saved = trials.perform(place, _save_two, environment=environment)
             proxy.plan = []
             verdict = _judged(trials, place, environment, acknowledged=saved.ok)
-            why = verdict.why and f"{name}: {verdict.why}"
-            verdicts.append(Verdict(verdict.outcome, why))
+            reason = verdict.why and f"{name}: {verdict.why}"
+            verdicts.append(Verdict(verdict.outcome, reason))
     return worst(verdicts)
 
 

@@ -74,8 +74,8 @@ class Model(nn.Module):
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         """Returns a score for each pair."""
-        both = torch.cat([self.users(users), self.items(items)], dim=1)
-        scores: Tensor = self.top(both).squeeze(1)
+        features = torch.cat([self.users(users), self.items(items)], dim=1)
+        scores: Tensor = self.top(features).squeeze(1)
         return scores
 
 
@@ -105,12 +105,12 @@ def template() -> dict[str, Tensor]:
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Returns a digest of every bit of a state."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous()
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        found.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        sha256.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        sha256.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
 
 
 def normal() -> Tags:

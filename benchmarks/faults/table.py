@@ -30,7 +30,7 @@ def markdown(faults: Sequence[str], found: Mapping[str, Mapping[str, Any]]) -> s
         faults: the rows.
         found: what was measured, by name of system: `cells`, `versions`, `not_run`.
     """
-    ran = [name for name, one in found.items() if not one["not_run"]]
+    ran = [name for name, result in found.items() if not result["not_run"]]
     lines = [
         f"Measured on {datetime.now(UTC):%Y-%m-%d}, commit {commit()}, "
         f"Python {platform.python_version()}, "
@@ -47,10 +47,12 @@ def markdown(faults: Sequence[str], found: Mapping[str, Mapping[str, Any]]) -> s
         lines.append(_row([f"*{outcome.value}*", *map(str, counts)]))
     lines += ["", "## Versions and use", "", _row(["system", "versions", "used"])]
     lines.append(_row(["---"] * 3))
-    for name, one in found.items():
-        versions = ", ".join(f"{package} {version}" for package, version in one["versions"].items())
+    for name, result in found.items():
+        versions = ", ".join(
+            f"{package} {version}" for package, version in result["versions"].items()
+        )
         kind = system_of(name)
-        lines.append(_row([kind.title, one["not_run"] or versions, kind.used]))
+        lines.append(_row([kind.title, result["not_run"] or versions, kind.used]))
     lines += ["", "## Cell by cell", ""]
     for name in ran:
         lines += [f"### {system_of(name).title}", "", _row(["fault", "outcome", "why"])]

@@ -71,11 +71,11 @@ class Trials:
 
     def _copy(self, place: Place) -> Place:
         self._number += 1
-        kept = self._folder / f"kept-{place.folder.name}"
-        if not kept.exists():
-            shutil.copytree(place.folder, kept, symlinks=True)
+        copy = self._folder / f"kept-{place.folder.name}"
+        if not copy.exists():
+            shutil.copytree(place.folder, copy, symlinks=True)
         shutil.rmtree(place.folder)
-        shutil.copytree(kept, place.folder, symlinks=True)
+        shutil.copytree(copy, place.folder, symlinks=True)
         return place
 
     def put_back(self, place: Place) -> None:
@@ -144,12 +144,14 @@ class Trials:
         earlier: Sequence[Tags] = (),
     ) -> Verdict:
         """Judges a restore; see `verdicts.judge`. `earlier`: states of an earlier run."""
-        others = {self.digest(normal()[:step]): f"the state of step {step}" for step in range(9)}
-        others |= {self.digest(tags): "a state of the earlier run" for tags in earlier}
+        other_states = {
+            self.digest(normal()[:step]): f"the state of step {step}" for step in range(9)
+        }
+        other_states |= {self.digest(tags): "a state of the earlier run" for tags in earlier}
         return judge(
             restored,
             newest=[self.digest(tags) for tags in newest],
-            others=others,
+            others=other_states,
             names=names,
             acknowledged=acknowledged,
         )

@@ -82,8 +82,8 @@ def judge(
     step, digest = restored.value
     if digest in newest:
         return Verdict(Outcome.SURVIVED)
-    what = others.get(digest, "data that was never saved")
-    return Verdict(Outcome.SILENT, f"returns {what}, as step {step}, without an error")
+    returned = others.get(digest, "data that was never saved")
+    return Verdict(Outcome.SILENT, f"returns {returned}, as step {step}, without an error")
 
 
 def worst(verdicts: Collection[Verdict]) -> Verdict:
@@ -94,11 +94,13 @@ def worst(verdicts: Collection[Verdict]) -> Verdict:
     judged = [v for v in verdicts if v.outcome is not Outcome.NOT_APPLICABLE]
     if not judged:
         return next(iter(verdicts))
-    found = max(judged, key=lambda verdict: _ORDER.index(verdict.outcome))
-    same = sum(verdict.outcome is found.outcome for verdict in judged)
+    worst_verdict = max(judged, key=lambda verdict: _ORDER.index(verdict.outcome))
+    alike = sum(verdict.outcome is worst_verdict.outcome for verdict in judged)
     if len(judged) == 1:
-        return found
-    return Verdict(found.outcome, f"{same} of {len(judged)}; {found.why}".removesuffix("; "))
+        return worst_verdict
+    return Verdict(
+        worst_verdict.outcome, f"{alike} of {len(judged)}; {worst_verdict.why}".removesuffix("; ")
+    )
 
 
 def _short(text: str, most: int = 160) -> str:

@@ -123,10 +123,10 @@ def _gate(report: Report, *, smoke: bool) -> None:
 
 def _put_speedups(report: Report, costs: Costs) -> None:
     for minutes in _MINUTES:
-        back = costs.back_seconds(60 * minutes)
+        back_s = costs.back_seconds(60 * minutes)
         # Where training is not slower while a server is recovered, a batch is the least loss.
-        report.figures[f"recovery_speedup_{minutes}min"] = back / max(1.0, costs.lost_seconds)
-        report.figures[f"whole_speedup_{minutes}min"] = back / costs.whole_seconds
+        report.figures[f"recovery_speedup_{minutes}min"] = back_s / max(1.0, costs.lost_seconds)
+        report.figures[f"whole_speedup_{minutes}min"] = back_s / costs.whole_seconds
     report.notes.append(
         f"{TABLE.rows:,} rows of {TABLE.record_bytes} bytes: a restore takes "
         f"{costs.restore_seconds:,.0f} s, and half of 30 and 60 minutes' work 900 and 1,800 s; a "
@@ -146,8 +146,10 @@ def _put_overheads(report: Report, costs: Costs) -> None:
         }
         auto = auto_seconds(costs, hours)
         alone[f"auto ({auto:,.0f} s)"] = overhead_of_checkpoints(costs, hours, auto)
-        best = max(best, *(1 - with_parity / one for one in alone.values()))
-        texts = ", ".join(f"{one:.1%} every {interval}" for interval, one in alone.items())
+        best = max(best, *(1 - with_parity / overhead for overhead in alone.values()))
+        texts = ", ".join(
+            f"{overhead:.1%} every {interval}" for interval, overhead in alone.items()
+        )
         report.notes.append(
             f"a failure every {hours} h: {with_parity:.1%} more time with parity; with "
             f"checkpoints alone {texts}"

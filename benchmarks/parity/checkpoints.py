@@ -87,18 +87,18 @@ def measure_checkpoints(
             persist_seconds = trainers.persist()
         network.shape(GBIT)
         # The servers work for the new trainer from now on, and forget what they have.
-        again = replace(job, peers={_PEER: replace(form, is_filled=False)})
-        trainers = stack.enter_context(Trainers(again, nodes[:1]))
+        empty_job = replace(job, peers={_PEER: replace(form, is_filled=False)})
+        trainers = stack.enter_context(Trainers(empty_job, nodes[:1]))
         (restore_seconds,) = trainers.begin_checkpoints(_PEER, folder, 1)
     total_bytes = sum(tables_of(job).values()) * (4 * sizes.dim + 4)
-    found = CheckpointRates(
+    rates = CheckpointRates(
         stall_seconds=stall.whole_ms / 1e3,
         stored_bytes=total_bytes / persist_seconds,
         restored_bytes=total_bytes / restore_seconds,
     )
     report.notes.append(
         f"a full checkpoint of {1e-6 * total_bytes:,.0f} MB: stall {stall.whole_ms:,.0f} ms, "
-        f"{1e-6 * found.stored_bytes:,.0f} MB/s stored, restored over a link of 1 Gbit/s with "
-        f"{1e-6 * found.restored_bytes:,.0f} MB/s"
+        f"{1e-6 * rates.stored_bytes:,.0f} MB/s stored, restored over a link of 1 Gbit/s with "
+        f"{1e-6 * rates.restored_bytes:,.0f} MB/s"
     )
-    return found
+    return rates

@@ -67,22 +67,22 @@ def require_recovered(
             expected = in_memory(job, OPTIMIZERS[name], ranks)
             losses = expected.play_all(batches)
             third = batches // 3
-            before = trainers.play(name, third, wait=0)
+            played_before = trainers.play(name, third, wait=0)
             amid = trainers.recover(
                 name, _KILLED[: form[1]], third, wait=_WAIT_SECONDS, is_until_whole=False
             )
-            after = trainers.play(name, batches - 2 * third, wait=0)
+            played_after = trainers.play(name, batches - 2 * third, wait=0)
             trainers.save(name, folder / "state.pt")
-            found = [
-                one.losses + two.losses + three.losses
-                for one, two, three in zip(before, amid, after, strict=True)
+            found_losses = [
+                first_part.losses + two.losses + three.losses
+                for first_part, two, three in zip(played_before, amid, played_after, strict=True)
             ]
             states = torch.load(folder / "state.pt")
-            same = found == losses and same_bits(states, state_in_memory(expected))
-            missed = sum(one.misses for one in after)
-            if not same or missed:
+            is_same = found_losses == losses and same_bits(states, state_in_memory(expected))
+            missed = sum(played.misses for played in played_after)
+            if not is_same or missed:
                 raise RuntimeError(
-                    f"{ranks} trainers, {name}, {form}: {'equal' if same else 'other'} results "
+                    f"{ranks} trainers, {name}, {form}: {'equal' if is_same else 'other'} results "
                     f"than in memory after a recovery, {missed} lookups missed"
                 )
     return len(optimizers)

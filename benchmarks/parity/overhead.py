@@ -146,8 +146,8 @@ def auto_seconds(costs: Costs, mtbf_hours: float) -> float:
     seconds = 60.0
     for _ in range(_ROUNDS):
         stored = dirty_share(seconds / 60) * costs.table.total_bytes / costs.stored_bytes
-        found = choose(rate, stall_seconds=costs.stall_seconds, persist_seconds=stored)
-        seconds = found.seconds
+        choice = choose(rate, stall_seconds=costs.stall_seconds, persist_seconds=stored)
+        seconds = choice.seconds
     return seconds
 
 
@@ -203,16 +203,16 @@ class _Job:
         """Lets time pass in which the job trains, and takes checkpoints that are due."""
         speed = self._speed if speed is None else speed
         self._wall += seconds
-        until = self._interval - self._clock
-        if seconds < until:
+        seconds_to_cut = self._interval - self._clock
+        if seconds < seconds_to_cut:
             self._clock += seconds
             self._since += speed * seconds
             return
         # From the checkpoint that is due, whole intervals with a stall before each.
         stall = self._costs.stall_seconds
-        whole, rest = divmod(seconds - until, self._interval + stall)
-        self._stored += self._since + speed * (until + whole * self._interval)
-        self._clock = max(0.0, rest - stall)
+        whole, remainder = divmod(seconds - seconds_to_cut, self._interval + stall)
+        self._stored += self._since + speed * (seconds_to_cut + whole * self._interval)
+        self._clock = max(0.0, remainder - stall)
         self._since = speed * self._clock
 
     def go_back(self, mtbf_seconds: float) -> None:
@@ -243,8 +243,8 @@ def break_even_hours(costs: Costs, intervals: Sequence[float]) -> float:
     """
 
     def is_parity_dearer(hours: float) -> bool:
-        each = [*intervals, auto_seconds(costs, hours)]
-        least = min(overhead_of_checkpoints(costs, hours, one) for one in each)
+        candidates = [*intervals, auto_seconds(costs, hours)]
+        least = min(overhead_of_checkpoints(costs, hours, interval) for interval in candidates)
         return least <= overhead_of_parity(costs, hours)
 
     low, high = _LEAST_HOURS, _MOST_HOURS

@@ -138,9 +138,9 @@ def compare(report: Report, network: ShapedNetwork, sizes: Sizes) -> Measured:
             scene.add([name], trainers, servers[name].pids)
             scene.play(name, sizes.warm, 0)
         network.shape(GBIT)
-        before = servers["4+1"].difference_rows()
+        rows_before = servers["4+1"].difference_rows()
         steady = scene.rounds(sizes.rounds, sizes.batches, sizes.wait)
-        sent = servers["4+1"].difference_rows() - before
+        sent = servers["4+1"].difference_rows() - rows_before
         if not sent:
             raise RuntimeError("no row has left the cache in the rounds")
         _put_differences(report, job, sizes, sent)
@@ -169,19 +169,19 @@ def _lose(
     scene: Scene, trainers: Trainers, servers: Mapping[str, Servers], sizes: Sizes
 ) -> dict[str, list[_Loss]]:
     """Kills as many servers as parity makes up for, several times for each form."""
-    found: dict[str, list[_Loss]] = {name: [] for name in FORMS}
+    losses: dict[str, list[_Loss]] = {name: [] for name in FORMS}
     for number in range(sizes.losses):
         for name, (_, parity) in FORMS.items():
             plain = scene.play(_PLAIN, sizes.batches, sizes.wait)
-            killed = [(number + 2 * one) % SERVERS for one in range(parity)]
-            before = cpu_seconds_by_pid(servers[name].pids)
+            killed = [(number + 2 * member) % SERVERS for member in range(parity)]
+            cpu_before = cpu_seconds_by_pid(servers[name].pids)
             (recovered,) = trainers.recover(
                 name, killed, sizes.most_batches, wait=sizes.wait, is_until_whole=True
             )
-            after = cpu_seconds_by_pid(servers[name].pids)
-            used = sum(seconds - before.get(pid, 0.0) for pid, seconds in after.items())
-            found[name].append(_Loss(plain=plain, recovered=recovered, servers_cpu=used))
-    return found
+            cpu_after = cpu_seconds_by_pid(servers[name].pids)
+            used = sum(seconds - cpu_before.get(pid, 0.0) for pid, seconds in cpu_after.items())
+            losses[name].append(_Loss(plain=plain, recovered=recovered, servers_cpu=used))
+    return losses
 
 
 def _put_differences(report: Report, job: Job, sizes: Sizes, sent: int) -> None:
@@ -200,23 +200,25 @@ def _put_differences(report: Report, job: Job, sizes: Sizes, sent: int) -> None:
 
 def _add_row(report: Report, what: str, peer: str, rounds: Sequence[Round], sizes: Sizes) -> None:
     batches = sizes.batches
-    seconds = report.timed(f"{what}: {peer}, a batch", [one.seconds / batches for one in rounds])
+    seconds = report.timed(
+        f"{what}: {peer}, a batch", [played.seconds / batches for played in rounds]
+    )
 
     def middle(values: Sequence[float]) -> float:
         return statistics.median(values) / batches
 
-    cores = statistics.median(one.cores for one in rounds)
+    cores = statistics.median(played.cores for played in rounds)
     report.rows.append(
         (
             what,
             peer,
             sizes.lines / seconds,
             1000 * seconds,
-            1000 * middle([one.played.own_seconds for one in rounds]),
-            1000 * middle([one.net_seconds for one in rounds]),
-            1e-6 * middle([one.up + one.down for one in rounds]),
-            1000 * middle([one.played.cpu_seconds for one in rounds]),
-            1000 * middle([one.servers_cpu for one in rounds]),
+            1000 * middle([played.played.own_seconds for played in rounds]),
+            1000 * middle([played.net_seconds for played in rounds]),
+            1e-6 * middle([played.up + played.down for played in rounds]),
+            1000 * middle([played.played.cpu_seconds for played in rounds]),
+            1000 * middle([played.servers_cpu for played in rounds]),
             f"{cores:.0%}",
         )
     )
@@ -234,41 +236,42 @@ def _put_all(
     sizes: Sizes,
 ) -> Measured:
     rows = sum(tables_of(job).values())
-    plain = [one.seconds for one in steady[_PLAIN]]
-    found = {}
+    plain = [played.seconds for played in steady[_PLAIN]]
+    measured = {}
     for name, (data, parity) in FORMS.items():
         suffix = "" if name == "4+1" else f"_{data}_{parity}"
-        at = ratio(plain, [one.seconds for one in steady[name]])
-        report.put(f"steady_vs_plain{suffix}", at)
-        every = lost[name]
-        report.put(f"recovering_vs_plain{suffix}", _recovering(every, sizes))
-        whole = spread_of([one.recovered.whole_seconds for one in every])
+        steady_ratio = ratio(plain, [played.seconds for played in steady[name]])
+        report.put(f"steady_vs_plain{suffix}", steady_ratio)
+        peer_losses = lost[name]
+        report.put(f"recovering_vs_plain{suffix}", _recovering(peer_losses, sizes))
+        whole = spread_of([loss.recovered.whole_seconds for loss in peer_losses])
         report.put(f"whole_seconds{suffix}", whole)
         share = (1 + parity / data) / SERVERS
         lost_bytes = parity * share * rows * (sizes.record_bytes + 1)
-        found[name] = Measured(
+        measured[name] = Measured(
             step_seconds=statistics.median(plain) / sizes.batches,
-            steady=at.median,
+            steady=steady_ratio.median,
             recovering=report.figures[f"recovering_vs_plain{suffix}"],
             rebuilt_bytes=lost_bytes / whole.median,
         )
-        longest = max(one.recovered.longest_seconds for one in every)
-        trained = sum(one.recovered.batches for one in every)
-        trainer_cpu = sum(one.recovered.cpu_seconds for one in every)
-        servers_cpu = sum(one.servers_cpu for one in every)
+        longest = max(loss.recovered.longest_seconds for loss in peer_losses)
+        trained = sum(loss.recovered.batches for loss in peer_losses)
+        trainer_cpu = sum(loss.recovered.cpu_seconds for loss in peer_losses)
+        servers_cpu = sum(loss.servers_cpu for loss in peer_losses)
         report.notes.append(
             f"{name}: {parity} of {SERVERS} servers lost with {1e-6 * lost_bytes:,.0f} MB: whole "
             f"after {whole.median:.1f} s ({1e-6 * lost_bytes / whole.median:,.0f} MB/s), "
-            f"{trained / len(every):,.0f} batches meanwhile, the longest {longest:.2f} s; CPU of "
-            f"the trainer {trainer_cpu / len(every):.1f} s, of the servers "
-            f"{servers_cpu / len(every):.1f} s"
+            f"{trained / len(peer_losses):,.0f} batches meanwhile, the longest {longest:.2f} s; "
+            "CPU of "
+            f"the trainer {trainer_cpu / len(peer_losses):.1f} s, of the servers "
+            f"{servers_cpu / len(peer_losses):.1f} s"
         )
-    return found["4+1"]
+    return measured["4+1"]
 
 
 def _recovering(every: Sequence[_Loss], sizes: Sizes) -> Spread:
     """Returns the throughput of recoveries over that of the plain rounds beside them."""
     return ratio(
-        [one.recovered.batches / one.recovered.seconds for one in every],
-        [sizes.batches / one.plain.seconds for one in every],
+        [loss.recovered.batches / loss.recovered.seconds for loss in every],
+        [sizes.batches / loss.plain.seconds for loss in every],
     )

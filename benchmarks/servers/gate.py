@@ -68,15 +68,15 @@ def require_same_results(ranks: int, batches: int) -> int:
             expected = in_memory(job, OPTIMIZERS[form.optimizer], ranks)
             losses = expected.play_all(batches)
             played = trainers.play(name, batches, wait=0)
-            same = [one.losses for one in played] == losses
+            is_same = [part.losses for part in played] == losses
             if form.capacity:
                 trainers.save(name, folder / "state.pt")
-                found = torch.load(folder / "state.pt")
-                same = same and same_bits(found, state_in_memory(expected))
-            missed = sum(one.misses for one in played)
-            if not same or missed:
+                state = torch.load(folder / "state.pt")
+                is_same = is_same and same_bits(state, state_in_memory(expected))
+            missed = sum(part.misses for part in played)
+            if not is_same or missed:
                 raise RuntimeError(
-                    f"{ranks} trainers, {name}: {'equal' if same else 'other'} results than in "
+                    f"{ranks} trainers, {name}: {'equal' if is_same else 'other'} results than in "
                     f"memory, {missed} lookups missed"
                 )
     return len(peers)
@@ -116,15 +116,15 @@ class Together(AllInMemory):
         losses: list[list[float]] = [[] for _ in self._parts]
         for number in range(batches):
             gradients = []
-            for part, found in zip(self._parts, losses, strict=True):
+            for part, part_losses in zip(self._parts, losses, strict=True):
                 self.model.zero_grad()
                 batch = part[number]
                 loss = nn.functional.binary_cross_entropy_with_logits(
                     self.model(batch.sparse), batch.label
                 )
                 loss.backward()
-                found.append(loss.item())
-                gradients.append([_given(one) for one in self.model.parameters()])
+                part_losses.append(loss.item())
+                gradients.append([_given(parameter) for parameter in self.model.parameters()])
             for parameter, of_ranks in zip(
                 self.model.parameters(), zip(*gradients, strict=True), strict=True
             ):
@@ -144,12 +144,14 @@ def _added(gradients: Sequence[Tensor]) -> Tensor:
     count = len(gradients)
     if not gradients[0].is_sparse:
         total = torch.zeros_like(gradients[0])
-        for one in gradients:
-            total += one / count
+        for gradient in gradients:
+            total += gradient / count
         return total
-    summed = [one.coalesce() for one in gradients]
-    ids = torch.cat([one.indices()[0] for one in summed]).unique()
+    summed = [gradient.coalesce() for gradient in gradients]
+    ids = torch.cat([gradient.indices()[0] for gradient in summed]).unique()
     values = torch.zeros(len(ids), *gradients[0].shape[1:], dtype=torch.float32, device="cpu")
-    for one in summed:
-        values.index_add_(0, torch.searchsorted(ids, one.indices()[0]), one.values() / count)
+    for gradient in summed:
+        values.index_add_(
+            0, torch.searchsorted(ids, gradient.indices()[0]), gradient.values() / count
+        )
     return torch.sparse_coo_tensor(ids[None], values, gradients[0].shape, is_coalesced=True)

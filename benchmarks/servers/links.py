@@ -107,7 +107,7 @@ def count_moved(report: Report, name: str, shape: Shape, sizes: LinkSizes) -> No
     """Counts rows that are moved, on the plan alone."""
     for key, lines, count in zip(_MOVED_KEYS, sizes.plan_lines, sizes.plan_batches, strict=True):
         reader = criteo_reader(lines=lines, rows=shape.rows)
-        batches = [one.sparse for one in drawn(reader, range(count))]
+        batches = [batch.sparse for batch in drawn(reader, range(count))]
         plan = plan_alone(reader.tables, batches, capacity=sizes.plan_capacity, window=sizes.window)
         # The first half fills the cache.
         half = count // 2
@@ -164,10 +164,13 @@ def compare_peers(
             scene.play(peer, shape.warm if peer in (_OURS, _LRU) else 2, 0)
         network.shape(GBIT)
         fast = scene.rounds(sizes.rounds, sizes.batches, sizes.wait)
-        if not any(one.played.written for one in fast[_OURS]):
+        if not any(peer_round.played.written for peer_round in fast[_OURS]):
             raise RuntimeError("no row has left the cache in the rounds")
         # A batch of the planned cache takes a link of this rate just as long as the compute.
-        best = statistics.median(one.up + one.down for one in fast[_OURS]) / sizes.batches
+        best = (
+            statistics.median(peer_round.up + peer_round.down for peer_round in fast[_OURS])
+            / sizes.batches
+        )
         best /= sizes.wait
         network.shape(best)
         slow = scene.rounds(sizes.rounds, sizes.best_batches, sizes.wait)
@@ -183,9 +186,12 @@ def _put_all(
     slow: Mapping[str, Sequence[Round]],
 ) -> None:
     def over(rounds: Mapping[str, Sequence[Round]], peer: str) -> Spread:
-        return ratio([one.seconds for one in rounds[peer]], [one.seconds for one in rounds[_OURS]])
+        return ratio(
+            [peer_round.seconds for peer_round in rounds[peer]],
+            [peer_round.seconds for peer_round in rounds[_OURS]],
+        )
 
-    moved = {which: _moved(rounds) for which, rounds in (("fast", fast), ("slow", slow))}
+    moved = {link_speed: _moved(rounds) for link_speed, rounds in (("fast", fast), ("slow", slow))}
     report.put(f"moved_wire_{name}", spread_of(moved["slow"]))
     report.put(f"vs_no_cache_{name}", over(fast, _NONE))
     bounds = [
@@ -193,7 +199,7 @@ def _put_all(
         for none, part in zip(fast[_NONE], moved["fast"], strict=True)
     ]
     speed_ups = [
-        none.seconds / ours.seconds for none, ours in zip(fast[_NONE], fast[_OURS], strict=True)
+        none.seconds / own.seconds for none, own in zip(fast[_NONE], fast[_OURS], strict=True)
     ]
     report.put(f"vs_bound_{name}", ratio(speed_ups, bounds))
     report.put(f"vs_no_cache_best_{name}", over(slow, _NONE))
@@ -202,10 +208,12 @@ def _put_all(
     report.put(f"vs_torch_rpc_best_{name}", over(slow, _RPC))
     ceilings = [1 + 1 / part for part in moved["slow"]]
     speed_ups = [
-        none.seconds / ours.seconds for none, ours in zip(slow[_NONE], slow[_OURS], strict=True)
+        none.seconds / own.seconds for none, own in zip(slow[_NONE], slow[_OURS], strict=True)
     ]
     report.put(f"vs_ceiling_best_{name}", ratio(speed_ups, ceilings))
-    share = statistics.median(one.net_seconds / one.seconds for one in slow[_NONE])
+    share = statistics.median(
+        peer_round.net_seconds / peer_round.seconds for peer_round in slow[_NONE]
+    )
     report.notes.append(
         f"{name}: without a cache, {share:.0%} of the time on the slow link is spent on the "
         f"network; the ceiling there is {statistics.median(ceilings):.2f} (the paper reports up to "
@@ -216,8 +224,8 @@ def _put_all(
 def _moved(rounds: Mapping[str, Sequence[Round]]) -> list[float]:
     """Returns for each round the bytes of the planned cache, of those without a cache."""
     return [
-        (ours.up + ours.down) / (none.up + none.down)
-        for ours, none in zip(rounds[_OURS], rounds[_NONE], strict=True)
+        (own_round.up + own_round.down) / (none.up + none.down)
+        for own_round, none in zip(rounds[_OURS], rounds[_NONE], strict=True)
     ]
 
 
@@ -229,24 +237,26 @@ def _add_rows(
     sizes: LinkSizes,
 ) -> None:
     """Adds a row of the table for each peer, and its times."""
-    for peer, every in rounds.items():
-        seconds = report.timed(f"{link}: {peer}, a batch", [one.seconds / batches for one in every])
+    for peer, peer_rounds in rounds.items():
+        seconds = report.timed(
+            f"{link}: {peer}, a batch", [peer_round.seconds / batches for peer_round in peer_rounds]
+        )
 
         def middle(values: Sequence[float], per: float = batches) -> float:
             return statistics.median(values) / per
 
-        cores = middle([one.cores for one in every], 1)
+        cores = middle([peer_round.cores for peer_round in peer_rounds], 1)
         report.rows.append(
             (
                 link,
                 peer,
                 sizes.lines / seconds,
                 1000 * seconds,
-                1000 * middle([one.played.own_seconds for one in every]),
-                1000 * middle([one.net_seconds for one in every]),
-                1e-6 * middle([one.up + one.down for one in every]),
-                1000 * middle([one.played.cpu_seconds for one in every]),
-                1000 * middle([one.servers_cpu for one in every]),
+                1000 * middle([peer_round.played.own_seconds for peer_round in peer_rounds]),
+                1000 * middle([peer_round.net_seconds for peer_round in peer_rounds]),
+                1e-6 * middle([peer_round.up + peer_round.down for peer_round in peer_rounds]),
+                1000 * middle([peer_round.played.cpu_seconds for peer_round in peer_rounds]),
+                1000 * middle([peer_round.servers_cpu for peer_round in peer_rounds]),
                 f"{cores:.0%}",
             )
         )

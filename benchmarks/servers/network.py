@@ -62,14 +62,14 @@ class _Namespace:
         self.path = f"/proc/{self._process.pid}/ns/net"
         self.pid = self._process.pid
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        own = os.readlink("/proc/self/ns/net")
+        host_namespace = os.readlink("/proc/self/ns/net")
         while self._process.poll() is None and time.monotonic() < deadline:
             with suppress(OSError):
-                if os.readlink(self.path) != own:
+                if os.readlink(self.path) != host_namespace:
                     return
             time.sleep(0.01)
-        said = self.close()
-        raise NoNetwork(f"no network namespace: {said}")
+        complaint = self.close()
+        raise NoNetwork(f"no network namespace: {complaint}")
 
     def close(self) -> str:
         """Ends the process; returns what it said of errors. A second call does nothing."""
@@ -91,11 +91,11 @@ class _Namespace:
 
     def run(self, *command: str) -> str:
         """Runs a command in this namespace; returns what it prints."""
-        done = subprocess.run(self.inside(*command), capture_output=True, text=True, check=False)
-        if done.returncode:
-            said = done.stderr.strip() or f"exit code {done.returncode}"
-            raise NoNetwork(f"`{' '.join(command[:4])}` fails: {said}")
-        return done.stdout
+        process = subprocess.run(self.inside(*command), capture_output=True, text=True, check=False)
+        if process.returncode:
+            complaint = process.stderr.strip() or f"exit code {process.returncode}"
+            raise NoNetwork(f"`{' '.join(command[:4])}` fails: {complaint}")
+        return process.stdout
 
 
 class Node:
@@ -147,9 +147,9 @@ class Node:
 
     def traffic(self) -> Traffic:
         """Returns what the link has carried since it was made."""
-        (said,) = json.loads(self._hub.run("ip", "-s", "-j", "link", "show", self._port))
-        found = said["stats64"]
-        return Traffic(up=found["rx"]["bytes"], down=found["tx"]["bytes"])
+        (port,) = json.loads(self._hub.run("ip", "-s", "-j", "link", "show", self._port))
+        counters = port["stats64"]
+        return Traffic(up=counters["rx"]["bytes"], down=counters["tx"]["bytes"])
 
     def close(self) -> None:
         """Gives the node up; processes on it must have ended."""
@@ -188,14 +188,14 @@ class ShapedNetwork:
         Raises:
             NoNetwork: the system refuses one, or cannot shape its link.
         """
-        made = []
+        nodes = []
         for _ in range(count):
             node = Node(self._hub, len(self._nodes))
             self._nodes.append(node)
             node.shape(1e9)
             node.shape(None)
-            made.append(node)
-        return made
+            nodes.append(node)
+        return nodes
 
     def shape(self, bytes_per_s: float | None) -> None:
         """Bounds the rate of all links in each direction; None: no bound."""

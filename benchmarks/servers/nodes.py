@@ -55,12 +55,12 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 def cpu_seconds_by_pid(pids: Iterable[int]) -> dict[int, float]:
     """Returns the same of each process that lives."""
-    found = {}
+    seconds_by_pid = {}
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
             times = psutil.Process(pid).cpu_times()
-            found[pid] = float(times.user + times.system)
-    return found
+            seconds_by_pid[pid] = float(times.user + times.system)
+    return seconds_by_pid
 
 
 class Servers:
@@ -128,18 +128,18 @@ class Servers:
         self._ports[number] = tuple(self._answer(number))
 
     def _answer(self, number: int) -> Any:
-        process, told = self._all[number]
+        process, pipe = self._all[number]
         try:
-            return told.recv()
+            return pipe.recv()
         except EOFError as error:
             process.join()
             raise RuntimeError(f"a server ended with {process.exitcode}") from error
 
     def _revive_all(self) -> None:
         while not self._is_over.wait(_LOOK_SECONDS):
-            for number, (process, told) in enumerate(self._all):
+            for number, (process, pipe) in enumerate(self._all):
                 if not process.is_alive():
-                    told.close()
+                    pipe.close()
                     self._all[number] = self._started(number)
                     self._learn_ports(number)
 
@@ -150,8 +150,8 @@ class Servers:
 
     def difference_rows(self) -> int:
         """Returns how many rows of differences the servers have sent each other so far."""
-        for _, told in self._all:
-            told.send(None)
+        for _, pipe in self._all:
+            pipe.send(None)
         return sum(self._answer(number) for number in range(len(self._all)))
 
     def close(self) -> None:

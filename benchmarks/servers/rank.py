@@ -89,32 +89,36 @@ class _Part:
 
     def _reduced(self, gradient: Tensor) -> Tensor:
         """Adds the gradients of all ranks in rank order, each divided by their number."""
-        every = [torch.empty_like(gradient) for _ in range(self._ranks)]
-        dist.all_gather(every, gradient)
+        gradients = [torch.empty_like(gradient) for _ in range(self._ranks)]
+        dist.all_gather(gradients, gradient)
         total = torch.zeros_like(gradient)
-        for one in every:
-            total += one / self._ranks
+        for rank_gradient in gradients:
+            total += rank_gradient / self._ranks
         return total
 
     def play(self, peer: str, batches: int, wait: float) -> Played:
         """Plays a peer."""
-        one = self.peers[peer]
-        own, step, (fetched, written) = one.own_seconds, one.step_seconds, one.moved()
-        stats = _stats(one)
-        cpu, begun = time.process_time(), time.perf_counter()
-        losses = one.play(batches, wait=wait)
-        seconds = time.perf_counter() - begun
-        now = one.moved()
+        trained = self.peers[peer]
+        own_before, step, (fetched, written) = (
+            trained.own_seconds,
+            trained.step_seconds,
+            trained.moved(),
+        )
+        stats = _stats(trained)
+        cpu, start_s = time.process_time(), time.perf_counter()
+        losses = trained.play(batches, wait=wait)
+        seconds = time.perf_counter() - start_s
+        now = trained.moved()
         return Played(
             seconds=seconds,
-            own_seconds=one.own_seconds - own,
-            step_seconds=one.step_seconds - step,
+            own_seconds=trained.own_seconds - own_before,
+            step_seconds=trained.step_seconds - step,
             cpu_seconds=time.process_time() - cpu,
             fetched=now[0] - fetched,
             written=now[1] - written,
-            misses=_stats(one).misses,
-            reduced=_stats(one).reduced_rows - stats.reduced_rows,
-            reduced_in_steps=_stats(one).reduced_at_once - stats.reduced_at_once,
+            misses=_stats(trained).misses,
+            reduced=_stats(trained).reduced_rows - stats.reduced_rows,
+            reduced_in_steps=_stats(trained).reduced_at_once - stats.reduced_at_once,
             losses=losses,
         )
 
@@ -128,26 +132,26 @@ class _Part:
         Raises:
             RuntimeError: not all rows have parity again in time.
         """
-        one = self.peers[peer]
-        assert isinstance(one, CachedPeer) and isinstance(one.home, ProtectedHome)
-        loss = _Loss(one.home, lost, self._homes()) if self._rank == 0 else None
-        cpu, begun = time.process_time(), time.perf_counter()
+        trained = self.peers[peer]
+        assert isinstance(trained, CachedPeer) and isinstance(trained.home, ProtectedHome)
+        loss = _Loss(trained.home, lost, self._homes()) if self._rank == 0 else None
+        cpu, start_s = time.process_time(), time.perf_counter()
         if loss is not None:
             loss.begin()
         losses: list[float] = []
         longest_seconds, whole_seconds = 0.0, None
         while len(losses) < batches and not (is_until_whole and whole_seconds is not None):
             started = time.perf_counter()
-            losses += one.train(1, wait=wait)
+            losses += trained.train(1, wait=wait)
             now = time.perf_counter()
             longest_seconds = max(longest_seconds, now - started)
             if whole_seconds is None and (loss is None or loss.is_over):
-                whole_seconds = now - begun
-        one.end_io()
-        seconds = time.perf_counter() - begun
+                whole_seconds = now - start_s
+        trained.end_io()
+        seconds = time.perf_counter() - start_s
         if loss is not None and whole_seconds is None:
             wait_for(lambda: loss.is_over or None, seconds=_PATIENCE.total_seconds())
-            whole_seconds = time.perf_counter() - begun
+            whole_seconds = time.perf_counter() - start_s
         return Recovered(
             batches=len(losses),
             seconds=seconds,
@@ -158,21 +162,21 @@ class _Part:
         )
 
     def _homes(self) -> list[ProtectedHome]:
-        homes = [one.home for one in self.peers.values() if isinstance(one, CachedPeer)]
+        homes = [trained.home for trained in self.peers.values() if isinstance(trained, CachedPeer)]
         return [home for home in homes if isinstance(home, ProtectedHome)]
 
     def begin_checkpoints(
         self, peer: str, folder: str, checkpoints: int, at_servers: bool
     ) -> float:
         """Starts or goes on with a run of a peer; returns the seconds of the restore."""
-        one = self.peers[peer]
-        assert isinstance(one, CachedPeer | AllInMemory)
+        trained = self.peers[peer]
+        assert isinstance(trained, CachedPeer | AllInMemory)
         self._cuts_ms = _measure_calls(Cutter, "cut")
         self._settles_ms = _measure_calls(SharedCache, "settle")
         self._staging = Path(folder) / "staging"
         self._checkpointer = Checkpointer(
-            one.model,
-            [one.trained.of_tables, one.trained.of_top],
+            trained.model,
+            [trained.trained.of_tables, trained.trained.of_top],
             run=str(Path(folder) / "run"),
             staging=Staging(directory=self._staging, jobs=checkpoints, at_servers=at_servers),
             interval_batches=10**9,
@@ -181,14 +185,14 @@ class _Part:
             ),
             timeouts=Timeouts(close_seconds=0.0),
         )
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         self._checkpointer.restore()
         self._taken = 0
         self._parts = self._ranks
         if at_servers:
-            assert isinstance(one, CachedPeer) and isinstance(one.home, ServedHome)
-            self._parts += one.home.servers
-        return time.perf_counter() - begun
+            assert isinstance(trained, CachedPeer) and isinstance(trained.home, ServedHome)
+            self._parts += trained.home.servers
+        return time.perf_counter() - start_s
 
     def checkpoint(self) -> Stall:
         """Takes a checkpoint, and waits until all parts are staged."""
@@ -208,18 +212,18 @@ class _Part:
         """Persists the staged checkpoint; returns the seconds that it takes."""
         (run,) = area.run_directories(self._staging)
         (job,) = area.staged_jobs(run)
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         outcome = persist_job(job)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start_s
         if outcome.result != "committed":
             raise RuntimeError(outcome.error)
         return seconds
 
     def save(self, peer: str, path: str) -> None:
         """Saves the rows and row states of a cached peer; rank 0 writes the file."""
-        one = self.peers[peer]
-        assert isinstance(one, CachedPeer)
-        state = state_in_cache(one.cache)
+        trained = self.peers[peer]
+        assert isinstance(trained, CachedPeer)
+        state = state_in_cache(trained.cache)
         if self._rank == 0:
             torch.save(state, path)
 
@@ -237,7 +241,7 @@ class _Loss:
         self, home: ProtectedHome, lost: Sequence[int], homes: Sequence[ProtectedHome]
     ) -> None:
         self._pids = {home.greetings[number].pid for number in lost}
-        self._homes = [one for one in homes if self._pids & _pids_of(one)]
+        self._homes = [home for home in homes if self._pids & _pids_of(home)]
 
     def begin(self) -> None:
         """Kills the processes."""
@@ -247,7 +251,7 @@ class _Loss:
     @property
     def is_over(self) -> bool:
         """Whether other processes are in their places, and all rows have parity again."""
-        return not any(self._pids & _pids_of(one) or one.being_recovered for one in self._homes)
+        return not any(self._pids & _pids_of(home) or home.being_recovered for home in self._homes)
 
 
 def _pids_of(home: ProtectedHome) -> set[int]:
@@ -261,7 +265,7 @@ def _stats(peer: Peer) -> CacheStats:
 
 def _measure_calls(owner: type, name: str) -> list[float]:
     """Starts to record the milliseconds of each call of a method in this process."""
-    found: list[float] = []
+    times_ms: list[float] = []
     method = getattr(owner, name)
 
     def measured(*args: Any, **kwargs: Any) -> Any:
@@ -269,10 +273,10 @@ def _measure_calls(owner: type, name: str) -> list[float]:
         try:
             return method(*args, **kwargs)
         finally:
-            found.append(1e3 * (time.perf_counter() - started))
+            times_ms.append(1e3 * (time.perf_counter() - started))
 
     setattr(owner, name, measured)
-    return found
+    return times_ms
 
 
 def _home(form: PeerForm, delay: float, rank: int, ranks: int) -> Home:
@@ -283,9 +287,9 @@ def _home(form: PeerForm, delay: float, rank: int, ranks: int) -> Home:
         return _Late(TcpTransport(addresses[number], token), delay)
 
     def revived(number: int) -> Transport:
-        found = transport(number)
-        wait_for(lambda: _answers(found), seconds=_PATIENCE.total_seconds())
-        return found
+        server = transport(number)
+        wait_for(lambda: _answers(server), seconds=_PATIENCE.total_seconds())
+        return server
 
     def made(owner: int | None) -> ServedHome:
         transports = [transport(number) for number in range(len(addresses))]

@@ -70,21 +70,21 @@ class Scene:
     def play(self, peer: str, batches: int, wait: float) -> Round:
         """Plays a peer."""
         trainers, servers = self._peers[peer]
-        before, cpu = self._node.traffic(), cpu_seconds(servers)
+        traffic_before, cpu = self._node.traffic(), cpu_seconds(servers)
         (played,) = trainers.play(peer, batches, wait=wait)
-        after = self._node.traffic()
+        traffic_after = self._node.traffic()
         return Round(
             played=played,
             servers_cpu=cpu_seconds(servers) - cpu,
-            up=after.up - before.up,
-            down=after.down - before.down,
+            up=traffic_after.up - traffic_before.up,
+            down=traffic_after.down - traffic_before.down,
         )
 
     def rounds(self, count: int, batches: int, wait: float) -> dict[str, list[Round]]:
         """Plays all peers in turns, so many times."""
-        found: dict[str, list[Round]] = {name: [] for name in self._peers}
+        rounds: dict[str, list[Round]] = {name: [] for name in self._peers}
         for number in range(count):
             # Every other round the other way round, so that no peer always follows the same one.
-            for name in list(found)[:: 1 if number % 2 == 0 else -1]:
-                found[name].append(self.play(name, batches, wait))
-        return found
+            for name in list(rounds)[:: 1 if number % 2 == 0 else -1]:
+                rounds[name].append(self.play(name, batches, wait))
+        return rounds

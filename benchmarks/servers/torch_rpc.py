@@ -69,9 +69,9 @@ class _Shard:
         self.weights: list[Tensor] = []
         self.sums: list[Tensor] = []
         for name, count in rows.items():
-            here = range(server, count, servers)
-            places = len(here)
-            ids = torch.tensor(here[:_PIECE_ROWS], dtype=torch.int64, device="cpu")
+            shard_rows = range(server, count, servers)
+            places = len(shard_rows)
+            ids = torch.tensor(shard_rows[:_PIECE_ROWS], dtype=torch.int64, device="cpu")
             values = INITIAL(f"tables.{name}", ids, dim, torch.float32)
             weight = torch.empty(places, dim, dtype=torch.float32, device="cpu")
             for piece in weight.split(_PIECE_ROWS):
@@ -86,17 +86,17 @@ _here: _Shard | None = None
 def _fetch(places: Sequence[Tensor]) -> list[Tensor]:
     """Runs at a server: returns rows of each table."""
     assert _here is not None
-    return [weight[at] for weight, at in zip(_here.weights, places, strict=True)]
+    return [weight[rows] for weight, rows in zip(_here.weights, places, strict=True)]
 
 
 def _push(places: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Runs at a server: takes a step with the gradients of rows of each table."""
     assert _here is not None
-    for weight, sums, at, gradient in zip(
+    for weight, sums, rows, gradient in zip(
         _here.weights, _here.sums, places, gradients, strict=True
     ):
-        sums[at] += gradient.square().mean(dim=1)
-        weight[at] -= _LEARNING_RATE / (sums[at].sqrt() + _EPS)[:, None] * gradient
+        sums[rows] += gradient.square().mean(dim=1)
+        weight[rows] -= _LEARNING_RATE / (sums[rows].sqrt() + _EPS)[:, None] * gradient
 
 
 class _Trainer:
@@ -118,8 +118,8 @@ class _Trainer:
 
     def play(self, peer: str, batches: int, wait: float) -> Played:
         """Trains so many batches."""
-        cpu, begun = time.process_time(), time.perf_counter()
-        own = step = 0.0
+        cpu, start_s = time.process_time(), time.perf_counter()
+        own_s = step = 0.0
         moved = 0
         losses = []
         for _ in range(batches):
@@ -132,12 +132,12 @@ class _Trainer:
             losses.append(self._trained(batch, tables, [inverse for _, inverse in unique]))
             spent = time.perf_counter() - started
             time.sleep(max(0.0, wait - spent))
-            own += spent
+            own_s += spent
             step += time.perf_counter() - started
             self._pushed(places, tables)
         return Played(
-            seconds=time.perf_counter() - begun,
-            own_seconds=own,
+            seconds=time.perf_counter() - start_s,
+            own_seconds=own_s,
             step_seconds=step,
             cpu_seconds=time.process_time() - cpu,
             fetched=moved,
@@ -147,21 +147,26 @@ class _Trainer:
 
     def _places(self, ids: Sequence[Tensor]) -> list[list[tuple[Tensor, Tensor]]]:
         """Returns for each server and table which ids it has, and their places there."""
-        found = []
+        places = []
         for server in range(self._servers):
-            at = [torch.nonzero(one % self._servers == server).view(-1) for one in ids]
-            found.append(
-                [(here, one[here] // self._servers) for one, here in zip(ids, at, strict=True)]
+            positions = [
+                torch.nonzero(table_ids % self._servers == server).view(-1) for table_ids in ids
+            ]
+            places.append(
+                [
+                    (positions_here, table_ids[positions_here] // self._servers)
+                    for table_ids, positions_here in zip(ids, positions, strict=True)
+                ]
             )
-        return found
+        return places
 
     def _fetched(self, places: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> list[Tensor]:
         time.sleep(self._delay)
         coming = [
-            rpc.rpc_async(str(server), _fetch, args=([at for _, at in of_server],))
+            rpc.rpc_async(str(server), _fetch, args=([rows for _, rows in of_server],))
             for server, of_server in enumerate(places, 1)
         ]
-        answers = [one.wait() for one in coming]
+        answers = [future.wait() for future in coming]
         tables = []
         for table in range(self._tables):
             parts = [of_server[table] for of_server in answers]
@@ -176,7 +181,8 @@ class _Trainer:
     ) -> float:
         self._of_top.zero_grad()
         rows = [
-            nn.functional.embedding(at, table) for at, table in zip(looked_up, tables, strict=True)
+            nn.functional.embedding(positions, table)
+            for positions, table in zip(looked_up, tables, strict=True)
         ]
         logits = self._top(torch.stack(rows).sum(dim=0)).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
@@ -191,14 +197,14 @@ class _Trainer:
         going = []
         for server, of_server in enumerate(places, 1):
             gradients = []
-            for table, (here, _) in zip(tables, of_server, strict=True):
+            for table, (positions, _) in zip(tables, of_server, strict=True):
                 assert table.grad is not None
-                gradients.append(table.grad[here])
+                gradients.append(table.grad[positions])
             going.append(
-                rpc.rpc_async(str(server), _push, args=([at for _, at in of_server], gradients))
+                rpc.rpc_async(str(server), _push, args=([rows for _, rows in of_server], gradients))
             )
-        for one in going:
-            one.wait()
+        for future in going:
+            future.wait()
 
 
 def process(told: Connection) -> None:

@@ -49,8 +49,8 @@ def require_torchrec_losses(ranks: int, batches: int) -> None:
     """
     expected = in_memory(SMALL_JOB, OPTIMIZERS["row-wise Adagrad"], ranks).play_all(batches)
     with torchrec_trainers(SMALL_JOB, [ThisMachine()] * ranks) as trainers:
-        found = [one.losses for one in trainers.play("", batches, wait=0)]
-    if not np.allclose(found, expected, rtol=1e-4, atol=0):
+        losses = [played.losses for played in trainers.play("", batches, wait=0)]
+    if not np.allclose(losses, expected, rtol=1e-4, atol=0):
         raise RuntimeError("TorchRec: other losses than in memory")
 
 
@@ -81,8 +81,8 @@ class _Model(nn.Module):
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Returns the loss twice: the first is trained."""
-        found = self.bags(batch.sparse).to_dict()
-        rows = torch.stack([found[name] for name in self._names]).sum(dim=0)
+        pooled = self.bags(batch.sparse).to_dict()
+        rows = torch.stack([pooled[name] for name in self._names]).sum(dim=0)
         loss = nn.functional.binary_cross_entropy_with_logits(
             self.top(rows).squeeze(1), batch.label
         )
@@ -101,25 +101,26 @@ class _Trainer:
         self._model = _Model(rows, job.dim)
         sharded = _sharded(self._model, job.dim)
         of_top = torch.optim.SGD(
-            [one for name, one in sharded.named_parameters() if ".top." in f".{name}"], lr=0.01
+            [parameter for name, parameter in sharded.named_parameters() if ".top." in f".{name}"],
+            lr=0.01,
         )
         self._pipeline = TrainPipelineSparseDist(sharded, of_top, torch.device("cpu"))
 
     def play(self, peer: str, batches: int, wait: float) -> Played:
         """Trains so many batches."""
         self._model.least_seconds = wait
-        cpu, begun = time.process_time(), time.perf_counter()
-        own = 0.0
+        cpu, start_s = time.process_time(), time.perf_counter()
+        own_s = 0.0
         losses = []
         for _ in range(batches):
             started = time.thread_time()
             losses.append(self._pipeline.progress(self._batches).item())
             self._model.own_seconds = time.thread_time() - started
-            own += self._model.own_seconds
+            own_s += self._model.own_seconds
         return Played(
-            seconds=time.perf_counter() - begun,
-            own_seconds=own,
-            step_seconds=max(own, batches * wait),
+            seconds=time.perf_counter() - start_s,
+            own_seconds=own_s,
+            step_seconds=max(own_s, batches * wait),
             cpu_seconds=time.process_time() - cpu,
             fetched=0,
             written=0,

@@ -152,8 +152,10 @@ def batches_of(job: Job, rank: int) -> tuple[dict[str, int], list[Batch]]:
     """Returns the rows of each table by name, and a rank's batches."""
     reader = criteo_reader(lines=job.lines, rows=job.rows, seed=rank)
     tables = tables_of(job)
-    every = drawn(reader, range(job.batches))
-    return tables, [Batch(one.sparse[: job.tables].contiguous(), one.label) for one in every]
+    all_batches = drawn(reader, range(job.batches))
+    return tables, [
+        Batch(batch.sparse[: job.tables].contiguous(), batch.label) for batch in all_batches
+    ]
 
 
 class Trainers:
@@ -188,9 +190,11 @@ class Trainers:
             for rank, place in enumerate(places):
                 started = forked(run_module, module, place.network, _environment(place))
                 self._all.append(started)
-                given = {"rank": rank, "ranks": len(places), "meeting": meeting, "job": job}
-                started.told.send(given)
-            self.pids = [one.process.pid for one in self._all if one.process.pid is not None]
+                settings = {"rank": rank, "ranks": len(places), "meeting": meeting, "job": job}
+                started.told.send(settings)
+            self.pids = [
+                trainer.process.pid for trainer in self._all if trainer.process.pid is not None
+            ]
             self._answers(self._all)
             self._asked = self._all[:asked]
         except BaseException:
@@ -199,8 +203,8 @@ class Trainers:
 
     def play(self, peer: str, batches: int, *, wait: float) -> list[Played]:
         """Plays a peer on all ranks; returns what each did."""
-        found: list[Played] = self._ask("play", peer=peer, batches=batches, wait=wait)
-        return found
+        played: list[Played] = self._ask("play", peer=peer, batches=batches, wait=wait)
+        return played
 
     def recover(
         self, peer: str, lost: Sequence[int], batches: int, *, wait: float, is_until_whole: bool
@@ -215,9 +219,11 @@ class Trainers:
             is_until_whole: train no more batches once all rows have parity again. Only for one
                 rank.
         """
-        asked = {"peer": peer, "lost": [*lost], "batches": batches, "wait": wait}
-        found: list[Recovered] = self._ask("recover", **asked, is_until_whole=is_until_whole)
-        return found
+        arguments = {"peer": peer, "lost": [*lost], "batches": batches, "wait": wait}
+        recovered: list[Recovered] = self._ask(
+            "recover", **arguments, is_until_whole=is_until_whole
+        )
+        return recovered
 
     def save(self, peer: str, path: Path) -> None:
         """Saves the rows and row states of a cached peer to a file."""
@@ -237,9 +243,9 @@ class Trainers:
         Returns:
             Seconds of each rank's restore.
         """
-        asked = {"peer": peer, "folder": str(folder), "checkpoints": checkpoints}
-        found = self._ask("begin_checkpoints", **asked, at_servers=at_servers)
-        return [float(seconds) for seconds in found]
+        arguments = {"peer": peer, "folder": str(folder), "checkpoints": checkpoints}
+        seconds_of_ranks = self._ask("begin_checkpoints", **arguments, at_servers=at_servers)
+        return [float(seconds) for seconds in seconds_of_ranks]
 
     def checkpoint(self) -> list[Stall]:
         """Takes a checkpoint, waits until all parts are staged; returns each rank's stall."""
@@ -252,26 +258,26 @@ class Trainers:
         return float(seconds)
 
     def _ask(self, order: str, **arguments: Any) -> list[Any]:
-        for one in self._asked:
-            one.told.send((order, arguments))
+        for trainer in self._asked:
+            trainer.told.send((order, arguments))
         return self._answers(self._asked)
 
     def _answers(self, asked: Sequence[Forked]) -> list[Any]:
-        found = []
-        for process, told in asked:
+        answers = []
+        for process, pipe in asked:
             try:
-                found.append(told.recv())
+                answers.append(pipe.recv())
             except EOFError as error:
                 process.join()
                 raise RuntimeError(f"a trainer ended with {process.exitcode}") from error
-        return found
+        return answers
 
     def close(self) -> None:
         """Ends them. A second call does nothing."""
         with ExitStack() as stack:
-            for one in self._all:
-                one.process.kill()  # its rows are not wanted any more, and it may wait for others
-                stack.callback(one.end, _END_SECONDS)
+            for started in self._all:
+                started.process.kill()  # its rows are of no use now; it may wait for others
+                stack.callback(started.end, _END_SECONDS)
             self._all = []
 
     def __enter__(self) -> Trainers:
@@ -282,8 +288,8 @@ class Trainers:
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _environment(place: Place) -> dict[str, str]:

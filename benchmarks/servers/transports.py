@@ -38,16 +38,16 @@ def measure_transports(report: Report, *, rows: int, rounds: int) -> None:
         rows: that are read at once for the rate of a stream.
         rounds: how often each is measured, in turns.
     """
-    made: dict[str, Callable[[ExitStack], Home]] = {"tcp": _tcp, "ray": _ray}
+    openers: dict[str, Callable[[ExitStack], Home]] = {"tcp": _tcp, "ray": _ray}
     if find_spec("ray") is None:
-        del made["ray"]
+        del openers["ray"]
         reason = f"ray is not installed: {install_command('servers')}"
         report.leave_out((f"ray_{figure}" for figure in _FIGURES), reason)
-    found: dict[str, dict[str, list[float]]] = {
-        way: {figure: [] for figure in _FIGURES} for way in made
+    figures_by_way: dict[str, dict[str, list[float]]] = {
+        way: {figure: [] for figure in _FIGURES} for way in openers
     }
     with ExitStack() as stack:
-        homes = {way: make(stack) for way, make in made.items()}
+        homes = {way: make(stack) for way, make in openers.items()}
         for home in homes.values():
             home.add_table("rows", rows=rows, record_bytes=_ROW_BYTES)
         ids = torch.arange(rows, dtype=torch.int64, device="cpu")
@@ -56,31 +56,32 @@ def measure_transports(report: Report, *, rows: int, rounds: int) -> None:
             home.write_back("rows", ids, records, batch=0)
         out = torch.empty_like(records)
         chosen = torch.randperm(rows)[: min(rows, _BATCH_ROWS)].sort().values
-        some = records[chosen]
+        fetched = records[chosen]
         for number in range(1, rounds + 1):
             for way, home in homes.items():
-                begun = time.perf_counter()
+                start_s = time.perf_counter()
                 home.fetch("rows", ids, out)
-                rate = records.nbytes / (time.perf_counter() - begun)
+                rate = records.nbytes / (time.perf_counter() - start_s)
                 if not torch.equal(out, records):
                     raise RuntimeError(f"{way}: other rows came than were written")
-                cpu, begun = own_cpu_seconds(), time.perf_counter()
+                cpu, start_s = own_cpu_seconds(), time.perf_counter()
                 for _ in range(_BATCHES):
-                    home.fetch("rows", chosen, some)
-                    home.write_back("rows", chosen, some, batch=number)
-                seconds = (time.perf_counter() - begun) / _BATCHES
+                    home.fetch("rows", chosen, fetched)
+                    home.write_back("rows", chosen, fetched, batch=number)
+                seconds = (time.perf_counter() - start_s) / _BATCHES
                 used = ((own_cpu_seconds() or 0.0) - (cpu or 0.0)) / _BATCHES
                 for figure, value in zip(
                     _FIGURES, (1e-9 * rate, 1000 * seconds, 1000 * used), strict=True
                 ):
-                    found[way][figure].append(value)
-    for way, figures in found.items():
+                    figures_by_way[way][figure].append(value)
+    for way, figures in figures_by_way.items():
         for figure, values in figures.items():
             report.put(f"{way}_{figure}", spread_of(values))
-        report.timed(f"{way}: a batch", [1e-3 * one for one in figures["batch_ms"]])
+        report.timed(f"{way}: a batch", [1e-3 * batch_ms for batch_ms in figures["batch_ms"]])
     report.notes.append(
         f"transports: a batch reads and writes {len(chosen):,} rows of {_ROW_BYTES} bytes; CPU of "
-        f"all roles; {statistics.median(found['tcp']['gb_per_s']):.2f} GB/s a stream by TCP on "
+        f"all roles; {statistics.median(figures_by_way['tcp']['gb_per_s']):.2f} GB/s a stream by "
+        "TCP on "
         "this machine itself"
     )
 

@@ -90,9 +90,9 @@ def count_exchanges(report: Report, sizes: RankSizes) -> None:
             oracle.release(batch + 1)
             if batch < half:
                 continue  # the caches are still filled
-            both = torch.cat([rows.ids for rows in (*exchange.borrowed, *exchange.lent)])
-            exchanged += len(both)
-            wanted_next += int(torch.isin(both, torch.cat(ids[batch + 1])).sum())
+            exchanged_ids = torch.cat([rows.ids for rows in (*exchange.borrowed, *exchange.lent)])
+            exchanged += len(exchanged_ids)
+            wanted_next += int(torch.isin(exchanged_ids, torch.cat(ids[batch + 1])).sum())
             unique += len(torch.cat(ids[batch]).unique())
     report.figures["next_batch_share"] = wanted_next / exchanged
     report.figures["exchanged_share"] = exchanged / unique
@@ -146,7 +146,7 @@ class _Contender:
     @property
     def seconds(self) -> list[float]:
         """Of the slowest rank, for each round."""
-        return [max(one.seconds for one in ranks) for ranks in self.played]
+        return [max(rank.seconds for rank in ranks) for ranks in self.played]
 
 
 def compare_ranks(report: Report, network: ShapedNetwork, sizes: RankSizes) -> None:
@@ -156,7 +156,7 @@ def compare_ranks(report: Report, network: ShapedNetwork, sizes: RankSizes) -> N
         one_node, two_nodes = nodes[:1], nodes[1 : 1 + _RANKS]
         servers = stack.enter_context(Servers(nodes[1 + _RANKS :], homes=2))
         for_one, for_two = (_job(sizes, access) for access in servers.access)
-        one = _Contender(
+        single = _Contender(
             name="1 trainer",
             trainers=stack.enter_context(Trainers(for_one, one_node)),
             nodes=one_node,
@@ -168,29 +168,31 @@ def compare_ranks(report: Report, network: ShapedNetwork, sizes: RankSizes) -> N
             nodes=two_nodes,
             servers=servers.pids,
         )
-        contenders = [one, two]
+        contenders = [single, two]
         if installed():
             trainers = stack.enter_context(torchrec_trainers(for_two, two_nodes))
             contenders.append(
                 _Contender(name="TorchRec, 2 trainers", trainers=trainers, nodes=two_nodes)
             )
-        for each in contenders:
-            each.trainers.play(_PEER, sizes.warm, wait=0)
+        for contender in contenders:
+            contender.trainers.play(_PEER, sizes.warm, wait=0)
         network.shape(sizes.bytes_per_s)
         for number in range(sizes.rounds):
-            for each in contenders[:: 1 if number % 2 == 0 else -1]:
-                each.play(sizes)
-        for each in contenders:
-            _note(report, each, sizes)
-        report.put("samples_2_vs_1", ratio([_RANKS * each for each in one.seconds], two.seconds))
+            for contender in contenders[:: 1 if number % 2 == 0 else -1]:
+                contender.play(sizes)
+        for contender in contenders:
+            _note(report, contender, sizes)
+        report.put(
+            "samples_2_vs_1", ratio([_RANKS * seconds for seconds in single.seconds], two.seconds)
+        )
         if installed():
             report.put("vs_torchrec", ratio(contenders[-1].seconds, two.seconds))
         else:
             report.leave_out(["vs_torchrec"], f"torchrec is not installed: {INSTALL}")
         _put_reductions(report, two.played)
-        for each in contenders:
-            if each is not two:
-                each.trainers.close()
+        for contender in contenders:
+            if contender is not two:
+                contender.trainers.close()
         folder = stack.enter_context(scratch())
         stalls = _checkpoints(
             two.trainers, sizes, folder / "servers", sizes.batches, network, at_servers=True
@@ -209,7 +211,9 @@ def compare_ranks(report: Report, network: ShapedNetwork, sizes: RankSizes) -> N
 def _note(report: Report, each: _Contender, sizes: RankSizes) -> None:
     """Adds the times of a contender, and a line for people."""
     ranks, trained = len(each.nodes), sizes.batches * len(each.played)
-    batch = report.timed(f"{each.name}, a batch", [one / sizes.batches for one in each.seconds])
+    batch = report.timed(
+        f"{each.name}, a batch", [seconds / sizes.batches for seconds in each.seconds]
+    )
     used = sum(rank.cpu_seconds for played in each.played for rank in played)
     report.notes.append(
         f"{each.name}: {ranks * sizes.lines / batch:,.0f} samples a second; for a batch "
@@ -220,8 +224,8 @@ def _note(report: Report, each: _Contender, sizes: RankSizes) -> None:
 
 
 def _put_reductions(report: Report, played: Sequence[Sequence[Played]]) -> None:
-    reduced = sum(rank.reduced for each in played for rank in each)
-    in_steps = sum(rank.reduced_in_steps for each in played for rank in each)
+    reduced = sum(rank.reduced for ranks in played for rank in ranks)
+    in_steps = sum(rank.reduced_in_steps for ranks in played for rank in ranks)
     report.figures["critical_share"] = in_steps / reduced
 
 
@@ -259,32 +263,34 @@ def _checkpoints(
     network.shape(None)
     trainers.checkpoint()
     network.shape(sizes.bytes_per_s)
-    found = []
+    checkpoints = []
     for _ in range(sizes.rounds):
         trainers.play(_PEER, batches, wait=0)
-        found.append(trainers.checkpoint())
-    return found
+        checkpoints.append(trainers.checkpoint())
+    return checkpoints
 
 
 def _put_stalls(
     report: Report, stalls: Sequence[Sequence[Stall]], plain: Sequence[Sequence[Stall]]
 ) -> None:
-    ours = [max(one.whole_ms for one in each) for each in stalls]
-    theirs = [max(one.whole_ms for one in each) for each in plain]
+    stall_ms = [max(rank.whole_ms for rank in ranks) for ranks in stalls]
+    plain_ms = [max(rank.whole_ms for rank in ranks) for ranks in plain]
     # The part that is left waits for the other ranks, and agrees with them.
-    settles = [max(one.settle_ms for one in each) for each in stalls]
-    cuts = [max(one.cut_ms for one in each) for each in stalls]
-    left = [max(one.whole_ms - one.settle_ms - one.cut_ms for one in each) for each in stalls]
-    own = [max(one.settle_ms + one.cut_ms for one in each) for each in stalls]
-    report.put("stall_ms", spread_of(ours))
-    report.put("plain_stall_ms", spread_of(theirs))
-    report.put("stall_vs_plain", ratio(own, theirs))
-    report.put("whole_stall_vs_plain", ratio(ours, theirs))
-    report.put("coordination_ms", spread_of(left))
-    report.timed("stall, 2 trainers", [ms / 1e3 for ms in ours])
+    settles = [max(rank.settle_ms for rank in ranks) for ranks in stalls]
+    cuts = [max(rank.cut_ms for rank in ranks) for ranks in stalls]
+    coordination_ms = [
+        max(rank.whole_ms - rank.settle_ms - rank.cut_ms for rank in ranks) for ranks in stalls
+    ]
+    single_ms = [max(rank.settle_ms + rank.cut_ms for rank in ranks) for ranks in stalls]
+    report.put("stall_ms", spread_of(stall_ms))
+    report.put("plain_stall_ms", spread_of(plain_ms))
+    report.put("stall_vs_plain", ratio(single_ms, plain_ms))
+    report.put("whole_stall_vs_plain", ratio(stall_ms, plain_ms))
+    report.put("coordination_ms", spread_of(coordination_ms))
+    report.timed("stall, 2 trainers", [ms / 1e3 for ms in stall_ms])
     report.notes.append(
-        f"checkpoints of 2 trainers: in the median stall of {statistics.median(ours):,.1f} ms, "
+        f"checkpoints of 2 trainers: in the median stall of {statistics.median(stall_ms):,.1f} ms, "
         f"{statistics.median(settles):,.1f} ms prepare to send changed rows to the servers, and "
         f"{statistics.median(cuts):,.1f} ms are the slowest rank's own cut; in memory, a stall for "
-        f"as many batches takes {statistics.median(theirs):,.1f} ms"
+        f"as many batches takes {statistics.median(plain_ms):,.1f} ms"
     )

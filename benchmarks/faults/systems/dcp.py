@@ -110,9 +110,9 @@ class DcpSync(StepFolders):
 
         assert self.place.url is not None
         files = fsspec.filesystem("s3", **s3_settings())
-        found = files.find(self.place.url)
+        keys = files.find(self.place.url)
         steps = [
-            int(key.split("step_")[1].split("/")[0]) for key in found if key.endswith(self.mark)
+            int(key.split("step_")[1].split("/")[0]) for key in keys if key.endswith(self.mark)
         ]
         if not steps:
             raise NoCheckpoint(f"{self.place.url}: no complete step_N")

@@ -126,7 +126,11 @@ class Lightning(System):
     )
     retention = "save"
     lacks = {
-        **{what: why for what, why in LACKS.items() if not why.startswith("has no retention")},
+        **{
+            fault: reason
+            for fault, reason in LACKS.items()
+            if not reason.startswith("has no retention")
+        },
         "retention racing a consolidation": "has no consolidation",
         "worker killed": "the trainer itself writes",
         "503, throttling, time-outs, resets": "not tried",
@@ -154,8 +158,8 @@ class Lightning(System):
 
     def files(self, step: int) -> list[Path]:
         """See `System.files`."""
-        found = [self.place.store / f"step_{step}.ckpt", self.place.store / "last.ckpt"]
-        return [path for path in found if path.exists()]
+        files = [self.place.store / f"step_{step}.ckpt", self.place.store / "last.ckpt"]
+        return [path for path in files if path.exists()]
 
     def names(self, step: int) -> list[str]:
         """See `System.names`."""

@@ -57,7 +57,11 @@ class Orbax(System):
     )
     retention = "save"
     lacks = {
-        **{what: why for what, why in LACKS.items() if not why.startswith("has no retention")},
+        **{
+            fault: reason
+            for fault, reason in LACKS.items()
+            if not reason.startswith("has no retention")
+        },
         "retention racing a consolidation": "has no consolidation",
         "worker killed": "threads of the trainer write",
         "503, throttling, time-outs, resets": "not tried: its documentation names Google's "
@@ -92,8 +96,8 @@ class Orbax(System):
             if step is None:
                 raise FileNotFoundError(f"{self.place.store}: no checkpoint")
             tree = {name: tensor.numpy() for name, tensor in template().items()}
-            found = manager.restore(step, args=ocp.args.StandardRestore(tree))
-            return step, {name: torch.tensor(array) for name, array in found.items()}
+            restored = manager.restore(step, args=ocp.args.StandardRestore(tree))
+            return step, {name: torch.tensor(array) for name, array in restored.items()}
 
     def files(self, step: int) -> list[Path]:
         """See `System.files`."""

@@ -41,7 +41,7 @@ class _Life(Trainer):
 
     def save(self, tags: Tags) -> None:
         checkpointer = self._checkpointer
-        before = checkpointer.stats.committed, checkpointer.stats.failed
+        counts_before = checkpointer.stats.committed, checkpointer.stats.failed
         for tag in tags[checkpointer.batches_done :]:
             train(self._model, self._optimizer, tag)
             checkpointer.step()
@@ -49,9 +49,9 @@ class _Life(Trainer):
             raise RuntimeError(f"no checkpoint was cut: {checkpointer.stats.last_error}")
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline:
-            if checkpointer.stats.failed > before[1]:
+            if checkpointer.stats.failed > counts_before[1]:
                 raise RuntimeError(checkpointer.stats.last_error)
-            if checkpointer.stats.committed > before[0]:
+            if checkpointer.stats.committed > counts_before[0]:
                 return
             time.sleep(0.005)
         raise TimeoutError(f"step {len(tags)} was not stored in {_PATIENCE_SECONDS:.0f} s")
@@ -117,9 +117,9 @@ class Recpoint(System):
         with self._process() if self.worker else self._thread():
             model, _, checkpointer = self._start()
             step = checkpointer.batches_done
-            found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             checkpointer.close(final=False)
-            return step, found
+            return step, tensors
 
     # --- the agent -----------------------------------------------------------------------------
 

@@ -41,9 +41,9 @@ class StepFolders(System):
             NoCheckpoint: there is none.
         """
         steps = [
-            int(found[1])
+            int(match[1])
             for path in (self.place.store.iterdir() if self.place.store.is_dir() else ())
-            if (found := _NAME.fullmatch(path.name)) and (path / self.mark).exists()
+            if (match := _NAME.fullmatch(path.name)) and (path / self.mark).exists()
         ]
         if not steps:
             raise NoCheckpoint(f"{self.place.store}: no complete folder step_N")

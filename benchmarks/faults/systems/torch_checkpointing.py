@@ -89,8 +89,8 @@ class TorchCheckpointing(StepFolders):
 
         manager = CheckpointManager(CheckpointManager.Config.with_sync_save())
         folder = str(self.folder(self.newest()))
-        found = manager.load(folder, into={"model": template(), "step": 0}, strict=True)
-        return found["step"], found["model"]
+        restored = manager.load(folder, into={"model": template(), "step": 0}, strict=True)
+        return restored["step"], restored["model"]
 
     def falsify(self, what: Hostile, step: int) -> list[Path]:
         """See `System.falsify`."""

@@ -77,14 +77,14 @@ class TorchSave(System):
         """See `System.restore`."""
         import torch
 
-        found = {
+        files = {
             int(name[1]): path
             for path in self.place.store.glob("step_*.pt")
             if (name := _NAME.fullmatch(path.name))
         }
-        if not found:
+        if not files:
             raise NoCheckpoint(f"{self.place.store}: no step_N.pt")
-        state = torch.load(found[max(found)], weights_only=True)
+        state = torch.load(files[max(files)], weights_only=True)
         return state["step"], state["model"]
 
     def files(self, step: int) -> list[Path]:
@@ -117,15 +117,15 @@ def falsified_zip(path: Path, what: Hostile) -> None:
         infos = [info for info in archive.infolist() if "/data/" in info.filename]
         start = archive.start_dir
     first, second = infos[0], next(i for i in infos[1:] if i.file_size == infos[0].file_size)
-    at = _central_entry(data, start, first.filename)
+    entry = _central_entry(data, start, first.filename)
     if what == "wrong digest":
-        data[at + 16] ^= 1  # the CRC-32
+        data[entry + 16] ^= 1  # the CRC-32
     elif what == "huge sizes":
-        data[at + 20 : at + 28] = (0x7FFFFFFF).to_bytes(4, "little") * 2
+        data[entry + 20 : entry + 28] = (0x7FFFFFFF).to_bytes(4, "little") * 2
     elif what == "negative offsets":
-        data[at + 42 : at + 46] = (-64 & 0xFFFFFFFF).to_bytes(4, "little")
+        data[entry + 42 : entry + 46] = (-64 & 0xFFFFFFFF).to_bytes(4, "little")
     elif what == "overlapping ranges":
-        data[at + 42 : at + 46] = second.header_offset.to_bytes(4, "little")
+        data[entry + 42 : entry + 46] = second.header_offset.to_bytes(4, "little")
     else:
         raise NotApplicable("a checkpoint is one file, and names no other")
     path.write_bytes(data)
@@ -133,13 +133,15 @@ def falsified_zip(path: Path, what: Hostile) -> None:
 
 def _central_entry(data: bytes | bytearray, start: int, name: str) -> int:
     """Returns the offset of a member's entry in the central directory."""
-    at = start
-    while data[at : at + 4] == b"PK\x01\x02":
-        length = int.from_bytes(data[at + 28 : at + 30], "little")
-        rest = sum(int.from_bytes(data[at + k : at + k + 2], "little") for k in (30, 32))
-        if data[at + 46 : at + 46 + length].decode() == name:
-            return at
-        at += 46 + length + rest
+    entry = start
+    while data[entry : entry + 4] == b"PK\x01\x02":
+        length = int.from_bytes(data[entry + 28 : entry + 30], "little")
+        variable_bytes = sum(
+            int.from_bytes(data[entry + k : entry + k + 2], "little") for k in (30, 32)
+        )
+        if data[entry + 46 : entry + 46 + length].decode() == name:
+            return entry
+        entry += 46 + length + variable_bytes
     raise ValueError(f"no member {name}")
 
 

@@ -76,10 +76,12 @@ class Torchrec(DcpSync):
         state = {"model": model.state_dict(), "step": 0}
         load(state, storage_reader=FileSystemReader(self.folder(self.newest())))
         model.load_state_dict(state["model"])
-        found = {_plain(name): _local(value).detach() for name, value in model.state_dict().items()}
+        tensors = {
+            _plain(name): _local(value).detach() for name, value in model.state_dict().items()
+        }
         step = state["step"]
         assert isinstance(step, int)
-        return step, found
+        return step, tensors
 
 
 def _model() -> Any:

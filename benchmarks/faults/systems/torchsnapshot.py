@@ -52,19 +52,19 @@ class Torchsnapshot(StepFolders):
     def _save(self, step: int, state: dict[str, Any]) -> None:
         from torchsnapshot import Snapshot, StateDict
 
-        held = {"state": StateDict(step=step, **state["model"])}
+        app_state = {"state": StateDict(step=step, **state["model"])}
         if self.threaded:
-            Snapshot.async_take(str(self.folder(step)), held).wait()
+            Snapshot.async_take(str(self.folder(step)), app_state).wait()
         else:
-            Snapshot.take(str(self.folder(step)), held)
+            Snapshot.take(str(self.folder(step)), app_state)
 
     def restore(self) -> Restored:
         """See `System.restore`."""
         from torchsnapshot import Snapshot, StateDict
 
-        held = StateDict(step=0, **template())
-        Snapshot(str(self.folder(self.newest()))).restore({"state": held})
-        return held["step"], {name: held[name] for name in template()}
+        app_state = StateDict(step=0, **template())
+        Snapshot(str(self.folder(self.newest()))).restore({"state": app_state})
+        return app_state["step"], {name: app_state[name] for name in template()}
 
     def falsify(self, what: Hostile, step: int) -> list[Path]:
         """See `System.falsify`."""
