@@ -127,12 +127,12 @@ class Oracle:
             ValueError: `ids` has another form.
         """
         batch = self._planned + 1
-        taken = self._map.take(ids, use=batch, released=self._released)
-        if taken is None and self._kept > self._planned:
+        step = self._map.take(ids, use=batch, released=self._released)
+        if step is None and self._kept > self._planned:
             self._map.lower(self._planned)
             self._kept, self._dropped = 0, self._expected
-            taken = self._map.take(ids, use=batch, released=self._released)
-        if taken is None:
+            step = self._map.take(ids, use=batch, released=self._released)
+        if step is None:
             if ids.numel() > self.capacity:
                 needed = torch.unique(ids).numel()
                 if needed > self.capacity:
@@ -140,7 +140,7 @@ class Oracle:
             return None
         self._planned = batch
         self._expected = max(self._expected, batch)
-        return _step(batch, taken)
+        return _step(batch, step)
 
     def expect(self, ids: Tensor) -> None:
         """Keep rows that have slots for the batch `expected` + 1, which is planned later.
@@ -203,8 +203,8 @@ class Oracle:
             ValueError: a row comes twice or has a slot, `ids` has another form, or `hold` is
                 negative; nothing has changed.
         """
-        taken = self._map.add(ids, use=hold, released=self._released)
-        return None if taken is None else _step(hold, taken)
+        step = self._map.add(ids, use=hold, released=self._released)
+        return None if step is None else _step(hold, step)
 
     def forget(self, *, keep: int) -> None:
         """Forget the batches after `keep`, planned or expected; `keep` + 1 is planned next.

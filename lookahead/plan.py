@@ -43,7 +43,7 @@ class TablePlan:
     def size_bytes(self) -> int:
         """Bytes of the plan without the bitmap: they follow the rows of the window."""
         lists = (self.uses.ids, self.uses.starts, self.places, self.first_places)
-        return sum(0 if one is None else one.nbytes for one in lists)
+        return sum(0 if ids is None else ids.nbytes for ids in lists)
 
 
 def plan_table(

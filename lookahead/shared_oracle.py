@@ -126,9 +126,9 @@ class SharedOracle:
     @property
     def size_bytes(self) -> int:
         """Bytes of memory. They follow the capacities, and the rows of planned batches."""
-        own = self._used.nbytes + self._is_needed.nbytes
+        own_bytes = self._used.nbytes + self._is_needed.nbytes
         needed = sum(slots.nbytes for slots in self._needed.values())
-        return sum(one.size_bytes for one in self._maps) + own + needed
+        return sum(slot_map.size_bytes for slot_map in self._maps) + own_bytes + needed
 
     def plan(self, ids: Sequence[Tensor]) -> Planned:
         """Plan the next batch, `planned` + 1.
@@ -143,19 +143,19 @@ class SharedOracle:
         """
         batch = self._planned + 1
         needs = self._needs(ids)
-        for (_, _, wanted), one in zip(needs, self._maps, strict=True):
-            if wanted.numel() > one.capacity:
-                raise CapacityError(wanted.numel(), one.capacity)
+        for (_, _, needed_ids), slot_map in zip(needs, self._maps, strict=True):
+            if needed_ids.numel() > slot_map.capacity:
+                raise CapacityError(needed_ids.numel(), slot_map.capacity)
         step = None
-        for rank, (_, _, wanted) in enumerate(needs):
+        for rank, (_, _, needed_ids) in enumerate(needs):
             if rank in self._done:
                 continue
-            taken = self._take(rank, wanted, batch)
-            if taken is None:
+            plan_of_rank = self._take(rank, needed_ids, batch)
+            if plan_of_rank is None:
                 return Planned(step=step, exchange=None)
-            self._done[rank] = taken
+            self._done[rank] = plan_of_rank
             if rank == self._rank:
-                step = self._step(batch, taken)
+                step = self._step(batch, plan_of_rank)
         self._done.clear()
         self._planned = batch
         self._expected = max(self._expected, batch)
@@ -165,44 +165,46 @@ class SharedOracle:
         """Return for each rank its own rows, the rows it borrows of each rank, and all its keys."""
         union = torch.unique(torch.cat([*ids]))
         users = torch.zeros((len(ids), union.numel()), dtype=torch.bool, device="cpu")
-        for rank, one in enumerate(ids):
-            users[rank, torch.searchsorted(union, one)] = True
+        for rank, rank_ids in enumerate(ids):
+            users[rank, torch.searchsorted(union, rank_ids)] = True
         owner = self._owners(union, users)
-        own = [union[owner == rank] for rank in range(len(ids))]
+        own_ids = [union[owner == rank] for rank in range(len(ids))]
         needs = []
         for rank in range(len(ids)):
             borrowed = [
-                _NONE if other == rank else union[users[rank] & (owner == other)]
-                for other in range(len(ids))
+                _NONE if lender == rank else union[users[rank] & (owner == lender)]
+                for lender in range(len(ids))
             ]
-            needs.append((own[rank], borrowed, torch.cat([own[rank], *self._keys(borrowed)])))
+            needs.append(
+                (own_ids[rank], borrowed, torch.cat([own_ids[rank], *self._keys(borrowed)]))
+            )
         return needs
 
     def _owners(self, union: Tensor, users: Tensor) -> Tensor:
         owner = torch.full(union.shape, -1, dtype=torch.int64, device="cpu")
-        for rank, one in enumerate(self._maps):
-            owner[one.find(union) >= 0] = rank
+        for rank, slot_map in enumerate(self._maps):
+            owner[slot_map.find(union) >= 0] = rank
         new = torch.nonzero(owner < 0).view(-1)
         if new.numel():
-            mine = users[:, new]
+            is_user = users[:, new]
             # The k-th of a row's users, so that rows that all ranks look up are dealt out to all.
-            k = union[new] % mine.sum(0)
-            owner[new] = ((mine.cumsum(0) == k + 1) & mine).long().argmax(0)
+            k = union[new] % is_user.sum(0)
+            owner[new] = ((is_user.cumsum(0) == k + 1) & is_user).long().argmax(0)
         return owner
 
     def _keys(self, borrowed: Sequence[Tensor]) -> list[Tensor]:
         return [ids + self._rows for ids in borrowed]
 
     def _take(self, rank: int, wanted: Tensor, batch: int) -> Taken | None:
-        one = self._maps[rank]
-        taken = one.take(wanted, use=batch, released=self._released)
-        if taken is None and self._kept > self._planned:
+        slot_map = self._maps[rank]
+        step = slot_map.take(wanted, use=batch, released=self._released)
+        if step is None and self._kept > self._planned:
             # As in Oracle: rows stay no longer for batches that are only expected.
-            for other, its in enumerate(self._maps):
-                its.lower(batch if other in self._done else self._planned)
+            for peer, peer_map in enumerate(self._maps):
+                peer_map.lower(batch if peer in self._done else self._planned)
             self._kept, self._dropped = 0, self._expected
-            taken = one.take(wanted, use=batch, released=self._released)
-        return taken
+            step = slot_map.take(wanted, use=batch, released=self._released)
+        return step
 
     def _step(self, batch: int, taken: Taken) -> Step:
         is_own_evicted = taken.evicted_ids < self._rows
@@ -218,17 +220,18 @@ class SharedOracle:
     def _exchange(
         self, batch: int, needs: Sequence[tuple[Tensor, list[Tensor], Tensor]]
     ) -> Exchange:
-        own, borrowed, wanted = needs[self._rank]
-        slots = self._maps[self._rank].find(wanted)
+        own_ids, borrowed, needed_ids = needs[self._rank]
+        slots = self._maps[self._rank].find(needed_ids)
         self._used[slots] = batch
         self._needed[batch] = slots
-        _, *borrowed_slots = slots.split([own.numel(), *(ids.numel() for ids in borrowed)])
-        lent = [other[1][self._rank] for other in needs]
+        _, *borrowed_slots = slots.split([own_ids.numel(), *(ids.numel() for ids in borrowed)])
+        lent = [needs_of_rank[1][self._rank] for needs_of_rank in needs]
         return Exchange(
             batch=batch,
-            own=Rows(ids=own, slots=slots[: own.numel()]),
+            own=Rows(ids=own_ids, slots=slots[: own_ids.numel()]),
             borrowed=tuple(
-                Rows(ids=ids, slots=at) for ids, at in zip(borrowed, borrowed_slots, strict=True)
+                Rows(ids=ids, slots=places)
+                for ids, places in zip(borrowed, borrowed_slots, strict=True)
             ),
             lent=tuple(Rows(ids=ids, slots=self._maps[self._rank].find(ids)) for ids in lent),
         )
@@ -241,9 +244,9 @@ class SharedOracle:
         """
         self._expected += 1
         if self._planned >= self._dropped:
-            for one in self._maps:
+            for slot_map in self._maps:
                 for part in ids:
-                    one.expect(part, self._expected)
+                    slot_map.expect(part, self._expected)
             self._kept = self._expected
 
     def release(self, batch: int) -> None:
@@ -272,11 +275,11 @@ class SharedOracle:
         Returns:
             int64 [k]; -1 where a row has no slot, or one for too short a time.
         """
-        one = self._maps[self._rank]
-        slots = one.find(ids)
+        slot_map = self._maps[self._rank]
+        slots = slot_map.find(ids)
         missing = torch.nonzero(slots < 0).view(-1)
         if missing.numel():
-            slots[missing] = one.find(ids[missing].long() + self._rows)
+            slots[missing] = slot_map.find(ids[missing].long() + self._rows)
         if hold is not None:
             slots[(slots >= 0) & (self._used[slots] < hold)] = -1
         return slots
@@ -320,8 +323,8 @@ class SharedOracle:
             raise ValueError(
                 f"keep: {keep}, expected {self._released} (released) to {self._planned} (planned)"
             )
-        for one in self._maps:
-            one.lower(keep)
+        for slot_map in self._maps:
+            slot_map.lower(keep)
         self._done.clear()
         self._planned = self._expected = keep
         self._kept = self._dropped = 0

@@ -98,19 +98,21 @@ class RepresentationGraph:
         `on_step` is called after each manifest, with the number read and the total in the run.
         """
         total = sum(map(len, self._there.values()))
-        waiting = [one for name in names for one in self.of(name)]
+        waiting = [link for name in names for link in self.of(name)]
         loaded: set[Representation] = set()
         while waiting:
-            one = waiting.pop()
-            if one in loaded:
+            link = waiting.pop()
+            if link in loaded:
                 continue
-            loaded.add(one)
-            waiting.extend(self._before(self.read(one)))
+            loaded.add(link)
+            waiting.extend(self._before(self.read(link)))
             on_step("reading manifests", len(loaded), total)
-        for one in sorted(loaded, key=lambda one: one.name):  # parents first: their step is lower
-            error = self._join(one)
+        for link in sorted(
+            loaded, key=lambda link: link.name
+        ):  # parents first: their step is lower
+            error = self._join(link)
             if error is not None:
-                self.broken[one] = error
+                self.broken[link] = error
 
     def of(self, name: ManifestName) -> Sequence[Representation]:
         """Return the representations of a checkpoint, the cheapest to read first."""
@@ -118,28 +120,28 @@ class RepresentationGraph:
 
     def sound(self) -> Iterator[tuple[Representation, Manifest]]:
         """Yield every loaded representation that leads to a full, ascending."""
-        for one in sorted(self._follows, key=lambda one: (one.name, one.cost)):
-            manifest = self._manifests[one]
-            if one not in self.broken and isinstance(manifest, Manifest):
-                yield one, manifest
+        for link in sorted(self._follows, key=lambda link: (link.name, link.cost)):
+            manifest = self._manifests[link]
+            if link not in self.broken and isinstance(manifest, Manifest):
+                yield link, manifest
 
     def needs(self, name: ManifestName) -> set[Representation]:
         """Return every representation that a chain of this checkpoint may go through."""
-        waiting, found = list(self.of(name)), set[Representation]()
+        waiting, needed = list(self.of(name)), set[Representation]()
         while waiting:
-            one = waiting.pop()
-            if one not in found:
-                found.add(one)
-                waiting.extend(self._before(self.read(one)))
-        return found
+            link = waiting.pop()
+            if link not in needed:
+                needed.add(link)
+                waiting.extend(self._before(self.read(link)))
+        return needed
 
     def leading(self, damaged: Collection[Representation]) -> set[Representation]:
         """Return the representations that lead to a full without using one in `damaged`."""
         good: set[Representation] = set()
-        for one, manifest in self.sound():
-            reached = manifest.parent is None or any(o in good for o in self._follows[one])
-            if one not in damaged and reached:
-                good.add(one)
+        for link, manifest in self.sound():
+            reached = manifest.parent is None or any(o in good for o in self._follows[link])
+            if link not in damaged and reached:
+                good.add(link)
         return good
 
     def _before(self, manifest: Manifest | Damage) -> Sequence[Representation]:
@@ -157,18 +159,18 @@ class RepresentationGraph:
         if contradiction is not None or manifest.parent is None:
             return contradiction
         first: Damage | None = None
-        for before in self._before(manifest):
-            parent = self.read(before)
+        for parent_name in self._before(manifest):
+            parent = self.read(parent_name)
             try:
                 if not isinstance(parent, Manifest):
                     raise parent
                 check_link(manifest, parent)
-                if before in self.broken:
-                    raise self.broken[before]
+                if parent_name in self.broken:
+                    raise self.broken[parent_name]
             except DAMAGE as error:
                 first = first or error
             else:
-                follows.append(before)
+                follows.append(parent_name)
         if follows:
             return None
         return first or MissingLink(
@@ -182,10 +184,10 @@ class RepresentationGraph:
         """Return how a consolidated manifest contradicts the own one (format §4, invariant 6)."""
 
         def read(own: Representation) -> Manifest:
-            found = self.read(own)
-            if not isinstance(found, Manifest):
-                raise found
-            return found
+            manifest = self.read(own)
+            if not isinstance(manifest, Manifest):
+                raise manifest
+            return manifest
 
         try:
             check_with_own(manifest, read)
@@ -332,14 +334,14 @@ class _Checking:
         self._look_at_a_line_of_none()
         self._graph.load(self._chosen, on_step)
         for name in self._chosen:
-            broken = [one for one in self._graph.of(name) if one in self._graph.broken]
-            for one in broken:
-                error = self._graph.broken[one]
+            broken = [link for link in self._graph.of(name) if link in self._graph.broken]
+            for link in broken:
+                error = self._graph.broken[link]
                 if isinstance(error, MissingLink) and len(broken) < len(self._graph.of(name)):
                     text = f"its longer chain is gone, which is no loss: {error}"
-                    self._add("info", one.key, text)
+                    self._add("info", link.key, text)
                 else:
-                    self._damaged(one, one.key, f"does not restore: {error}")
+                    self._damaged(link, link.key, f"does not restore: {error}")
             if not broken and not self._counts(name):
                 self._add("info", self._graph.of(name)[-1].key, "superseded")
 
@@ -383,13 +385,13 @@ class _Checking:
 
     def look_at_objects(self) -> None:
         """Check existence and length of each chunk of each chain; find objects nobody names."""
-        for one, manifest in self._graph.sound():
+        for link, manifest in self._graph.sound():
             for entry in manifest.chunks:
                 try:
                     check_entry(manifest, entry)
                     check_stored(manifest, entry, self._sizes)
                 except DAMAGE as error:
-                    self._damaged_chunk(one, entry, self._as_the_store_says(entry, error))
+                    self._damaged_chunk(link, entry, self._as_the_store_says(entry, error))
         self._look_at_the_rest()
 
     def _as_the_store_says(self, entry: ChunkEntry, error: Damage) -> Damage:
@@ -407,8 +409,8 @@ class _Checking:
             return  # the other checkpoints' manifests, which may name the chunks, were not read
         named: set[str] = set()
         links: list[Link] = []
-        for one in (one for several in self._there.values() for one in several):
-            manifest = self._graph.read(one)
+        for link in (link for several in self._there.values() for link in several):
+            manifest = self._graph.read(link)
             if not isinstance(manifest, Manifest):
                 return  # this manifest may name any of the chunks
             named.update(entry.key for entry in manifest.chunks)
@@ -419,8 +421,8 @@ class _Checking:
             attempt = parse_chunk_key(key)
             part = PART_KEY.parse(key)
             if part is not None:
-                at = self._parts.setdefault(part.checkpoint, [])
-                at.append(part.rank)
+                part_ranks = self._parts.setdefault(part.checkpoint, [])
+                part_ranks.append(part.rank)
                 continue
             if attempt is not None:
                 if key not in named:
@@ -442,17 +444,18 @@ class _Checking:
         for attempt, numbers in self._parts.items():
             part = first_part(self._run, attempt, numbers)
             ranks = max(numbers) + 1 if part is None else part.ranks
-            there = f"the part of {parts_text(numbers, ranks)}"
+            part_text = f"the part of {parts_text(numbers, ranks)}"
             prefix = PART_KEY.under(*attempt)
             chunks = orphans.pop(attempt, 0)
             needed = _why_needed(lost, attempt)
             if needed:
-                text = f"{there} and {chunks} chunks that no manifest names{needed}"
+                text = f"{part_text} and {chunks} chunks that no manifest names{needed}"
             elif ManifestName(attempt.step, attempt.generation) in self._there:
-                text = f"{there} of a committed step; recpoint sweep removes it"
+                text = f"{part_text} of a committed step; recpoint sweep removes it"
             else:
                 text = (
-                    f"{there} and {chunks} chunks of a step that is not committed: other parts are "
+                    f"{part_text} and {chunks} chunks of a step that is not committed: other "
+                    "parts are "
                     "missing; recpoint sweep removes old ones"
                 )
             self._add("warning" if needed else "info", prefix, text)
@@ -467,8 +470,8 @@ class _Checking:
         self._bytes_to_read = sum(
             entry.bytes for _, manifest in self._graph.sound() for entry in manifest.chunks
         )
-        for one, manifest in self._graph.sound():
-            self._look_at_rows(reads, one, manifest)
+        for link, manifest in self._graph.sound():
+            self._look_at_rows(reads, link, manifest)
             try:
                 read_state(self._source, manifest, reads, self._account)
             except DAMAGE as error:
@@ -476,8 +479,8 @@ class _Checking:
                 subjects = (
                     entry.key for entry in manifest.chunks if error.subject.endswith(entry.key)
                 )
-                self._damaged_part(one, next(subjects, error.subject), error, of_state=True)
-            self._look_at_samples(reads, one, manifest)
+                self._damaged_part(link, next(subjects, error.subject), error, of_state=True)
+            self._look_at_samples(reads, link, manifest)
         self._look_at_side_records(reads)
 
     def _look_at_samples(
@@ -610,7 +613,7 @@ class _Checking:
 
     def _add_once(self, severity: Severity, key: str, text: str) -> None:
         # If the live line depends on the object, it has already been added as an error.
-        if not any(found.key == key for found in self._findings):
+        if not any(finding.key == key for finding in self._findings):
             self._add(severity, key, text)
 
     def _add(self, severity: Severity, key: str, text: str) -> None:
@@ -628,17 +631,21 @@ class _Checking:
             for name in self._chosen
         ]
         # Damage is an error if a checkpoint on the live line does not restore because of it.
-        lost = {found.name for found in health if self._counts(found.name) and not found.restorable}
-        blamed = {one for name in lost for one in self._graph.needs(name)}
-        for key, (one, text, of_state) in self._damage.items():
-            counts = one.name in lost if of_state else one in blamed
+        lost = {
+            checkpoint.name
+            for checkpoint in health
+            if self._counts(checkpoint.name) and not checkpoint.restorable
+        }
+        blamed = {link for name in lost for link in self._graph.needs(name)}
+        for key, (link, text, of_state) in self._damage.items():
+            counts = link.name in lost if of_state else link in blamed
             self._add("error" if counts else "warning", key, text)
         order: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
         return CheckReport(
             level=level,
             checkpoints=tuple(health),
             findings=tuple(
-                sorted(self._findings, key=lambda found: (order[found.severity], found.key))
+                sorted(self._findings, key=lambda finding: (order[finding.severity], finding.key))
             ),
             chunks_read=self._chunks_read,
             bytes_read=self._bytes_read,
@@ -648,10 +655,10 @@ class _Checking:
 
 def _why_needed(lost: LostManifests, attempt: AttemptName) -> str:
     """Return who needs the chunks of an attempt, and what to do, as text; empty if nobody does."""
-    why = lost.why_needed(ManifestName(attempt.step, attempt.generation), attempt.attempt)
-    if not why:
+    reason = lost.why_needed(ManifestName(attempt.step, attempt.generation), attempt.attempt)
+    if not reason:
         return ""
     return (
-        f": {why}; put the manifest back, from a replica or an older version of the bucket, and "
+        f": {reason}; put the manifest back, from a replica or an older version of the bucket, and "
         "check again; no sweep removes these chunks until then"
     )

@@ -34,12 +34,12 @@ def load_function(name: str) -> Callable[[dict[str, Any]], object]:
     if not module or not function:
         raise _no_function(name, "no module and function with a `:` between them")
     try:
-        found = getattr(importlib.import_module(module), function)
+        evaluation = getattr(importlib.import_module(module), function)
     except Exception as error:  # importing runs the user's code
         raise _no_function(name, f"{type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise _no_function(name, f"a {type(found).__name__}, which cannot be called")
-    loaded: Callable[[dict[str, Any]], object] = found
+    if not callable(evaluation):
+        raise _no_function(name, f"a {type(evaluation).__name__}, which cannot be called")
+    loaded: Callable[[dict[str, Any]], object] = evaluation
     return loaded
 
 
@@ -73,14 +73,16 @@ def evaluate(
     target = MemoryTarget()
     restore(run, target, Selection.of(name), leased=leased, on_progress=on_progress)
     try:
-        given = function(model_tensors(target))
+        returned = function(model_tensors(target))
     except Exception as error:
         # An error in the user's code says nothing about the checkpoint.
-        found = f"{type(error).__name__}: {error}"
+        failure = f"{type(error).__name__}: {error}"
         raise EvaluationFailed(
-            function_name, found=found[:500], expected="metrics", next_step=_NEXT
+            function_name, found=failure[:500], expected="metrics", next_step=_NEXT
         ) from error
-    named = given if isinstance(given, Mapping) else {function_name.rpartition(":")[2]: given}
+    named = (
+        returned if isinstance(returned, Mapping) else {function_name.rpartition(":")[2]: returned}
+    )
     return {_name(function_name, key): _number(function_name, key, v) for key, v in named.items()}
 
 

@@ -116,11 +116,11 @@ def compare(spec: TableSpec, exact: ExactRows, stored: DecodedRows) -> Compared:
         values = _quantized(spec, exact.values, stored, stored.scale, stored.offset)
     differences = list(values.differences)
     states = zip(spec.row_states, exact.row_states, stored.row_states, stored.narrow, strict=True)
-    for state, there, found, narrow in states:
-        what = f"row state {state.name}"
+    for state, stored_state, decoded, narrow in states:
+        label = f"row state {state.name}"
         # The format fixes the rounding (§3.5), so the expected bits are known.
-        expected = to_bfloat16(there).to(there.dtype) if narrow else there
-        differences += _bits_differ(what, expected, found, any_nan=narrow)
+        expected = to_bfloat16(stored_state).to(stored_state.dtype) if narrow else stored_state
+        differences += _bits_differ(label, expected, decoded, any_nan=narrow)
     return Compared(differences, values.worst)
 
 
@@ -190,10 +190,12 @@ def _value_difference(
     row: int, values: Tensor, decoded: Tensor, error: Tensor, bound: Tensor
 ) -> Difference:
     excess = (error[row] - bound[row]).nan_to_num(nan=torch.inf)
-    at = int(excess.argmax())
-    found, expected = float(decoded[row, at]), float(values[row, at])
-    limit = float(bound[row, at])
-    return Difference(row, f"values[{at}]", f"{found:.9g}", f"{expected:.9g}", f"{limit:.9g}")
+    column = int(excess.argmax())
+    found_value, expected = float(decoded[row, column]), float(values[row, column])
+    limit = float(bound[row, column])
+    return Difference(
+        row, f"values[{column}]", f"{found_value:.9g}", f"{expected:.9g}", f"{limit:.9g}"
+    )
 
 
 def _bits_differ(
@@ -204,14 +206,16 @@ def _bits_differ(
     if n == 0:
         return []
     flat_found, flat_expected = found.reshape(n, -1), expected.reshape(n, -1)
-    same = (_raw(flat_found) == _raw(flat_expected)).reshape(n, flat_found.shape[1], -1).all(dim=2)
+    is_equal = (
+        (_raw(flat_found) == _raw(flat_expected)).reshape(n, flat_found.shape[1], -1).all(dim=2)
+    )
     if any_nan:
-        same |= flat_found.isnan() & flat_expected.isnan()
+        is_equal |= flat_found.isnan() & flat_expected.isnan()
     differences = []
-    for row in torch.nonzero(~same.all(dim=1)).flatten().tolist():
-        at = int((~same[row]).nonzero()[0])
-        index = f"[{at}]" if flat_found.shape[1] > 1 else ""
-        texts = (_text(flat_found[row, at]), _text(flat_expected[row, at]))
+    for row in torch.nonzero(~is_equal.all(dim=1)).flatten().tolist():
+        column = int((~is_equal[row]).nonzero()[0])
+        index = f"[{column}]" if flat_found.shape[1] > 1 else ""
+        texts = (_text(flat_found[row, column]), _text(flat_expected[row, column]))
         differences.append(Difference(row, what + index, *texts, ""))
     return differences
 
@@ -280,25 +284,25 @@ def decode_samples(
     Raises:
         FormatError: a sample has rows that the table does not have, or a row or table twice.
     """
-    found: dict[int, dict[int, Sampled]] = {}
+    samples: dict[int, dict[int, Sampled]] = {}
     for entry, sections in chunks:
         for name in sections:
             _, table, part = name.split(".", 2)
             if part != "ids":
                 continue
             spec = manifest.tables[int(table)]
-            of_ranks = found.setdefault(int(table), {})
+            of_ranks = samples.setdefault(int(table), {})
             if entry.rank in of_ranks:
                 raise _malformed(entry.key, f"table {spec.name!r:.80} again", "each table once")
             of_ranks[entry.rank] = _sampled(entry.key, int(table), spec, sections)
-    return {table: _of_all_ranks(manifest, table, found[table]) for table in sorted(found)}
+    return {table: _of_all_ranks(manifest, table, samples[table]) for table in sorted(samples)}
 
 
 def _of_all_ranks(manifest: Manifest, table: int, of_ranks: dict[int, Sampled]) -> Sampled:
     """Join the samples of a table that its parts have, and sum their digests (format §3.6)."""
     storing = {entry.rank for entry in manifest.chunks if entry.table == table}
-    known = [of_ranks[rank].digests for rank in storing if rank in of_ranks]
-    recorded = [digests for digests in known if digests is not None]
+    recorded_or_not = [of_ranks[rank].digests for rank in storing if rank in of_ranks]
+    recorded = [digests for digests in recorded_or_not if digests is not None]
     total = None
     if recorded and len(recorded) == len(storing):
         total = tuple(sum(of_rank) % 2**64 for of_rank in zip(*recorded, strict=True))
@@ -420,9 +424,9 @@ class RowValidation:
         """
         good = True
         for number in range(len(self._links)):
-            for found in self._look_at_link(reads, number, on_chunk):
+            for unequal in self._look_at_link(reads, number, on_chunk):
                 good = False
-                yield found
+                yield unequal
         if self._whole and good:
             for position in self._left[0].tolist():
                 newest = self._samples[0]
@@ -444,7 +448,7 @@ class RowValidation:
         entries = [entry for entry in link.chunks if entry.table == self._table]
         counts = [entry.row_count or 0 for entry in entries]
         coverage = RowCoverage(rows=self._spec.rows, row_counts=counts)
-        own = _OwnDigests(len(self._spec.row_states))
+        own_digests = _OwnDigests(len(self._spec.row_states))
         good = True
         for entry, outcome in reads.in_order(entries, lambda entry: self._read(link, entry)):
             try:
@@ -452,11 +456,11 @@ class RowValidation:
             except (FormatError, ObjectNotFound) as error:
                 good = False
                 # The rows of this chunk are unknown, so older versions of them cannot be told.
-                self._left = [left[:0] for left in self._left]
+                self._left = [positions[:0] for positions in self._left]
                 yield error
                 continue
             coverage.add(read.rows)
-            own.add(read)
+            own_digests.add(read)
             for sample in range(len(self._samples)):
                 yield from self._compare(read, number, sample)
             if self._whole:
@@ -471,8 +475,10 @@ class RowValidation:
             return
         # The digests are of the checkpoint's own rows; a consolidated link holds rows of several.
         if sampled is not None and sampled.digests is not None and link.stands_for is None:
-            where = f"of step {link.step}"
-            yield from own.compare(sampled.digests, [s.name for s in self._spec.row_states], where)
+            link_text = f"of step {link.step}"
+            yield from own_digests.compare(
+                sampled.digests, [s.name for s in self._spec.row_states], link_text
+            )
 
     def _read(self, link: Manifest, entry: ChunkEntry) -> _Read:
         stored = read_rows(self._source, link, entry)
@@ -491,39 +497,42 @@ class RowValidation:
 
         Rows sampled before this link are not compared, because this link has replaced them.
         """
-        sampled, left = self._samples[sample], self._left[sample]
-        if sampled is None or not len(left):
+        sampled, positions = self._samples[sample], self._left[sample]
+        if sampled is None or not len(positions):
             return
-        ids = sampled.ids[left]
+        ids = sampled.ids[positions]
         rows = read.rows
         if isinstance(rows, range):
-            at = ids - rows.start
-            there = (at >= 0) & (at < len(rows))
+            places = ids - rows.start
+            is_in_chunk = (places >= 0) & (places < len(rows))
         else:
-            at = torch.searchsorted(rows, ids).clamp(max=len(rows) - 1)
-            there = rows[at] == ids
-        if not bool(there.any()):
+            places = torch.searchsorted(rows, ids).clamp(max=len(rows) - 1)
+            is_in_chunk = rows[places] == ids
+        if not bool(is_in_chunk.any()):
             return
-        here = left[there]
-        self._left[sample] = left[~there]
+        positions_here = positions[is_in_chunk]
+        self._left[sample] = positions[~is_in_chunk]
         if sample > link:
             return
-        exact = ExactRows(sampled.values[here], tuple(state[here] for state in sampled.row_states))
-        compared = compare(self._spec, exact, read.decoded[at[there]])
-        self.rows_compared += len(here)
+        exact = ExactRows(
+            sampled.values[positions_here],
+            tuple(state[positions_here] for state in sampled.row_states),
+        )
+        compared = compare(self._spec, exact, read.decoded[places[is_in_chunk]])
+        self.rows_compared += len(positions_here)
         self.worst = max(self.worst, compared.worst)
-        of = "" if sample == 0 else f" of the sample of step {self._links[sample].step}"
-        for position, what, *texts in compared.differences:
-            yield Unequal(int(sampled.ids[here[position]]), what + of, *texts)
+        sample_text = "" if sample == 0 else f" of the sample of step {self._links[sample].step}"
+        for position, label, *texts in compared.differences:
+            yield Unequal(int(sampled.ids[positions_here[position]]), label + sample_text, *texts)
 
     def _add_to_sums(self, read: _Read) -> None:
         """Digest the rows that no newer link has brought, which are the rows of a restore."""
         ids: Tensor | int = read.rows.start if isinstance(read.rows, range) else read.rows
         arrays: Sequence[Tensor] = (read.decoded.values, *read.decoded.row_states)
-        at = None if self._seen is None else self._seen.claim(read.rows)
-        if at is not None:
-            ids = at + ids if isinstance(ids, int) else ids[at]
-            arrays = [array[at] for array in arrays]
+        claimed = None if self._seen is None else self._seen.claim(read.rows)
+        if claimed is not None:
+            ids = claimed + ids if isinstance(ids, int) else ids[claimed]
+            arrays = [array[claimed] for array in arrays]
         for number, array in enumerate(arrays):
             total = self._sums[number] + row_digest.digest(array.contiguous(), ids)
             self._sums[number] = total & _MASK
@@ -542,21 +551,21 @@ class _OwnDigests:
         exact = [True, decoded.scale is None, *(not narrow for narrow in decoded.narrow)]
         arrays = (decoded.values[:, :0].contiguous(), decoded.values, *decoded.row_states)
         for number, (array, is_exact) in enumerate(zip(arrays, exact, strict=True)):
-            before = self._sums[number]
-            if before is None or not is_exact:
+            sum_before = self._sums[number]
+            if sum_before is None or not is_exact:
                 self._sums[number] = None
                 continue
-            self._sums[number] = (before + row_digest.digest(array.contiguous(), ids)) & _MASK
+            self._sums[number] = (sum_before + row_digest.digest(array.contiguous(), ids)) & _MASK
 
     def compare(
         self, recorded: Sequence[int], states: Sequence[str], where: str
     ) -> Iterator[Unequal]:
         """Yield the digests that differ from the recorded ones."""
         names = ["row ids", "values", *(f"row state {name}" for name in states)]
-        for name, found, expected in zip(names, self._sums, recorded, strict=True):
-            if found is not None and found != expected:
-                what = f"digest of the {name} {where}"
-                yield Unequal(None, what, f"{found:016x}", f"{expected:016x}", "")
+        for name, computed, expected in zip(names, self._sums, recorded, strict=True):
+            if computed is not None and computed != expected:
+                label = f"digest of the {name} {where}"
+                yield Unequal(None, label, f"{computed:016x}", f"{expected:016x}", "")
 
 
 def _decoded(stored: StoredRows, spec: TableSpec, link: Manifest, entry: ChunkEntry) -> DecodedRows:
@@ -568,14 +577,14 @@ def _decoded(stored: StoredRows, spec: TableSpec, link: Manifest, entry: ChunkEn
     states = zip(spec.row_states, stored.row_states, strict=True)
     # A consolidated manifest names only the newest method; its older rows may have any method.
     quantizers = link.quantizers if link.stands_for is None else ()
-    known = {(one.table, one.rank): one.method for one in quantizers}
+    methods = {(quantizer.table, quantizer.rank): quantizer.method for quantizer in quantizers}
     return DecodedRows(
         values=values,
         row_states=tuple(part.to(torch_dtype(state.dtype)) for state, part in states),
         bits=stored.bits,
         scale=scale,
         offset=offset,
-        symmetric=known.get((entry.table or 0, entry.rank), "symmetric") == "symmetric",
+        symmetric=methods.get((entry.table or 0, entry.rank), "symmetric") == "symmetric",
         narrow=tuple(
             part.dtype != torch_dtype(state.dtype)
             for state, part in zip(spec.row_states, stored.row_states, strict=True)

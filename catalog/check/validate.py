@@ -132,7 +132,7 @@ class ChainValidation:
     @property
     def passed(self) -> bool:
         """Whether nothing was found that makes the checkpoint worse."""
-        return all(found.result == "passed" for found in self.found)
+        return all(finding.result == "passed" for finding in self.found)
 
     @property
     def rows_are_wrong(self) -> bool:
@@ -167,11 +167,11 @@ class ChainValidation:
 
         If the original passed and its rows are equal to the rows read here, these are right, too.
         """
-        known = {(found.finding.subject, found.finding.what) for found in self.found}
+        listed = {(entry.finding.subject, entry.finding.what) for entry in self.found}
         self.found += [
-            found
-            for found in original.found
-            if (found.finding.subject, found.finding.what) not in known
+            entry
+            for entry in original.found
+            if (entry.finding.subject, entry.finding.what) not in listed
         ]
         self._links += original._links
         self.chunks_read += original.chunks_read
@@ -184,7 +184,10 @@ class ChainValidation:
         if not original.passed:
             return
         for table, spec in enumerate(tables):
-            digests = next((one for one in self.digests if one.table == table), None)
+            digests = next(
+                (table_digests for table_digests in self.digests if table_digests.table == table),
+                None,
+            )
             if digests != expected.get(table):
                 text = "the rows of its links as they were committed"
                 self._unequal(spec.name, Unequal(None, "digests", "other rows", text, ""))
@@ -195,7 +198,7 @@ class ChainValidation:
 
     @property
     def _rows_passed(self) -> bool:
-        return all(found.result != "failed" for found in self.found)
+        return all(entry.result != "failed" for entry in self.found)
 
     def _look_at_stored(self) -> None:
         results: dict[str, ValidationResult] = {"rows": "failed", "state": "stateless"}
@@ -266,14 +269,14 @@ class ChainValidation:
         earlier = self._earlier()
         if earlier is None:
             return
-        there = {digests.table: digests for digests in earlier.digests}
+        earlier_digests = {digests.table: digests for digests in earlier.digests}
         for digests in self.digests:
-            expected = there.get(digests.table)
+            expected = earlier_digests.get(digests.table)
             if expected is not None and expected != digests:
                 spec = self._chain.newest.tables[digests.table]
                 text = f"the rows of the {earlier.level} validation at {earlier.finished_ms} ms"
                 self._unequal(spec.name, Unequal(None, "digests", "other rows", text, ""))
-        if earlier.level == "full" and len(there) == len(self._chain.newest.tables):
+        if earlier.level == "full" and len(earlier_digests) == len(self._chain.newest.tables):
             self.reached = "full"
 
     def _earlier(self) -> ValidationRecord | None:
@@ -311,12 +314,12 @@ class ChainValidation:
 
     def _unequal(self, table: str, unequal: Unequal) -> None:
         row, *texts = unequal
-        what, found, expected, bound = (text[:MAX_TEXT] for text in texts)
+        label, found_text, expected, bound = (text[:MAX_TEXT] for text in texts)
         finding = ValidationFinding(
             subject=table[:MAX_TEXT],
             row=row,
-            what=what,
-            found=found,
+            what=label,
+            found=found_text,
             expected=expected,
             bound=bound,
         )
@@ -328,12 +331,12 @@ class ChainValidation:
         if result != "passed" and self.damage is None:
             self.damage = error
         self._rows_damaged |= result == "failed"
-        found = Found.of(error, what, result)
+        damage = Found.of(error, what, result)
         # A missing chunk fails again when its bytes are read; that error names the URL, which ends
         # with the key.
-        known = (one.finding for one in self.found if one.finding.what == what)
-        if not any(found.finding.subject.endswith(one.subject) for one in known):
-            self.found.append(found)
+        findings = (entry.finding for entry in self.found if entry.finding.what == what)
+        if not any(damage.finding.subject.endswith(finding.subject) for finding in findings):
+            self.found.append(damage)
 
 
 # Validates a checkpoint: compares what is stored with what the trainer recorded (format §10).
@@ -438,10 +441,10 @@ def validate(
             raise look.damage  # another representation may not need the damaged object
         return look
 
-    found: list[Found] = []
+    findings: list[Found] = []
     try:
         _, chain = read_with_chain(run, name, read)
-        found += [passed_over(text) for text in chain.passed_over]
+        findings += [passed_over(text) for text in chain.passed_over]
     except UnsupportedVersion:
         raise
     except DAMAGE as error:
@@ -449,11 +452,11 @@ def validate(
         if not looks:
             if not run.representations().get(name):
                 raise  # there is no such checkpoint
-            found.append(Found.of(error, "chain", "failed"))
+            findings.append(Found.of(error, "chain", "failed"))
         looks = looks[:1]
     if looks and looks[-1].passed and not looks[-1].tells_links_apart:
         _look_at_original(run, name, looks[-1], threads, on_progress)
-    return _outcome(run, name, started_ms, looks[-1] if looks else None, found)
+    return _outcome(run, name, started_ms, looks[-1] if looks else None, findings)
 
 
 def _look_at_original(
@@ -494,7 +497,7 @@ def record(run: Run, validation: Validation, *, evaluated_by: str = "") -> Valid
         StoreError: the store refuses, or cannot be reached.
     """
     findings = validation.findings + validation.notes
-    kept = findings[:MAX_FINDINGS]
+    kept_findings = findings[:MAX_FINDINGS]
     worst = min(validation.worst * 1e6, 2.0**62)
     return add_record(
         run,
@@ -509,8 +512,8 @@ def record(run: Run, validation: Validation, *, evaluated_by: str = "") -> Valid
             rows_compared=validation.rows_compared,
             worst_ppm=int(worst),
             digests=validation.digests,
-            findings=kept,
-            more_findings=len(findings) - len(kept),
+            findings=kept_findings,
+            more_findings=len(findings) - len(kept_findings),
             evaluated_by=evaluated_by[:MAX_TEXT],
             started_ms=validation.started_ms,
             finished_ms=validation.finished_ms,
@@ -526,16 +529,18 @@ def _outcome(
     look: ChainValidation | None,
     also: Sequence[Found],
 ) -> Validation:
-    found = [*(look.found if look else ()), *also]
-    results = {one.result for one in found}
+    entries = [*(look.found if look else ()), *also]
+    results = {entry.result for entry in entries}
     order: tuple[ValidationResult, ...] = ("failed", "stateless", "passed")
-    result: ValidationResult = next((one for one in order if one in results), "passed")
+    result: ValidationResult = next(
+        (order_result for order_result in order if order_result in results), "passed"
+    )
     return Validation(
         checkpoint=look.ref if look else _ref(run, name),
         level=look.reached if look else "metadata",
         result=result,
-        findings=tuple(one.finding for one in found if one.result != "passed"),
-        notes=tuple(one.finding for one in found if one.result == "passed"),
+        findings=tuple(entry.finding for entry in entries if entry.result != "passed"),
+        notes=tuple(entry.finding for entry in entries if entry.result == "passed"),
         links_read=look.links_read if look else 0,
         chunks_read=look.chunks_read if look else 0,
         bytes_read=look.bytes_read if look else 0,

@@ -122,10 +122,10 @@ class Uploads:
 
     def _is_good(self, entry: ChunkEntry, size_bytes: int) -> bool:
         try:
-            found = self._store.get(entry.key, max_bytes=size_bytes)
+            stored = self._store.get(entry.key, max_bytes=size_bytes)
         except (ObjectNotFound, MalformedObject, StoreUnavailable):
             return False
-        return len(found) == size_bytes and crc32c.crc32c(found) == entry.crc32c
+        return len(stored) == size_bytes and crc32c.crc32c(stored) == entry.crc32c
 
 
 def moved_chunk(chunk: Chunk, entry: ChunkEntry, attempt: str) -> tuple[ChunkEntry, bytes]:
@@ -212,19 +212,19 @@ class _TableMerge:
         for manifest, entries in self._links:
             for entry in entries:
                 check_entry(manifest, entry)
-        for section, seen in sections_of(self._spec.rows, sum(stored)):
-            self._section(section, seen or SeenRows(len(section)))
+        for section, section_seen in sections_of(self._spec.rows, sum(stored)):
+            self._section(section, section_seen or SeenRows(len(section)))
         self._builder.finish()
 
     def _section(self, section: range, seen: SeenRows | SeenIds) -> None:
         for manifest, entries in self._links:
             if seen.all:
                 break  # older links hold no row that is still needed (format §6.3)
-            wanted = [entry for entry in entries if _may_be_in(entry, section)]
-            counts = [min(entry.row_count or 0, len(section)) for entry in wanted]
+            entries_here = [entry for entry in entries if _may_be_in(entry, section)]
+            counts = [min(entry.row_count or 0, len(section)) for entry in entries_here]
             coverage = RowCoverage(rows=len(section), row_counts=counts)
             read = partial(read_moved, self._chunks, manifest)
-            for entry, outcome in self._reads.in_order(wanted, read):
+            for entry, outcome in self._reads.in_order(entries_here, read):
                 moved = outcome.result()
                 if self._on_read is not None:
                     self._on_read(entry.bytes)
@@ -346,8 +346,8 @@ def consolidate(
         return Consolidated(
             outcome="not_needed", key="", read_bytes=0, written_bytes=0, chunks=0, seconds=0.0
         )
-    there = _already(run, plan)
-    if there is None or _has_gap(run, plan, there):
+    manifest = _already(run, plan)
+    if manifest is None or _has_gap(run, plan, manifest):
         entries: list[ChunkEntry] = []
         read = 0
 
@@ -361,15 +361,15 @@ def consolidate(
         with reading(run, purpose="consolidate", covers=[run.manifest(*plan.target.name).ref]):
             for part in plan.parts:
                 entries += merge_part(run, plan, part, on_read=account)
-            outcome, there = commit_consolidation(run, plan, entries)
+            outcome, manifest = commit_consolidation(run, plan, entries)
     else:
         outcome, read = "already", 0
     return Consolidated(
         outcome=outcome,
         key=plan.target.key,
         read_bytes=read + plan.state_bytes if read else 0,
-        written_bytes=there.stored_bytes,
-        chunks=len(there.chunks),
+        written_bytes=manifest.stored_bytes,
+        chunks=len(manifest.chunks),
         seconds=time.monotonic() - started,
     )
 
@@ -486,18 +486,18 @@ def _already(run: Run, plan: ConsolidationPlan) -> Manifest | None:
         CommitConflict: the manifest is of another attempt.
     """
     try:
-        there = run.read_manifest(plan.target)
+        manifest = run.read_manifest(plan.target)
     except ObjectNotFound:
         return None
     expected = run.manifest(*plan.target.name).attempt
-    if there.attempt != expected:
+    if manifest.attempt != expected:
         raise CommitConflict(
             plan.target.key,
-            found=f"attempt {there.attempt}",
+            found=f"attempt {manifest.attempt}",
             expected=f"attempt {expected}",
             next_step="recpoint check URL; the two manifests contradict each other",
         )
-    return there
+    return manifest
 
 
 def _manifest(
@@ -509,7 +509,9 @@ def _manifest(
         raise ValueError(f"{newest.ref} is a full")
     quantizers: dict[tuple[int, int], Quantizer] = {}
     for source in sources:
-        quantizers.update({(known.table, known.rank): known for known in source.quantizers})
+        quantizers.update(
+            {(quantizer.table, quantizer.rank): quantizer for quantizer in source.quantizers}
+        )
     quantized_by = [source.quantized_by for source in sources if source.quantized_by]
     changes = {
         "kind": oldest.kind,
@@ -522,7 +524,7 @@ def _manifest(
             base=links.base, parent=links.parent, chain_length=links.chain_length
         ),
         "chunks": tuple(sorted(entries, key=lambda entry: entry.key)),
-        "quantizers": tuple(quantizers[at] for at in sorted(quantizers)),
+        "quantizers": tuple(quantizers[table_and_rank] for table_and_rank in sorted(quantizers)),
         "quantized_by": quantized_by[-1] if quantized_by else "",
         "state_bits": 16 if any(source.state_bits for source in sources) else None,
         "committed_ms": now_ms(),
@@ -560,7 +562,7 @@ def _check_still_wanted(run: Run, manifest: Manifest) -> None:
             continue
         name = ManifestName(ref.step, ref.generation)
         try:
-            found = run.manifest(*name)
+            current = run.manifest(*name)
         except ObjectNotFound as error:
             raise MissingLink(
                 Representation(name).key,
@@ -568,10 +570,10 @@ def _check_still_wanted(run: Run, manifest: Manifest) -> None:
                 expected=f"{ref}, which is being consolidated or is the parent",
                 next_step="nothing: a checkpoint that was deleted is not consolidated",
             ) from error
-        if found.ref != ref:
+        if current.ref != ref:
             raise CommitConflict(
                 Representation(name).key,
-                found=f"attempt {found.attempt}",
+                found=f"attempt {current.attempt}",
                 expected=f"attempt {ref.attempt}",
                 next_step="make a new plan",
             )
@@ -629,10 +631,10 @@ def consolidate_around_damage(
             return plan, consolidate(run, plan, on_progress=on_progress)
         except DAMAGE as error:
             first = first or error
-            found = blamed_source(run, plan, error)
-            if found is None:
+            damaged_source = blamed_source(run, plan, error)
+            if damaged_source is None:
                 raise first from None
-            avoid = (*avoid, found)
+            avoid = (*avoid, damaged_source)
 
 
 def blamed_source(run: Run, plan: ConsolidationPlan, error: RecpointError) -> PassedOver | None:

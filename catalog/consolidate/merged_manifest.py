@@ -76,9 +76,9 @@ class MergedManifest:
     def add(self, manifest: Manifest) -> None:
         """Add the next older manifest; the newest comes first."""
         if not self._rest_bytes:
-            rest = [entry for entry in manifest.chunks if entry.table is None]
+            entries_left = [entry for entry in manifest.chunks if entry.table is None]
             self._rest_bytes = body_bytes(
-                manifest.model_copy(update={"chunks": tuple(rest), "quantizers": ()})
+                manifest.model_copy(update={"chunks": tuple(entries_left), "quantizers": ()})
             )
         for quantizer in manifest.quantizers:
             place = quantizer.table, quantizer.rank

@@ -50,16 +50,16 @@ class RowKind(NamedTuple):
     def arrays(self, spec: TableSpec) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
         """Return a chunk's arrays except the row set: name, dtype and shape of one row's part."""
         if self.parameters is None:
-            found: dict[str, tuple[Dtype, tuple[int, ...]]] = {"values": (spec.dtype, (spec.dim,))}
+            arrays: dict[str, tuple[Dtype, tuple[int, ...]]] = {"values": (spec.dtype, (spec.dim,))}
         else:
-            found = {
+            arrays = {
                 "codes": ("U8", (-(-spec.dim * self.bits // 8),)),
                 "scale": (self.parameters, ()),
                 "offset": (self.parameters, ()),
             }
         for index, (dtype, state) in enumerate(zip(self.states, spec.row_states, strict=True)):
-            found[f"state.{index}"] = (dtype, state.shape)
-        return found
+            arrays[f"state.{index}"] = (dtype, state.shape)
+        return arrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,10 +146,10 @@ class ChunkBuilder:
         if positions is not None:
             positions = positions + first
         total = stop - first if positions is None else positions.numel()
-        done = 0
-        while done < total:
-            done += self._append(moved, first, done, total, positions)
-        sizes = {kind: other.resident_bytes for kind, other in self._waiting.items()}
+        appended = 0
+        while appended < total:
+            appended += self._append(moved, first, appended, total, positions)
+        sizes = {kind: waiting.resident_bytes for kind, waiting in self._waiting.items()}
         while sum(sizes.values()) > BUFFERED_BYTES:
             largest = max(sizes, key=lambda kind: sizes[kind])
             del sizes[largest]
@@ -269,21 +269,21 @@ class _Waiting:
         return sum(_pages(self.rows * width) for width in widths)
 
     def append_range(self, moved: MovedRows, first: int, count: int) -> None:
-        at = slice(self.rows, self.rows + count)
+        target = slice(self.rows, self.rows + count)
         rows = moved.rows[first : first + count]
-        self._ids[at] = (
+        self._ids[target] = (
             torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, range) else rows
         )
         for name, part in self._parts.items():
-            part[at] = moved.parts[name][first : first + count]
+            part[target] = moved.parts[name][first : first + count]
         self.rows += count
 
     def append(self, moved: MovedRows, positions: Tensor) -> None:
-        at = slice(self.rows, self.rows + positions.numel())
+        target = slice(self.rows, self.rows + positions.numel())
         rows = moved.rows
-        self._ids[at] = positions + rows.start if isinstance(rows, range) else rows[positions]
+        self._ids[target] = positions + rows.start if isinstance(rows, range) else rows[positions]
         for name, part in self._parts.items():
-            row_gather.gather(moved.parts[name], positions, part[at])
+            row_gather.gather(moved.parts[name], positions, part[target])
         self.rows += positions.numel()
 
     def take(self) -> tuple[_Ids, dict[str, _Bytes]]:

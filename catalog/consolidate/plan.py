@@ -114,11 +114,11 @@ def merge_sizes(manifests: Sequence[Manifest]) -> tuple[MergeSizes, ...]:
     specs = manifests[-1].tables
     state = sum(entry.bytes for entry in manifests[-1].chunks if entry.table is None)
     sizes = [_stored(manifest) for manifest in manifests]
-    before = sum(one.size_bytes for one in sizes) + state
-    left_rows = sum(one.rows for one in sizes)
-    left_bytes, merged_rows = before - state, 0
+    bytes_before = sum(table_sizes.size_bytes for table_sizes in sizes) + state
+    left_rows = sum(table_sizes.rows for table_sizes in sizes)
+    left_bytes, merged_rows = bytes_before - state, 0
     reading, live, record = _Reading(specs), LiveRows(), MergedManifest(specs)
-    found = []
+    sizes_of_merges = []
     for merged, (manifest, size) in enumerate(
         zip(reversed(manifests), reversed(sizes), strict=True), 1
     ):
@@ -133,7 +133,7 @@ def merge_sizes(manifests: Sequence[Manifest]) -> tuple[MergeSizes, ...]:
         else:
             written = _as_a_full(manifests, specs)
         if merged > 1:
-            found.append(
+            sizes_of_merges.append(
                 MergeSizes(
                     merged=merged,
                     links_before=len(manifests),
@@ -142,13 +142,13 @@ def merge_sizes(manifests: Sequence[Manifest]) -> tuple[MergeSizes, ...]:
                     write_bytes=written.size_bytes + state,
                     write_rows=written.rows,
                     merged_rows=merged_rows,
-                    restore_bytes_before=before,
+                    restore_bytes_before=bytes_before,
                     restore_bytes_after=left_bytes + written.size_bytes + state,
                     restore_rows_after=left_rows + written.rows,
                     most_manifest_bytes=record.most_bytes,
                 )
             )
-    return tuple(found)
+    return tuple(sizes_of_merges)
 
 
 class _Reading:
@@ -173,8 +173,8 @@ class _Reading:
     @property
     def bytes(self) -> int:
         return self._once + sum(
-            again
-            for table, again in self._again.items()
+            repeated_bytes
+            for table, repeated_bytes in self._again.items()
             if not kept_by_ids(self._specs[table].rows, self._stored[table])
         )
 
@@ -198,8 +198,8 @@ def _as_a_full(manifests: Sequence[Manifest], specs: Sequence[TableSpec]) -> Liv
                 stored[entry.table] += entry.row_count or 0
     rows = [spec.rows for spec in specs]
     size_bytes = sum(
-        size * of_table // max(1, there)
-        for size, of_table, there in zip(sizes, rows, stored, strict=True)
+        size * of_table // max(1, stored_rows)
+        for size, of_table, stored_rows in zip(sizes, rows, stored, strict=True)
     )
     return Live(sum(rows), size_bytes)
 
@@ -248,22 +248,26 @@ class ConsolidationTriggers:
         Raises:
             SettingsError: a threshold is below its least value.
         """
-        given: dict[str, Any] = {"links": links, "restore_ratio": restore_ratio}
-        given["dead_share"] = dead_share
-        return replace(cls(), **{name: value for name, value in given.items() if value is not None})
+        settings: dict[str, Any] = {"links": links, "restore_ratio": restore_ratio}
+        settings["dead_share"] = dead_share
+        return replace(
+            cls(), **{name: value for name, value in settings.items() if value is not None}
+        )
 
     def reached(self, merge: MergeSizes) -> dict[Trigger, str]:
         """Return the triggers that a chain has reached, judged by a merge of it, each as text."""
-        found: dict[Trigger, str] = {}
+        reasons: dict[Trigger, str] = {}
         if merge.links_before >= self.links:
-            found["links"] = f"a restore reads {merge.links_before} manifests"
-        before, after = merge.restore_bytes_before, merge.restore_bytes_after
-        if after and before / after >= self.restore_ratio:
-            found["restore_ratio"] = f"a restore reads {before / after:.2f} times what it has to"
+            reasons["links"] = f"a restore reads {merge.links_before} manifests"
+        bytes_before, bytes_after = merge.restore_bytes_before, merge.restore_bytes_after
+        if bytes_after and bytes_before / bytes_after >= self.restore_ratio:
+            reasons["restore_ratio"] = (
+                f"a restore reads {bytes_before / bytes_after:.2f} times what it has to"
+            )
         dead, stored = merge.dead_rows, merge.merged_rows
         if dead is not None and stored and dead / stored >= self.dead_share:
-            found["dead_share"] = f"{dead / stored:.0%} of the stored rows are dead"
-        return found
+            reasons["dead_share"] = f"{dead / stored:.0%} of the stored rows are dead"
+        return reasons
 
     def __post_init__(self) -> None:
         for name, least in (("links", 2), ("restore_ratio", 1), ("dead_share", 0)):
@@ -378,7 +382,7 @@ def plan_consolidation(
 
 def chain_to_merge(run: Run, name: ManifestName, *, avoid: Sequence[PassedOver] = ()) -> Chain:
     """Return the chain to make a plan of; see `plan_consolidation` for arguments and errors."""
-    chain = resolve_chain(run, name, avoid=[one.key for one in avoid])
+    chain = resolve_chain(run, name, avoid=[damaged.key for damaged in avoid])
     doubt = Doubts(run, validated_only=False).about(name)
     if doubt is not None:
         raise ChainError(
@@ -436,7 +440,7 @@ def plan_merge_of(
     reasons = triggers.reached(sizes).values()
     return ConsolidationPlan(
         target=target,
-        attempt=_attempt(run, target, newest.attempt, [_digest(one) for one in merged]),
+        attempt=_attempt(run, target, newest.attempt, [_digest(source) for source in merged]),
         sources=tuple(Representation.of(manifest) for manifest in merged),
         parts=_parts(merged),
         links_before=sizes.links_before,
@@ -472,8 +476,8 @@ def read_sources(run: Run, plan: ConsolidationPlan, *, tables: Collection[int]) 
         ChainError: a manifest has changed; make a new plan.
         FormatError: a manifest is damaged.
     """
-    wanted = frozenset(tables)
-    read = [_read_source(run, one, wanted) for one in plan.sources]
+    table_numbers = frozenset(tables)
+    read = [_read_source(run, source, table_numbers) for source in plan.sources]
     sources = [manifest for manifest, _ in read]
     digests = [digest for _, digest in read]
     if _attempt(run, plan.target, sources[-1].attempt, digests) != plan.attempt:
@@ -489,8 +493,10 @@ def read_sources(run: Run, plan: ConsolidationPlan, *, tables: Collection[int]) 
 def _read_source(run: Run, source: Representation, tables: frozenset[int]) -> tuple[Manifest, str]:
     """Read a manifest; return it with row chunks of `tables` only, and the digest of the whole."""
     whole = run.read_manifest(source)
-    kept = tuple(entry for entry in whole.chunks if entry.table is None or entry.table in tables)
-    return whole.model_copy(update={"chunks": kept}), _digest(whole)
+    kept_entries = tuple(
+        entry for entry in whole.chunks if entry.table is None or entry.table in tables
+    )
+    return whole.model_copy(update={"chunks": kept_entries}), _digest(whole)
 
 
 @cache
@@ -679,7 +685,9 @@ def weigh(
 def cheapest(weighed: Sequence[WeighedMerge]) -> WeighedMerge | None:
     """Return the merge of the lowest cost, and among equals of the most links; None if none."""
     costs = [
-        (one.cost_bytes, -one.sizes.merged, one) for one in weighed if one.cost_bytes is not None
+        (merge.cost_bytes, -merge.sizes.merged, merge)
+        for merge in weighed
+        if merge.cost_bytes is not None
     ]
     return min(costs, key=lambda cost: cost[:2])[2] if costs else None
 

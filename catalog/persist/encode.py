@@ -316,9 +316,9 @@ def _read_ids(staged: StagedJob, block: RowBlock) -> _Ids | None:
     if table.all_rows:
         return None
     # Also reads the last id of the block before, to check that the ids ascend across blocks.
-    before = 1 if block.first else 0
+    rows_before = 1 if block.first else 0
     extent = staged.extent(
-        ids_name(block.table), first=block.first - before, count=block.rows + before
+        ids_name(block.table), first=block.first - rows_before, count=block.rows + rows_before
     )
     ids = _read_array(extent, np.int64)
     ascending = bool(np.all(ids[1:] > ids[:-1]))
@@ -329,7 +329,7 @@ def _read_ids(staged: StagedJob, block: RowBlock) -> _Ids | None:
             expected=f"ascending ids below {table.id_bound}",
             next_step="nothing: the job is rejected, and the trainer stages its rows again",
         )
-    return ids[before:] + table.first_row
+    return ids[rows_before:] + table.first_row
 
 
 def _chosen(table: StagedTable, ids: _Ids | None, block: RowBlock, mask: _Mask) -> int | _Ids:
@@ -389,8 +389,12 @@ def _tensor_chunk(staged: StagedJob, block: StateBlock) -> _Planned:
     arrays = []
     for piece in block.pieces:
         segment = staged.segments[piece.segment]
-        each = item_bytes(segment.dtype)
-        extent = Extent(str(staged.slot), segment.offset + piece.first * each, piece.count * each)
+        elements_each = item_bytes(segment.dtype)
+        extent = Extent(
+            str(staged.slot),
+            segment.offset + piece.first * elements_each,
+            piece.count * elements_each,
+        )
         arrays.append(_Array(piece.name, segment.dtype, piece.shape, (extent,)))
     meta = ChunkMeta(
         run=job.run,
@@ -430,8 +434,8 @@ def upload_group(store: Store, staged: StagedJob, group: Group) -> int:
     """
     chunks = _chunks(staged, group)
     marker = result_path(staged, group.index, "uploaded")
-    done = _uploaded(marker, staged)
-    left = [chunk for chunk in chunks if chunk["entry"]["key"] not in done]
+    uploaded_keys = _uploaded(marker, staged)
+    remaining = [chunk for chunk in chunks if chunk["entry"]["key"] not in uploaded_keys]
     unnoted = threading.Event()
     lock = threading.Lock()
 
@@ -448,7 +452,7 @@ def upload_group(store: Store, staged: StagedJob, group: Group) -> int:
             unnoted.set()
 
     with WriteScheduler(_PERSIST_UPLOADS) as writes:
-        for chunk in left:
+        for chunk in remaining:
             writes.begin(writes.reserve(chunk["entry"]["bytes"]), partial(upload, chunk))
         writes.finish()
     if not unnoted.is_set():  # otherwise a later call needs these files again
@@ -474,11 +478,11 @@ def _chunk_bytes(chunk: dict[str, Any]) -> bytes:
     entry = chunk["entry"]
     parts = tuple(part_from(part) for part in chunk["parts"])
     data = assemble_parts(parts, start=base64.b64decode(chunk["header"]))
-    found = crc32c.crc32c(data)
-    if found != entry["crc32c"] or len(data) != entry["bytes"]:
+    checksum = crc32c.crc32c(data)
+    if checksum != entry["crc32c"] or len(data) != entry["bytes"]:
         raise DigestMismatch(
             f"{os.path.dirname(_file(parts[0])) if parts else 'recipe'} ({entry['key']})",
-            found=f"{len(data)} bytes with crc32c {found}",
+            found=f"{len(data)} bytes with crc32c {checksum}",
             expected=f"{entry['bytes']} bytes with crc32c {entry['crc32c']}",
             next_step="check the memory of this host; the trainer stages the rows again",
         )

@@ -241,10 +241,10 @@ class PersistJob:
         if not missing or self.job.rank in missing:
             return ()  # all parts are there, or a commit has removed them
         try:
-            there = self._committed(run) is not None
+            is_committed = self._committed(run) is not None
         except (StaleWriter, MissingLink):
             return ()
-        return () if there else missing
+        return () if is_committed else missing
 
     def _committed(self, run: Run) -> Committed | None:
         """Return the committed checkpoint, if any; remove a part of this rank that was left."""
@@ -271,7 +271,11 @@ class PersistJob:
         Raises:
             RecordTooLarge: the manifest would be larger than readers accept.
         """
-        state = [one.bytes for one in self.job.segments if one.name.startswith(("tree", "tensor."))]
+        state = [
+            segment_bytes.bytes
+            for segment_bytes in self.job.segments
+            if segment_bytes.name.startswith(("tree", "tensor."))
+        ]
         sizes = part_sizes(self.job.tables, part=self.job.rank, state_bytes=state)
         if sizes.manifest_bytes > records.MAX_RECORD_BYTES:
             raise RecordTooLarge(
@@ -350,9 +354,9 @@ class PersistJob:
         if own_part(run, job) is None:
             # Either a commit has removed the part, or it was never written; then nothing is
             # committed, because a commit needs it.
-            there = self._committed(run)
-            if there is not None:
-                return there
+            committed_manifest = self._committed(run)
+            if committed_manifest is not None:
+                return committed_manifest
             try:
                 entries = self._entries()
             except ValueError:
@@ -487,27 +491,27 @@ def drive(job: PersistJob, steps: Steps | None = None) -> Answer:
     """
     steps = job if steps is None else steps
     try:
-        stored, there = steps.find_done()
-        if there is None:
+        stored, outcome = steps.find_done()
+        if outcome is None:
             if not stored:
                 _store_groups(job, steps)
-            there = steps.commit()
+            outcome = steps.commit()
     except RecpointError as error:
         if classify(error) == "deferred":
             raise
         return Answer(job.reject(error))
-    return Answer(job.finish(there), there)
+    return Answer(job.finish(outcome), outcome)
 
 
 def _store_groups(job: PersistJob, steps: Steps) -> None:
     job.refuse_too_large()
     total = sum(group.staged_bytes for group in job.groups)
-    done = 0
+    done_bytes = 0
 
     def advance(staged_bytes: int) -> None:
-        nonlocal done
-        done += staged_bytes
-        steps.advanced(done, total)
+        nonlocal done_bytes
+        done_bytes += staged_bytes
+        steps.advanced(done_bytes, total)
 
     budget = WriteBudget(_GROUPS_IN_FLIGHT, budget_bytes=_GROUPS_IN_FLIGHT * GROUP_BYTES)
     with (
@@ -536,7 +540,7 @@ def classify(error: BaseException) -> Literal["rejected", "deferred"]:
     too, and is not answered. A fault of the job itself, or a decision of another writer, is final:
     the job is rejected.
     """
-    later = (
+    retried = (
         StoreError,
         StagingFull,
         StagingRefused,
@@ -544,7 +548,7 @@ def classify(error: BaseException) -> Literal["rejected", "deferred"]:
         RanksMissing,
         GenerationRecordLost,
     )
-    if isinstance(error, RecpointError) and not isinstance(error, later):
+    if isinstance(error, RecpointError) and not isinstance(error, retried):
         return "rejected"
     return "deferred"
 

@@ -160,18 +160,20 @@ def plan_groups(staged: StagedJob) -> list[Group]:
 
 def _blocks(staged: StagedJob) -> list[tuple[RowBlock | StateBlock, int, int, bool]]:
     """Return each block with its staged bytes, most spool bytes, and whether it is quantized."""
-    found: list[tuple[RowBlock | StateBlock, int, int, bool]] = []
+    weighed: list[tuple[RowBlock | StateBlock, int, int, bool]] = []
     # The state comes first: it is small, and an error in it shows early.
     whole = [[piece] for piece in _state_pieces(staged)]
     blocks = _tensor_blocks(staged, "state", whole)
     blocks += _tensor_blocks(staged, "sample", _sample_pieces(staged))
     for state in blocks:
-        found.append((state, sum(_piece_bytes(staged, piece) for piece in state.pieces), 0, False))
+        weighed.append(
+            (state, sum(_piece_bytes(staged, piece) for piece in state.pieces), 0, False)
+        )
     for index, table in enumerate(staged.job.tables):
-        each, spool = exact_row_bytes(table), _spool_row_bytes(table)
+        row_bytes, spool = exact_row_bytes(table), _spool_row_bytes(table)
         for block in _row_blocks(staged, index, table):
-            found.append((block, block.rows * each, block.rows * spool, table.is_quantized))
-    return found
+            weighed.append((block, block.rows * row_bytes, block.rows * spool, table.is_quantized))
+    return weighed
 
 
 def rows_of_chunk(table: StagedTable) -> int:
@@ -188,10 +190,10 @@ def tensor_chunks(sizes: Iterable[int]) -> int:
     chunks = total = tensors = 0
     for size in sizes:
         # A large tensor is divided into pieces. All but the last of these fill a chunk each.
-        whole, left = (0, size) if size <= CHUNK_BYTES else divmod(size, CHUNK_BYTES)
+        whole, remainder = (0, size) if size <= CHUNK_BYTES else divmod(size, CHUNK_BYTES)
         for piece in (
             *itertools.repeat(CHUNK_BYTES, whole),
-            *([left] if left or not whole else ()),
+            *([remainder] if remainder or not whole else ()),
         ):
             if not chunks or total + piece > CHUNK_BYTES or tensors == TENSORS_EACH:
                 chunks, total, tensors = chunks + 1, 0, 0
@@ -238,12 +240,14 @@ def _tensor_blocks(
     def close() -> None:
         blocks.append(StateBlock(content=content, number=len(blocks), pieces=tuple(pieces)))
 
-    for some in together:
-        size = sum(_piece_bytes(staged, piece) for piece in some)
-        if pieces and (total + size > CHUNK_BYTES or len(pieces) + len(some) > TENSORS_EACH):
+    for tensor_pieces in together:
+        size = sum(_piece_bytes(staged, piece) for piece in tensor_pieces)
+        if pieces and (
+            total + size > CHUNK_BYTES or len(pieces) + len(tensor_pieces) > TENSORS_EACH
+        ):
             close()
             pieces, total = [], 0
-        pieces += some
+        pieces += tensor_pieces
         total += size
     if pieces:
         close()
@@ -252,13 +256,13 @@ def _tensor_blocks(
 
 def _sample_pieces(staged: StagedJob) -> list[list[StatePiece]]:
     """Return, for each table that has a sample, the parts of the sample."""
-    found = []
+    pieces = []
     for index, table in enumerate(staged.job.tables):
         names = [sample_name(index, part) for part in sample_arrays(table.spec, 1)]
         parts = [_whole(name, staged.segments[name]) for name in names if name in staged.segments]
         if parts:
-            found.append(parts)
-    return found
+            pieces.append(parts)
+    return pieces
 
 
 def _state_pieces(staged: StagedJob) -> list[StatePiece]:
@@ -271,10 +275,10 @@ def _state_pieces(staged: StagedJob) -> list[StatePiece]:
         if segment.bytes <= CHUNK_BYTES:
             pieces.append(_whole(name, segment))
         else:
-            each = CHUNK_BYTES // item_bytes(segment.dtype)
+            elements_each = CHUNK_BYTES // item_bytes(segment.dtype)
             elements = segment.bytes // item_bytes(segment.dtype)
-            for position, first in enumerate(range(0, elements, each)):
-                count = min(each, elements - first)
+            for position, first in enumerate(range(0, elements, elements_each)):
+                count = min(elements_each, elements - first)
                 pieces.append(
                     StatePiece(
                         segment=name,
@@ -311,12 +315,16 @@ def _codes_bytes(table: StagedTable) -> int:
 
 def _spool_row_bytes(table: StagedTable) -> int:
     """Return the most bytes of one row in the spool; data stored as staged stays in the slot."""
-    found = 0 if table.all_rows else _ID_BYTES
+    row_bytes = 0 if table.all_rows else _ID_BYTES
     if table.is_quantized:
-        found += _codes_bytes(table) + _BITS_BYTES
+        row_bytes += _codes_bytes(table) + _BITS_BYTES
     states = zip(table.state_dtypes, table.spec.row_states, strict=True)
-    rounded = (array_bytes(to, state.shape) for to, state in states if to != state.dtype)
-    return found + sum(rounded)
+    rounded = (
+        array_bytes(stored_dtype, state.shape)
+        for stored_dtype, state in states
+        if stored_dtype != state.dtype
+    )
+    return row_bytes + sum(rounded)
 
 
 def _state_bytes(table: StagedTable) -> int:

@@ -174,20 +174,20 @@ def _quantized(
         read_into(view, staged.extent(name, first=block.first + first, count=count))
         stored = torch.frombuffer(view, dtype=torch_dtype(table.spec.dtype)).reshape(count, dim)
         rows = stored.to(torch.float32)
-        found = quantize_packed(rows, table.bits, method, half_parameters=True)
+        packed = quantize_packed(rows, table.bits, method, half_parameters=True)
         if table.spec.dtype == "F64":
             # Only rows whose conversion to F32 is exact may be quantized (format §3.2).
-            found = found._replace(
-                exact=found.exact | (rows.to(torch.float64) != stored).any(dim=1)
+            packed = packed._replace(
+                exact=packed.exact | (rows.to(torch.float64) != stored).any(dim=1)
             )
-        yield found
+        yield packed
 
 
 def _implementation(staged: StagedJob, tables: Sequence[int]) -> str:
     """Return the implementation that quantized these tables: the agent's, or the trainer's."""
     job = staged.job
-    found = {job.quantized_by if job.tables[table].codes else on_cpu() for table in tables}
-    return "; ".join(sorted(found))
+    names = {job.quantized_by if job.tables[table].codes else on_cpu() for table in tables}
+    return "; ".join(sorted(names))
 
 
 def _chosen(
@@ -220,8 +220,8 @@ def choose_quantizer(staged: StagedJob, index: int) -> Choice:
     table = staged.job.tables[index]
     sample_rows, seed = 0, 0
     if table.method is not None:
-        given = Quantizer(table=index, rank=staged.job.rank, **table.method.model_dump())
-        return given, kernel_method(table.method)
+        chosen_now = Quantizer(table=index, rank=staged.job.rank, **table.method.model_dump())
+        return chosen_now, kernel_method(table.method)
     if table.quantizer == "symmetric":
         method = SYMMETRIC
     elif table.quantizer == "asymmetric" or (table.quantizer == "auto" and table.bits == 8):
@@ -249,9 +249,10 @@ def _sample(staged: StagedJob, index: int, seed: int) -> Tensor:
     """Return a sample of a table's staged rows, or all if there are few: f32 [n, dim]."""
     table = staged.job.tables[index]
     count = table.row_count
-    every = torch.arange(count, device="cpu") if count <= SAMPLE_ROWS else drawn(count, seed)
+    positions = torch.arange(count, device="cpu") if count <= SAMPLE_ROWS else drawn(count, seed)
     extents = tuple(
-        staged.extent(values_name(index), first=position, count=1) for position in every.tolist()
+        staged.extent(values_name(index), first=position, count=1)
+        for position in positions.tolist()
     )
     dtype = torch_dtype(table.spec.dtype)
     data = bytearray(sum(extent.length for extent in extents))
@@ -283,9 +284,9 @@ def _staged_codes(staged: StagedJob, block: RowBlock, rows_each: int) -> Iterato
         low, high = np.searchsorted(exact_at, (first, first + count))
         exact = torch.zeros(count, dtype=torch.bool, device="cpu")
         exact[torch.from_numpy(exact_at[low:high] - first)] = True
-        found = PackedRows(codes, scale, offset, exact, wide.to(torch.bool))
-        _check(staged, block, found)
-        yield found
+        packed = PackedRows(codes, scale, offset, exact, wide.to(torch.bool))
+        _check(staged, block, packed)
+        yield packed
 
 
 _PARAMETERS: tuple[CodeArray, CodeArray] = ("scale", "offset")
@@ -294,19 +295,19 @@ _PARAMETERS: tuple[CodeArray, CodeArray] = ("scale", "offset")
 def _check(staged: StagedJob, block: RowBlock, rows: PackedRows) -> None:
     table = staged.job.tables[block.table]
     levels = float(2**table.bits - 1)
-    wanted = ~rows.exact
+    is_coded = ~rows.exact
     for name, parameter in zip(_PARAMETERS, (rows.scale, rows.offset), strict=True):
-        if bool((wanted & ~torch.isfinite(parameter)).any()):
+        if bool((is_coded & ~torch.isfinite(parameter)).any()):
             _refuse(staged, block, name, "a value that is not finite", "finite values")
         half = parameter.to(torch.float16).to(torch.float32)
-        if bool((wanted & ~rows.wide & (half != parameter)).any()):
+        if bool((is_coded & ~rows.wide & (half != parameter)).any()):
             _refuse(staged, block, name, "a value that binary16 does not have", "a wide row")
     # The smallest code decodes to the offset, the largest to scale * levels + offset, and all
     # others to values in between.
-    if bool((wanted & ~torch.isfinite(rows.scale * levels + rows.offset)).any()):
+    if bool((is_coded & ~torch.isfinite(rows.scale * levels + rows.offset)).any()):
         _refuse(staged, block, "scale", "codes that decode to no finite number", "finite numbers")
     unused = -table.spec.dim * table.bits % 8
-    if unused and bool((wanted & (rows.packed[:, -1] >= 1 << (8 - unused))).any()):
+    if unused and bool((is_coded & (rows.packed[:, -1] >= 1 << (8 - unused))).any()):
         _refuse(staged, block, "codes", "bits past the last code of a row", "zero bits")
 
 
@@ -343,19 +344,19 @@ def _exact_positions(
     low, high = _exact_span(staged, block)
     if high < low:
         _refuse(staged, block, "exact_at", "positions that descend", "ascending ones")
-    found = _read(staged, block, "exact_at", low, high - low).numpy() - block.first
-    if len(found):
-        ascending = bool((found[1:] > found[:-1]).all())
-        if not ascending or found[0] < 0 or found[-1] >= block.rows:
+    positions = _read(staged, block, "exact_at", low, high - low).numpy() - block.first
+    if len(positions):
+        ascending = bool((positions[1:] > positions[:-1]).all())
+        if not ascending or positions[0] < 0 or positions[-1] >= block.rows:
             _refuse(
                 staged,
                 block,
                 "exact_at",
                 f"positions that {'' if ascending else 'do not '}ascend, from "
-                f"{found[0] + block.first} to {found[-1] + block.first}",
+                f"{positions[0] + block.first} to {positions[-1] + block.first}",
                 f"ascending ones from {block.first} to {block.first + block.rows - 1}",
             )
-    return found
+    return positions
 
 
 def _read(staged: StagedJob, block: RowBlock, array: CodeArray, first: int, count: int) -> Tensor:

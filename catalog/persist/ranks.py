@@ -166,9 +166,9 @@ def write_part(
     durable.step(f"part {PART_KEY.of(*name)}")
     if run.records(PART).create_packed(data, *name) == "created":
         return part
-    there = run.records(PART).read(*name)
-    _check_same_cut(job, there)
-    return there
+    stored_part = run.records(PART).read(*name)
+    _check_same_cut(job, stored_part)
+    return stored_part
 
 
 def missing_ranks(run: Run, job: Job) -> tuple[int, ...]:
@@ -177,8 +177,8 @@ def missing_ranks(run: Run, job: Job) -> tuple[int, ...]:
     Raises:
         StoreError: the store cannot be read.
     """
-    there = parts_there(run, job.ref)
-    return tuple(number for number in range(job.parts) if number not in there)
+    present = parts_there(run, job.ref)
+    return tuple(number for number in range(job.parts) if number not in present)
 
 
 def commit_parts(run: Run, job: Job, job_file: Path | str) -> Manifest:
@@ -213,17 +213,17 @@ def remove_parts(run: Run, ref: CheckpointRef, *, rank: int | None = None) -> No
     if rank is not None:
         run.records(PART).delete(*_identity(ref), rank=rank)
         return
-    for found in sorted(parts_there(run, ref)):
-        run.records(PART).delete(*_identity(ref), rank=found)
+    for part_rank in sorted(parts_there(run, ref)):
+        run.records(PART).delete(*_identity(ref), rank=part_rank)
 
 
 def _read_all(run: Run, job: Job) -> list[RankPart]:
-    there = parts_there(run, job.ref)
-    missing = [number for number in range(job.parts) if number not in there]
+    present = parts_there(run, job.ref)
+    missing = [number for number in range(job.parts) if number not in present]
     if missing:
         raise ranks_missing(job, missing)
     prefix = PART_KEY.under(*_identity(job.ref))
-    foreign = sorted(there.keys() - set(range(job.parts)))
+    foreign = sorted(present.keys() - set(range(job.parts)))
     if foreign:
         raise ForeignObject(
             prefix,
@@ -232,7 +232,7 @@ def _read_all(run: Run, job: Job) -> list[RankPart]:
             f"{parts_text([job.rank], job.ranks)} knows of",
             next_step=PART.next_step,
         )
-    total = sum(there.values())
+    total = sum(present.values())
     if total > MAX_PARTS_BYTES:
         raise RecordTooLarge(
             prefix,
@@ -267,12 +267,12 @@ def _withdraw_without_chunks(run: Run, job: Job, parts: list[RankPart]) -> None:
 
 def ranks_missing(job: Job, numbers: Collection[int]) -> RanksMissing:
     """Return the error that says that the parts of these numbers are missing."""
-    here = "ranks" if job.servers is None else "ranks and embedding servers"
+    owners = "ranks" if job.servers is None else "ranks and embedding servers"
     return RanksMissing(
         PART_KEY.under(*_identity(job.ref)),
         found=f"no part of {missing_text(numbers, job)}",
         expected=f"one of each of the {_owners_text(job)}, of step {job.step}",
-        next_step=f"read the logs of the agents and trainers on the hosts of these {here}",
+        next_step=f"read the logs of the agents and trainers on the hosts of these {owners}",
         ranks=tuple(sorted(numbers)),
     )
 
@@ -343,12 +343,12 @@ def join_parts(parts: Sequence[RankPart], *, committed_ms: int, writer: str) -> 
     first = parts[0]
     for part in parts[1:]:
         for field in _ALIKE:
-            found, expected = getattr(part, field), getattr(first, field)
-            if found != expected:
-                _refuse(part, f"{field} {found}", f"{field} {expected}, as {_owner(first)} has")
+            actual, expected = getattr(part, field), getattr(first, field)
+            if actual != expected:
+                _refuse(part, f"{field} {actual}", f"{field} {expected}, as {_owner(first)} has")
     if [part.rank for part in parts] != list(range(first.parts)):
-        there = ", ".join(str(part.rank) for part in parts)
-        _refuse(first, f"parts {there:.200}", f"one of each of {_owners_text(first)}")
+        ranks_text = ", ".join(str(part.rank) for part in parts)
+        _refuse(first, f"parts {ranks_text:.200}", f"one of each of {_owners_text(first)}")
     tables = _tables(parts)
     implementations = sorted({part.quantized_by for part in parts if part.quantized_by})
     fields: dict[str, Any] = {field: getattr(first, field) for field in _ALIKE}
@@ -362,8 +362,8 @@ def join_parts(parts: Sequence[RankPart], *, committed_ms: int, writer: str) -> 
             ),
             quantizers=tuple(
                 sorted(
-                    (one for part in parts for one in part.quantizers),
-                    key=lambda one: (one.table, one.rank),
+                    (quantizer for part in parts for quantizer in part.quantizers),
+                    key=lambda quantizer: (quantizer.table, quantizer.rank),
                 )
             ),
             quantized_by="; ".join(implementations)[:_MOST_TEXT],
@@ -380,16 +380,16 @@ def join_parts(parts: Sequence[RankPart], *, committed_ms: int, writer: str) -> 
             writer=writer,
         )
     except ValidationError as error:
-        found = str(error.errors(include_url=False, include_input=False)[0]["msg"])[:200]
-        _refuse(first, f"with the other parts: {found}", "parts of one checkpoint")
+        actual = str(error.errors(include_url=False, include_input=False)[0]["msg"])[:200]
+        _refuse(first, f"with the other parts: {actual}", "parts of one checkpoint")
 
 
 def _tables(parts: Sequence[RankPart]) -> tuple[TableSpec, ...]:
     first = parts[0]
     for part in parts[1:]:
         if len(part.tables) != len(first.tables):
-            found, expected = f"{len(part.tables)} tables", f"{len(first.tables)}"
-            _refuse(part, found, f"{expected}, as {_owner(first)} has")
+            count_text, expected = f"{len(part.tables)} tables", f"{len(first.tables)}"
+            _refuse(part, count_text, f"{expected}, as {_owner(first)} has")
     return tuple(
         _table(parts, [part.tables[index] for part in parts]) for index in range(len(first.tables))
     )
@@ -403,32 +403,32 @@ def _table(parts: Sequence[RankPart], shards: Sequence[Shard]) -> TableSpec:
     """
     name = f"{shards[0].spec.name!r:.80}"
     # A part without rows of the table may not know its row states.
-    known = next((at for at, shard in enumerate(shards) if shard.rows), None)
-    if known is None:
+    first_number = next((number for number, shard in enumerate(shards) if shard.rows), None)
+    if first_number is None:
         _refuse(parts[0], f"no row of table {name} in any part", f"{shards[0].spec.rows} rows")
-    spec = shards[known].spec
+    spec = shards[first_number].spec
     for part, shard in zip(parts, shards, strict=True):
         for field in ("name", "columns", "rows", "dim", "dtype", "row_states"):
-            found, expected = getattr(shard.spec, field), getattr(spec, field)
-            if found != expected and (field != "row_states" or shard.rows):
-                what = f"table {name}: {field}"
-                wanted = f"{what} {expected!s:.200}, as {_owner(parts[known])} has"
-                _refuse(part, f"{what} {found!s:.200}", wanted)
-    held = [(shard, part) for shard, part in zip(shards, parts, strict=True) if shard.rows]
-    scattered = [part for shard, part in held if shard.scattered]
-    ranges = [(shard, part) for shard, part in held if not shard.scattered]
+            actual, expected = getattr(shard.spec, field), getattr(spec, field)
+            if actual != expected and (field != "row_states" or shard.rows):
+                label = f"table {name}: {field}"
+                expected_text = f"{label} {expected!s:.200}, as {_owner(parts[first_number])} has"
+                _refuse(part, f"{label} {actual!s:.200}", expected_text)
+    with_rows = [(shard, part) for shard, part in zip(shards, parts, strict=True) if shard.rows]
+    scattered = [part for shard, part in with_rows if shard.scattered]
+    ranges = [(shard, part) for shard, part in with_rows if not shard.scattered]
     if scattered and ranges:
-        found = f"a range of rows of table {name}"
-        _refuse(ranges[0][1], found, f"scattered rows, as {_owner(scattered[0])} has")
+        actual = f"a range of rows of table {name}"
+        _refuse(ranges[0][1], actual, f"scattered rows, as {_owner(scattered[0])} has")
     end = 0
     for shard, part in sorted(ranges, key=lambda pair: pair[0].first_row):
         if shard.first_row != end:
             rows = f"rows from {shard.first_row} of table {name}"
             _refuse(part, rows, f"from {end}: no row twice, and none left out")
         end += shard.rows
-    total = sum(shard.rows for shard, _ in held)
+    total = sum(shard.rows for shard, _ in with_rows)
     if total != spec.rows:
-        _refuse(held[-1][1], f"{total} rows of table {name} in all parts", f"{spec.rows}")
+        _refuse(with_rows[-1][1], f"{total} rows of table {name} in all parts", f"{spec.rows}")
     return spec
 
 
@@ -458,7 +458,7 @@ def parts_text(numbers: Collection[int], ranks: int) -> str:
     of_ranks = [number for number in numbers if number < ranks]
     of_servers = [number - ranks + 1 for number in numbers if number >= ranks]
     named = [("rank", of_ranks), ("embedding server", of_servers)]
-    return " and ".join(_named(what, found) for what, found in named if found)
+    return " and ".join(_named(label, numbers) for label, numbers in named if numbers)
 
 
 def missing_text(numbers: Collection[int], of: Job | RankPart) -> str:

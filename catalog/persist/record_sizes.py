@@ -88,14 +88,14 @@ def part_sizes(
             sampled += 2 + states + bool(table.row_count)
         if not table.row_count:
             continue
-        each = min(table.row_count, rows_of_chunk(table))
-        blocks = -(-table.row_count // each)
+        rows_each = min(table.row_count, rows_of_chunk(table))
+        blocks = -(-table.row_count // rows_each)
         chunks += blocks
         entries += blocks * row_entry_bytes(
             index,
             part,
-            size_bytes=each * stored_row_bytes(table),
-            rows=each,
+            size_bytes=rows_each * stored_row_bytes(table),
+            rows=rows_each,
             last_row=table.first_row + table.id_bound,
         )
         entries += _QUANTIZER_BYTES * table.is_quantized

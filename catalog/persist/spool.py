@@ -151,8 +151,8 @@ def load_result(path: Path, staged: StagedJob) -> dict[str, Any] | None:
             value: dict[str, Any] = json.load(file)
     except FileNotFoundError:
         return None
-    known = value.get("form") == _FORM and value["attempt"] == staged.job.attempt
-    return value if known else None
+    is_current = value.get("form") == _FORM and value["attempt"] == staged.job.attempt
+    return value if is_current else None
 
 
 def _area_of(path: Path) -> Path:
@@ -270,15 +270,15 @@ def assemble_parts(parts: tuple[Part, ...], *, start: bytes) -> bytes:
         buffer.seek(total - 1)
         buffer.write(b"\0")
     with buffer.getbuffer() as view:
-        done = len(start)
+        filled = len(start)
         for part in parts:
-            into = view[done : done + part.length]
+            target = view[filled : filled + part.length]
             if isinstance(part, Extent):
-                read_into(into, part)
+                read_into(target, part)
             else:
-                _fill(part, into)
-            into.release()
-            done += part.length
+                _fill(part, target)
+            target.release()
+            filled += part.length
     return buffer.getvalue()
 
 
@@ -302,18 +302,18 @@ def part_from(value: list[Any]) -> Part:
 
 def _fill(part: ChosenRows, into: memoryview) -> None:
     """Copy a part; leave out bytes that do not fit if the spool changed (the digest differs)."""
-    done = 0
+    filled = 0
     for piece in pieces(part):
-        fitting = piece[: len(into) - done]
-        into[done : done + len(fitting)] = fitting
-        done += len(fitting)
+        fitting = piece[: len(into) - filled]
+        into[filled : filled + len(fitting)] = fitting
+        filled += len(fitting)
 
 
 def _read(extent: Extent) -> _Bytes:
-    found = np.empty(extent.length, np.uint8)
+    data = np.empty(extent.length, np.uint8)
     if extent.length:
-        read_into(found.data, extent)
-    return found
+        read_into(data.data, extent)
+    return data
 
 
 def _unpacked(bits: _Bytes, count: int) -> _Mask:

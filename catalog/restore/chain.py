@@ -228,9 +228,9 @@ class ChainReading:
         targets = tuple(target.begin(newest))
         check_targets(newest, targets)
         self._tables = [
-            TableRows(self._chain, table, into)
-            for table, into in enumerate(targets)
-            if into is not None
+            TableRows(self._chain, table, target)
+            for table, target in enumerate(targets)
+            if target is not None
         ]
         self._bytes_to_read = sum(table.bytes for table in self._tables)
         # The state comes first: if it is damaged, no table has been touched yet.

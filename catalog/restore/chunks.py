@@ -181,10 +181,10 @@ class StoredRows:
 
     def within(self, wanted: range) -> StoredRows:
         """Return the rows that are wanted, in the same memory; ids count from `wanted.start`."""
-        inside = self.positions_of(wanted)
-        if len(inside) == len(self.rows) and wanted.start == 0:
+        positions = self.positions_of(wanted)
+        if len(positions) == len(self.rows) and wanted.start == 0:
             return self
-        part = slice(inside.start, inside.stop)
+        part = slice(positions.start, positions.stop)
         quantized = self.scheme != "exact"
         return replace(
             self,
@@ -367,8 +367,8 @@ def _decoded_ids(chunk: Chunk, entry: ChunkEntry, spec: TableSpec) -> range | Te
         raise ValueError(f"{entry.key} is not a row chunk")
     if coded.coding == "range":
         if coded.first + count > spec.rows:
-            found = f"{count} rows from {coded.first}"
-            raise _malformed(entry.key, found, f"rows below {spec.rows}")
+            range_text = f"{count} rows from {coded.first}"
+            raise _malformed(entry.key, range_text, f"rows below {spec.rows}")
         return range(coded.first, coded.first + count)
     payload = bytes(chunk.sections["row_set"].data)
     try:

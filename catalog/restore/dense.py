@@ -68,19 +68,19 @@ def parse_shard(node: object, *, name: str) -> DenseShard:
     """
     if not isinstance(node, Mapping) or node.keys() != _KEYS:
         raise _malformed(name, f"{type(node).__name__}", "a piece: shard_of, at, tensor")
-    shape, at, tensor = node["shard_of"], node["at"], node["tensor"]
-    if not (_are_sizes(shape) and _are_sizes(at) and isinstance(tensor, Tensor)):
-        found = f"shard_of {shape!r:.80}, at {at!r:.80}, tensor a {type(tensor).__name__}"
-        raise _malformed(name, found, "two lists of integers from 0 on, and a tensor")
+    shape, offsets, tensor = node["shard_of"], node["at"], node["tensor"]
+    if not (_are_sizes(shape) and _are_sizes(offsets) and isinstance(tensor, Tensor)):
+        node_text = f"shard_of {shape!r:.80}, at {offsets!r:.80}, tensor a {type(tensor).__name__}"
+        raise _malformed(name, node_text, "two lists of integers from 0 on, and a tensor")
     if tensor.is_sparse:
         raise _malformed(name, "a sparse piece", "a dense one")
-    shard = DenseShard(shape=tuple(shape), at=tuple(at), tensor=tensor)
+    shard = DenseShard(shape=tuple(shape), at=tuple(offsets), tensor=tensor)
     if not (
         len(shard.shape) == len(shard.at) == tensor.dim()
         and all(part.stop <= size for part, size in zip(shard.box, shard.shape, strict=True))
     ):
-        found = f"a piece of {list(tensor.shape)} at {list(shard.at)}"
-        raise _malformed(name, found, f"one that lies in {list(shard.shape)}")
+        node_text = f"a piece of {list(tensor.shape)} at {list(shard.at)}"
+        raise _malformed(name, node_text, f"one that lies in {list(shard.shape)}")
     return shard
 
 
@@ -121,17 +121,17 @@ def fill_part(shards: Sequence[DenseShard], at: Sequence[int], into: Tensor, *, 
     """
     filled = _disjoint(shards, name)
     shape, dtype = shards[0].shape, shards[0].tensor.dtype
-    inside = len(at) == into.dim() == len(shape) and all(
+    is_inside = len(at) == into.dim() == len(shape) and all(
         0 <= part.start and part.stop <= size
         for part, size in zip(_box(at, into), shape, strict=True)
     )
-    if not inside or into.dtype != dtype:
-        found = f"{into.dtype} {list(into.shape)} at {list(at)}"
-        raise ValueError(f"{name!r}: {found} is no part of {dtype} {list(shape)}")
+    if not is_inside or into.dtype != dtype:
+        piece_text = f"{into.dtype} {list(into.shape)} at {list(at)}"
+        raise ValueError(f"{name!r}: {piece_text} is no part of {dtype} {list(shape)}")
     stored, needed = _elements_in(filled, _box(at, into)), into.numel()
     if stored != needed:  # the pieces are disjoint, so equal counts mean that there is no gap
-        found = f"{stored} elements of {list(into.shape)} at {list(at)}"
-        raise _malformed(name, found, f"{needed}, without a gap")
+        piece_text = f"{stored} elements of {list(into.shape)} at {list(at)}"
+        raise _malformed(name, piece_text, f"{needed}, without a gap")
     _copy(filled, at, into)
 
 
@@ -200,8 +200,10 @@ def _disjoint(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
         raise _malformed(name, "no piece", "pieces that make up the tensor")
     forms = {(shard.shape, shard.tensor.dtype) for shard in shards}
     if len(forms) > 1:
-        found = ", ".join(sorted(f"{dtype} {list(shape)}" for shape, dtype in forms))
-        raise _malformed(name, f"pieces of {found:.200}", "the same shape and dtype in all pieces")
+        forms_text = ", ".join(sorted(f"{dtype} {list(shape)}" for shape, dtype in forms))
+        raise _malformed(
+            name, f"pieces of {forms_text:.200}", "the same shape and dtype in all pieces"
+        )
     filled = _each_once([shard for shard in shards if shard.tensor.numel()], name)
     overlap = _overlap([shard.box for shard in filled])
     if overlap is not None:
@@ -219,8 +221,10 @@ def _each_once(shards: Sequence[DenseShard], name: str) -> list[DenseShard]:
     for shard in shards:
         first = by_box.setdefault(shard.box, shard)
         if first is not shard and not torch.equal(_bits(first.tensor), _bits(shard.tensor)):
-            found = f"two pieces of {list(shard.tensor.shape)} at {list(shard.at)} that differ"
-            raise _malformed(name, found, "the same bits in all pieces of one place")
+            pieces_text = (
+                f"two pieces of {list(shard.tensor.shape)} at {list(shard.at)} that differ"
+            )
+            raise _malformed(name, pieces_text, "the same bits in all pieces of one place")
     return [by_box[box] for box in sorted(by_box, key=_starts)]
 
 
@@ -232,11 +236,11 @@ def _bits(tensor: Tensor) -> Tensor:
 def _overlap(boxes: Sequence[tuple[range, ...]]) -> str | None:
     """Return which two boxes overlap, as text, or None; they are sorted and not empty."""
     for index, box in enumerate(boxes):
-        for other in boxes[index + 1 :]:
-            if box and other[0].start >= box[0].stop:
+        for next_box in boxes[index + 1 :]:
+            if box and next_box[0].start >= box[0].stop:
                 break  # the boxes are sorted: all later ones begin at or after the end, too
-            if all(_common(a, b) for a, b in zip(box, other, strict=True)):
-                return f"pieces at {list(_starts(box))} and {list(_starts(other))} that overlap"
+            if all(_common(a, b) for a, b in zip(box, next_box, strict=True)):
+                return f"pieces at {list(_starts(box))} and {list(_starts(next_box))} that overlap"
     return None
 
 
@@ -253,10 +257,10 @@ def _elements_in(shards: Sequence[DenseShard], box: Sequence[range]) -> int:
 
 
 def _copy(shards: Sequence[DenseShard], at: Sequence[int], into: Tensor) -> None:
-    wanted = _box(at, into)
+    target_box = _box(at, into)
     with torch.no_grad():
         for shard in shards:
-            common = [_common(a, b) for a, b in zip(shard.box, wanted, strict=True)]
+            common = [_common(a, b) for a, b in zip(shard.box, target_box, strict=True)]
             if not all(common):
                 continue
             source = tuple(

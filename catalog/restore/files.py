@@ -526,8 +526,10 @@ def _missing(into: Store, plan: ShardPlan) -> list[str]:
 
 
 def _names(files: Sequence[str]) -> str:
-    rest = len(files) - _MOST_NAMES
-    return ", ".join(files[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+    hidden_files = len(files) - _MOST_NAMES
+    return ", ".join(files[:_MOST_NAMES]) + (
+        f" and {hidden_files} more" if hidden_files > 0 else ""
+    )
 
 
 def _has_index(into: Store) -> bool:
@@ -564,34 +566,34 @@ def _taken(into: Store, plan: ShardPlan, key: str) -> SettingsError:
     It says which checkpoint the file is of and how to continue with that: a trainer may have
     committed a newer checkpoint after an earlier restore was killed.
     """
-    found, go_on = "of another checkpoint or of other files", ""
-    begun = _origin_of(into, plan, key)
-    if begun is not None and begun.name != plan.name:
-        step, generation = begun.name
-        found = f"of another checkpoint, {begun.name}"
+    origin_text, go_on = "of another checkpoint or of other files", ""
+    origin = _origin_of(into, plan, key)
+    if origin is not None and origin.name != plan.name:
+        step, generation = origin.name
+        origin_text = f"of another checkpoint, {origin.name}"
         go_on = (
             f"go on with that one: --step {step} --generation {generation} "
             f"(step={step}, generation={generation} in Python and of the flow); or "
         )
-    elif begun is not None and begun.attempt == plan.report.restored.attempt:
-        if begun.include != plan.include:
-            found = f"of this checkpoint, restored with include={begun.include}"
+    elif origin is not None and origin.attempt == plan.report.restored.attempt:
+        if origin.include != plan.include:
+            origin_text = f"of this checkpoint, restored with include={origin.include}"
             go_on = (
-                f"give the same as before: --include {begun.include} "
-                f'(include="{begun.include}" in Python and of the flow); or '
+                f"give the same as before: --include {origin.include} "
+                f'(include="{origin.include}" in Python and of the flow); or '
             )
         elif _has_header(into, plan, key):
-            found = "of this very restore, in another length: it was changed since"
+            origin_text = "of this very restore, in another length: it was changed since"
             go_on = f"remove {key}, which is made again; or "
         else:
-            found = "of this checkpoint, in files of another size"
+            origin_text = "of this checkpoint, in files of another size"
             go_on = (
                 "give the same shard_bytes as before (in Python and of the flow; the command line "
                 f"has {DEFAULT_SHARD_BYTES}); or "
             )
     return SettingsError(
         f"restore into {into.url}",
-        found=f"{key}, {found}",
+        found=f"{key}, {origin_text}",
         expected=f"no {INDEX}, and no shards except those of this very restore, of {plan.name}",
         next_step=f"{go_on}choose another place, or remove what is there",
     )
@@ -634,7 +636,7 @@ def restore_shards(
     include: Include = "model",
     leased: bool = False,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda done_bytes, total: None,
 ) -> RestoreReport:
     """Restore a checkpoint into files, one after another.
 
@@ -672,9 +674,9 @@ def restore_shards(
         if instead_of is not None:
             take_back(into, instead_of)
         reports: list[RestoreReport] = []
-        there = check_place(into, plan)
+        complete = check_place(into, plan)
         remove_unfinished(into, plan)
-        if not there:
+        if not complete:
             done_bytes = 0
             try:
                 for shard in plan.shards:
@@ -709,14 +711,16 @@ def damaged_checkpoint(
 
 def summary(plan: ShardPlan, reports: Sequence[RestoreReport]) -> RestoreReport:
     """Return the report of the whole restore from the reports of its files."""
-    every = (plan.report, *reports)
+    all_reports = (plan.report, *reports)
     return replace(
         plan.report,
-        passed_over=tuple(dict.fromkeys(one for report in every for one in report.passed_over)),
-        chain_length=max(report.chain_length for report in every),
-        chunks_read=sum(report.chunks_read for report in every),
-        bytes_read=sum(report.bytes_read for report in every),
-        seconds=sum(report.seconds for report in every),
+        passed_over=tuple(
+            dict.fromkeys(name for report in all_reports for name in report.passed_over)
+        ),
+        chain_length=max(report.chain_length for report in all_reports),
+        chunks_read=sum(report.chunks_read for report in all_reports),
+        bytes_read=sum(report.bytes_read for report in all_reports),
+        seconds=sum(report.seconds for report in all_reports),
     )
 
 
@@ -778,11 +782,11 @@ class _ShardTarget(PartsTarget):
             [
                 TablePart(
                     table=table,
-                    values=into,
-                    row_states=row_states.get(table, {}) if into is each[0] else {},
+                    values=target,
+                    row_states=row_states.get(table, {}) if target is targets[0] else {},
                 )
-                for table, each in values.items()
-                for into in each
+                for table, targets in values.items()
+                for target in targets
             ]
         )
 
@@ -792,9 +796,9 @@ class _ShardTarget(PartsTarget):
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
         """See `RestoreTarget.finish`."""
-        found = state_tensors(state, self._include) if self._of_no_table else {}
-        for name, into in self._of_no_table.items():
-            into.copy_(found[name])
+        tensors = state_tensors(state, self._include) if self._of_no_table else {}
+        for name, target in self._of_no_table.items():
+            target.copy_(tensors[name])
         super().finish(manifest, state)
 
 
@@ -811,11 +815,11 @@ def write_one_file(path: Path, target: MemoryTarget, include: Include) -> None:
     tied = tied_names(target.state)
     for name, table in target.tables.items():
         states = zip(target.specs[name].row_states, table.row_states, strict=True)
-        of_state = {state.name: into for state, into in states}
+        of_state = {state.name: state_target for state, state_target in states}
         for tensor in _of_table(target.specs[name], tied, include):
-            found = table.values if tensor.state is None else of_state[tensor.state]
-            assert found is not None  # the target has row states if `include` is "all"
-            named[tensor.name] = found
+            values = table.values if tensor.state is None else of_state[tensor.state]
+            assert values is not None  # the target has row states if `include` is "all"
+            named[tensor.name] = values
     shard = _shard(
         path.name,
         [ShardTensor(name, dtype_name(t.dtype), tuple(t.shape)) for name, t in named.items()],
@@ -837,10 +841,10 @@ def _mapped(into: Store, file: str, size_bytes: int) -> Iterator[tuple[Path, Any
     try:
         with _translated(path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            with open(os.open(path, flags, into.scratch_mode), "wb") as made:
+            with open(os.open(path, flags, into.scratch_mode), "wb") as reserved:
                 # Allocates the whole file now: a full disk raises an error here, but would kill the
                 # process on a write to mapped bytes.
-                os.posix_fallocate(made.fileno(), 0, size_bytes)
+                os.posix_fallocate(reserved.fileno(), 0, size_bytes)
             mapped = np.memmap(path, np.uint8, mode="r+")
         yield path, mapped
     finally:

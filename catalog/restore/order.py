@@ -113,14 +113,16 @@ def candidates(run: Run, selection: Selection, *, before: int | None = None) -> 
     live = [name for name in run.live_line(before=before) if name.step == step]
     if live:
         return live
-    others = [name for name in reversed(run.manifest_names()) if name.step == step]
+    other_names = [name for name in reversed(run.manifest_names()) if name.step == step]
     raise NothingToRestore(
         f"{run.url}, {selection.in_words}",
-        found=f"superseded only: {', '.join(map(str, others))}" if others else "no checkpoint",
+        found=f"superseded only: {', '.join(map(str, other_names))}"
+        if other_names
+        else "no checkpoint",
         expected="a checkpoint of this step on the live line",
-        next_step=f"name its generation too: step {step}, generation {others[0].generation} "
-        f"(--generation {others[0].generation})"
-        if others
+        next_step=f"name its generation too: step {step}, generation {other_names[0].generation} "
+        f"(--generation {other_names[0].generation})"
+        if other_names
         else f"recpoint list {run.url} --all",
     )
 
@@ -166,14 +168,14 @@ def skipped_lines(skipped: Iterable[Skipped]) -> list[str]:
         by_reason.setdefault(error, []).append(name)
     lines = []
     for error, names in list(by_reason.items())[:_MOST_REASONS]:
-        which = str(names[0])
+        names_text = str(names[0])
         if len(names) > 1:
-            which = f"{len(names)} checkpoints, steps {min(names).step} … {max(names).step}"
+            names_text = f"{len(names)} checkpoints, steps {min(names).step} … {max(names).step}"
         short = error if len(error) <= _MOST_CHARACTERS else f"{error[:_MOST_CHARACTERS]}…"
-        lines.append(f"{which}: {short}")
-    rest = sum(len(names) for names in list(by_reason.values())[_MOST_REASONS:])
-    if rest:
-        lines.append(f"{rest} more, for other reasons")
+        lines.append(f"{names_text}: {short}")
+    hidden_count = sum(len(names) for names in list(by_reason.values())[_MOST_REASONS:])
+    if hidden_count:
+        lines.append(f"{hidden_count} more, for other reasons")
     return lines
 
 
@@ -223,7 +225,9 @@ class RestoreOrder:
                 continue
             name = self._validated_near(newest) or newest
             newer = self._left[: self._left.index(name)]
-            self._preferred = [Skipped(one, self._why_not(one, name)) for one in newer]
+            self._preferred = [
+                Skipped(newer_name, self._why_not(newer_name, name)) for newer_name in newer
+            ]
             self._left.remove(name)
             yield name
             self._preferred = []
@@ -250,19 +254,19 @@ class RestoreOrder:
             return self._known_damaged[newer]
         if doubt is not None:
             return f"{doubt}{_NAMED}"
-        within = self._selection.validated_within
-        return f"not validated; {name} is, within {within} batches of the newest"
+        most_batches = self._selection.validated_within
+        return f"not validated; {name} is, within {most_batches} batches of the newest"
 
     def _validated_near(self, newest: ManifestName) -> ManifestName | None:
         """Return the newest validated checkpoint near enough to `newest`, if wanted; else None."""
-        doubts, within = self._doubts, self._selection.validated_within
-        if doubts is None or within is None:
+        doubts, most_batches = self._doubts, self._selection.validated_within
+        if doubts is None or most_batches is None:
             return None
         for name in self._left:
-            if newest.step - name.step > within:
+            if newest.step - name.step > most_batches:
                 break
-            known = doubts.known(name)
-            if known is None or not known.passed("sample") or name in self._known_damaged:
+            verdict = doubts.known(name)
+            if verdict is None or not verdict.passed("sample") or name in self._known_damaged:
                 continue
             if doubts.about(name) is None:
                 return name

@@ -63,15 +63,15 @@ def _decode(
     stored: StoredRows, positions: Tensor | None, dest: Tensor, ids: range | Tensor
 ) -> None:
     if isinstance(ids, range):
-        dest, given = dest[ids.start : ids.stop], None
+        dest, target_ids = dest[ids.start : ids.stop], None
     else:
-        given = ids
+        target_ids = ids
     quantize.dequantize_rows(
         stored.values,
         stored.scale,
         stored.offset,
         dest,
-        given,
+        target_ids,
         bits=stored.bits,
         positions=positions,
     )
@@ -117,11 +117,11 @@ def _in_passes(rows: Callable[[slice], Tensor], dest: Tensor, ids: range | Tenso
     step = max(1, _PASS_BYTES // row_bytes)
     for start in range(0, len(ids), step):
         part = slice(start, start + step)
-        given = ids[part]
-        if isinstance(given, range):
-            dest[given.start : given.stop].copy_(rows(part))
+        block_ids = ids[part]
+        if isinstance(block_ids, range):
+            dest[block_ids.start : block_ids.stop].copy_(rows(part))
         else:
-            row_gather.scatter(rows(part), given.to(dest.device), dest)
+            row_gather.scatter(rows(part), block_ids.to(dest.device), dest)
 
 
 # Writes some of the rows and columns of a checked chunk to tensors of any strides.
@@ -204,22 +204,24 @@ class PieceSink:
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
         """See `RowSink.take`."""
         for part in self._parts:
-            wanted = self._of(part)
-            inside = stored.positions_of(wanted)
+            target_rows = self._of(part)
+            inner = stored.positions_of(target_rows)
             chosen = positions
             if chosen is not None:
-                ends = torch.tensor([inside.start, inside.stop], device="cpu")
+                ends = torch.tensor([inner.start, inner.stop], device="cpu")
                 first, last = torch.searchsorted(chosen, ends).tolist()
-                chosen = chosen[first:last] - inside.start
-            _place(stored.within(wanted), chosen, part)
+                chosen = chosen[first:last] - inner.start
+            _place(stored.within(target_rows), chosen, part)
 
     def mark(self, rows: range | Tensor) -> None:
         """See `RowSink.mark`."""
         ids = torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, range) else rows
         for part in self._parts:
-            wanted = self._of(part)
-            inside = ids[(ids >= wanted.start) & (ids < wanted.stop)] - wanted.start
-            mark_rows(part.changed, inside, of=len(wanted))
+            target_rows = self._of(part)
+            ids_inside = (
+                ids[(ids >= target_rows.start) & (ids < target_rows.stop)] - target_rows.start
+            )
+            mark_rows(part.changed, ids_inside, of=len(target_rows))
 
     def _of(self, part: PartOfPiece) -> range:
         """Return the rows of a part, counted from the sink's first row."""
@@ -253,10 +255,10 @@ def _merged(state: StateOfPiece, ids: Tensor | slice, rows: Tensor) -> Tensor:
 
     The mean is updated from the previous mean, so that pieces with equal values do not change it.
     """
-    before = state.into[ids if isinstance(ids, slice) else ids.to(state.into.device)].cpu()
+    earlier = state.into[ids if isinstance(ids, slice) else ids.to(state.into.device)].cpu()
     if not rows.is_floating_point():
-        return torch.maximum(before, rows)
-    old, new = before.double(), rows.double()
+        return torch.maximum(earlier, rows)
+    old, new = earlier.double(), rows.double()
     by = torch.where(old == new, 0.0, new - old)  # 0 also for two infinities, not NaN
     return old + by * (state.weight / (state.before + state.weight))
 
@@ -348,22 +350,23 @@ def map_parts(manifest: Manifest, parts: Sequence[TablePart]) -> list[TableTarge
             written.
     """
     tables = logical_tables(manifest.tables)
-    wanted: dict[int, list[PartOfPiece]] = {}
+    parts_of: dict[int, list[PartOfPiece]] = {}
     for part in parts:
         table = tables.get(part.table)
         if table is None:
             near = get_close_matches(part.table, tables, n=3) or list(tables)
-            known = ", ".join(map(repr, near))
+            tables_text = ", ".join(map(repr, near))
             raise _does_not_fit(
-                part.table, f"no such table in {manifest.ref}", f"a name such as {known:.500}"
+                part.table, f"no such table in {manifest.ref}", f"a name such as {tables_text:.500}"
             )
         _check_part(table, part)
         for piece in table.pieces:
             common = _common(piece.columns, part.columns)
             if common and len(part.values):
-                wanted.setdefault(piece.index, []).append(_of_piece(table, piece, part, common))
+                parts_of.setdefault(piece.index, []).append(_of_piece(table, piece, part, common))
     return [
-        _target(wanted[index]) if index in wanted else None for index in range(len(manifest.tables))
+        _target(parts_of[index]) if index in parts_of else None
+        for index in range(len(manifest.tables))
     ]
 
 
@@ -376,11 +379,11 @@ def place_piece(stored: StoredRows, table: LogicalTable, piece: Piece, part: Tab
         piece: one of its pieces.
         part: as `map_parts` takes it.
     """
-    into = _target([_of_piece(table, piece, part, _common(piece.columns, part.columns))])
-    if isinstance(into, TableTarget):
-        place(stored, None, into)
+    target = _target([_of_piece(table, piece, part, _common(piece.columns, part.columns))])
+    if isinstance(target, TableTarget):
+        place(stored, None, target)
     else:
-        into.take(stored, None)
+        target.take(stored, None)
 
 
 def _target(parts: list[PartOfPiece]) -> TableTarget | RowSink:
@@ -389,26 +392,30 @@ def _target(parts: list[PartOfPiece]) -> TableTarget | RowSink:
 
 
 def _of_piece(table: LogicalTable, piece: Piece, part: TablePart, common: range) -> PartOfPiece:
-    here = slice(common.start - part.columns.start, common.stop - part.columns.start)
-    before = sum(  # columns of pieces that are read before this one
-        len(_common(other.columns, part.columns))
-        for other in table.pieces
-        if other.index < piece.index
+    target_columns = slice(common.start - part.columns.start, common.stop - part.columns.start)
+    columns_before = sum(  # columns of pieces that are read before this one
+        len(_common(earlier_piece.columns, part.columns))
+        for earlier_piece in table.pieces
+        if earlier_piece.index < piece.index
     )
     states: list[StateOfPiece | None] = []
     for state in table.row_states if part.row_states else ():
-        into = part.row_states.get(state.name)
-        if into is None:
+        state_target = part.row_states.get(state.name)
+        if state_target is None:
             states.append(None)
         elif state.by_column:
-            states.append(StateOfPiece(into[:, here], by_column=True))
+            states.append(StateOfPiece(state_target[:, target_columns], by_column=True))
         else:
-            states.append(StateOfPiece(into, by_column=False, weight=len(common), before=before))
+            states.append(
+                StateOfPiece(
+                    state_target, by_column=False, weight=len(common), before=columns_before
+                )
+            )
     return PartOfPiece(
         first_row=part.first_row,
         dim=piece.spec.dim,
         columns=slice(common.start - piece.columns.start, common.stop - piece.columns.start),
-        values=part.values[:, here],
+        values=part.values[:, target_columns],
         row_states=tuple(states) or (None,) * len(piece.spec.row_states),
         changed=part.changed,
     )
@@ -417,30 +424,32 @@ def _of_piece(table: LogicalTable, piece: Piece, part: TablePart, common: range)
 def _check_part(table: LogicalTable, part: TablePart) -> None:
     values, dtype = part.values, torch_dtype(table.dtype)
     if values.dim() != 2 or values.dtype != dtype:
-        found = f"values: {values.dtype} {tuple(values.shape)}"
-        raise _does_not_fit(part.table, found, f"{dtype}, rows and columns")
+        values_text = f"values: {values.dtype} {tuple(values.shape)}"
+        raise _does_not_fit(part.table, values_text, f"{dtype}, rows and columns")
     rows, columns = values.shape
-    for what, first, count, size in (
+    for label, first, count, size in (
         ("rows", part.first_row, rows, table.rows),
         ("columns", part.first_column, columns, table.dim),
     ):
         if first < 0 or first + count > size:
-            found = f"{what} {first} … {first + count - 1} wanted"
-            raise _does_not_fit(part.table, found, f"{what} of 0 … {size - 1}")
-    known = {state.name: state for state in table.row_states} if part.row_states else {}
+            values_text = f"{label} {first} … {first + count - 1} wanted"
+            raise _does_not_fit(part.table, values_text, f"{label} of 0 … {size - 1}")
+    stored_states = {state.name: state for state in table.row_states} if part.row_states else {}
     for name, tensor in part.row_states.items():
-        if name not in known:
-            there = ", ".join(known) or "none"
-            raise _does_not_fit(part.table, f"row state {name!r:.80} wanted", f"one of: {there}")
-        _check_state(part, known[name], tensor)
+        if name not in stored_states:
+            states_text = ", ".join(stored_states) or "none"
+            raise _does_not_fit(
+                part.table, f"row state {name!r:.80} wanted", f"one of: {states_text}"
+            )
+        _check_state(part, stored_states[name], tensor)
 
 
 def _check_state(part: TablePart, state: LogicalState, tensor: Tensor) -> None:
     rows, columns = part.values.shape
     shape = (rows, columns) if state.by_column else (rows, *state.shape)
     if tuple(tensor.shape) != shape or tensor.dtype != torch_dtype(state.dtype):
-        found = f"{state.name}: {tensor.dtype} {tuple(tensor.shape)}"
-        raise _does_not_fit(part.table, found, f"{torch_dtype(state.dtype)} {shape}")
+        state_text = f"{state.name}: {tensor.dtype} {tuple(tensor.shape)}"
+        raise _does_not_fit(part.table, state_text, f"{torch_dtype(state.dtype)} {shape}")
 
 
 def _common(one: range, other: range) -> range:

@@ -84,17 +84,17 @@ class MemoryTarget:
 
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
         """See `RestoreTarget.begin`."""
-        known = logical_tables(manifest.tables)
-        for name in sorted((self._wanted or frozenset()) - known.keys()):
+        tables = logical_tables(manifest.tables)
+        for name in sorted((self._wanted or frozenset()) - tables.keys()):
             raise IncompatibleModel(
                 f"table {name!r}",
                 found=f"no such table in {manifest.ref}",
-                expected=f"one of {', '.join(map(repr, sorted(known)))[:500]}",
+                expected=f"one of {', '.join(map(repr, sorted(tables)))[:500]}",
                 next_step="name a table of the checkpoint",
             )
         self.specs = {
             name: table
-            for name, table in known.items()
+            for name, table in tables.items()
             if self._wanted is None or name in self._wanted
         }
         self.tables = {
@@ -172,12 +172,12 @@ def dense_tensors(state: Mapping[int, object]) -> dict[str, torch.Tensor]:
 
 def extra_states(state: Mapping[int, object]) -> dict[str, object]:
     """Return what modules gave with `get_extra_state`, by module name, from the lowest rank."""
-    found: dict[str, object] = {}
+    states: dict[str, object] = {}
     for rank in sorted(state, reverse=True):
         extra = _at(_at(state[rank], "model"), "extra")
         if isinstance(extra, Mapping):
-            found.update((str(name), value) for name, value in extra.items())
-    return found
+            states.update((str(name), value) for name, value in extra.items())
+    return states
 
 
 def state_dict(state: Mapping[int, object], tables: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -203,16 +203,16 @@ def state_dict(state: Mapping[int, object], tables: Mapping[str, torch.Tensor]) 
 
 def tied_names(state: Mapping[int, object]) -> dict[str, str]:
     """Return the other names of tied parameters, each with the name that is stored."""
-    found = _of_model(state, "tied")
-    if not isinstance(found, Mapping):
+    names = _of_model(state, "tied")
+    if not isinstance(names, Mapping):
         return {}
-    return {str(name): str(first) for name, first in found.items()}
+    return {str(name): str(first) for name, first in names.items()}
 
 
 def transient_buffers(state: Mapping[int, object]) -> frozenset[str]:
     """Return the names of the stored buffers that `Module.state_dict` leaves out."""
-    found = _of_model(state, "transient")
-    return frozenset(map(str, found)) if isinstance(found, list | tuple) else frozenset()
+    names = _of_model(state, "transient")
+    return frozenset(map(str, names)) if isinstance(names, list | tuple) else frozenset()
 
 
 def _of_model(state: Mapping[int, object], key: str) -> object:
@@ -351,7 +351,7 @@ def _restore_first(
 
     for name in order:
         # Before the chain is read, so that a failing listing does not discard a finished restore.
-        known = verdict_of(run, name) if doubts is None else doubts.known(name)
+        verdict = verdict_of(run, name) if doubts is None else doubts.known(name)
         try:
             reading, chain = read_with_chain(run, name, read, line=names)
         except (FormatError, ChainError, ObjectNotFound, RetentionRefused) as error:
@@ -363,7 +363,7 @@ def _restore_first(
             restored=chain.newest.ref,
             full=chain.full.ref,
             full_stored_bytes=chain.full.stored_bytes,
-            validation=known,
+            validation=verdict,
             skipped=tuple(order.skipped),
             passed_over=tuple(
                 PassedOver(key, naming_run(error, run.url)) for key, error in chain.passed_over
@@ -377,12 +377,12 @@ def _restore_first(
     if order.skipped:
         raise order.nothing_good(run, good="with a chain that is good")
     superseded = superseded_alone(run)
-    if not superseded and (gone := manifests_gone(run)):
-        raise gone
-    others = f"; {superseded_text(superseded)}" if superseded else ""
+    if not superseded and (damage := manifests_gone(run)):
+        raise damage
+    others_text = f"; {superseded_text(superseded)}" if superseded else ""
     raise NothingToRestore(
         run.url,
-        found=f"no checkpoint on the live line{others}",
+        found=f"no checkpoint on the live line{others_text}",
         expected="at least one",
         next_step=f"recpoint list {run.url} --all; a superseded one is restored by step and "
         "generation"

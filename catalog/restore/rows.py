@@ -91,15 +91,15 @@ class LogicalTable:
         forms = [[(s.name, s.dtype) for s in spec.row_states] for spec in specs]
         if any(form != forms[0] for form in forms):
             raise self._differ(f"{forms!r:.200}")
-        found = []
+        states = []
         for number, state in enumerate(specs[0].row_states):
             shapes = [spec.row_states[number].shape for spec in specs]
             by_column = shapes == [(spec.dim,) for spec in specs]
             if not by_column and any(shape != shapes[0] for shape in shapes):
                 raise self._differ(f"{state.name!r} of {shapes!r:.200} a row")
             shape = (self.dim,) if by_column else shapes[0]
-            found.append(LogicalState(state.name, state.dtype, shape, by_column))
-        return tuple(found)
+            states.append(LogicalState(state.name, state.dtype, shape, by_column))
+        return tuple(states)
 
     def _differ(self, found: str) -> IncompatibleModel:
         return IncompatibleModel(
@@ -187,7 +187,7 @@ class RowCoverage:
         """
         ranges = sorted(self._ranges, key=lambda rows: rows.start)
         overlap = any(
-            after.start < before.stop for before, after in zip(ranges, ranges[1:], strict=False)
+            later.start < earlier.stop for earlier, later in zip(ranges, ranges[1:], strict=False)
         )
         if overlap or self._sets_overlap(ranges):
             raise MalformedObject(
@@ -204,8 +204,8 @@ class RowCoverage:
             edges = torch.tensor(
                 [(rows.start, rows.stop) for rows in ranges], dtype=torch.int64, device="cpu"
             )
-            before = torch.searchsorted(ids, edges.reshape(-1, 2))
-            return bool((ids[1:] == ids[:-1]).any() or (before[:, 0] != before[:, 1]).any())
+            ids_before = torch.searchsorted(ids, edges.reshape(-1, 2))
+            return bool((ids[1:] == ids[:-1]).any() or (ids_before[:, 0] != ids_before[:, 1]).any())
         if self._bitmap is None:
             return False
         for rows in ranges:
@@ -265,10 +265,10 @@ class SeenIds:
         """See `SeenRows.claim`."""
         ids = torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, range) else rows
         places = torch.searchsorted(self._seen, ids)
-        known = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
-        inside = places < self._seen.numel()
-        known[inside] = self._seen[places[inside]] == ids[inside]
-        positions = (~known).nonzero().flatten()
+        is_claimed = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
+        is_seen_place = places < self._seen.numel()
+        is_claimed[is_seen_place] = self._seen[places[is_seen_place]] == ids[is_seen_place]
+        positions = (~is_claimed).nonzero().flatten()
         self._seen = torch.cat([self._seen, ids[positions]]).sort().values
         return None if positions.numel() == ids.numel() else positions
 
@@ -381,17 +381,20 @@ class LiveRows:
         most_rows, most_bytes = self._most
         for table, spans in added.items():
             joined = _joined([*self._spans.get(table, ()), *spans])
-            before = self._of_table.get(table, Live(0, 0))
+            live_before = self._of_table.get(table, Live(0, 0))
             lives = [span.live for span in joined]
             live = Live(
-                min(sum(one.rows for one in lives), before.rows + sum(one.rows for one in spans)),
                 min(
-                    sum(one.size_bytes for one in lives),
-                    before.size_bytes + sum(one.size_bytes for one in spans),
+                    sum(live.rows for live in lives),
+                    live_before.rows + sum(span.rows for span in spans),
+                ),
+                min(
+                    sum(live.size_bytes for live in lives),
+                    live_before.size_bytes + sum(span.size_bytes for span in spans),
                 ),
             )
-            most_rows += live.rows - before.rows
-            most_bytes += live.size_bytes - before.size_bytes
+            most_rows += live.rows - live_before.rows
+            most_bytes += live.size_bytes - live_before.size_bytes
             self._spans[table], self._of_table[table] = joined, live
         self._most = Live(most_rows, most_bytes)
 

@@ -47,19 +47,19 @@ def canonical_name(model: nn.Module, name: str) -> str:
     parts = name.split(".")
     if _MAY_WRAP.isdisjoint(parts):
         return name  # the usual case; this is called for each module in a stall
-    kept, module = [], model
+    parts_kept, module = [], model
     for part in parts:
         wrapper = part in _WRAPPED or (
             part == "module" and isinstance(module, DistributedDataParallel)
         )
         if not wrapper:
-            kept.append(part)
-        found = module._modules.get(part) if isinstance(module, nn.Module) else None
-        if found is None:
+            parts_kept.append(part)
+        submodule = module._modules.get(part) if isinstance(module, nn.Module) else None
+        if submodule is None:
             # A parameter, a buffer, or an attribute that a wrapper forwards to its module.
-            found = getattr(module, part, None)
-        module = found  # type: ignore[assignment]
-    return ".".join(kept)
+            submodule = getattr(module, part, None)
+        module = submodule  # type: ignore[assignment]
+    return ".".join(parts_kept)
 
 
 # Reads the state trees of all ranks, or of those that a reader needs.
@@ -126,16 +126,16 @@ class StateReading:
         """
         if not isinstance(target, StateChoosingTarget):
             return _checked(self.whole(self._entries))
-        known: dict[int, object] = {}
+        trees: dict[int, object] = {}
         whole: set[int] = set()
         brief: set[int] = set()
         while True:
-            wanted = target.state_wanted(self._manifest, known)
-            more = set(wanted.whole) - whole
-            briefly = set(wanted.briefly) - whole - more - brief
+            state_wanted = target.state_wanted(self._manifest, trees)
+            more = set(state_wanted.whole) - whole
+            briefly = set(state_wanted.briefly) - whole - more - brief
             if not more and not briefly:
-                return _checked(known) if len(whole) == len(self._entries) else known
-            known |= self.whole(sorted(more)) | self.briefly(sorted(briefly), wanted.keys)
+                return _checked(trees) if len(whole) == len(self._entries) else trees
+            trees |= self.whole(sorted(more)) | self.briefly(sorted(briefly), state_wanted.keys)
             whole |= more
             brief |= briefly
 
@@ -143,7 +143,9 @@ class StateReading:
         """Return the whole trees of these ranks."""
         sections: dict[int, dict[str, Section]] = {rank: {} for rank in ranks}
         self._read([entry for rank in ranks for entry in self._entries[rank]], sections)
-        return {rank: self._assemble(rank, found) for rank, found in sections.items()}
+        return {
+            rank: self._assemble(rank, rank_sections) for rank, rank_sections in sections.items()
+        }
 
     def briefly(self, ranks: Collection[int], keys: Collection[str]) -> dict[int, object]:
         """Return the entries `keys` of the trees of these ranks; reads as little else as possible.
@@ -153,14 +155,14 @@ class StateReading:
         """
         sections: dict[int, dict[str, Section]] = {rank: {} for rank in ranks}
         self._read([entry for rank in ranks for entry in self._entries[rank][:1]], sections)
-        found: dict[int, object] = {}
+        parts: dict[int, object] = {}
         for rank, first in sections.items():
             part = self._some(rank, first, keys)
             if part is None:
                 self._read(self._entries[rank][1:], sections)
                 part = self._assemble(rank, first)
-            found[rank] = part
-        return found
+            parts[rank] = part
+        return parts
 
     def _read(
         self, entries: Collection[ChunkEntry], sections: Mapping[int, dict[str, Section]]
@@ -204,8 +206,8 @@ class StateReading:
                 continue
             match = _TENSOR.match(name)
             if match is None:
-                found = f"the tensor {name!r:.80}"
-                raise _malformed(key, found, "tensor.<i> or tensor.<i>.<piece>")
+                tensor_text = f"the tensor {name!r:.80}"
+                raise _malformed(key, tensor_text, "tensor.<i> or tensor.<i>.<piece>")
             if match[2] is None:
                 whole[int(match[1])] = section_tensor(section)
             else:
@@ -215,12 +217,12 @@ class StateReading:
                 raise _malformed(key, f"tensor {number} with pieces missing", "each piece once")
             ordered = [parts[piece] for piece in range(len(parts))]
             if any(part.dim() != 1 or part.dtype != ordered[0].dtype for part in ordered):
-                found = f"tensor {number} in pieces that do not fit"
-                raise _malformed(key, found, "1-D pieces of one dtype")
+                tensor_text = f"tensor {number} in pieces that do not fit"
+                raise _malformed(key, tensor_text, "1-D pieces of one dtype")
             whole[number] = torch.cat(ordered)
         if sorted(whole) != list(range(len(whole))):
-            found = f"the tensors {sorted(whole)!r:.80}"
-            raise _malformed(key, found, "numbers from 0 without a gap")
+            tensor_text = f"the tensors {sorted(whole)!r:.80}"
+            raise _malformed(key, tensor_text, "numbers from 0 without a gap")
         tensors = [whole[number] for number in range(len(whole))]
         return unflatten(bytes(sections["tree"].data), tensors, name=key)
 

@@ -165,10 +165,10 @@ def check_targets(manifest: Manifest, targets: Sequence[TableTarget | RowSink | 
         if isinstance(target, TableTarget):
             rows = target.values.shape[0] if target.values.dim() else 0
             _check_tensor(spec, "values", target.values, (rows, spec.dim), torch_dtype(spec.dtype))
-        wanted = None if target is None else target.wanted
-        if wanted is not None and not 0 <= wanted.start <= wanted.stop <= spec.rows:
-            found = f"rows {wanted.start} … {wanted.stop - 1} wanted"
-            raise _does_not_fit(spec, found, f"rows of 0 … {spec.rows - 1}")
+        wanted_rows = None if target is None else target.wanted
+        if wanted_rows is not None and not 0 <= wanted_rows.start <= wanted_rows.stop <= spec.rows:
+            rows_text = f"rows {wanted_rows.start} … {wanted_rows.stop - 1} wanted"
+            raise _does_not_fit(spec, rows_text, f"rows of 0 … {spec.rows - 1}")
         if not isinstance(target, TableTarget):
             continue
         if len(target.row_states) != len(spec.row_states):
@@ -184,11 +184,11 @@ def check_targets(manifest: Manifest, targets: Sequence[TableTarget | RowSink | 
 def _check_tensor(
     spec: TableSpec, what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    found = f"{what}: {tensor.dtype} {tuple(tensor.shape)}"
+    tensor_text = f"{what}: {tensor.dtype} {tuple(tensor.shape)}"
     if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-        raise _does_not_fit(spec, found, f"{dtype} {shape}")
+        raise _does_not_fit(spec, tensor_text, f"{dtype} {shape}")
     if not tensor.is_contiguous():
-        raise _does_not_fit(spec, f"{found}, not contiguous", "a contiguous tensor")
+        raise _does_not_fit(spec, f"{tensor_text}, not contiguous", "a contiguous tensor")
 
 
 def _does_not_fit(spec: TableSpec, found: str, expected: str) -> IncompatibleModel:
