@@ -49,7 +49,7 @@ _OURS = ("recpoint", "benchmarks", "tests")
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the benchmark named by the first argument, or `all`; returns the exit code."""
+    """Run the benchmark named by the first argument, or `all`; return the exit code."""
     if not arguments:
         print("usage: python -m benchmarks NAME [--smoke] [--plot]")
         print("       python -m benchmarks all --out DIR [--smoke] [--only NAME ...]")
@@ -138,7 +138,7 @@ def _check_names(parser: argparse.ArgumentParser, given: argparse.Namespace) -> 
 
 
 def _require_its_keys(report: Report, benchmark: ModuleType) -> None:
-    """Checks that a report has exactly its module's KEYS, in every run and on any machine."""
+    """Check that a report has exactly its module's KEYS, in every run and on any machine."""
     measured, expected = report.figures.keys() | report.not_run.keys(), set(benchmark.KEYS)
     if measured != expected:
         raise AssertionError(

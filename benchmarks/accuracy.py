@@ -84,7 +84,7 @@ class Outcome:
 
 
 def run(*, smoke: bool) -> Report:
-    """Trains every task with every seed, and compares.
+    """Train every task with every seed, and compare.
 
     `relative_loss_<b>bit` is the loss of the default quantizer just after a restore at the end of
     the run: the mean over the seeds, the worse of log loss and AUC, of the worst task. For
@@ -118,7 +118,7 @@ def _task(name: str, smoke: bool) -> Task:
 
 
 def _measure(name: str, seed: int, smoke: bool) -> Outcome:
-    """Measures one task with one seed, in one thread, so that results do not depend on the load.
+    """Measure one task with one seed, in one thread, so that results do not depend on the load.
 
     The first seed measures all schemes, the others only the default scheme.
     """
@@ -156,7 +156,7 @@ def _can_cluster(name: str, bits: int, smoke: bool) -> bool:
 
 
 def _restore_tables(model: Any, bits: int, scheme: str, *, step: int) -> None:
-    """Replaces the model's tables by their values after a restore from a checkpoint of `step`."""
+    """Replace the model's tables by their values after a restore from a checkpoint of `step`."""
     with torch.no_grad():
         for table in model.tables.values():
             if scheme == "rule" and table.weight.numel() <= Precision().small_table_values:
@@ -166,7 +166,7 @@ def _restore_tables(model: Any, bits: int, scheme: str, *, step: int) -> None:
 
 
 def _after_restore(task: Task, model: Any, bits: int, scheme: str) -> Score:
-    """Returns the score of `model` with its tables restored; leaves the model unchanged."""
+    """Return the score of `model` with its tables restored; leave the model unchanged."""
     weights_before = [table.weight.detach().clone() for table in model.tables.values()]
     if scheme == "k-means":
         _cluster_looked_up(task, model, bits)
@@ -180,7 +180,7 @@ def _after_restore(task: Task, model: Any, bits: int, scheme: str) -> Score:
 
 
 def _cluster_looked_up(task: Task, model: Any, bits: int) -> None:
-    """Applies k-means only to the rows that the test looks up, because it is slow."""
+    """Apply k-means only to the rows that the test looks up, because it is slow."""
     with torch.no_grad():
         for column, table in enumerate(model.tables.values()):
             ids = task.test.sparse[:, column].unique()
@@ -207,7 +207,7 @@ def _restored_on_the_way(task: Task, seed: int, restores: int, bits: int, never:
 
 
 def _gate(smoke: bool) -> None:
-    """Checks that a store returns the bits of `restored_rows`, and optimizer state exactly."""
+    """Check that a store returns the bits of `restored_rows`, and optimizer state exactly."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
     batches, rows = (4, 1 << 10) if smoke else (50, 1 << 18)
     learned = retail(dim=16, batches=batches, tests=2, rows=rows).learn(0)
@@ -245,7 +245,7 @@ def _check_stored(learned: Any, where: Any, bits: Any, quantizer: QuantizerName)
 
 
 def report_of(outcomes: list[Outcome]) -> Report:
-    """Returns the report of the measured outcomes; `run` describes the figures."""
+    """Return the report of the measured outcomes; `run` describes the figures."""
     report = Report(
         name="accuracy",
         columns=("loss and AUC, % worse", *(f"{bits} bits" for bits in WIDTHS)),
@@ -282,7 +282,7 @@ def report_of(outcomes: list[Outcome]) -> Report:
 
 
 def _rule(report: Report, outcomes: list[Outcome], tasks: list[str]) -> None:
-    """Adds the runs that were restored on the way to the report."""
+    """Add the runs that were restored on the way to the report."""
     worst, paired = -math.inf, (-math.inf, 0.0)
     for restores, bits in RULE.items():
         for task in tasks:
@@ -311,7 +311,7 @@ def _rule(report: Report, outcomes: list[Outcome], tasks: list[str]) -> None:
 
 
 def _ends(runs: list[Spread]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Returns mean and half the 95 % confidence interval over seeds, of the loss and of the AUC."""
+    """Return mean and half the 95 % confidence interval over seeds, of the loss and of the AUC."""
     loss, auc = ([s.at_end[part] for s in runs] for part in (0, 1))
     return _interval(loss), _interval(auc)
 

@@ -31,7 +31,7 @@ Result = dict[str, Any]
 
 
 def run_all(names: Sequence[str], out: Path, *, smoke: bool) -> int:
-    """Runs benchmarks, and writes OUT/NAME.json for each, OUT/all.json and OUT/all.md.
+    """Run benchmarks, and write OUT/NAME.json for each, OUT/all.json and OUT/all.md.
 
     Args:
         names: benchmarks, in the order in which they run.
@@ -70,7 +70,7 @@ def run_all(names: Sequence[str], out: Path, *, smoke: bool) -> int:
 
 
 def _finished(file: Path, where: Mapping[str, Any]) -> Result | None:
-    """Returns the result in `file`; None if the benchmark must run again."""
+    """Return the result in `file`; None if the benchmark must run again."""
     try:
         result: Result = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
@@ -83,7 +83,7 @@ def _finished(file: Path, where: Mapping[str, Any]) -> Result | None:
 
 
 def _run(name: str, where: Mapping[str, Any]) -> Result:
-    """Runs one benchmark in its own process, and forwards its output to standard error."""
+    """Run one benchmark in its own process, and forward its output to standard error."""
     began = datetime.now(UTC).isoformat(timespec="seconds")
     start = perf_counter()
     last: deque[str] = deque(maxlen=_LAST_LINES)
@@ -108,14 +108,14 @@ def _run(name: str, where: Mapping[str, Any]) -> Result:
 
 
 def _write(file: Path, text: str) -> None:
-    """Replaces the contents of `file` by `text` atomically."""
+    """Replace the contents of `file` by `text` atomically."""
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     beside.write_text(text + "\n", encoding="utf-8")
     beside.replace(file)
 
 
 def _state(result: Result) -> str:
-    """Returns in a few words how a benchmark ended."""
+    """Return in a few words how a benchmark ended."""
     if result["exit_code"]:
         return f"failed with exit code {result['exit_code']}"
     report = result["report"]
@@ -163,7 +163,7 @@ def _header(document: Mapping[str, Any]) -> list[str]:
 
 
 def _rows(name: str, result: Result) -> list[tuple[str, str, str, str]]:
-    """Returns rows (benchmark, key, value, spread): figures, times and the machine's load."""
+    """Return rows (benchmark, key, value, spread): figures, times and the machine's load."""
     if result["exit_code"]:
         return [(name, "", _state(result), "")]
     report = result["report"]

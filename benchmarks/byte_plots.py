@@ -17,7 +17,7 @@ _IMAGES = ROOT / "docs" / "images"
 
 
 def plot(name: str, title: str, counted: Sequence[Counted]) -> Path:
-    """Draws the plans of one source and width, as shares of a full fp32 checkpoint.
+    """Draw the plans of one source and width, as shares of a full fp32 checkpoint.
 
     Returns:
         The path of the picture, docs/images/<name>.png.

@@ -61,7 +61,7 @@ class Source:
 
 
 def fleet(*, smoke: bool) -> Source:
-    """Returns a run with Check-N-Run's curve: 10 million rows of 64 values, row-wise Adagrad."""
+    """Return a run with Check-N-Run's curve: 10 million rows of 64 values, row-wise Adagrad."""
     examples_on_path()
     from train_dlrm import DLRM
 
@@ -88,7 +88,7 @@ def fleet(*, smoke: bool) -> Source:
 
 
 def _forms_like(sample: Tensor, rows: int) -> dict[FixedBits, Form]:
-    """Returns forms of `rows` rows, each a row of `sample` with 1 % noise on its values."""
+    """Return forms of `rows` rows, each a row of `sample` with 1 % noise on its values."""
     forms: dict[FixedBits, Form] = {bits: np.zeros(rows, np.uint8) for bits in WIDTHS}
     generator = torch.Generator().manual_seed(5)
     for first in range(0, rows, len(sample)):
@@ -101,7 +101,7 @@ def _forms_like(sample: Tensor, rows: int) -> dict[FixedBits, Form]:
 
 
 def retail(*, smoke: bool, optimizer: OptimizerName = "row-wise Adagrad") -> Source:
-    """Returns one pass of the bundled purchases: a checkpoint after each fiftieth, d = 16."""
+    """Return one pass of the bundled purchases: a checkpoint after each fiftieth, d = 16."""
     examples_on_path()
     from retail import RetailReader
     from train_dlrm import DLRM
@@ -116,7 +116,7 @@ def retail(*, smoke: bool, optimizer: OptimizerName = "row-wise Adagrad") -> Sou
 
 
 def criteo_shaped(*, smoke: bool) -> Source:
-    """Returns a run on a log of Criteo's shape: tables of at most 2^20 rows of 16 values.
+    """Return a run on a log of Criteo's shape: tables of at most 2^20 rows of 16 values.
 
     It has 24 intervals. The ratio of an interval's lines to table rows equals the ratio of 2 % of
     the published log's lines to the published tables' rows.
@@ -154,7 +154,7 @@ def _trained(
     each: int | None = None,
     train: int | None = None,
 ) -> Source:
-    """Returns a source of the rows that training `model` changes.
+    """Return a source of the rows that training `model` changes.
 
     Args:
         name: of the source.
@@ -207,7 +207,7 @@ def _trained(
 
 
 def _smaller(model: Any) -> Any:
-    """Returns the model with at most 2,048 rows in each table; dense layers and names stay."""
+    """Return the model with at most 2,048 rows in each table; dense layers and names stay."""
     tables = {name: min(len(table.weight), 2048) for name, table in model.tables.items()}
     if isinstance(model, CriteoDLRM):
         return CriteoDLRM(tables)
@@ -245,7 +245,7 @@ def _learn(model: Any, optimizers: list[torch.optim.Optimizer], batch: Any) -> N
 def _stored(
     model: Any, optimizer: OptimizerName, batches: Iterator[Any]
 ) -> tuple[dict[FixedBits, dict[Kind, Stored]], dict[FixedBits, Manifest]]:
-    """Stores a full and an increment of `model` in each width, and compares them with the count.
+    """Store a full and an increment of `model` in each width, and compare them with the count.
 
     Returns:
         Both, and the manifest of the full into which consolidation merges them.
@@ -280,7 +280,7 @@ def _stored(
 
 
 def _merged(url: str, job: Job, manifest: Manifest, ids: list[Any], forms: list[Form]) -> Manifest:
-    """Consolidates an increment with its full, and compares the bytes with the counted bytes."""
+    """Consolidate an increment with its full, and compare the bytes with the counted bytes."""
     run = Run.open(open_store(url))
     plan = plan_consolidation(run, ManifestName(job.step, job.generation))
     consolidate(run, plan)
@@ -295,7 +295,7 @@ def _merged(url: str, job: Job, manifest: Manifest, ids: list[Any], forms: list[
 
 
 def _compared(tracked: StagedRun, url: str) -> tuple[list[Any], list[Form], Stored]:
-    """Cuts and persists a checkpoint; returns its row ids, the rows' forms, and what was stored."""
+    """Cut and persist a checkpoint; return its row ids, the rows' forms, and what was stored."""
     path = tracked.cut()
     staged = open_slot(path, read_job(path))
     ids: list[Any] = []

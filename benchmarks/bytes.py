@@ -99,7 +99,7 @@ class Counted(NamedTuple):
 
 
 def run(*, smoke: bool, plot: bool = False) -> Report:
-    """Counts the bytes of all plans in all widths on all sources.
+    """Count the bytes of all plans in all widths on all sources.
 
     Means are over all checkpoints of a run, the first full included. Capacity is the peak of the
     bytes that must be kept to restore the newest checkpoint, as the paper counts it. A store holds
@@ -143,7 +143,7 @@ def run(*, smoke: bool, plot: bool = False) -> Report:
 
 
 def count(source: Source) -> list[Counted]:
-    """Counts all plans in all widths on one source."""
+    """Count all plans in all widths on one source."""
     sizes = _Sizes(source)
     intervals, full = len(source.masks), sizes.full_fp32
     counted = []
@@ -170,18 +170,18 @@ class _Sizes:
 
     @property
     def full_fp32(self) -> int:
-        """Returns the bytes of tables, row states and dense state, without headers and manifest."""
+        """Return the bytes of tables, row states and dense state, without headers and manifest."""
         job = self._source.templates["lossless"]["full"][0]
         tables = sum(_row_bytes(table.spec) * table.spec.rows for table in job.tables)
         real = sum(_row_bytes(spec) * spec.rows for spec in self._source.tables)
         return job.full_bytes - tables + real
 
     def of(self, bits: FixedBits) -> _OfWidth:
-        """Returns the sizes for one width."""
+        """Return the sizes for one width."""
         return _OfWidth(self, bits)
 
     def merging(self, bits: FixedBits) -> Callable[[Sequence[int]], int]:
-        """Returns the argument `merge` of `replay`; it keeps its own merged full."""
+        """Return the argument `merge` of `replay`; it keeps its own merged full."""
         source = self._source
         job = self._with_rows(source.templates[bits]["increment"][0], None)
         manifest = source.consolidated[bits].model_copy(update={"tables": source.tables})
@@ -193,14 +193,14 @@ class _Sizes:
         return merge
 
     def _ids(self, mask: Mask) -> list[Ids]:
-        """Returns the changed row ids of each table."""
+        """Return the changed row ids of each table."""
         return [
             np.flatnonzero(mask[start : start + spec.rows])
             for start, spec in zip(self._starts[:-1], self._source.tables, strict=True)
         ]
 
     def _with_rows(self, job: Job, ids: Sequence[Ids] | None) -> Job:
-        """Returns the job with the real tables and these row ids; None: all rows."""
+        """Return the job with the real tables and these row ids; None: all rows."""
         tables = []
         for index, (spec, table) in enumerate(zip(self._source.tables, job.tables, strict=True)):
             rows = spec.rows if ids is None else len(ids[index])
@@ -277,7 +277,7 @@ def _figures(report: Report, suffix: str, bits: FixedBits, counted: Sequence[Cou
 
 
 def _where(source: Source) -> str:
-    """Returns the share of each kind of content in the bytes of an increment."""
+    """Return the share of each kind of content in the bytes of an increment."""
     lines = []
     for bits in (2, 8):
         parts = _Sizes(source).parts(bits, 0, 1)

@@ -145,7 +145,7 @@ _SMOKE = _Sizes(
 
 
 def run(*, smoke: bool, directory: Path | None = None) -> Report:
-    """Compares the peers.
+    """Compare the peers.
 
     Args:
         smoke: with tiny sizes.
@@ -182,7 +182,7 @@ def _scratch(parent: Path) -> Iterator[Path]:
 
 
 def _file_system(path: Path) -> str:
-    """Returns the type of the file system that a path is on; "unknown" where nothing says it."""
+    """Return the type of the file system that a path is on; "unknown" where nothing says it."""
     try:
         lines = Path("/proc/mounts").read_text().splitlines()
     except OSError:  # not Linux
@@ -199,7 +199,7 @@ _GATE_TABLES = 8
 
 
 def _gate(report: Report, folder: Path, *, smoke: bool) -> None:
-    """Compares training through each peer with training in memory, bit for bit.
+    """Compare training through each peer with training in memory, bit for bit.
 
     Raises:
         RuntimeError: something differs, or a planned lookup missed.
@@ -274,7 +274,7 @@ class _Rounds:
         return cls([], [], [], [], [])
 
     def play(self, peer: Peer, batches: int, wait: float) -> None:
-        """Plays a round."""
+        """Play a round."""
         own_before, (read, written) = peer.own_seconds, peer.moved()
         start_s, cpu = time.perf_counter(), time.process_time()
         peer.play(batches, wait=wait)
@@ -287,7 +287,7 @@ class _Rounds:
 
 
 def _compare(report: Report, folder: Path, sizes: _Sizes, system: str) -> float:
-    """Compares the peers; returns the processor's seconds of a batch with the planned cache."""
+    """Compare the peers; return the processor's seconds of a batch with the planned cache."""
     reader = criteo_reader(lines=sizes.lines, rows=sizes.rows)
     tables: dict[str, int] = reader.tables
     played = sizes.warm + 2 * sizes.rounds * sizes.batches
@@ -352,7 +352,7 @@ def _rounds(
     *,
     only: Sequence[str],
 ) -> dict[str, _Rounds]:
-    """Plays rounds in turns; adds rows, times and the share of the bound to the report."""
+    """Play rounds in turns; add rows, times and the share of the bound to the report."""
     rounds_by_name = {name: _Rounds.none() for name in only}
     merged = {name: 0.0 for name in only}
     bounds = []
@@ -421,7 +421,7 @@ class _Disk:
             self._file.write(self._memory, offset)
 
     def measure(self) -> tuple[float, float]:
-        """Returns random reads of 4 KiB a second, and bytes written in order a second."""
+        """Return random reads of 4 KiB a second, and bytes written in order a second."""
         written = self._size_bytes // 4
         start_s = time.perf_counter()
         self._write(written)
@@ -453,7 +453,7 @@ class _Disk:
 
 
 def _plan_alone(report: Report, sizes: _Sizes, cpu_seconds: float) -> None:
-    """Plans with the oracle alone; `cpu_seconds` are of a whole batch of the smaller size."""
+    """Plan with the oracle alone; `cpu_seconds` are of a whole batch of the smaller size."""
     for key, lines, count in zip(
         ("moved_2k", "moved_16k"), sizes.oracle_lines, sizes.oracle_batches, strict=True
     ):
@@ -493,7 +493,7 @@ _LOOKUPS = 4
 
 
 def _one_table(report: Report, folder: Path, sizes: _Sizes) -> None:
-    """Compares a table of very many rows with one of fewer, on the same lookups."""
+    """Compare a table of very many rows with one of fewer, on the same lookups."""
     count = sizes.warm + sizes.rounds * sizes.batches + sizes.window + 2
     # Few enough that rows which have left come back, and are read.
     ranks = min(sizes.one_table[1], 2 * sizes.capacity)

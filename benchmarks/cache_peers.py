@@ -82,18 +82,18 @@ class TablesModel(nn.Module):
                 parameter.uniform_(-0.5, 0.5, generator=generator)
 
     def forward(self, sparse: Tensor) -> Tensor:
-        """Returns logits F32 [n] of I64 [tables, n]."""
+        """Return logits F32 [n] of I64 [tables, n]."""
         rows = [table(ids) for table, ids in zip(self.tables.values(), sparse, strict=True)]
         logits: Tensor = self.top(torch.stack(rows).sum(dim=0))
         return logits.squeeze(1)
 
     def weights(self) -> list[nn.Parameter]:
-        """Returns the tables' parameters."""
+        """Return the tables' parameters."""
         return list(self.tables.parameters())
 
 
 def row_wise(weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Returns Adagrad with one sum a row, with which the measured runs train."""
+    """Return Adagrad with one sum a row, with which the measured runs train."""
     return RowWiseAdagrad(weights, lr=0.1)
 
 
@@ -127,7 +127,7 @@ class _Trained:
         self.of_top = torch.optim.SGD(model.top.parameters(), lr=0.01)
 
     def train(self, sparse: Tensor, label: Tensor) -> float:
-        """Trains a batch; returns its loss."""
+        """Train a batch; return its loss."""
         self.of_tables.zero_grad()
         self.of_top.zero_grad()
         logits = self.model(sparse)
@@ -156,7 +156,7 @@ class Peer(ABC):
 
     @abstractmethod
     def play(self, batches: int, *, wait: float) -> list[float]:
-        """Trains batches, and does all I/O that they cause.
+        """Train batches, and do all I/O that they cause.
 
         Args:
             batches: number of batches.
@@ -167,19 +167,19 @@ class Peer(ABC):
         """
 
     def moved(self) -> tuple[int, int]:
-        """Returns the rows that were read from the home so far, and those written back."""
+        """Return the rows that were read from the home so far, and those written back."""
         return 0, 0
 
     def settle(self) -> None:
-        """Waits until the home merges nothing, so that nothing is left to the next peer."""
+        """Wait until the home merges nothing, so that nothing is left to the next peer."""
         return
 
     def close(self) -> None:
-        """Gives everything up."""
+        """Give everything up."""
         return
 
     def _step(self, trained: _Trained, batch: Batch, sparse: Tensor, wait: float) -> float:
-        """Trains a batch whose rows are there, and waits for the accelerator."""
+        """Train a batch whose rows are there, and wait for the accelerator."""
         start_s = time.perf_counter()
         loss = trained.train(sparse, batch.label)
         own_s = time.perf_counter() - start_s
@@ -283,7 +283,7 @@ class CachedPeer(Peer):
         return dict(zip(self._names, batch.sparse, strict=True))
 
     def _brought(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Yields batches whose rows are brought when the batch is asked for."""
+        """Yield batches whose rows are brought when the batch is asked for."""
         for batch in batches:
             self.cache.end_batch()
             self.cache.plan(self._ids(batch), is_next=True)
@@ -297,14 +297,14 @@ class CachedPeer(Peer):
         return losses
 
     def train(self, batches: int, *, wait: float) -> list[float]:
-        """Trains batches as `play` does, and leaves I/O under way."""
+        """Train batches as `play` does, and leave I/O under way."""
         return [
             self._step(self.trained, batch, batch.sparse, wait)
             for batch in (next(self._reader) for _ in range(batches))
         ]
 
     def end_io(self) -> None:
-        """Waits until no I/O is under way.
+        """Wait until no I/O is under way.
 
         The home thread may be a window ahead, or behind. Rounds begin and end with it idle, so that
         each has the I/O of as many batches as it trains.
@@ -392,7 +392,7 @@ class Uncached(Peer):
         return losses
 
     def _fetch(self, slots: TableSlots, looked_up: Tensor, places: Tensor) -> Tensor:
-        """Brings the rows of a table into its first slots; returns their ids."""
+        """Bring the rows of a table into its first slots; return their ids."""
         ids: Tensor
         ids, inverse = torch.unique(looked_up, return_inverse=True)
         places.copy_(inverse)
@@ -447,13 +447,13 @@ class _Reader:
 
 
 def any_values(model: nn.Module) -> None:
-    """Gives all parameters values of the right size and distribution."""
+    """Give all parameters values of the right size and distribution."""
     for weight in model.parameters():
         weight.data.uniform_(-0.05, 0.05)
 
 
 def fill_home(home: Home, rows: Mapping[str, int], *, dim: int = DIM, states: int = 1) -> None:
-    """Writes all rows of the tables to a home, as a restore does: by default row-wise Adagrad's.
+    """Write all rows of the tables to a home, as a restore does: by default row-wise Adagrad's.
 
     Their values are of the right size and distribution, but repeat.
 
@@ -477,7 +477,7 @@ def fill_home(home: Home, rows: Mapping[str, int], *, dim: int = DIM, states: in
 
 
 def state_in_memory(peer: AllInMemory) -> list[Tensor]:
-    """Returns the rows and row states of all tables, in order."""
+    """Return the rows and row states of all tables, in order."""
     tensors = []
     for weight in peer.model.weights():
         states = row_states(peer.trained.of_tables.state.get(weight, {}), weight.shape[0])
@@ -486,7 +486,7 @@ def state_in_memory(peer: AllInMemory) -> list[Tensor]:
 
 
 def state_in_cache(cache: Cache) -> list[Tensor]:
-    """Returns the same as `state_in_memory`, wherever rows are."""
+    """Return the same as `state_in_memory`, wherever rows are."""
     tensors: list[Tensor] = []
     for name, table in cache.tables.items():
         all_ids = torch.arange(table.slots.rows, dtype=torch.int64, device="cpu")
@@ -495,7 +495,7 @@ def state_in_cache(cache: Cache) -> list[Tensor]:
 
 
 def same_bits(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Returns whether tensors are equal, bit for bit."""
+    """Return whether tensors are equal, bit for bit."""
     return len(one) == len(other) and all(
         torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
         for a, b in zip(one, other, strict=True)

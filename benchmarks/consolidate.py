@@ -71,7 +71,7 @@ print(resident("VmHWM") - before)
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures both ways, after the gate."""
+    """Measure both ways, after the gate."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
     rows, rounds = (5_000, 1) if smoke else (2_000_000, 5)
     model = Tables(count=2, rows=rows, dim=_DIM)
@@ -186,7 +186,7 @@ def _restored(url: str) -> MemoryTarget:
 
 
 def _forget(run: Run, plan: ConsolidationPlan) -> None:
-    """Removes what a consolidation wrote, so that the next one does all the work again."""
+    """Remove what a consolidation wrote, so that the next one does all the work again."""
     run.store.delete(plan.target.key)
     for info in list(run.store.list(attempt_prefix(*plan.target.name, plan.attempt))):
         run.store.delete(info.key)

@@ -48,7 +48,7 @@ class CriteoDLRM(nn.Module):
         self.top = _layers((widths.dim + len(self.first), *widths.top), last=nn.Identity())
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
-        """Returns logits F32 [n] of dense F32 [n, 13] and sparse I64 [n, 26]."""
+        """Return logits F32 [n] of dense F32 [n, 13] and sparse I64 [n, 26]."""
         rows = [table(sparse[:, c]) for c, table in enumerate(self.tables.values())]
         bottom = self.bottom(dense)
         stacked = torch.stack([bottom, *rows], dim=1)

@@ -21,7 +21,7 @@ __all__ = ["Plan", "criteo_reader", "drawn", "new_rows", "plan_alone"]
 
 
 def criteo_reader(*, lines: int, rows: int, seed: int = 0) -> Any:
-    """Returns a reader of so many samples a batch, with tables of so many rows at most."""
+    """Return a reader of so many samples a batch, with tables of so many rows at most."""
     examples_on_path()
     from criteo import CriteoShapeReader
 
@@ -29,13 +29,13 @@ def criteo_reader(*, lines: int, rows: int, seed: int = 0) -> Any:
 
 
 def drawn(reader: Any, numbers: range) -> list[Batch]:
-    """Returns these batches of a reader."""
+    """Return these batches of a reader."""
     all_batches = (reader.batch(number) for number in numbers)
     return [Batch(batch.sparse.t().contiguous(), batch.label) for batch in all_batches]
 
 
 def new_rows(batches: Sequence[Tensor], first: int) -> int:
-    """Returns how many different rows of a table come in no batch before `first`."""
+    """Return how many different rows of a table come in no batch before `first`."""
     ids_before = torch.cat([torch.empty(0, dtype=torch.int64), *batches[:first]])
     ids_after = torch.cat([torch.empty(0, dtype=torch.int64), *batches[first:]])
     return int((~torch.isin(ids_after.unique(), ids_before)).sum())
@@ -59,7 +59,7 @@ class Plan:
 def plan_alone(
     rows: Mapping[str, int], batches: Sequence[Tensor], *, capacity: int, window: int
 ) -> Plan:
-    """Plans batches as a cache does, with a window that is always full. No row is moved.
+    """Plan batches as a cache does, with a window that is always full. No row is moved.
 
     Args:
         rows: name of a table -> its rows.
@@ -92,7 +92,7 @@ def plan_alone(
 
 
 def _slots(rows: Mapping[str, int], capacity: int) -> list[int]:
-    """Returns the slots that a cache gives to each table."""
+    """Return the slots that a cache gives to each table."""
     model = TablesModel(rows)
     with local() as home:
         cached(model, home, capacity, initial=INITIAL)

@@ -52,7 +52,7 @@ class Checkpoint:
 
 
 def fleet_masks(rows: int, intervals: int, *, seed: int) -> Masks:
-    """Draws the rows changed in each interval so that the trace has the curve.
+    """Draw the rows changed in each interval so that the trace has the curve.
 
     The row of rank r is looked up with probability ∝ (r + rows/1000)^-3.292. An interval has 16,828
     lookups for each row on average. Rows are not in the order of their frequency.
@@ -65,7 +65,7 @@ def fleet_masks(rows: int, intervals: int, *, seed: int) -> Masks:
 
 
 def rows_since(masks: Masks, since: int, to: int) -> Mask:
-    """Returns the rows changed in the intervals after `since`, up to and including `to`."""
+    """Return the rows changed in the intervals after `since`, up to and including `to`."""
     changed = np.zeros_like(masks[to])
     for interval in range(since + 1, to + 1):
         changed |= masks[interval]
@@ -80,7 +80,7 @@ def replay(
     consolidate_every: int | None = None,
     merge: Callable[[Sequence[int]], int] | None = None,
 ) -> list[Checkpoint]:
-    """Replays the checkpoints of a trainer with this policy, one after each interval from 0 on.
+    """Replay the checkpoints of a trainer with this policy, one after each interval from 0 on.
 
     Args:
         policy: the trainer's class, whose own functions decide here too.

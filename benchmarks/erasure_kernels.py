@@ -53,7 +53,7 @@ class _Stripes(NamedTuple):
 
 
 def measure(report: Report, *, smoke: bool) -> None:
-    """Adds the figures KEYS, each the worst of stripes of 2 and 4 data members, and notes.
+    """Add the figures KEYS, each the worst of stripes of 2 and 4 data members, and notes.
 
     `vs_pyeclib` is the worst of one parity and two.
     """
@@ -79,7 +79,7 @@ def measure(report: Report, *, smoke: bool) -> None:
 
 
 def _gate() -> None:
-    """Checks parities and decoded members against the reference, on rows of odd lengths too."""
+    """Check parities and decoded members against the reference, on rows of odd lengths too."""
     for data, row_bytes in ((2, _ROW_BYTES), (4, 77)):
         members = [torch.randint(0, 256, (50, row_bytes)).byte() for _ in range(data)]
         expected = [torch.empty_like(members[0]) for _ in range(2)]

@@ -27,7 +27,7 @@ _PATIENCE_SECONDS = 600.0
 
 
 def hop_seconds(ranks: int, count: int) -> float:
-    """Returns the median seconds of an exchange between so many ranks, divided by its hops."""
+    """Return the median seconds of an exchange between so many ranks, divided by its hops."""
     with tempfile.TemporaryDirectory(prefix="recpoint-exchanges-") as folder:
         processes = [
             subprocess.Popen(

@@ -16,7 +16,7 @@ _ROUNDS = 12
 
 
 def least_error(rows: Tensor, bits: int) -> float:
-    """Returns the mean, over f32 rows [n, dim], of each row's least sum of squared errors."""
+    """Return the mean, over f32 rows [n, dim], of each row's least sum of squared errors."""
     return sum(_least(row, 2**bits - 1) for row in rows.double()) / len(rows)
 
 
@@ -34,7 +34,7 @@ def _least(row: Tensor, levels: int) -> float:
 
 
 def _alternated(row: Tensor, offset: Tensor, scale: Tensor, levels: int) -> float:
-    """Returns the least error that least squares reach from these pairs, f64 [pairs] each."""
+    """Return the least error that least squares reach from these pairs, f64 [pairs] each."""
     n, total = len(row), row.sum()
     best = float("inf")
     error_before = torch.full_like(scale, float("inf"))

@@ -142,7 +142,7 @@ class Costs:
 
 
 def dirty_share(minutes: float) -> float:
-    """Returns the share of rows changed in so many minutes: 0.26 · (minutes / 30)^0.289, at most 1.
+    """Return the share of rows changed in so many minutes: 0.26 · (minutes / 30)^0.289, at most 1.
 
     The paper shows the curve for 30 minutes to 5.5 hours; for shorter times it is extrapolated.
     """
@@ -163,7 +163,7 @@ def costs(
     merge_every: int | None = None,
     staged_jobs: int = 1,
 ) -> Costs:
-    """Computes the costs of a run of 25 intervals.
+    """Compute the costs of a run of 25 intervals.
 
     Args:
         fleet: the hosts that train.

@@ -40,7 +40,7 @@ _LEAST = 3
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures on both stores."""
+    """Measure on both stores."""
     report = Report(
         name="follow",
         columns=("store", "versions", "increment MB", "commit to served s", "worst s"),
@@ -74,7 +74,7 @@ def run(*, smoke: bool) -> Report:
 
 
 def _served(url: str, folder: Path, *, smoke: bool) -> list[Mapping[str, Any]]:
-    """Returns, for each version after the first, seconds from commit to served and its bytes."""
+    """Return, for each version after the first, seconds from commit to served and its bytes."""
     folder.mkdir()
     # A smoke run trains until enough versions were served, which takes longer on a slow machine.
     steps, interval = (10**6, 20) if smoke else (2000, 50)
@@ -121,7 +121,7 @@ def _served(url: str, folder: Path, *, smoke: bool) -> list[Mapping[str, Any]]:
 
 
 def _train_until(command: list[str], enough: Callable[[], bool]) -> None:
-    """Trains until `enough` returns True, then kills the trainer."""
+    """Train until `enough` returns True, then kill the trainer."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as trainer:
         try:
             until(lambda: enough() or trainer.poll() is not None, seconds=200)

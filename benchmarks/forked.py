@@ -25,7 +25,7 @@ class Forked(NamedTuple):
     told: Connection
 
     def end(self, seconds: float) -> None:
-        """Closes the connection, waits for the end, and kills the process after so many seconds."""
+        """Close the connection, wait for the end, and kill the process after so many seconds."""
         self.told.close()
         self.process.join(seconds)
         if self.process.is_alive():
@@ -34,7 +34,7 @@ class Forked(NamedTuple):
 
 
 def forked(target: Callable[..., None], *arguments: Any) -> Forked:
-    """Returns a process that runs `target(*arguments, told)`."""
+    """Return a process that runs `target(*arguments, told)`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     own_end, their_end = context.Pipe()

@@ -58,7 +58,7 @@ class _Bench:
     def device_seconds(
         self, call: Callable[[], object], before: Callable[[], object] | None = None
     ) -> list[float]:
-        """Returns device times in seconds; `before` undoes what the call changes."""
+        """Return device times in seconds; `before` undoes what the call changes."""
         times: list[float] = []
         for number in range(3 + self.rounds):
             if before is not None:
@@ -74,7 +74,7 @@ class _Bench:
         return times
 
     def wall_seconds(self, call: Callable[[], object], *, wait: bool = True) -> list[float]:
-        """Returns wall times in seconds; without `wait`, only until the call returns."""
+        """Return wall times in seconds; without `wait`, only until the call returns."""
         times: list[float] = []
         for number in range(3 + self.rounds):
             torch.cuda.synchronize()
@@ -90,7 +90,7 @@ class _Bench:
     def row(
         self, name: str, times: list[float], traffic_bytes: int, ceiling: float | None
     ) -> Spread:
-        """Adds a row; returns the traffic's median rate as a share of the ceiling.
+        """Add a row; return the traffic's median rate as a share of the ceiling.
 
         `ceiling`: in bytes a second; None: the median rate of the traffic itself.
         """
@@ -105,13 +105,13 @@ class _Bench:
         return shares
 
     def row_of_time(self, name: str, times: list[float]) -> None:
-        """Adds a row of a time that has no ceiling."""
+        """Add a row of a time that has no ceiling."""
         seconds = self.report.timed(name, times)
         self.report.rows.append((name, 1e6 * seconds, "-", "-", "-"))
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures all kernels, or reports that there is no GPU."""
+    """Measure all kernels, or report that there is no GPU."""
     report = Report(name="gpu", columns=("what", "µs", "MB moved", "GB/s", "share of copy"))
     if not torch.cuda.is_available():
         report.rows.append(("not run: no CUDA device", "-", "-", "-", "-"))
@@ -139,7 +139,7 @@ def run(*, smoke: bool) -> Report:
 
 
 def _ceiling(bench: _Bench) -> float:
-    """Returns the bytes a second that a copy on the device reads and writes."""
+    """Return the bytes a second that a copy on the device reads and writes."""
     size = min(1 << 30, torch.cuda.mem_get_info(bench.device)[0] // 8)
     source = torch.ones(size, dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
@@ -149,7 +149,7 @@ def _ceiling(bench: _Bench) -> float:
 
 
 def _batches(bench: _Bench, *, skewed: bool) -> list[list[Tensor]]:
-    """Returns eight batches of ids for all tables, so that no batch is in a cache by chance."""
+    """Return eight batches of ids for all tables, so that no batch is in a cache by chance."""
     count = _MARKED_IDS // _TABLES
     batches = []
     for _ in range(8):
@@ -214,7 +214,7 @@ def _collects(bench: _Bench) -> None:
 
 
 def _dirty(bench: _Bench, share: float) -> Tensor:
-    """Returns a bitmap in which the given share of the rows is marked."""
+    """Return a bitmap in which the given share of the rows is marked."""
     dirty_bitmap = bench.kernels["dirty_bitmap"].triton
     bitmap = torch.zeros((bench.rows + 31) // 32, dtype=torch.int32, device=bench.device)
     ids = torch.nonzero(torch.rand(bench.rows, device=bench.device) < share).flatten()
@@ -223,7 +223,7 @@ def _dirty(bench: _Bench, share: float) -> Tensor:
 
 
 def _tables(bench: _Bench, copy: float) -> None:
-    """Measures all that reads rows: gathers, quantizers, and copies to the host."""
+    """Measure all that reads rows: gathers, quantizers, and copies to the host."""
     dirty_bitmap = bench.kernels["dirty_bitmap"].triton
     tables = [torch.randn(bench.rows, _DIM, device=bench.device) * 0.05 for _ in range(_TABLES)]
     states = [torch.rand(bench.rows, device=bench.device) for _ in range(_TABLES)]
@@ -302,7 +302,7 @@ def _quantizers(bench: _Bench, table: Tensor, ids: Tensor, copy: float) -> None:
 
 
 def _drains(bench: _Bench, table: Tensor, ids: Tensor, copy: float) -> None:
-    """Measures copies to the host: of rows, and of codes with parameters of two bytes."""
+    """Measure copies to the host: of rows, and of codes with parameters of two bytes."""
     quantize = bench.kernels["quantize"].triton
     packed = quantize.quantize_rows(table, ids, 4, half_parameters=True).packed
     sizes = {"rows of 32 bits": ids.numel() * 4 * _DIM, "codes of 4 bits": packed.nbytes}
@@ -315,7 +315,7 @@ def _drains(bench: _Bench, table: Tensor, ids: Tensor, copy: float) -> None:
 
 
 def record(report: Report, device: torch.device) -> str:
-    """Writes the figures, the machine and the versions to a file; returns a note that names it."""
+    """Write the figures, the machine and the versions to a file; return a note that names it."""
     import triton
 
     name = torch.cuda.get_device_name(device)

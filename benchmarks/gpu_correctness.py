@@ -16,7 +16,7 @@ _BITS: Final = (2, 3, 4, 8)
 
 
 def check(device: torch.device, *, rows: int, seed: int) -> int:
-    """Compares all kernels; returns the number of compared results.
+    """Compare all kernels; return the number of compared results.
 
     Args:
         device: where the Triton kernels run.
@@ -51,7 +51,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _ids(rows: int, count: int, generator: torch.Generator) -> Tensor:
-    """Draws skewed ids, with duplicates, unsorted."""
+    """Draw skewed ids, with duplicates, unsorted."""
     return (
         (torch.rand(count, generator=generator).pow(3) * rows).to(torch.int64).clamp(max=rows - 1)
     )
@@ -137,7 +137,7 @@ def _packing(kernels: Any, device: torch.device, rows: int, generator: torch.Gen
 
 
 def _rows(count: int, dim: int, generator: torch.Generator) -> Tensor:
-    """Draws rows of all magnitudes, some constant, some not finite."""
+    """Draw rows of all magnitudes, some constant, some not finite."""
     table = torch.randn(count, dim, generator=generator)
     table *= torch.logspace(-42, 38, count)[torch.randperm(count, generator=generator)][:, None]
     table[::11] = torch.randn(len(table[::11]), dim, generator=generator) * 0.05

@@ -26,7 +26,7 @@ class Kernels(NamedTuple):
 
 
 def load() -> dict[str, Kernels]:
-    """Imports both versions of each of `OPERATIONS`."""
+    """Import both versions of each of `OPERATIONS`."""
     if str(_SOURCE) not in sys.path:
         sys.path.insert(0, str(_SOURCE))  # a checkout that is not installed
     try:

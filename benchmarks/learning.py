@@ -40,7 +40,7 @@ class Score(NamedTuple):
     auc: float
 
     def worse_than(self, before: Score) -> Score:
-        """Returns the rise of the loss and the fall of the AUC, in percent of `before`."""
+        """Return the rise of the loss and the fall of the AUC, in percent of `before`."""
         return Score(100 * (self.loss / before.loss - 1), 100 * (1 - self.auc / before.auc))
 
 
@@ -67,7 +67,7 @@ class Task:
         restores: Collection[int] = (),
         restore: Callable[[Any, int], None] = lambda model, step: None,
     ) -> Learned:
-        """Trains one pass; calls `restore` on the model before each batch in `restores`.
+        """Train one pass; call `restore` on the model before each batch in `restores`.
 
         Random numbers do not depend on restores, so two runs of a seed differ only by the restores.
         """
@@ -102,7 +102,7 @@ class Learned(NamedTuple):
 def retail(
     *, dim: int, batches: int | None = None, tests: int | None = None, rows: int = 1 << 18
 ) -> Task:
-    """Returns the task of the bundled purchases, 1,024 samples a batch, in time order.
+    """Return the task of the bundled purchases, 1,024 samples a batch, in time order.
 
     Args:
         dim: values in an embedding row.
@@ -136,7 +136,7 @@ def retail(
 
 
 def criteo_shaped(*, smoke: bool) -> Task:
-    """Returns the task of a log of Criteo's shape and its DLRM, 1,024 samples a batch."""
+    """Return the task of a log of Criteo's shape and its DLRM, 1,024 samples a batch."""
     examples_on_path()
     from batches import Batch
     from criteo import CriteoShapeReader
@@ -164,7 +164,7 @@ def criteo_shaped(*, smoke: bool) -> Task:
 
 
 def evaluate(model: Any, test: Any) -> Score:
-    """Scores `model` on `test`, on which it is not trained."""
+    """Score `model` on `test`, on which it is not trained."""
     examples_on_path()
     from auc import auc
 
@@ -184,7 +184,7 @@ def evaluate(model: Any, test: Any) -> Score:
 
 
 def restored_rows(rows: Tensor, bits: int, scheme: str, *, seed: int) -> Tensor:
-    """Returns rows f32 [n, dim] as a restore from a full checkpoint returns them.
+    """Return rows f32 [n, dim] as a restore from a full checkpoint returns them.
 
     Args:
         rows: f32 [n, dim], a whole table.

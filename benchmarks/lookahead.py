@@ -42,7 +42,7 @@ _INTERVAL = 100  # of the table's jobs
 
 
 def run(*, smoke: bool, plot: bool = False) -> Report:
-    """Compares the jobs; `plot` draws the stall against the number of dirty rows."""
+    """Compare the jobs; `plot` draws the stall against the number of dirty rows."""
     report = Report(name="lookahead", columns=("job", "dirty rows", "left", "stall ms", "plain ms"))
     _gate(report, smoke=smoke)
     _left(report, smoke=smoke)
@@ -68,7 +68,7 @@ def _criteo(*, batches: int, interval: int, window: int, smoke: bool, rows: int 
 
 
 def _played(task: Task) -> Result:
-    """Runs a job in new directories; its slot is in memory."""
+    """Run a job in new directories; its slot is in memory."""
     with scratch() as folder:
         result = play(replace(task, folder=str(folder)))
     if result is None:
@@ -77,7 +77,7 @@ def _played(task: Task) -> Result:
 
 
 def _gate(report: Report, *, smoke: bool) -> None:
-    """Compares what jobs stage, and kills and resumes one.
+    """Compare what jobs stage, and kill and resume one.
 
     Raises:
         RuntimeError: something differs.
@@ -169,7 +169,7 @@ def _costs(report: Report, *, smoke: bool) -> None:
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns a 95 % interval of the mean; the factor is Student's for nine degrees of freedom."""
+    """Return a 95 % interval of the mean; the factor is Student's for nine degrees of freedom."""
     mean = statistics.fmean(values)
     half = 2.262 * statistics.stdev(values) / len(values) ** 0.5
     return mean - half, mean + half

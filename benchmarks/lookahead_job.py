@@ -93,7 +93,7 @@ class Result:
 
 
 def play(task: Task) -> Result | None:
-    """Runs a job in a process of its own; None: it killed itself, as it was told."""
+    """Run a job in a process of its own; None: it killed itself, as it was told."""
     process, results = forked(_tell, task)
     with results:
         try:
@@ -235,7 +235,7 @@ def _taken(staged: StagedRun, last_rows: int, *, digests: bool) -> Taken:
 
 
 def _digest(job: Job, directory: Path) -> str:
-    """Digests the rows in the slot: all that a checkpoint holds besides the reader's position."""
+    """Digest the rows in the slot: all that a checkpoint holds besides the reader's position."""
     sha256 = hashlib.sha256()
     for segment in job.segments:
         if segment.name[1].isdigit():

@@ -49,7 +49,7 @@ _PACKAGES = (
 
 
 def describe() -> dict[str, Any]:
-    """Returns what figures depend on besides code: processor, threads, memory, GPU, versions."""
+    """Return what figures depend on besides code: processor, threads, memory, GPU, versions."""
     return {
         "processor": _processor(),
         "threads": os.cpu_count() or 1,
@@ -82,7 +82,7 @@ def _versions() -> dict[str, str]:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory, for all sides; other C libraries are left as they are.
+    """Make glibc keep freed memory, for all sides; other C libraries are left as they are.
 
     The page faults of fresh memory would take longer than the work.
     """
@@ -97,18 +97,18 @@ def keep_freed_memory() -> None:
 
 
 def commit() -> str:
-    """Returns the commit, with "-dirty" if a tracked file has changed; "unknown" without git."""
+    """Return the commit, with "-dirty" if a tracked file has changed; "unknown" without git."""
     return _git("describe", "--always", "--dirty").strip() or "unknown"
 
 
 def uncommitted() -> str | None:
-    """Returns a digest of the tracked files' changes since the commit; None: no changes."""
+    """Return a digest of the tracked files' changes since the commit; None: no changes."""
     difference = _git("diff", "HEAD", "--binary")
     return hashlib.sha256(difference.encode()).hexdigest()[:16] if difference else None
 
 
 def _git(*arguments: str) -> str:
-    """Returns git's output in the checkout; "" without git or without a checkout."""
+    """Return git's output in the checkout; "" without git or without a checkout."""
     try:
         process = subprocess.run(
             ["git", *arguments],
@@ -155,7 +155,7 @@ class Busy:
         )
 
     def as_json(self) -> dict[str, float | None]:
-        """Returns its attributes, rounded to four digits after the point."""
+        """Return its attributes, rounded to four digits after the point."""
         return {k: None if v is None else round(v, 4) for k, v in asdict(self).items()}
 
 
@@ -168,7 +168,7 @@ class Watch:
 
 @contextmanager
 def watch() -> Iterator[Watch]:
-    """Measures how busy the machine is while the block runs.
+    """Measure how busy the machine is while the block runs.
 
     The time of a child process for which its parent did not wait counts as the time of others.
     """
@@ -194,7 +194,7 @@ def watch() -> Iterator[Watch]:
 
 
 def _all_seconds() -> float | None:
-    """Returns the busy seconds of all processors since the machine started; None without psutil."""
+    """Return the busy seconds of all processors since the machine started; None without psutil."""
     try:
         import psutil
     except ImportError:
@@ -207,7 +207,7 @@ def _all_seconds() -> float | None:
 
 
 def own_cpu_seconds() -> float | None:
-    """Returns the processor seconds that this process and its descendants have used."""
+    """Return the processor seconds that this process and its descendants have used."""
     try:
         import psutil
     except ImportError:

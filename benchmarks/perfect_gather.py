@@ -21,7 +21,7 @@ _LINE_BYTES: Final = 64
 
 
 def perfect_gather(source: Tensor, out: Tensor) -> Callable[[Tensor], None]:
-    """Returns a function that copies source[ids] to `out` with as many threads as torch has.
+    """Return a function that copies source[ids] to `out` with as many threads as torch has.
 
     Args:
         source: [rows, …], contiguous, rows of 64 bytes, aligned to 32.

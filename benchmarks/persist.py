@@ -40,7 +40,7 @@ _SLOW_BYTES = 100e6
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures lossless and 4-bit rows, and the memory for narrow rows and a slow store.
+    """Measure lossless and 4-bit rows, and the memory for narrow rows and a slow store.
 
     The figure `vs_raw_s3fs` is for lossless rows; `peak_extra_mb` is the worst of all cases.
     """
@@ -95,7 +95,7 @@ def _measure(
     size_bytes: int,
     rounds: int,
 ) -> tuple[Spread, float]:
-    """Returns seconds of bare s3fs over seconds of persist, and the peak memory in megabytes."""
+    """Return seconds of bare s3fs over seconds of persist, and the peak memory in megabytes."""
     model = Tables(count=2, rows=size_bytes // (2 * 4 * _DIM), dim=_DIM)
     persists, uploads, peaks = [], [], []
     stored = staged_bytes = 0
@@ -155,7 +155,7 @@ def _measure_slow(
 
 
 def _bare_s3fs(prefix: str, sizes: list[int]) -> float:
-    """Returns the seconds in which s3fs uploads objects of these sizes."""
+    """Return the seconds in which s3fs uploads objects of these sizes."""
     import s3fs
 
     filesystem = s3fs.S3FileSystem(
@@ -175,7 +175,7 @@ def _bare_s3fs(prefix: str, sizes: list[int]) -> float:
 def _in_own_process(
     job_file: Path, most_bytes: float | None = None
 ) -> tuple[float, float, list[int]]:
-    """Returns (seconds, peak MB above the idle process, sizes of the chunks).
+    """Return (seconds, peak MB above the idle process, sizes of the chunks).
 
     `most_bytes`: the most bytes that the store takes a second; None: no limit.
     """
@@ -218,7 +218,7 @@ def _persist(job_file: str, most_bytes: float | None, there: Connection) -> None
 
 
 def _slow_down(store: Store, most_bytes: float) -> None:
-    """Slows each put as if all concurrent puts shared a line of `most_bytes` a second."""
+    """Slow each put as if all concurrent puts shared a line of `most_bytes` a second."""
     put = store.put
 
     def slow(key: str, data: bytes) -> None:
@@ -229,7 +229,7 @@ def _slow_down(store: Store, most_bytes: float) -> None:
 
 
 def _own_bytes(process: psutil.Process) -> int:
-    """Returns resident memory that is not of files; adding up all mappings would busy a core."""
+    """Return resident memory that is not of files; adding up all mappings would busy a core."""
     memory = process.memory_info()
     return int(memory.rss - memory.shared)
 

@@ -28,7 +28,7 @@ _CURVE = (0.260, 0.319, 0.360, 0.391, 0.417, 0.439, 0.459, 0.476, 0.492, 0.507, 
 
 
 def run(*, smoke: bool) -> Report:
-    """Replays each policy on a trace of drawn rows, and on the smooth curve 0.26 · i^0.289.
+    """Replay each policy on a trace of drawn rows, and on the smooth curve 0.26 · i^0.289.
 
     The figures are from the trace. Means and peaks are over the whole cycles in a run of 25
     intervals. "4x after 11 intervals" is the paper's rounding of 1 + 11 · 0.26.
@@ -59,7 +59,7 @@ def run(*, smoke: bool) -> Report:
 
 
 def _gate(sizes: Sizes, rows: int) -> None:
-    """Checks that the trace has the curve, and that the policy takes fulls exactly by the rule."""
+    """Check that the trace has the curve, and that the policy takes fulls exactly by the rule."""
     for interval, fraction in enumerate(_CURVE, 1):
         share = sizes(0, interval) / rows
         if abs(share - fraction) > 0.005:

@@ -45,7 +45,7 @@ _DIM = 64
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures both ways."""
+    """Measure both ways."""
     mebibytes, rounds = (4, 1) if smoke else (1024, 15)
     size_bytes = mebibytes << 20
     with (
@@ -92,7 +92,7 @@ class _AtWork:
         self._spans: list[tuple[float, float]] = []
 
     def watch(self) -> None:
-        """Starts to time the steps' methods, for every caller."""
+        """Start to time the steps' methods, for every caller."""
         for name in self._NAMES:
             setattr(PersistJob, name, self._timed(getattr(PersistJob, name)))
 
@@ -108,7 +108,7 @@ class _AtWork:
         return timed
 
     def idle(self, start: float, end: float) -> float:
-        """Returns the seconds between two times in which no step worked; clears the record."""
+        """Return the seconds between two times in which no step worked; clear the record."""
         spans, self._spans = sorted(self._spans), []
         idle, busy_until = 0.0, start
         for begin, stop in spans:

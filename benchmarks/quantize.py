@@ -65,7 +65,7 @@ Inputs = dict[tuple[str, int], Tensor]
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures errors on every input set, then speeds, then the paper's table of schemes.
+    """Measure errors on every input set, then speeds, then the paper's table of schemes.
 
     `error_vs_torch_2bit` is the worst of all sets with 64 or more values a row, and
     `error_vs_torch_2bit_any_dim` the worst of all sets; `least_vs_torch_2bit_any_dim` is the error
@@ -100,7 +100,7 @@ def _inputs(smoke: bool) -> Inputs:
 
 
 def _gate(inputs: Inputs, count: int) -> None:
-    """Checks that every fast method gives the bytes of its reference on the same `count` rows."""
+    """Check that every fast method gives the bytes of its reference on the same `count` rows."""
     for (name, dim), rows in inputs.items():
         for bits in (2, 3, 4, 8):
             for method in (SYMMETRIC, ASYMMETRIC, default_method(bits), GREEDY[bits]):
@@ -113,7 +113,7 @@ def _gate(inputs: Inputs, count: int) -> None:
 
 
 def reference_of(rows: Tensor, bits: int, method: Method) -> Any:
-    """Calls the reference with the arguments of the fast version."""
+    """Call the reference with the arguments of the fast version."""
     return reference.quantize_packed(rows, bits, method)
 
 
@@ -248,7 +248,7 @@ def _fbgemm() -> Callable[[Tensor, int], Tensor] | None:
 
 
 def _schemes(report: Report, inputs: Inputs, count: int) -> None:
-    """Adds the paper's table: mean squared error of a trained row, by scheme and width."""
+    """Add the paper's table: mean squared error of a trained row, by scheme and width."""
     for dim in (16, 64):
         rows = inputs["trained", dim][:count]
         report.notes.append(f"trained rows of {dim} values, mean squared error of a row:")

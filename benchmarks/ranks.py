@@ -45,7 +45,7 @@ _PATIENCE_SECONDS = 600.0
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures 1, 2 and 4 ranks."""
+    """Measure 1, 2 and 4 ranks."""
     rows, checkpoints = (4_000, 3) if smoke else (1_000_000, 9)
     report = Report(
         name="ranks",
@@ -97,7 +97,7 @@ class _Milliseconds(NamedTuple):
 
 
 def _job(ranks: int, rows: int, checkpoints: int) -> tuple[list[_Milliseconds], float]:
-    """Returns each rank's times, and the seconds that agents need for the full of all ranks."""
+    """Return each rank's times, and the seconds that agents need for the full of all ranks."""
     # Forked from a process that has imported all modules: seven imports would take half a minute.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.ranks"])
@@ -173,7 +173,7 @@ def _rank(
 
 
 def _measure_cuts() -> list[float]:
-    """Starts to record the milliseconds of each cut of this process, without the exchanges."""
+    """Start to record the milliseconds of each cut of this process, without the exchanges."""
     cuts_ms: list[float] = []
     cut = Cutter.cut
 

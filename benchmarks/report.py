@@ -44,12 +44,12 @@ class Spread(NamedTuple):
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """Returns the spread of `values`, one for each round."""
+    """Return the spread of `values`, one for each round."""
     return Spread(statistics.median(values), min(values), max(values), len(values))
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
-    """Returns the ratio of the medians, with the spread of the ratios within each round."""
+    """Return the ratio of the medians, with the spread of the ratios within each round."""
     ratios = [a / b for a, b in zip(over, under, strict=True)]
     median = statistics.median(over) / statistics.median(under)
     return Spread(median, min(ratios), max(ratios), len(ratios))
@@ -80,7 +80,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def put(self, key: str, found: Spread) -> None:
-        """Sets the figure `key` and its spread."""
+        """Set the figure `key` and its spread."""
         self.figures[key] = found.median
         self.spreads[key] = found
 
@@ -106,7 +106,7 @@ def alternate(rounds: int, *functions: Callable[[], object]) -> list[list[float]
 
 
 def print_report(report: Report, *, smoke: bool, busy: Busy | None) -> None:
-    """Prints `report`; the last line is JSON.
+    """Print `report`; the last line is JSON.
 
     Args:
         report: of the benchmark.
@@ -143,7 +143,7 @@ def print_report(report: Report, *, smoke: bool, busy: Busy | None) -> None:
 
 
 def as_json(report: Report, *, smoke: bool, busy: Busy | None) -> dict[str, Any]:
-    """Returns the document that `print_report` prints as its last line."""
+    """Return the document that `print_report` prints as its last line."""
     return {
         "name": report.name,
         "smoke": smoke,
@@ -160,7 +160,7 @@ def _rounded(spread: Spread) -> dict[str, float]:
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns seconds as text, in a suitable unit."""
+    """Return seconds as text, in a suitable unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:
             return f"{seconds / size:,.4g} {unit}"

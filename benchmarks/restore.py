@@ -81,16 +81,16 @@ class _InPlace:
         self.state: dict[int, object] = {}
 
     def begin(self, manifest: Manifest) -> list[TableTarget | None]:
-        """Returns the model's tables as targets."""
+        """Return the model's tables as targets."""
         return [*self.targets]
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """Checks that the dense layers were restored."""
+        """Check that the dense layers were restored."""
         self.state = state
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures all readers, after the gate."""
+    """Measure all readers, after the gate."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
     rows, rounds = (8_000, 1) if smoke else (2_000_000, 5)
     model = Tables(count=2, rows=rows, dim=_DIM)
@@ -194,7 +194,7 @@ def _compare(
 def _compare_quarters(
     report: Report, saved: dict[str, torch.Tensor], url: str, rounds: int
 ) -> None:
-    """Compares four ranks that each read their rows with one process that reads all rows."""
+    """Compare four ranks that each read their rows with one process that reads all rows."""
     store = open_store(url)
     names = [key.removesuffix(".weight") for key in saved if key.endswith(".weight")]
 
@@ -238,7 +238,7 @@ def _peers(
     optimizers: list[torch.optim.Optimizer],
     truth: dict[str, torch.Tensor],
 ) -> dict[str, Callable[[], None]]:
-    """Returns the readers `torch.load` and DCP, after writing the files that they read."""
+    """Return the readers `torch.load` and DCP, after writing the files that they read."""
     filesystem = _s3()
     with filesystem.open(f"{url}/model.pt", "wb", block_size=16 << 20) as file:
         torch.save(truth, file)
@@ -270,7 +270,7 @@ def _require(
 
 
 def _contents(model: Tables, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    """Returns tables and their row states; the dense layers are a millionth of the bytes."""
+    """Return tables and their row states; the dense layers are a millionth of the bytes."""
     contents: dict[str, torch.Tensor] = {}
     for index in range(len(model.tables)):
         weight = model.table(index).weight

@@ -45,7 +45,7 @@ _POLICY = RetentionPolicy(
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures listing, plan and facts, after the gate."""
+    """Measure listing, plan and facts, after the gate."""
     count = 600 if smoke else 10_000
     report = Report(
         name="retention", columns=("checkpoints", "objects", "listing s", "plan s", "reading s")
@@ -82,7 +82,7 @@ def run(*, smoke: bool) -> Report:
 
 
 def _gate(facts: RunFacts, count: int) -> None:
-    """Checks that the plan keeps what its rules say, and that everything it keeps restores.
+    """Check that the plan keeps what its rules say, and that everything it keeps restores.
 
     The rules are evaluated here again, in the plainest way, on the times that trainers stamped.
     """
@@ -106,7 +106,7 @@ def _gate(facts: RunFacts, count: int) -> None:
 
 
 def _wanted(facts: RunFacts) -> set[ManifestName]:
-    """Returns the checkpoints that the rules of `_POLICY` keep."""
+    """Return the checkpoints that the rules of `_POLICY` keep."""
     taken_at = {
         manifest.name: datetime.fromtimestamp(manifest.taken_ms / 1e3, UTC)
         for manifest in facts.manifests
@@ -134,7 +134,7 @@ def _wanted(facts: RunFacts) -> set[ManifestName]:
 
 
 def _run(directory: Path, count: int) -> Run:
-    """Writes manifests as an agent does, and chunks with their names and lengths."""
+    """Write manifests as an agent does, and chunks with their names and lengths."""
     run = Run.create(LocalStore(directory))
     run.claim(None)
     trained = tables()

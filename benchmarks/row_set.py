@@ -51,7 +51,7 @@ class _Peer:
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures all sets, after the gate."""
+    """Measure all sets, after the gate."""
     count, rounds = (10_000, 3) if smoke else (800_000, 9)
     _gate()
     peers = {"roaring": _roaring(), "parquet": _parquet()}
@@ -105,7 +105,7 @@ def run(*, smoke: bool) -> Report:
 
 
 def _gate() -> None:
-    """Checks that each kind of set decodes to its ids, and is coded in the reference's bytes."""
+    """Check that each kind of set decodes to its ids, and is coded in the reference's bytes."""
     for row_ids in _sets(3000):
         coded = row_set.encode(row_ids.ids)
         decoded = row_set.decode(*coded, count=row_ids.ids.numel(), rows=row_ids.rows)
@@ -131,7 +131,7 @@ def _regret(given: _Set, coded: row_set.RowSet) -> float:
 def _measured(
     report: Report, given: _Set, peers: dict[str, _Peer | None], rounds: int
 ) -> list[object]:
-    """Measures recpoint's speeds, then size and speeds of each peer, all called in turn."""
+    """Measure recpoint's speeds, then size and speeds of each peer, all called in turn."""
     count, array = given.ids.numel(), given.ids.numpy()
     coded = row_set.encode(given.ids)
     calls: list[Callable[[], object]] = [
@@ -220,7 +220,7 @@ def _set(name: str, ids: np.ndarray[Any, Any], rows: int, bound: float) -> _Set:
 
 
 def _entropy(p: float | np.ndarray[Any, Any]) -> Any:
-    """Returns the entropy, in bits, of a coin that shows heads with probability p."""
+    """Return the entropy, in bits, of a coin that shows heads with probability p."""
     probability = np.clip(p, 1e-300, 1 - 2**-53)
     return -(
         probability * np.log2(probability) + (1 - probability) * np.log1p(-probability) / np.log(2)

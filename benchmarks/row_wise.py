@@ -27,7 +27,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
-        """Takes one step on the rows that have a gradient."""
+        """Take one step on the rows that have a gradient."""
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is None:

@@ -81,7 +81,7 @@ _SHORTEST_MINUTES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 45, 60, 90, 120, 180, 240, 3
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures the rates, notes them in the report, and simulates the fleet."""
+    """Measure the rates, note them in the report, and simulate the fleet."""
     report = Report(
         name="scale",
         columns=(
@@ -173,7 +173,7 @@ def _figures(rates: Rates) -> dict[str, float]:
 
 
 def _shortest(rates: Rates, terabytes: float, bits: FixedBits, machines: float) -> float:
-    """Returns minutes of the shortest tried interval in which a full is encoded and uploaded."""
+    """Return minutes of the shortest tried interval in which a full is encoded and uploaded."""
     for minutes in _SHORTEST_MINUTES:
         uses = _costs(rates, terabytes, bits, _PLANS[0], minutes, machines).uses
         if max(uses["encode"], uses["upload"]) <= 1:
@@ -207,7 +207,7 @@ def _measure(report: Report, *, rows: int, rounds: int) -> Rates:
 def _one_width(
     report: Report, folder: Path, bits: FixedBits, rows: int, rounds: int
 ) -> tuple[float, float, float, float]:
-    """Returns rates a second of staged bytes encoded, stored bytes restored and bytes cut.
+    """Return rates a second of staged bytes encoded, stored bytes restored and bytes cut.
 
     The third of the four values is not a rate: the stored bytes of a row.
     """
@@ -242,7 +242,7 @@ def _one_width(
 
 
 def _upload(report: Report, url: str, rows: int, rounds: int) -> float:
-    """Returns the bytes a second of uploads of 32 MiB chunks, several at once as in a persist."""
+    """Return the bytes a second of uploads of 32 MiB chunks, several at once as in a persist."""
     store = open_store(url)
     data = os.urandom(min(32 << 20, rows * 4 * _DIM))
     seconds = []
@@ -258,14 +258,14 @@ def _upload(report: Report, url: str, rows: int, rounds: int) -> float:
 
 
 def _id_bytes(rows: int) -> float:
-    """Returns the bytes of an id if 26 % of the rows have changed as in the fleet's trace."""
+    """Return the bytes of an id if 26 % of the rows have changed as in the fleet's trace."""
     changed = fleet_masks(rows, 1, seed=0)[0].nonzero()[0]
     coded = row_set.encode(torch.from_numpy(changed))
     return 0.0 if coded.payload is None else len(coded.payload) / len(changed)
 
 
 def _entry_bytes() -> float:
-    """Returns the bytes of a row chunk's entry in a manifest of many ranks and tables."""
+    """Return the bytes of a row chunk's entry in a manifest of many ranks and tables."""
     key = row_chunk_key(10**6, 10, "0" * 32, rank=127, table=100, number=10)
     entry = ChunkEntry(
         key=key, bytes=32 << 20, crc32c=2**32 - 1, content="rows", rank=127, table=100,

@@ -48,7 +48,7 @@ class ServerSettings:
 
 
 def serve(settings: ServerSettings, told: Connection) -> None:
-    """Serves until the other side of the connection is closed.
+    """Serve until the other side of the connection is closed.
 
     Sends the ports. Then answers anything that comes with the rows of all differences so far.
     """
@@ -73,7 +73,7 @@ def serve(settings: ServerSettings, told: Connection) -> None:
 
 
 def enter_network(network: str) -> None:
-    """Moves this thread, and threads that it starts, to a network namespace."""
+    """Move this thread, and threads that it starts, to a network namespace."""
     namespace = os.open(network, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).setns(namespace, _NETWORK_NAMESPACE) != 0:

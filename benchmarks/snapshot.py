@@ -67,7 +67,7 @@ _BUFFER_PAIRS = 3
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures all sizes in each round; `smoke` divides them by 100."""
+    """Measure all sizes in each round; `smoke` divides them by 100."""
     shrink, rounds = (100, 3) if smoke else (1, _ROUNDS)
     report = Report(
         name="snapshot",
@@ -122,7 +122,7 @@ def run(*, smoke: bool) -> Report:
 
 
 def in_turn(measures: Sequence[Callable[[bool], None]], *, warm_up: int, rounds: int) -> None:
-    """Calls all measures in each round, with whether the round counts: warm-up rounds do not."""
+    """Call all measures in each round, with whether the round counts: warm-up rounds do not."""
     for turn in range(warm_up + rounds):
         for measure in measures:
             measure(turn >= warm_up)
@@ -175,7 +175,7 @@ class _Size:
 
     @contextmanager
     def started(self) -> Iterator[StagedRun]:
-        """Yields the run of this size after its full, which is also the slot's first use."""
+        """Yield the run of this size after its full, which is also the slot's first use."""
         with staged_run(
             self._model,
             self._optimizers,
@@ -186,7 +186,7 @@ class _Size:
             yield tracked
 
     def measure(self, tracked: StagedRun, kept: bool) -> None:
-        """Trains a step, takes a snapshot and times its competitors; records if `kept`."""
+        """Train a step, take a snapshot and time its competitors; record if `kept`."""
         ids = self._draw()
         self._model.top(self._table(ids)).sum().backward()
         for optimizer in self._optimizers:
@@ -250,13 +250,13 @@ class _Size:
         return self._table.weight.detach()
 
     def _draw(self) -> torch.Tensor:
-        """Returns int64 [dirty_rows], ascending."""
+        """Return int64 [dirty_rows], ascending."""
         offsets = torch.randint(0, self._part, (self.dirty_rows,), generator=self._generator)
         return self._starts + offsets
 
 
 def _memcpy(size_bytes: int) -> Callable[[], float]:
-    """Returns a function that times a copy of `size_bytes`, between other buffers each time."""
+    """Return a function that times a copy of `size_bytes`, between other buffers each time."""
     pairs = itertools.cycle(
         [
             (torch.ones(size_bytes, dtype=torch.uint8), torch.ones(size_bytes, dtype=torch.uint8))

@@ -84,7 +84,7 @@ PACES = {"smoke": _SMOKE, "full": _FULL}
 
 
 def run(*, smoke: bool) -> Report:
-    """Runs a soak with a random seed, which is printed."""
+    """Run a soak with a random seed, which is printed."""
     seed = int(os.environ.get("RECPOINT_SOAK_SEED") or secrets.randbelow(10**6))
     print(f"soak: seed {seed} (RECPOINT_SOAK_SEED)", flush=True)
     if smoke:
@@ -96,7 +96,7 @@ def run(*, smoke: bool) -> Report:
 def soak(
     checkpoints: int, faults: Sequence[Fault], pace: Pace, seed: int, *, batch_seconds: float
 ) -> Report:
-    """Runs until so many checkpoints are committed, with these faults on the way."""
+    """Run until so many checkpoints are committed, with these faults on the way."""
     with (
         scratch(in_memory=False) as disk,
         scratch() as memory,
@@ -123,7 +123,7 @@ def soak(
 
 
 def _until(scene: Scene, committed: int) -> None:
-    """Waits until so many checkpoints are committed."""
+    """Wait until so many checkpoints are committed."""
     deadline = time.monotonic() + 300
     committed_before = scene.committed
     while scene.committed < committed:
@@ -136,7 +136,7 @@ def _until(scene: Scene, committed: int) -> None:
 
 
 def _gate(scene: Scene) -> None:
-    """Checks that the first checkpoint restores to the truth of its step and of no other step."""
+    """Check that the first checkpoint restores to the truth of its step and of no other step."""
     _until(scene, 2)
     assert scene.ledger is not None
     first = scene.ledger.committed[0]
@@ -150,7 +150,7 @@ def _gate(scene: Scene) -> None:
 def _end(
     scene: Scene, happened: Sequence[Happened], deployed: Sequence[str], seconds: float
 ) -> Report:
-    """Stops training, waits until each scheduled flow has completed once more, and counts."""
+    """Stop training, wait until each scheduled flow has completed once more, and count."""
     scene.trainer.terminate(90)
     stopped = scene.wait_for_flows(deployed, since=scene.prefect_back, seconds=seconds)
     flows = Flows(deployed=deployed, by_state=scene.flow_runs(), stopped=stopped)

@@ -46,7 +46,7 @@ class Pace:
 
 
 def deploy(run_url: str, folder: Path, pace: Pace, variables: Mapping[str, str]) -> list[str]:
-    """Deploys everything that has a schedule; returns the names of the deployed flows.
+    """Deploy everything that has a schedule; return the names of the deployed flows.
 
     Raises:
         RuntimeError: Prefect failed; the message has its output.
@@ -59,7 +59,7 @@ def deploy(run_url: str, folder: Path, pace: Pace, variables: Mapping[str, str])
 
 
 def workers(pace: Pace) -> list[tuple[str, ...]]:
-    """Returns Python arguments that start the workers, one for each queue of the deployed flows.
+    """Return Python arguments that start the workers, one for each queue of the deployed flows.
 
     As in prefect.yaml, one worker is for flows that run anywhere, one for the trainer's host. One
     worker for both queues would do the queue `default` first.
@@ -70,7 +70,7 @@ def workers(pace: Pace) -> list[tuple[str, ...]]:
 
 
 def scheduled(run_url: str, pace: Pace) -> dict[str, Any]:
-    """Returns prefect.yaml's deployments that have a schedule, each with an active one of seconds.
+    """Return prefect.yaml's deployments that have a schedule, each with an active one of seconds.
 
     Raises:
         AttributeError: a deployment is missing from `Pace`.

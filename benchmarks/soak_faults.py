@@ -62,7 +62,7 @@ class Spell(NamedTuple):
 
 
 def plan_faults(checkpoints: int, every: int, seed: int) -> list[Fault]:
-    """Plans about one fault every `every` checkpoints, each kind at least once."""
+    """Plan about one fault every `every` checkpoints, each kind at least once."""
     draw = random.Random(seed)
     first, spacing = 6, max(4, every)
     late_from = max(int(_LATE * checkpoints), first + spacing * len(_KINDS))
@@ -84,7 +84,7 @@ def plan_faults(checkpoints: int, every: int, seed: int) -> list[Fault]:
 
 
 def interval_seconds(progress: Sequence[dict[str, Any]]) -> float:
-    """Returns the median seconds of an interval, from the trainers' progress."""
+    """Return the median seconds of an interval, from the trainers' progress."""
     steps = [
         (later["t"] - earlier["t"]) / (later["step"] - earlier["step"])
         for earlier, later in zip(progress, progress[1:], strict=False)
@@ -94,7 +94,7 @@ def interval_seconds(progress: Sequence[dict[str, Any]]) -> float:
 
 
 def spells(progress: Sequence[dict[str, Any]], interval: float) -> list[Spell]:
-    """Returns when lag was at two intervals or more; joins spells less than an interval apart."""
+    """Return when lag was at two intervals or more; join spells less than an interval apart."""
     spells: list[Spell] = []
     for line in progress:
         if line.get("lag_batches", 0) < 2 * INTERVAL_BATCHES:
@@ -109,7 +109,7 @@ def spells(progress: Sequence[dict[str, Any]], interval: float) -> list[Spell]:
 def recoveries(
     happened: Sequence[Happened], progress: Sequence[dict[str, Any]], interval: float
 ) -> list[Recovery]:
-    """Returns for each fault how long it kept lag high, up to the next fault.
+    """Return for each fault how long it kept lag high, up to the next fault.
 
     A spell belongs to a fault if it began within four intervals after the return; other spells are
     in `elsewhere`.
@@ -132,7 +132,7 @@ def recoveries(
 def elsewhere(
     happened: Sequence[Happened], progress: Sequence[dict[str, Any]], interval: float
 ) -> list[Spell]:
-    """Returns spells of high lag that belong to no fault: a busy machine, or a defect."""
+    """Return spells of high lag that belong to no fault: a busy machine, or a defect."""
     return [
         spell
         for spell in spells(progress, interval)

@@ -24,7 +24,7 @@ __all__ = ["retain", "sweep"]
 
 
 def _with_any_grace(theirs: Flow[..., Any]) -> Flow[..., Any]:
-    """Returns the same flow, whose parameter `grace_seconds` may be any number."""
+    """Return the same flow, whose parameter `grace_seconds` may be any number."""
     was = theirs.fn
     assert isinstance(was, FunctionType) and "grace_seconds" in was.__annotations__
     fn = FunctionType(was.__code__, was.__globals__, was.__name__, was.__defaults__)

@@ -22,7 +22,7 @@ IN_A_SOAK = "RECPOINT_SOAK_LIFTS_THE_GRACE_FLOOR"
 
 
 def environment(scratch: Path, staging: Path, store: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of every process of the soak, without the user's Prefect settings."""
+    """Return the environment of every process of the soak, without the user's Prefect settings."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "AWS_"))}
     return {
         **clean,
@@ -56,7 +56,7 @@ class Child:
         self._log_begins = 0
 
     def start(self) -> None:
-        """Starts the process, without waiting for anything."""
+        """Start the process, without waiting for anything."""
         with self.log.open("ab") as output:
             self._log_begins = output.tell()
             self._process = subprocess.Popen(
@@ -83,14 +83,14 @@ class Child:
 
     @property
     def rss_mb(self) -> float | None:
-        """Returns its resident memory in MB; None while it does not run."""
+        """Return its resident memory in MB; None while it does not run."""
         try:
             return None if self.pid is None else psutil.Process(self.pid).memory_info().rss / 1e6
         except psutil.NoSuchProcess:
             return None
 
     def kill(self) -> None:
-        """Kills the process and its children with SIGKILL; all have ended when this returns."""
+        """Kill the process and its children with SIGKILL; all have ended when this returns."""
         if self._process is None:
             return
         below: list[psutil.Process] = []
@@ -103,7 +103,7 @@ class Child:
                 process.kill()
 
     def terminate(self, seconds: float) -> int | None:
-        """Sends SIGTERM; returns the exit code, or None if it had to be killed after `seconds`."""
+        """Send SIGTERM; return the exit code, or None if it had to be killed after `seconds`."""
         if self._process is None or self.pid is None:
             return None
         self._process.send_signal(signal.SIGTERM)
@@ -122,7 +122,7 @@ class LocalPrefect:
 
     @property
     def url(self) -> str | None:
-        """Returns the URL of its API; None: its process is not alive."""
+        """Return the URL of its API; None: its process is not alive."""
         server = prefect_server.running_server()
         return None if server is None else server.url
 
@@ -132,13 +132,13 @@ class LocalPrefect:
         return self.url is not None and prefect_server.is_healthy(self.url)
 
     def kill(self) -> None:
-        """Kills the server and its child with SIGKILL."""
+        """Kill the server and its child with SIGKILL."""
         server = prefect_server.running_server()
         if server is not None:
             os.killpg(server.pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> None:
-        """Waits until the server answers; raises RuntimeError with the end of its log if not."""
+        """Wait until the server answers; raise RuntimeError with the end of its log if not."""
         deadline = time.monotonic() + seconds
         while not self.answers:
             if time.monotonic() > deadline:
@@ -148,7 +148,7 @@ class LocalPrefect:
 
 
 def wait_until_logged(child: Child, text: str, seconds: float) -> None:
-    """Waits until a child has written `text` since its newest start.
+    """Wait until a child has written `text` since its newest start.
 
     Raises:
         RuntimeError: the child ended, or did not write it in time; has the end of its output.

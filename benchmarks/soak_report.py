@@ -46,7 +46,7 @@ class Flows:
 
 
 def soak_report(scene: Scene, happened: Sequence[Happened], flows: Flows) -> Report:
-    """Restores and checks all stored checkpoints, and counts; every process must have ended."""
+    """Restore and check all stored checkpoints, and count; every process must have ended."""
     assert scene.ledger is not None
     ledger = scene.ledger
     ledger.look()
@@ -100,7 +100,7 @@ def soak_report(scene: Scene, happened: Sequence[Happened], flows: Flows) -> Rep
 
 
 def _spell(scene: Scene, happened: Sequence[Happened], spell: Spell) -> str:
-    """Describes a spell of high lag, with the agent's warnings and errors before and in it."""
+    """Describe a spell of high lag, with the agent's warnings and errors before and in it."""
     last_return = max(
         (kill.back for kill in happened if kill.back < spell.first), default=spell.first
     )
@@ -148,7 +148,7 @@ def _memory(scene: Scene, growth: dict[str, float]) -> str:
 
 
 def _longest(samples: Sequence[tuple[float, int, float]]) -> list[tuple[float, int, float]]:
-    """Returns the longest life without its first third, in which modules and caches are loaded."""
+    """Return the longest life without its first third, in which modules and caches are loaded."""
     lives: dict[int, list[tuple[float, int, float]]] = {}
     for sample in samples:
         lives.setdefault(sample[1], []).append(sample)
@@ -157,12 +157,12 @@ def _longest(samples: Sequence[tuple[float, int, float]]) -> list[tuple[float, i
 
 
 def _growth(samples: Sequence[tuple[float, int, float]]) -> float:
-    """Returns the growth in megabytes over the longest life after its warm-up."""
+    """Return the growth in megabytes over the longest life after its warm-up."""
     tenths = _tenths(_longest(samples))
     return tenths[-1] - tenths[0]
 
 
 def _tenths(life: Sequence[tuple[float, int, float]]) -> list[float]:
-    """Returns the median megabytes of each tenth of a life, in order."""
+    """Return the median megabytes of each tenth of a life, in order."""
     parts = np.array_split([megabytes for _, _, megabytes in life], min(10, len(life)))
     return [float(np.median(part)) for part in parts]

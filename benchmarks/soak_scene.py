@@ -92,7 +92,7 @@ class Scene:
     # --- begin and end -------------------------------------------------------------------------
 
     def start(self, pace: Pace) -> list[str]:
-        """Starts everything; returns the names of the deployed flows."""
+        """Start everything; return the names of the deployed flows."""
         self._progress_file.touch()
         self._truth_file.touch()
         self._truth.start()
@@ -117,7 +117,7 @@ class Scene:
         return folder
 
     def _client(self) -> dict[str, str]:
-        """Returns the environment of processes that use Prefect, with the URL of its API."""
+        """Return the environment of processes that use Prefect, with the URL of its API."""
         home = str(self.scratch / "client")
         return {
             **self.variables,
@@ -134,13 +134,13 @@ class Scene:
             return None
 
     def stop_watching(self) -> None:
-        """Stops the thread that watches the store, so that only the caller uses the ledger."""
+        """Stop the thread that watches the store, so that only the caller uses the ledger."""
         self._stop.set()
         if self._watcher.is_alive():
             self._watcher.join(60)
 
     def close(self) -> None:
-        """Ends every process, in whatever state it is."""
+        """End every process, in whatever state it is."""
         self._stop.set()
         for child in (self.trainer, self.agent, *self.workers, self._truth):
             child.kill()
@@ -151,12 +151,12 @@ class Scene:
 
     @property
     def truth(self) -> dict[int, str]:
-        """Returns the truth's digests by step."""
+        """Return the truth's digests by step."""
         return read_truth(self._truth_file)
 
     @property
     def progress(self) -> list[dict[str, Any]]:
-        """Returns the trainers' progress in order, without unfinished lines of killed trainers."""
+        """Return the trainers' progress in order, without unfinished lines of killed trainers."""
         lines = []
         for line in self._progress_file.read_text().splitlines():
             try:
@@ -167,11 +167,11 @@ class Scene:
 
     @property
     def committed(self) -> int:
-        """Returns the number of checkpoints that were seen in the store so far."""
+        """Return the number of checkpoints that were seen in the store so far."""
         return 0 if self.ledger is None else len(self.ledger.committed)
 
     def watch_processes(self, *, training: bool = True) -> None:
-        """Samples the memory of trainer and agent; restarts workers that ended by themselves.
+        """Sample the memory of trainer and agent; restart workers that ended by themselves.
 
         Raises:
             RuntimeError: the trainer or the agent has ended by itself.
@@ -209,7 +209,7 @@ class Scene:
     # --- Prefect -------------------------------------------------------------------------------
 
     def flow_runs(self, **filters: Any) -> Counter[str]:
-        """Counts the flow runs that match `filters`, by flow and state."""
+        """Count the flow runs that match `filters`, by flow and state."""
         counts: Counter[str] = Counter()
         names = {flow["id"]: flow["name"] for flow in self._ask("flows/filter", {})}
         offset = 0
@@ -221,7 +221,7 @@ class Scene:
         return counts
 
     def wait_for_flows(self, flows: Sequence[str], *, since: str, seconds: float) -> list[str]:
-        """Waits until each of these flows has completed after `since`; returns the others."""
+        """Wait until each of these flows has completed after `since`; return the others."""
         deadline = time.monotonic() + seconds
         while True:
             counts: Counter[str] = Counter()
@@ -248,7 +248,7 @@ class Scene:
     # --- faults --------------------------------------------------------------------------------
 
     def suffer(self, fault: Fault) -> Happened:
-        """Kills the fault's processes, waits, starts them again, and waits until all are up."""
+        """Kill the fault's processes, wait, start them again, and wait until all are up."""
         killed = time.monotonic()
         for kind in fault.kinds:
             {
@@ -276,7 +276,7 @@ class Scene:
         return max((name.step for name in run.live_line()), default=0)
 
     def _start_trainer(self, *, expect: int) -> None:
-        """Starts the trainer and compares its restore with the truth and the newest commit."""
+        """Start the trainer and compare its restore with the truth and the newest commit."""
         lines_before = len(self.progress)
         self.trainer.start()
         restored = self.wait_for(
@@ -295,7 +295,7 @@ class Scene:
             )
 
     def wait_for(self, look: Callable[[], Any]) -> Any:
-        """Polls `look` until it returns something other than None, and returns that.
+        """Poll `look` until it returns something other than None, and return that.
 
         Raises:
             RuntimeError: `look` still returns None after a long time.

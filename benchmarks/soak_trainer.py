@@ -26,7 +26,7 @@ _stop: list[int] = []
 
 
 def main(arguments: list[str]) -> None:
-    """Runs one trainer, from its start to its end."""
+    """Run one trainer, from its start to its end."""
     if arguments[0] == "truth":
         _truth(Path(arguments[1]), int(arguments[2]))
     else:

@@ -77,7 +77,7 @@ class Training:
         self._batches = iter(self.reader)
 
     def batch(self) -> None:
-        """Trains one batch."""
+        """Train one batch."""
         users, goods, clicks = next(self._batches)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -88,7 +88,7 @@ class Training:
             optimizer.step()
 
     def digest(self) -> str:
-        """Returns a digest of the exact bytes of everything that a checkpoint holds."""
+        """Return a digest of the exact bytes of everything that a checkpoint holds."""
         digest = hashlib.sha256()
         for name, tensor in self.model.state_dict().items():
             digest.update(name.encode() + tensor.contiguous().numpy().tobytes())

@@ -29,13 +29,13 @@ _GENERATORS = threading.Lock()
 
 
 def read_truth(file: Path) -> dict[int, str]:
-    """Reads the truth's digests by step, as far as its trainer has come."""
+    """Read the truth's digests by step, as far as its trainer has come."""
     whole = [line for line in file.read_text().splitlines() if line.endswith("}")]
     return {line["step"]: line["digest"] for line in map(json.loads, whole)}
 
 
 def restored_digest(run: Run, name: ManifestName) -> str:
-    """Restores a checkpoint into a fresh model, as a trainer does, and returns its digest.
+    """Restore a checkpoint into a fresh model, as a trainer does, and return its digest.
 
     This changes the process's random generators, which the digest covers, so only one thread may
     call it at a time.
@@ -79,7 +79,7 @@ class Ledger:
     most_manifests: int = 0
 
     def look(self) -> None:
-        """Lists the store once, and updates the record.
+        """List the store once, and update the record.
 
         Raises:
             RecpointError: the store does not answer.
@@ -100,22 +100,22 @@ class Ledger:
 
     @property
     def committed(self) -> list[ManifestName]:
-        """Returns all checkpoints that were ever committed, in order."""
+        """Return all checkpoints that were ever committed, in order."""
         own_names = [name for key, name in self.seen.items() if key.startswith(MANIFEST_KEY.prefix)]
         return sorted(own_names)
 
     @property
     def restorable(self) -> list[ManifestName]:
-        """Returns the checkpoints that had a manifest in the last listing."""
+        """Return the checkpoints that had a manifest in the last listing."""
         return sorted({self.seen[key] for key in self.there})
 
     @property
     def gone_without_reason(self) -> list[str]:
-        """Returns manifests that are gone although no mark of retention was seen for them."""
+        """Return manifests that are gone although no mark of retention was seen for them."""
         return sorted(self.seen.keys() - self.there - self.reasons.keys())
 
     def wrong(self, name: ManifestName, truth: dict[int, str]) -> str | None:
-        """Says how a checkpoint differs from the truth; None: it does not, or retention deleted it.
+        """Say how a checkpoint differs from the truth; None: it does not, or retention deleted it.
 
         Raises:
             StoreError: the store does not answer.

@@ -53,7 +53,7 @@ sys.stdin.read()
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures each program once a round."""
+    """Measure each program once a round."""
     rounds = 1 if smoke else 7
     packages = [] if smoke else [sysconfig.get_path(name) for name in _OF_PACKAGES]
     folders = {*map(Path, packages), _ROOT / "src"}
@@ -85,7 +85,7 @@ def run(*, smoke: bool) -> Report:
 
 
 def _seconds(program: str) -> float:
-    """Returns the seconds until a new process has written its first byte."""
+    """Return the seconds until a new process has written its first byte."""
     paths = os.pathsep.join(map(str, (_ROOT / "src", _ROOT)))
     with scratch() as folder:
         started = perf_counter()
@@ -106,7 +106,7 @@ def _seconds(program: str) -> float:
 
 
 def _drop_files(folders: Iterable[Path]) -> None:
-    """Drops all files in these folders from the page cache."""
+    """Drop all files in these folders from the page cache."""
     for folder in folders:
         for parent, _, names in os.walk(folder, followlinks=True):
             for name in names:

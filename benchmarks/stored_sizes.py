@@ -71,7 +71,7 @@ class _Planned(NamedTuple):
 
 
 def form_of(rows: Tensor, bits: int) -> Form:
-    """Returns the stored form of each of f32 rows [n, dim] at `bits` bits, for any quantizer."""
+    """Return the stored form of each of f32 rows [n, dim] at `bits` bits, for any quantizer."""
     form = np.empty(len(rows), np.uint8)
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         part = slice(first, first + _ROWS_AT_ONCE)
@@ -83,7 +83,7 @@ def form_of(rows: Tensor, bits: int) -> Form:
 def stored_parts(
     job: Job, manifest: Manifest, rows: Sequence[Ids | None], forms: Sequence[Form]
 ) -> Parts:
-    """Counts the bytes of a checkpoint.
+    """Count the bytes of a checkpoint.
 
     Args:
         job: the staged job; its digests and the offsets of its segments do not matter.
@@ -100,7 +100,7 @@ def stored_parts(
 
 
 def check(job: Job, manifest: Manifest, rows: Sequence[Ids | None], forms: Sequence[Form]) -> None:
-    """Raises RuntimeError unless `manifest`, of `job`, has exactly the chunks counted here."""
+    """Raise RuntimeError unless `manifest`, of `job`, has exactly the chunks counted here."""
     sizes = {chunk.entry.key: chunk.entry.bytes for chunk in _plan(job, rows, forms)}
     stored = {entry.key: entry.bytes for entry in manifest.chunks}
     if sizes != stored:
@@ -128,7 +128,7 @@ class MergedFull:
         self._chunk = [np.zeros(len(form), np.int32) for form in forms]
 
     def merge(self, increments: Sequence[Sequence[Ids]]) -> Parts:
-        """Merges increments, the oldest first, into this full; returns the bytes of the new full.
+        """Merge increments, the oldest first, into this full; return the bytes of the new full.
 
         Args:
             increments: for each increment, the ascending ids of each table.
@@ -179,7 +179,7 @@ class MergedFull:
 
 
 def _chunks_of(chunk: np.ndarray[Any, Any], chosen: np.ndarray[Any, Any]) -> list[Ids]:
-    """Returns the ascending ids of the chosen rows in each chunk."""
+    """Return the ascending ids of the chosen rows in each chunk."""
     last = int(chunk[chosen].max(initial=-1))
     return [np.flatnonzero(chosen & (chunk == number)) for number in range(last + 1)]
 

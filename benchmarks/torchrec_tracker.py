@@ -43,7 +43,7 @@ class TorchRecTracker:
     @classmethod
     @contextmanager
     def started(cls, tables: dict[str, int]) -> Iterator[TorchRecTracker]:
-        """Yields a tracker of `tables` (name -> rows), in a process group of one."""
+        """Yield a tracker of `tables` (name -> rows), in a process group of one."""
         from torchrec.distributed.model_parallel import DistributedModelParallel
         from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
         from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -75,7 +75,7 @@ class TorchRecTracker:
                 torch.distributed.destroy_process_group()
 
     def batch(self, ids: Tensor) -> Any:
-        """Converts ids I64 [n, tables] to the input of a sharded module."""
+        """Convert ids I64 [n, tables] to the input of a sharded module."""
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
         lengths = torch.ones(ids.numel(), dtype=torch.int32)
@@ -84,24 +84,24 @@ class TorchRecTracker:
         return batch
 
     def record(self, batch: Any) -> None:
-        """Makes the calls that a sharded module and the step make for each batch."""
+        """Make the calls that a sharded module and the step make for each batch."""
         self._tracker.record_lookup(batch, None)
         self._tracker.step()
 
     def stored_bytes(self) -> int:
-        """Returns the bytes of the ids that the tracker keeps."""
+        """Return the bytes of the ids that the tracker keeps."""
         lookups = self._tracker.store.per_fqn_lookups.values()
         return sum(lookup.ids.nbytes for of_table in lookups for lookup in of_table)
 
     def take(self) -> list[Tensor]:
-        """Returns the distinct ids of each table since the last call."""
+        """Return the distinct ids of each table since the last call."""
         unique_ids = self._tracker.get_unique_ids()
         return [unique_ids[f"sparse.embedding_bags.table_{name}"] for name in self._names]
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences warnings of TorchRec and FBGEMM about set-ups of many hosts."""
+    """Silence warnings of TorchRec and FBGEMM about set-ups of many hosts."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)

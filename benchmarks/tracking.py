@@ -70,7 +70,7 @@ _ROUNDS_FEWER = {"retail": 1, "Criteo": 3, "MLPerf": 10}
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures the DLRMs of the example, of the Criteo Kaggle data, and of MLPerf.
+    """Measure the DLRMs of the example, of the Criteo Kaggle data, and of MLPerf.
 
     `mark_share_of_step` is the worst of the two small models, with sparse gradients, at 2,048
     samples, the batch with which ECRM (2021) trains Criteo. Marking costs nearly the same at any
@@ -243,7 +243,7 @@ def _training(
 
 
 def _added_to_lookups(plain: Any, hooked: Any, batches: list[Any], rounds: int) -> float:
-    """Returns the seconds that hooks add to a batch's lookups."""
+    """Return the seconds that hooks add to a batch's lookups."""
 
     def lookups(model: Any) -> Callable[[], None]:
         turn = itertools.cycle(batches)
@@ -261,7 +261,7 @@ def _added_to_lookups(plain: Any, hooked: Any, batches: list[Any], rounds: int) 
 
 
 def _evaluation_marks(tracked: StagedRun, model: Any, batches: list[Any]) -> int:
-    """Returns the number of rows in an increment after lookups that train nothing."""
+    """Return the number of rows in an increment after lookups that train nothing."""
     tracked.cut_and_persist()  # the full, after which no row is marked
     with torch.no_grad():
         model(batches[0].dense, batches[0].sparse)
@@ -275,7 +275,7 @@ def _evaluation_marks(tracked: StagedRun, model: Any, batches: list[Any]) -> int
 
 
 def _against_torchrec(report: Report, *, batches: int, smoke: bool) -> None:
-    """Measures one interval of batches on the same ids: recording, then collecting the rows."""
+    """Measure one interval of batches on the same ids: recording, then collecting the rows."""
     if not installed():
         report.leave_out(_OF_TORCHREC, f"TorchRec is not installed: {INSTALL}")
         return
@@ -346,7 +346,7 @@ class _Ours:
         OptimizerWatch([optimizer], {t.table.name: t for t in self.trackers})
 
     def gradients(self, ids: Tensor) -> list[Tensor]:
-        """Returns sparse gradients of lookups of `ids`, I64 [n, tables]."""
+        """Return sparse gradients of lookups of `ids`, I64 [n, tables]."""
         values = torch.zeros(len(ids), 1)
         return [
             torch.sparse_coo_tensor(ids[:, c].clone()[None], values, tracker.weight.shape)
@@ -362,7 +362,7 @@ class _Ours:
         after_steps(self.trackers)
 
     def native_call_ns(self, gradients: list[Tensor]) -> int:
-        """Returns the nanoseconds of the one native call of `step`, after `backward`'s work."""
+        """Return the nanoseconds of the one native call of `step`, after `backward`'s work."""
         self.backward(gradients)
         tables: list[int] = []
         for tracker, gradient in zip(self.trackers, gradients, strict=True):
@@ -377,5 +377,5 @@ class _Ours:
         return [dirty_bitmap.collect(dirty.bitmap, rows=tracker.rows) for tracker, dirty in dirty]
 
     def bitmap_bytes(self) -> int:
-        """Returns the bytes of both bitmaps of all tables."""
+        """Return the bytes of both bitmaps of all tables."""
         return 2 * sum(tracker.bitmap_bytes for tracker in self.trackers)

@@ -15,7 +15,7 @@ __all__ = ["trained_rows"]
 
 
 def trained_rows(*, dim: int, batches: int, rows: int) -> Tensor:
-    """Returns F32 [rows, dim]: rows that were looked up in training, drawn from all tables."""
+    """Return F32 [rows, dim]: rows that were looked up in training, drawn from all tables."""
     examples_on_path()
     from retail import RetailReader
     from train_dlrm import DLRM

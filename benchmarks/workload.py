@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def examples_on_path() -> None:
-    """Makes the modules of `examples/` importable, as they are for its scripts."""
+    """Make the modules of `examples/` importable, as they are for its scripts."""
     folder = str(ROOT / "examples")
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -38,7 +38,7 @@ def examples_on_path() -> None:
 
 @contextmanager
 def scratch(*, in_memory: bool = True) -> Iterator[Path]:
-    """Yields a temporary directory, in memory if there is room, else on disk."""
+    """Yield a temporary directory, in memory if there is room, else on disk."""
     memory = Path("/dev/shm")
     parent = memory if in_memory and memory.is_dir() else Path(tempfile.gettempdir())
     path = Path(tempfile.mkdtemp(prefix="recpoint-bench-", dir=parent))
@@ -64,13 +64,13 @@ class Tables(nn.Module):
         self.top = nn.Sequential(nn.Linear(dim, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def table(self, index: int) -> nn.Embedding:
-        """Returns table `index`."""
+        """Return table `index`."""
         table = self.tables[index]
         assert isinstance(table, nn.Embedding)
         return table
 
     def optimizers(self, *, state: bool) -> list[torch.optim.Optimizer]:
-        """Returns optimizers: Adagrad (`state`) or SGD for the tables, and Adagrad for the MLP."""
+        """Return optimizers: Adagrad (`state`) or SGD for the tables, and Adagrad for the MLP."""
         kind = torch.optim.Adagrad if state else torch.optim.SGD
         return [
             kind(self.tables.parameters(), lr=0.1),
@@ -88,18 +88,18 @@ class StagedRun:
         self.directory = area.run_directory(staging, open_store(url).url)
 
     def cut(self) -> Path:
-        """Takes a checkpoint, waits until it is staged, and returns its job file."""
+        """Take a checkpoint, wait until it is staged, and return its job file."""
         if not self.checkpointer.checkpoint():
             raise RuntimeError(f"no checkpoint was cut: {self.checkpointer.stats}")
         return wait_for(lambda: next(iter(area.staged_jobs(self.directory)), None))
 
     def cut_and_persist(self) -> tuple[Job, Outcome]:
-        """Calls `cut`, then `persist`; returns the job and the outcome."""
+        """Call `cut`, then `persist`; return the job and the outcome."""
         job = area.read_job(self.cut())
         return job, self.persist()
 
     def persist(self) -> Outcome:
-        """Persists the staged job without Prefect, and waits until the trainer knows of it."""
+        """Persist the staged job without Prefect, and wait until the trainer knows of it."""
         committed_before = self.checkpointer.stats.committed
         job_file = area.staged_jobs(self.directory)[0]
         outcome = persist_job(job_file)
@@ -109,12 +109,12 @@ class StagedRun:
         return outcome
 
     def wait_for_commit(self, before: int) -> None:
-        """Waits until the trainer knows of more commits than `before`."""
+        """Wait until the trainer knows of more commits than `before`."""
         wait_for(lambda: self.checkpointer.stats.committed > before or None)
 
 
 def wait_for(look: Callable[[], T | None], *, seconds: float = 120.0) -> T:
-    """Polls `look` until it returns something other than None, and returns that."""
+    """Poll `look` until it returns something other than None, and return that."""
     deadline = time.monotonic() + seconds
     while (value := look()) is None:
         if time.monotonic() > deadline:
@@ -133,7 +133,7 @@ def staged_run(
     bits: Precision | FixedBits = "lossless",
     row_local_optimizers: Sequence[type] = (),
 ) -> Iterator[StagedRun]:
-    """Yields a started run without an interval: the benchmark takes checkpoints by `cut`."""
+    """Yield a started run without an interval: the benchmark takes checkpoints by `cut`."""
     checkpointer = Checkpointer(
         model,
         optimizers,

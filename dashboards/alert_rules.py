@@ -24,12 +24,12 @@ _NEXT_STEP: Final = "run recpoint prometheus rules: its first lines list the par
 
 
 def parameters() -> dict[str, str]:
-    """Returns the parameters at the head of the rules file, name -> default value."""
+    """Return the parameters at the head of the rules file, name -> default value."""
     return dict(_PARAMETER.findall(_rules()))
 
 
 def alert_rules(values: Mapping[str, str]) -> str:
-    """Returns the rules, a YAML file for `rule_files:` of Prometheus.
+    """Return the rules, a YAML file for `rule_files:` of Prometheus.
 
     Args:
         values: parameter -> value that replaces the default.
@@ -59,7 +59,7 @@ def alert_rules(values: Mapping[str, str]) -> str:
 
 
 def grafana_dashboard() -> str:
-    """Returns the dashboard, a JSON file that Grafana imports."""
+    """Return the dashboard, a JSON file that Grafana imports."""
     return (_HERE / "grafana" / "recpoint.json").read_text(encoding="utf-8")
 
 
@@ -75,7 +75,7 @@ def _would_load(name: str, default: str, value: str) -> bool:
 
 
 def _with(line: str, name: str, default: str, value: str) -> str:
-    """Returns the line with the new value if it has this parameter, else the line unchanged."""
+    """Return the line with the new value if it has this parameter, else the line unchanged."""
     head = f"#   {name} "
     if not line.endswith(f" # {name}") and not line.startswith(head):
         return line

@@ -45,7 +45,7 @@ class CatalogFacts(NamedTuple):
 
 
 def current_watch(run_url: str, watch: RunWatch | None) -> RunWatch:
-    """Returns `watch` if its run is still at `run_url`, else a new watch of the run found there.
+    """Return `watch` if its run is still at `run_url`, else a new watch of the run found there.
 
     A local store lists nothing if its mount is gone. Without this check, the run would look as if
     it had lost everything.
@@ -60,7 +60,7 @@ def current_watch(run_url: str, watch: RunWatch | None) -> RunWatch:
 
 
 def look_up(watch: RunWatch) -> CatalogFacts:
-    """Reads the catalog of a run: a few listings, and the manifests that are new.
+    """Read the catalog of a run: a few listings, and the manifests that are new.
 
     Raises:
         RecpointError: the run cannot be read.
@@ -109,24 +109,24 @@ class CatalogWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops reading; a thread that waits for a store is left to end with the process."""
+        """Stop reading; a thread that waits for a store is left to end with the process."""
         self._stop.set()
         self._thread.join()
         for watched in self._watched.values():
             watched.stop.set()
 
     def facts(self, run: str) -> CatalogFacts | None:
-        """Returns the facts that were read last; None: none yet."""
+        """Return the facts that were read last; None: none yet."""
         watched = self._watched.get(run)
         return None if watched is None else watched.facts
 
     def since_ms(self, run: str) -> int | None:
-        """Returns when the first read of a run began, since the epoch; None: not yet."""
+        """Return when the first read of a run began, since the epoch; None: not yet."""
         watched = self._watched.get(run)
         return None if watched is None else watched.since_ms
 
     def failures(self, run: str) -> Mapping[str, int]:
-        """Returns the number of failed reads for each cause in `CAUSES`."""
+        """Return the number of failed reads for each cause in `CAUSES`."""
         watched = self._watched.get(run)
         return dict.fromkeys(CAUSES, 0) if watched is None else dict(watched.failures)
 

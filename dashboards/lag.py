@@ -44,7 +44,7 @@ _COLUMNS = (
 
 
 def lag_views(runs: Sequence[RunLag]) -> list[RenderableType]:
-    """Returns a table with a line for each readable run, then lines.
+    """Return a table with a line for each readable run, then lines.
 
     They are what is staged, and each error and alarm.
     """

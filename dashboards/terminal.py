@@ -94,7 +94,7 @@ class Listed:
 
 
 def shown(value: object, *, limit: int = 300, style: str = "") -> Text:
-    """Returns `value` as text that a terminal shows literally, cut at `limit` characters."""
+    """Return `value` as text that a terminal shows literally, cut at `limit` characters."""
     text = str(value)
     if len(text) > limit:
         text = text[: limit - 1] + "…"
@@ -204,7 +204,7 @@ _CHECKPOINT_COLUMNS = (
 
 
 def checkpoints_table(entries: Iterable[Listed], *, title: str) -> FittedTable:
-    """Returns a table with one line for each checkpoint, in the order given."""
+    """Return a table with one line for each checkpoint, in the order given."""
     rows: list[tuple[Sequence[Text], Text]] = []
     below: list[Text] = []
     policies: dict[str, None] = {}  # in order, each once
@@ -235,7 +235,7 @@ def _notes(entry: Listed) -> Text:
 
 
 def verdict_text(verdict: Verdict | None) -> Text:
-    """Returns the verdict of a checkpoint's validations in words."""
+    """Return the verdict of a checkpoint's validations in words."""
     if verdict is None:
         return Text("not validated", style="dim")
     if verdict.result == "passed":
@@ -244,7 +244,7 @@ def verdict_text(verdict: Verdict | None) -> Text:
 
 
 def result_text(result: ValidationResult) -> Text:
-    """Returns the result of a validation in words."""
+    """Return the result of a validation in words."""
     texts: dict[ValidationResult, tuple[str, str]] = {
         "passed": ("passed", "bold green"),
         "failed": ("failed: rows are damaged or wrong", "bold red"),
@@ -257,7 +257,7 @@ def result_text(result: ValidationResult) -> Text:
 def validation_table(
     findings: Sequence[ValidationFinding], notes: Sequence[ValidationFinding]
 ) -> Table:
-    """Returns a table with one line for each finding, the errors before the notes."""
+    """Return a table with one line for each finding, the errors before the notes."""
     table = plain_table("Findings")
     for heading in ("kind", "object", "row", "what", "found", "expected", "within"):
         table.add_column(heading, overflow="fold")
@@ -276,7 +276,7 @@ def validation_table(
 
 
 def stall_text(manifest: Manifest) -> str:
-    """Returns how long training waited, and the rows and bytes copied before that and in it."""
+    """Return how long training waited, and the rows and bytes copied before that and in it."""
     text, copied = f"{manifest.stall_us / 1000:.1f} ms", manifest.copied_ahead
     if manifest.cache is not None:
         text += f"; {cache_text(manifest.cache)}"
@@ -304,7 +304,7 @@ def _figures(manifest: Manifest, to_read: int | None) -> Sequence[str]:
 
 
 def tables_table(manifest: Manifest) -> Table:
-    """Returns one line for each embedding table: shape, row states, and what is stored of it."""
+    """Return one line for each embedding table: shape, row states, and what is stored of it."""
     table = plain_table("Tables")
     table.add_column("table")
     pieces = any(spec.columns is not None for spec in manifest.tables)
@@ -341,7 +341,7 @@ def tables_table(manifest: Manifest) -> Table:
 
 
 def _columns_text(spec: TableSpec) -> str:
-    """Returns the columns of the whole table that this piece of it holds."""
+    """Return the columns of the whole table that this piece of it holds."""
     columns = spec.columns
     if columns is None:
         return "all"
@@ -349,12 +349,12 @@ def _columns_text(spec: TableSpec) -> str:
 
 
 def precision_text(scheme: str | None, bits: int | None) -> str:
-    """Returns the precision of a chunk's rows in words."""
+    """Return the precision of a chunk's rows in words."""
     return "exact" if scheme == "exact" else f"{bits} bit"
 
 
 def quantizer_text(quantizer: Quantizer) -> str:
-    """Returns how a table's rows were quantized, and on how many sample rows that was chosen."""
+    """Return how a table's rows were quantized, and on how many sample rows that was chosen."""
     values = {
         "bins": quantizer.bins,
         "ratio": quantizer.ratio_permille / 1000,
@@ -366,18 +366,18 @@ def quantizer_text(quantizer: Quantizer) -> str:
 
 
 def history_text(history: History) -> str:
-    """Returns the hours that the state was trained, and its restores from quantized rows."""
+    """Return the hours that the state was trained, and its restores from quantized rows."""
     hours = history.trained_ms / 3_600_000
     return f"{hours:.3g} h, {history.lossy_restores} restores from quantized rows"
 
 
 def decision_text(precision: ChosenPrecision) -> str:
-    """Returns the bits that `bits="auto"` chose from the expected restores, and the reason."""
+    """Return the bits that `bits="auto"` chose from the expected restores, and the reason."""
     return f'{precision.bits} bits where bits="auto": {precision.reason}'
 
 
 def chunks_table(manifest: Manifest) -> Table:
-    """Returns a table with one line for each chunk."""
+    """Return a table with one line for each chunk."""
     table = plain_table("Chunks")
     table.add_column("key", overflow="fold")
     table.add_column("content")
@@ -395,7 +395,7 @@ def chunks_table(manifest: Manifest) -> Table:
 
 
 def chain_table(chain: Sequence[Manifest]) -> Table:
-    """Returns the manifests that a restore of the last of `chain` reads, in order."""
+    """Return the manifests that a restore of the last of `chain` reads, in order."""
     table = plain_table("Chain, in the order in which it is read")
     for heading in ("step", "generation"):
         table.add_column(heading, justify="right")
@@ -414,7 +414,7 @@ def chain_table(chain: Sequence[Manifest]) -> Table:
 
 
 def check_views(report: CheckReport) -> list[RenderableType]:
-    """Returns a table of a check's findings, and one line that sums them up."""
+    """Return a table of a check's findings, and one line that sums them up."""
     views: list[RenderableType] = []
     if report.findings:
         table = plain_table("Findings")
@@ -444,7 +444,7 @@ def check_views(report: CheckReport) -> list[RenderableType]:
 
 
 def sweep_table(plan: SweepPlan) -> Table:
-    """Returns a table of what a sweep removes and what it keeps, each with the reason."""
+    """Return a table of what a sweep removes and what it keeps, each with the reason."""
     count = len(plan.objects) + len(plan.unfinished)
     table = plain_table(f"to remove: {count} objects, {bytes_text(plan.size_bytes)}")
     table.show_header = bool(count or plan.kept or plan.unrecognised or plan.blocked)
@@ -465,7 +465,7 @@ def sweep_table(plan: SweepPlan) -> Table:
 
 
 def fields_table(fields: Iterable[tuple[str, object]], *, title: str = "") -> Table:
-    """Returns a table of names and values, one pair on each line."""
+    """Return a table of names and values, one pair on each line."""
     table = Table(title=Text(title) if title else None, show_header=False, box=None)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -476,7 +476,7 @@ def fields_table(fields: Iterable[tuple[str, object]], *, title: str = "") -> Ta
 
 
 def error_text(error: Exception) -> Text:
-    """Returns an error's message; a RecpointError's has the object, found, expected and next."""
+    """Return an error's message; a RecpointError's has the object, found, expected and next."""
     if not isinstance(error, RecpointError):
         return Text.assemble(("error: ", "bold red"), shown(error, limit=2000))
     return Text.assemble(
@@ -492,7 +492,7 @@ def error_text(error: Exception) -> Text:
 
 
 def plain_table(title: str) -> Table:
-    """Returns an empty table without rules, its headings in bold."""
+    """Return an empty table without rules, its headings in bold."""
     line = shown(title, limit=200)
     # It would be broken at the width of the table, which may be narrower than the terminal.
     line.no_wrap, line.overflow = True, "ignore"
@@ -506,7 +506,7 @@ _ACTION_STYLES = {"keep": "", "mark": "yellow", "wait": "yellow", "delete": "red
 
 
 def retention_table(made: PrunePlan) -> Table:
-    """Returns a table of a retention plan: each manifest, its action, and the reason."""
+    """Return a table of a retention plan: each manifest, its action, and the reason."""
     counts = {"keep": 0, "mark": 0, "wait": 0, "delete": 0}
     rows = list(made.rows())
     for row in rows:
@@ -535,7 +535,7 @@ def retention_table(made: PrunePlan) -> Table:
 
 
 def _merged(key: str) -> str:
-    """Returns the words that distinguish the manifests of one checkpoint."""
+    """Return the words that distinguish the manifests of one checkpoint."""
     name = CONSOLIDATED_KEY.parse(key)
     if name is None:
         return ""
@@ -546,7 +546,7 @@ _FATE_STYLES: dict[Fate, str] = {"rejected": "red", "would be rejected": "red", 
 
 
 def staged_views(work: StagedWork, run_url: str) -> list[Table]:
-    """Returns a table of a run's staged jobs and their fates; nothing if no job is staged."""
+    """Return a table of a run's staged jobs and their fates; nothing if no job is staged."""
     if not work.jobs:
         return []
     table = plain_table(f"staged here: {len(work.jobs)} job{'' if len(work.jobs) == 1 else 's'}")
@@ -559,7 +559,7 @@ def staged_views(work: StagedWork, run_url: str) -> list[Table]:
 
 
 def discard_table(losses: Sequence[StagedLoss], *, dry_run: bool) -> Table:
-    """Returns a table of the jobs of a run that is gone, and what is lost with each."""
+    """Return a table of the jobs of a run that is gone, and what is lost with each."""
     count = f"{len(losses)} job{'' if len(losses) == 1 else 's'} of a run that is gone"
     table = plain_table(f"to discard: {count}" if dry_run else f"discarded {count}")
     table.show_header = bool(losses)
@@ -577,7 +577,7 @@ def discard_table(losses: Sequence[StagedLoss], *, dry_run: bool) -> Table:
 
 
 def slots_views(slots: Sequence[FreeSlot], *, dry_run: bool) -> list[Table]:
-    """Returns a table of the free slots; nothing if no slot is free."""
+    """Return a table of the free slots; nothing if no slot is free."""
     if not slots:
         return []
     size = bytes_text(sum(slot.size_bytes for slot in slots))

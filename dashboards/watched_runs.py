@@ -84,7 +84,7 @@ class Seen:
         return "fine" if self.overview.checkpoints else "starting"
 
     def age_seconds(self) -> float | None:
-        """Returns the age of the overview; None: there is none."""
+        """Return the age of the overview; None: there is none."""
         return None if self.at is None else time.monotonic() - self.at
 
 
@@ -113,16 +113,16 @@ class WatchedRun:
         self._thread = threading.Thread(target=self._run, name="recpoint-watch", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread that refreshes the run."""
+        """Start the thread that refreshes the run."""
         self.seen = replace(self.seen, due=time.monotonic() + _PATIENCE_SECONDS)
         self._thread.start()
 
     def stop(self) -> None:
-        """Asks the thread to stop; does not wait for a refresh in progress."""
+        """Ask the thread to stop; do not wait for a refresh in progress."""
         self._stop.set()
 
     def refresh(self) -> Seen:
-        """Reads the run once, in the calling thread, and returns what is known of it now."""
+        """Read the run once, in the calling thread, and return what is known of it now."""
         view = self.seen
         version = view.version + 1
         began = time.monotonic()
@@ -191,12 +191,12 @@ class WatchedRuns:
         ]
 
     def start(self) -> None:
-        """Starts to refresh all runs."""
+        """Start to refresh all runs."""
         for run in self._runs:
             run.start()
 
     def stop(self) -> None:
-        """Asks all threads to stop."""
+        """Ask all threads to stop."""
         for run in self._runs:
             run.stop()
 

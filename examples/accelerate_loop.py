@@ -18,7 +18,7 @@ from recpoint import Checkpointer, ResumableLoader
 
 
 def main() -> None:
-    """Trains a matrix factorization for some epochs; prints a digest of the final weights."""
+    """Train a matrix factorization for some epochs; print a digest of the final weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", required=True, help="URL of the run to checkpoint into")
     parser.add_argument("--staging", help="staging area; default: the agent's default")

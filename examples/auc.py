@@ -11,7 +11,7 @@ _BINS_PER_LOGIT = 1 << 10  # 14 bits: logits from -8 to +8 in steps of 1/1024; b
 
 
 def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
-    """Computes P(score of a positive > score of a negative) + P(equal) / 2 over all pairs.
+    """Compute P(score of a positive > score of a negative) + P(equal) / 2 over all pairs.
 
     Args:
         scores: [n], finite.
@@ -28,7 +28,7 @@ def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def auc_from_counts(counts: torch.Tensor) -> float:
-    """Computes `auc` from `counts` I64 [2, m]: samples of each label with each score, ascending."""
+    """Compute `auc` from `counts` I64 [2, m]: samples of each label with each score, ascending."""
     negatives, positives = counts[0], counts[1]
     pairs = int(negatives.sum()) * int(positives.sum())
     below = negatives.cumsum(0) - negatives
@@ -48,7 +48,7 @@ class PrequentialAUC:
         self._counts = torch.zeros(2, 2, _BINS, dtype=torch.int64)  # whole run, tail; label; bin
 
     def add(self, batch: int, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Counts batch number `batch`: logits F32 [n], labels F32 [n]."""
+        """Count batch number `batch`: logits F32 [n], labels F32 [n]."""
         bins = (logits.detach() * _BINS_PER_LOGIT).floor().long() + _BINS // 2
         bins = bins.clamp_(0, _BINS - 1) + labels.long() * _BINS
         counts = torch.bincount(bins, minlength=2 * _BINS).view(2, _BINS)
@@ -67,11 +67,11 @@ class PrequentialAUC:
         return auc_from_counts(self._counts[1])
 
     def state_dict(self) -> dict[str, object]:
-        """Returns the counts, for a checkpoint."""
+        """Return the counts, for a checkpoint."""
         return {"counts": self._counts.to(torch.int32)}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Restores the counts of `state`."""
+        """Restore the counts of `state`."""
         counts = state["counts"]
         if not isinstance(counts, torch.Tensor) or counts.shape != self._counts.shape:
             raise ValueError("not the counts of a PrequentialAUC")

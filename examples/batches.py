@@ -40,14 +40,14 @@ class Reader(Protocol):
     def __iter__(self) -> Iterator[Batch]: ...
 
     def state_dict(self) -> dict[str, object]:
-        """Returns the reader's position between two batches."""
+        """Return the reader's position between two batches."""
 
     def load_state_dict(self, state: dict[str, object], /) -> None:
-        """Continues after the last batch that was read before `state` was taken."""
+        """Continue after the last batch that was read before `state` was taken."""
 
 
 def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Maps 64-bit integers one to one so that every output bit depends on all input bits.
+    """Map 64-bit integers one to one so that every output bit depends on all input bits.
 
     Constants: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
     """
@@ -58,6 +58,6 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def hash_rows(values: npt.NDArray[np.uint64], *, column: int, rows: int) -> npt.NDArray[np.int64]:
-    """Hashes values of one column to rows 0 … rows - 1; each column hashes differently."""
+    """Hash values of one column to rows 0 … rows - 1; each column hashes differently."""
     salted = mix64(values ^ mix64(np.full(1, column, np.uint64)))
     return (salted % np.uint64(rows)).astype(np.int64)

@@ -109,7 +109,7 @@ class CriteoReader:
         )
 
     def state_dict(self) -> dict[str, object]:
-        """Returns the reader's position between two batches."""
+        """Return the reader's position between two batches."""
         return {
             "file_bytes": self._file_bytes,
             "malformed_lines": self.malformed_lines,
@@ -117,7 +117,7 @@ class CriteoReader:
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continues after the last batch that was read before `state` was taken.
+        """Continue after the last batch that was read before `state` was taken.
 
         Raises:
             ValueError: the file ends before the position in `state`.
@@ -131,7 +131,7 @@ class CriteoReader:
 
 
 def _split(line: bytes) -> list[bytes]:
-    """Returns the 40 fields of a line, after checking that `_batch` can convert each of them.
+    """Return the 40 fields of a line, after checking that `_batch` can convert each of them.
 
     Raises:
         ValueError: a field cannot be converted.
@@ -177,7 +177,7 @@ def _batch(samples: list[list[bytes]], rows: int) -> Batch:
 
 
 def _compressed(integers: _F64) -> torch.Tensor:
-    """Returns log(1 + x) of counts, F32; the few negative counts, of unknown meaning, become 0."""
+    """Return log(1 + x) of counts, F32; the few negative counts, of unknown meaning, become 0."""
     return torch.from_numpy(np.log1p(np.maximum(integers, 0)).astype(np.float32))
 
 
@@ -199,7 +199,7 @@ class ColumnShape:
     q: float
 
     def draw(self, generator: np.random.Generator, count: int) -> npt.NDArray[np.int64]:
-        """Draws the ids of `count` lines independently of each other: I64 [count]."""
+        """Draw the ids of `count` lines independently of each other: I64 [count]."""
         uniform = generator.random(count)
         ids = np.zeros(count, np.int64)
         present = uniform >= self.p_missing
@@ -216,7 +216,7 @@ class ColumnShape:
         return ids
 
     def _tail(self, uniform: _F64) -> npt.NDArray[np.int64]:
-        """Maps uniform numbers to ids of the tail by its inverse distribution function.
+        """Map uniform numbers to ids of the tail by its inverse distribution function.
 
         The function has a pole at s = 1, which no column has.
         """
@@ -229,7 +229,7 @@ class ColumnShape:
 
 
 def _rows_of_ids(column: int, shape: ColumnShape, rows: int) -> npt.NDArray[np.int64] | None:
-    """Returns a row for each id of a small column; None: too many ids, so that they share rows.
+    """Return a row for each id of a small column; None: too many ids, so that they share rows.
 
     Ids are in the order of frequency. Rows are not, because they are not in real systems either.
     """
@@ -241,7 +241,7 @@ def _rows_of_ids(column: int, shape: ColumnShape, rows: int) -> npt.NDArray[np.i
 
 
 def load_shape(path: Path = SHAPE_PATH, *, scale: float = 1.0) -> list[ColumnShape]:
-    """Reads the columns of a shape file.
+    """Read the columns of a shape file.
 
     Args:
         path: of the file.
@@ -311,7 +311,7 @@ class CriteoShapeReader:
             yield self.batch(self._batches_done - 1)
 
     def batch(self, number: int) -> Batch:
-        """Returns batch `number`; the same number always gives the same batch."""
+        """Return batch `number`; the same number always gives the same batch."""
         generator = np.random.default_rng([self._seed, number])
         integers = np.floor(generator.lognormal(1.0, 1.5, (self._lines, INTEGERS)))
         dense = _compressed(integers)

@@ -30,7 +30,7 @@ class ProgressFile:
         self._path = path
 
     def write(self, **values: float | Sequence[int]) -> None:
-        """Appends one line."""
+        """Append one line."""
         if self._path is not None:
             with self._path.open("ab", buffering=0) as file:
                 file.write((json.dumps(values) + "\n").encode())
@@ -39,7 +39,7 @@ class ProgressFile:
 def digests(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], reader: Reader
 ) -> dict[str, str]:
-    """Returns SHA-256 digests of all state that determines further training, between two batches.
+    """Return SHA-256 digests of all state that determines further training, between two batches.
 
     This draws the next batch from the reader, so the reader must not be used afterwards. At the end
     of the log, None is digested instead of a batch.
@@ -55,14 +55,14 @@ def digests(
 
 
 def digests_of_all(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
-    """Combines the digests of all ranks into one for each name; one rank's stay as they are."""
+    """Combine the digests of all ranks into one for each name; one rank's stay as they are."""
     if len(of_ranks) == 1:
         return of_ranks[0]
     return {name: digest([tables[name] for tables in of_ranks]) for name in of_ranks[0]}
 
 
 def digest(value: object) -> str:
-    """Returns the SHA-256 of a tree's structure, and of its leaves' types, shapes and bytes."""
+    """Return the SHA-256 of a tree's structure, and of its leaves' types, shapes and bytes."""
     sha256 = hashlib.sha256()
     _add(sha256, value)
     return sha256.hexdigest()

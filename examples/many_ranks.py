@@ -14,7 +14,7 @@ __all__ = ["gathered", "join", "leave", "of_all_ranks", "replicated"]
 
 
 def join() -> tuple[int, int]:
-    """Returns (rank, number of ranks); under torchrun, joins the process group first."""
+    """Return (rank, number of ranks); under torchrun, join the process group first."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return 0, 1
     dist.init_process_group("gloo")
@@ -22,7 +22,7 @@ def join() -> tuple[int, int]:
 
 
 def leave() -> None:
-    """Leaves the process group; the last call of a process that called `join`.
+    """Leave the process group; the last call of a process that called `join`.
 
     For a moment after an exchange, gloo's threads hold the exchanged tensors. If they release them
     after Python has ended, the process ends with SIGABRT, and torchrun reports the job as failed.
@@ -32,7 +32,7 @@ def leave() -> None:
 
 
 def replicated(model: nn.Module) -> nn.Module:
-    """Returns the model in DDP: every rank has rank 0's weights and the mean of all gradients.
+    """Return the model in DDP: every rank has rank 0's weights and the mean of all gradients.
 
     `find_unused_parameters` keeps resumed training equal bit for bit. Without it, DDP puts
     gradients into other buckets after the first step of each process. With three ranks or more, the
@@ -44,7 +44,7 @@ def replicated(model: nn.Module) -> nn.Module:
 
 
 def of_all_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Returns the values of all ranks, [ranks * n] from [n] on each rank, in the order of ranks."""
+    """Return the values of all ranks, [ranks * n] from [n] on each rank, in the order of ranks."""
     if not dist.is_initialized():
         return values
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
@@ -53,7 +53,7 @@ def of_all_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Returns the `value` of each rank, in the order of ranks."""
+    """Return the `value` of each rank, in the order of ranks."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()

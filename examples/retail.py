@@ -111,7 +111,7 @@ class RetailReader:
         return Batch(torch.empty(len(sparse), 0), torch.from_numpy(sparse), label)
 
     def _columns(self, at: _Ids, item_at: _Ids) -> _Ids:
-        """Returns the columns of lines `at` with the items of lines `item_at`: I64 [len(at), 8]."""
+        """Return the columns of lines `at` with the items of lines `item_at`: I64 [len(at), 8]."""
         customer, previous, item = self._customer[at], self._previous[at], self._item[item_at]
         columns = (
             customer,
@@ -126,14 +126,14 @@ class RetailReader:
         return np.stack(columns, axis=1)
 
     def state_dict(self) -> dict[str, object]:
-        """Returns the reader's position between two batches."""
+        """Return the reader's position between two batches."""
         return {
             "lines_done": self._lines_done,
             "generator": self._generator.bit_generator.state,
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continues after the last batch that was read before `state` was taken."""
+        """Continue after the last batch that was read before `state` was taken."""
         lines_done, generator = state["lines_done"], state["generator"]
         if not isinstance(lines_done, int) or not 0 <= lines_done <= len(self._item):
             raise ValueError(f"line {lines_done!r} of a log of {len(self._item)} purchases")
@@ -143,7 +143,7 @@ class RetailReader:
         self._lines_done = lines_done
 
     def load_state_dicts(self, states: Sequence[dict[str, object]], rank: int, ranks: int) -> None:
-        """Continues after the lines that all ranks of a checkpoint have read, with other ranks.
+        """Continue after the lines that all ranks of a checkpoint have read, with other ranks.
 
         No purchase is lost or read twice; negatives are drawn anew.
         """
@@ -168,7 +168,7 @@ def _generator(seed: int, rank: int, ranks: int, lines_done: int) -> np.random.G
 
 
 def _permuted(ids: npt.NDArray[np.integer], count: int, *, column: int) -> _Ids:
-    """Shuffles ids: the log numbers them by first appearance, and real systems do not."""
+    """Shuffle ids: the log numbers them by first appearance, and real systems do not."""
     order: _Ids = np.random.default_rng(column).permutation(count)
     permuted: _Ids = order[ids]
     return permuted

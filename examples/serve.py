@@ -23,7 +23,7 @@ from train_dlrm import DLRM, open_reader
 
 
 def arguments() -> argparse.Namespace:
-    """Parses the command line; --data and --rows must be the same as the trainer's."""
+    """Parse the command line; --data and --rows must be the same as the trainer's."""
     add = (parser := argparse.ArgumentParser(description=__doc__.splitlines()[0])).add_argument
     add("--run", required=True, help="URL of the run to follow")
     add("--channel", default="newest", choices=("newest", "validated", "published"))
@@ -44,14 +44,14 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """Answers `/status`: the version that is served, and how far it is behind."""
+        """Answer `/status`: the version that is served, and how far it is behind."""
         status = asdict(self.follower.status)
         serving = self.follower.status.serving
         status["serving"] = None if serving is None else serving.model_dump()
         self._answer(200, status)
 
     def do_POST(self) -> None:
-        """Answers `/predict`: logits of `sparse` [n, columns] and, if the model has it, `dense`."""
+        """Answer `/predict`: logits of `sparse` [n, columns] and, if the model has it, `dense`."""
         try:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", "0"))))
             sparse = torch.tensor(body["sparse"], dtype=torch.int64)
@@ -75,11 +75,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Prints nothing: no log line for each request."""
+        """Print nothing: no log line for each request."""
 
 
 def main() -> None:
-    """Serves until the process is ended."""
+    """Serve until the process is ended."""
     args = arguments()
     torch.set_num_threads(args.threads)
     reader = open_reader(args)

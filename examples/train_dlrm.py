@@ -56,7 +56,7 @@ class DLRM(nn.Module):
         )
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """Returns logits F32 [n] of dense F32 [n, dense_width] and sparse I64 [n, columns]."""
+        """Return logits F32 [n] of dense F32 [n, dense_width] and sparse I64 [n, columns]."""
         vectors = [table(sparse[:, c]) for c, table in enumerate(self.tables.values())]
         if self.bottom is not None:
             vectors.append(self.bottom(dense))
@@ -67,7 +67,7 @@ class DLRM(nn.Module):
 
 
 def arguments() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     add = (parser := argparse.ArgumentParser(description=__doc__.splitlines()[0])).add_argument
     add("--data", default="retail", help="retail, criteo-shape, or a Criteo TSV file")
     add("--rows", type=int, default=1 << 18, help="most rows of one table")
@@ -86,7 +86,7 @@ def arguments() -> argparse.Namespace:
 
 
 def open_reader(args: argparse.Namespace, rank: int = 0, ranks: int = 1) -> Reader:
-    """Returns the reader that `--data` names; several ranks each read their part of the batches."""
+    """Return the reader that `--data` names; several ranks each read their part of the batches."""
     if args.data == "retail":
         lines = args.batch // 2 // ranks
         return RetailReader(lines=lines, rows=args.rows, seed=args.seed, rank=rank, ranks=ranks)
@@ -100,13 +100,13 @@ def open_reader(args: argparse.Namespace, rank: int = 0, ranks: int = 1) -> Read
 
 
 def ids_of(reader: Reader) -> Callable[[Batch], dict[str, torch.Tensor]]:
-    """Returns a function from a batch to the rows that it looks up, by name of the table."""
+    """Return a function from a batch to the rows that it looks up, by name of the table."""
     names = [f"tables.{name}" for name in reader.tables]
     return lambda batch: dict(zip(names, batch.sparse.unbind(1), strict=True))
 
 
 def at_training(batches: Reader | Lookahead) -> Reader:
-    """Returns the reader at the batch that training is at, also if it has read ahead."""
+    """Return the reader at the batch that training is at, also if it has read ahead."""
     if not isinstance(batches, Lookahead):
         return batches
     reader: Reader = batches.reader
@@ -118,7 +118,7 @@ def at_training(batches: Reader | Lookahead) -> Reader:
 
 
 def main() -> None:
-    """Trains for one pass; prints a JSON object with the results as its last line."""
+    """Train for one pass; print a JSON object with the results as its last line."""
     args = arguments()
     torch.set_num_threads(args.threads)
     rank, ranks = join()

@@ -46,14 +46,14 @@ class Ranker(nn.Module):
         self.top = nn.Sequential(nn.Linear(len(tables) * dim, 128), nn.ReLU(), nn.Linear(128, 1))
 
     def forward(self, sparse: torch.Tensor) -> torch.Tensor:
-        """Returns logits F32 [n] of ids I64 [n, columns]."""
+        """Return logits F32 [n] of ids I64 [n, columns]."""
         vectors = [table(sparse[:, c]) for c, table in enumerate(self.tables.values())]
         logits: torch.Tensor = self.top(torch.cat(vectors, dim=1))
         return logits.squeeze(1)
 
 
 def options(description: str) -> argparse.ArgumentParser:
-    """Returns a parser of the command line, for this script and train_with_servers.py."""
+    """Return a parser of the command line, for this script and train_with_servers.py."""
     add = (parser := argparse.ArgumentParser(description=description)).add_argument
     add("--capacity", type=int, default=20_000, help="rows in the cache, of all tables together")
     add("--window", type=int, default=20, help="batches to read ahead")
@@ -70,7 +70,7 @@ def options(description: str) -> argparse.ArgumentParser:
 
 
 def begin(args: argparse.Namespace, rank: int = 0, ranks: int = 1) -> RetailReader:
-    """Seeds this process; returns the reader of its part of the batches."""
+    """Seed this process; return the reader of its part of the batches."""
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
     for seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -79,13 +79,13 @@ def begin(args: argparse.Namespace, rank: int = 0, ranks: int = 1) -> RetailRead
 
 
 def in_memory(model: Ranker) -> None:
-    """Gives all rows memory and the first values that `cached` gives them."""
+    """Give all rows memory and the first values that `cached` gives them."""
     model.tables.to_empty(device="cpu")
     fill(model, INITIAL)
 
 
 def ahead(reader: RetailReader, model: nn.Module, window: int) -> recpoint.Lookahead:
-    """Returns a reader that reads ahead, and tells the cache which rows each batch looks up."""
+    """Return a reader that reads ahead, and tell the cache which rows each batch looks up."""
     names = [f"tables.{name}" for name in reader.tables]
 
     def ids(batch: Batch) -> dict[str, torch.Tensor]:
@@ -104,7 +104,7 @@ def train(
     home: Any = None,
     rewinds: int = 0,
 ) -> dict[str, Any]:
-    """Trains from the newest checkpoint on, and returns the results.
+    """Train from the newest checkpoint on, and return the results.
 
     Args:
         args: what `options` has parsed.
@@ -177,7 +177,7 @@ def train(
 
 
 def main() -> None:
-    """Trains; prints a JSON object with the results as its last line."""
+    """Train; print a JSON object with the results as its last line."""
     parser = options(__doc__.splitlines()[0])
     parser.add_argument("--home", type=Path, help="directory for the rows; default: in memory")
     args = parser.parse_args()

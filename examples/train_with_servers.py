@@ -25,7 +25,7 @@ from train_larger_than_memory import INITIAL, Ranker, ahead, begin, in_memory, o
 
 
 def main() -> None:
-    """Trains; rank 0 prints a JSON object with the results as its last line."""
+    """Train; rank 0 prints a JSON object with the results as its last line."""
     parser = options(__doc__.splitlines()[0])
     parser.add_argument("--servers", type=int, default=0, help="server processes for the rows")
     parser.add_argument("--parity", type=parity, metavar="K+R", help="rows and parity rows")
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def parity(text: str) -> Parity:
-    """Reads K+R."""
+    """Read K+R."""
     data, _, lost = text.partition("+")
     return Parity(data=int(data), parity=int(lost))
 

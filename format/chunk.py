@@ -114,7 +114,7 @@ class Chunk(NamedTuple):
 
 
 def chunk_header(meta: ChunkMeta, sections: Sequence[Section]) -> bytes:
-    """Returns the bytes before a chunk's body; the body is the sections' data, without gaps.
+    """Return the bytes before a chunk's body; the body is the sections' data, without gaps.
 
     Raises:
         ValueError: a reader would refuse these sections, whatever the manifest says.
@@ -124,7 +124,7 @@ def chunk_header(meta: ChunkMeta, sections: Sequence[Section]) -> bytes:
 
 
 def build_chunk(meta: ChunkMeta, sections: Sequence[Section]) -> bytes:
-    """Returns the bytes of a whole chunk; raises as `chunk_header` does."""
+    """Return the bytes of a whole chunk; raise as `chunk_header` does."""
     return b"".join([chunk_header(meta, sections), *(section.data_view for section in sections)])
 
 
@@ -342,7 +342,7 @@ def _check_sample(
 
 
 def sample_arrays(spec: TableSpec, rows: int) -> dict[str, tuple[Dtype, tuple[int, ...]]]:
-    """Returns the dtype and shape of each part of a table's sample of `rows` rows (format §3.6)."""
+    """Return the dtype and shape of each part of a table's sample of `rows` rows (format §3.6)."""
     arrays: dict[str, tuple[Dtype, tuple[int, ...]]] = {
         "ids": ("I64", (rows,)),
         "values": (spec.dtype, (rows, spec.dim)),

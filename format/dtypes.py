@@ -33,12 +33,12 @@ _ITEM_BYTES: dict[Dtype, int] = {
 
 
 def item_bytes(dtype: Dtype) -> int:
-    """Returns the bytes of one element."""
+    """Return the bytes of one element."""
     return _ITEM_BYTES[dtype]
 
 
 def array_bytes(dtype: Dtype, shape: tuple[int, ...]) -> int:
-    """Returns the bytes of an array in C order without gaps.
+    """Return the bytes of an array in C order without gaps.
 
     Raises:
         ValueError: no array can have this shape: a negative size, more than `MAX_DIMS` dimensions,
@@ -58,12 +58,12 @@ def array_bytes(dtype: Dtype, shape: tuple[int, ...]) -> int:
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
-    """Returns the torch dtype of a stored dtype."""
+    """Return the torch dtype of a stored dtype."""
     return _torch_dtypes()[dtype]
 
 
 def dtype_name(dtype: torch.dtype) -> Dtype:
-    """Returns the stored dtype of a torch dtype.
+    """Return the stored dtype of a torch dtype.
 
     Raises:
         ValueError: the format has no such dtype.

@@ -183,7 +183,7 @@ class Job(Record):
         return sum(table.row_count for table in self.tables)
 
     def segment(self, name: str) -> Segment:
-        """Returns the segment called `name`; raises KeyError if there is none."""
+        """Return the segment called `name`; raise KeyError if there is none."""
         for segment in self.segments:
             if segment.name == name:
                 return segment

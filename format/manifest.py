@@ -91,7 +91,7 @@ def check_links(
     parent: CheckpointRef | None,
     chain_length: int,
 ) -> None:
-    """Checks that a full has no links and that an increment's links can form a chain.
+    """Check that a full has no links and that an increment's links can form a chain.
 
     Raises:
         ValueError: they do not.
@@ -149,7 +149,7 @@ class TableSpec(Part):
 
 
 def check_tables(tables: Sequence[TableSpec]) -> None:
-    """Checks that table names are unique, except for pieces, which must make up one whole table.
+    """Check that table names are unique, except for pieces, which must make up one whole table.
 
     Raises:
         ValueError: they are not, or the pieces do not.
@@ -211,7 +211,7 @@ class ChunkEntry(Part):
 
 
 def check_parts(ranks: int, servers: int | None) -> None:
-    """Checks that the parts of ranks and embedding servers can be numbered.
+    """Check that the parts of ranks and embedding servers can be numbered.
 
     Raises:
         ValueError: they are too many.
@@ -224,7 +224,7 @@ def check_parts(ranks: int, servers: int | None) -> None:
 def check_chunks(
     chunks: Sequence[ChunkEntry], tables: Sequence[TableSpec], *, ranks: int, parts: int
 ) -> list[int]:
-    """Checks that each chunk is named once, and that its table, part and rows exist.
+    """Check that each chunk is named once, and that its table, part and rows exist.
 
     Args:
         chunks: the chunks of a checkpoint, or of a part of it.
@@ -294,7 +294,7 @@ class Quantizer(ChosenMethod):
 
 
 def check_quantizers(quantizers: Sequence[Quantizer], tables: int, parts: int) -> None:
-    """Checks that quantizers ascend by table, then rank, with at most one for each pair.
+    """Check that quantizers ascend by table, then rank, with at most one for each pair.
 
     Raises:
         ValueError: they do not, or name a table or a part that does not exist.
@@ -378,7 +378,7 @@ class CheckedStripes(Part):
 
 
 def check_copied_ahead(copied: CopiedAhead | None, parts: int) -> None:
-    """Checks that no row was copied ahead if there are several parts, which cannot say so.
+    """Check that no row was copied ahead if there are several parts, which cannot say so.
 
     Raises:
         ValueError: rows were.
@@ -503,7 +503,7 @@ class Manifest(StoredRecord):
 
     @model_validator(mode="after")
     def _under_one_prefix(self) -> Self:
-        """Checks that one attempt, or one consolidation, wrote all chunks (§4, invariant 1)."""
+        """Check that one attempt, or one consolidation, wrote all chunks (§4, invariant 1)."""
         attempt = naming.AttemptName(self.step, self.generation, self.attempt)
         if self.stands_for is not None:
             chunk_name = naming.parse_chunk_key(self.chunks[0].key)

@@ -211,7 +211,7 @@ class KeyPattern(Generic[P, NameT]):
         self.prefix = self._written(())
 
     def of(self, *parts: P.args, **named: P.kwargs) -> str:
-        """Returns the key with these values.
+        """Return the key with these values.
 
         Raises:
             ValueError: no key can hold them.
@@ -220,7 +220,7 @@ class KeyPattern(Generic[P, NameT]):
         return self._written(name if isinstance(name, tuple) else (name,))
 
     def parse(self, key: str) -> NameT | None:
-        """Returns the name in `key`; None if `key` is of another kind."""
+        """Return the name in `key`; None if `key` is of another kind."""
         match = self._pattern.match(key)
         if match is None:
             return None
@@ -232,7 +232,7 @@ class KeyPattern(Generic[P, NameT]):
             return None
 
     def under(self, *first: object) -> str:
-        """Returns the prefix of all keys whose first values are `first`.
+        """Return the prefix of all keys whose first values are `first`.
 
         Raises:
             ValueError: no key can hold them.
@@ -240,7 +240,7 @@ class KeyPattern(Generic[P, NameT]):
         return self._written(first)
 
     def _written(self, values: tuple[object, ...]) -> str:
-        """Returns the start of the key up to the first field without a value."""
+        """Return the start of the key up to the first field without a value."""
         text, values_left = "", list(values)
         for piece in self._pieces:
             if isinstance(piece, str):
@@ -310,7 +310,7 @@ LEASE_KEY = KeyPattern(_owner_of, "leases/", _OWNER, ".json")
 
 
 def _marked(manifest: str) -> str:
-    """Returns `manifest` if it is the key of a manifest.
+    """Return `manifest` if it is the key of a manifest.
 
     Raises:
         ValueError: it is not.
@@ -336,7 +336,7 @@ EXPIRED_KEY = KeyPattern(
 
 
 def is_label(name: str) -> bool:
-    """Says whether `name` can be the name of a pin or a metric."""
+    """Say whether `name` can be the name of a pin or a metric."""
     return re.fullmatch(_LABEL.looks, name) is not None
 
 
@@ -352,7 +352,7 @@ _JOB = re.compile(rf"({_GENERATION.looks})-({_STEP.looks})-r([0-9]{{5}})\Z")
 
 
 def attempt_prefix(step: int, generation: int, attempt: str) -> str:
-    """Returns the prefix, ending in a slash, of all chunks of one attempt."""
+    """Return the prefix, ending in a slash, of all chunks of one attempt."""
     _within("step", step, 0, MAX_STEP)
     _within("generation", generation, 1, MAX_GENERATION)
     prefix = f"chunks/{step:012d}-{generation:08d}-{attempt}/"
@@ -362,7 +362,7 @@ def attempt_prefix(step: int, generation: int, attempt: str) -> str:
 
 
 def shared_attempt(token: str, step: int, *, cut: int) -> str:
-    """Returns the attempt id of a checkpoint of several ranks.
+    """Return the attempt id of a checkpoint of several ranks.
 
     Each rank computes the same id without asking the others.
 
@@ -379,7 +379,7 @@ def shared_attempt(token: str, step: int, *, cut: int) -> str:
 def row_chunk_key(
     step: int, generation: int, attempt: str, *, rank: int, table: int, number: int
 ) -> str:
-    """Returns the key of row chunk `number` of table `table`."""
+    """Return the key of row chunk `number` of table `table`."""
     _within("rank", rank, 0, MAX_RANK)
     _within("table", table, 0, MAX_TABLE)
     _within("chunk number", number, 0, MAX_CHUNK)
@@ -388,19 +388,19 @@ def row_chunk_key(
 
 
 def state_chunk_key(step: int, generation: int, attempt: str, *, rank: int, number: int) -> str:
-    """Returns the key of state chunk `number`."""
+    """Return the key of state chunk `number`."""
     return _tableless_key(step, generation, attempt, rank, number, "state")
 
 
 def sample_chunk_key(step: int, generation: int, attempt: str, *, rank: int, number: int) -> str:
-    """Returns the key of sample chunk `number`."""
+    """Return the key of sample chunk `number`."""
     return _tableless_key(step, generation, attempt, rank, number, "sample")
 
 
 def _tableless_key(
     step: int, generation: int, attempt: str, rank: int, number: int, content: Content
 ) -> str:
-    """Returns the key of a chunk that belongs to no single table."""
+    """Return the key of a chunk that belongs to no single table."""
     _within("rank", rank, 0, MAX_RANK)
     _within("chunk number", number, 0, MAX_CHUNK)
     prefix = attempt_prefix(step, generation, attempt)
@@ -408,18 +408,18 @@ def _tableless_key(
 
 
 def is_probe_key(key: str) -> bool:
-    """Says whether `key` is a probe: it tests create-only writes and is removed right after."""
+    """Say whether `key` is a probe: it tests create-only writes and is removed right after."""
     return _PROBE.match(key) is not None
 
 
 def parse_chunk_key(key: str) -> AttemptName | None:
-    """Returns the attempt in a chunk's key; None if `key` is not the key of a chunk."""
+    """Return the attempt in a chunk's key; None if `key` is not the key of a chunk."""
     match = _CHUNK.match(key)
     return AttemptName(int(match[1]), int(match[2]), match[3]) if match else None
 
 
 def parse_chunk_name(key: str) -> ChunkName | None:
-    """Returns content, rank, table and number in a chunk's key; None if it is no chunk's key."""
+    """Return content, rank, table and number in a chunk's key; None if it is no chunk's key."""
     match = _CHUNK.match(key)
     if not match:
         return None
@@ -430,7 +430,7 @@ def parse_chunk_name(key: str) -> ChunkName | None:
 
 
 def job_stem(generation: int, step: int, rank: int) -> str:
-    """Returns the file name, without ending, of a job and its outcome in staging (format §7)."""
+    """Return the file name, without ending, of a job and its outcome in staging (format §7)."""
     _within("generation", generation, 1, MAX_GENERATION)
     _within("step", step, 0, MAX_STEP)
     _within("rank", rank, 0, MAX_RANK)
@@ -438,7 +438,7 @@ def job_stem(generation: int, step: int, rank: int) -> str:
 
 
 def parse_job_stem(stem: str) -> tuple[int, int, int] | None:
-    """Returns (generation, step, rank) in a job's file stem; None if `stem` is no job's."""
+    """Return (generation, step, rank) in a job's file stem; None if `stem` is no job's."""
     match = _JOB.match(stem)
     return (int(match[1]), int(match[2]), int(match[3])) if match else None
 
@@ -462,7 +462,7 @@ FEW_OF_A_GENERATION = (*_OF_A_GENERATION, EXPIRED_KEY.prefix)
 
 
 def generation_in_key(key: str) -> int | None:
-    """Returns the generation that a key of any kind names; None if it names none.
+    """Return the generation that a key of any kind names; None if it names none.
 
     A key that is not ours names none (format §2), even if its start looks like one of ours. So a
     copy of a manifest with `.bak` at its end takes no generation number from any trainer.

@@ -99,11 +99,11 @@ class RecordKind(Generic[P, NameT, RecordT]):
     max_bytes: int = MAX_RECORD_BYTES
 
     def when_damaged(self, key: str, url: str = "URL") -> str:
-        """Returns what a person should do about the damaged record under `key`."""
+        """Return what a person should do about the damaged record under `key`."""
         return self.next_step.format(url=url, key=key, name=self.keys.parse(key))
 
     def unpack(self, data: bytes, key: str, *, run: str | None, url: str) -> RecordT:
-        """Returns the record in `data`, fully checked.
+        """Return the record in `data`, fully checked.
 
         Args:
             data: the object's bytes, in full.
@@ -288,6 +288,6 @@ _BY_PREFIX = {kind.keys.prefix: kind for kind in _KINDS}
 
 
 def kind_of(key: str) -> AnyKind | None:
-    """Returns the kind of the record under `key`; None if `key` is not the key of a record."""
+    """Return the kind of the record under `key`; None if `key` is not the key of a record."""
     kind = _BY_PREFIX.get(key[: key.find("/") + 1] or key)
     return None if kind is None or kind.keys.parse(key) is None else kind

@@ -111,7 +111,7 @@ class EndRecord(StoredRecord):
 
 
 def pack_record(record: Record) -> bytes:
-    """Returns the envelope of `record`: canonical body and its crc32c, as UTF-8 JSON.
+    """Return the envelope of `record`: canonical body and its crc32c, as UTF-8 JSON.
 
     Raises:
         ValueError: the record is larger than a reader accepts.
@@ -123,7 +123,7 @@ def pack_record(record: Record) -> bytes:
 
 
 def body_bytes(part: Part) -> int:
-    """Returns the bytes that `part` takes in a record."""
+    """Return the bytes that `part` takes in a record."""
     return len(_canonical(part.model_dump(mode="json")))
 
 
@@ -200,7 +200,7 @@ def validate(
     next_step: str,
     exclude_none: bool = False,
 ) -> PartT:
-    """Returns `fields` as a `kind`: nothing missing, unknown, converted or out of bounds.
+    """Return `fields` as a `kind`: nothing missing, unknown, converted or out of bounds.
 
     Raises:
         MalformedObject: a field is not so; the message is short whatever the fields hold.
@@ -222,7 +222,7 @@ def validate(
 
 
 def first_defect(error: ValidationError) -> tuple[str, str]:
-    """Returns (found, expected) of the first defect, both short whatever the input was."""
+    """Return (found, expected) of the first defect, both short whatever the input was."""
     first = error.errors(include_url=False, include_context=False)[0]
     field = ".".join(str(piece)[:80] for piece in first["loc"]) or "the record"
     return f"{field} = {brief(first['input'])}", first["msg"][:200]

@@ -14,7 +14,7 @@ _LARGEST = float(torch.finfo(torch.bfloat16).max)
 
 
 def to_bfloat16(values: Tensor) -> Tensor:
-    """Returns the nearest bfloat16 of each f32 value, ties to even; same shape, on the CPU.
+    """Return the nearest bfloat16 of each f32 value, ties to even; same shape, on the CPU.
 
     Signs stay, so no second moment becomes negative. Zero, infinity and NaN stay what they are. No
     finite value becomes infinite. The error is at most 2^-8 of a value's magnitude, and at most

@@ -109,7 +109,7 @@ class _Writer:
         self.tensors: list[torch.Tensor] = []
 
     def node(self, value: Any, depth: int) -> Any:
-        """Returns the node of `value`, below `depth` levels of JSON."""
+        """Return the node of `value`, below `depth` levels of JSON."""
         kind = type(value)
         if value is None or kind is bool:
             return value

@@ -81,7 +81,7 @@ def unflatten(
     name: str = "state tree",
     next_step: str = "recpoint check URL --level full",
 ) -> Any:
-    """Returns the value that `state_tree.flatten` took apart.
+    """Return the value that `state_tree.flatten` took apart.
 
     Args:
         tree_json: the tree.
@@ -111,7 +111,7 @@ def unflatten_keys(
     name: str = "state tree",
     next_step: str = "recpoint check URL --level full",
 ) -> dict[str, Any] | None:
-    """Returns the values under some keys of a tree that is a dict; {} if it is no dict.
+    """Return the values under some keys of a tree that is a dict; {} if it is no dict.
 
     Args:
         tree_json: the tree.
@@ -151,7 +151,7 @@ def _parsed(tree_json: bytes, name: str, next_step: str) -> Any:
 
 
 def shape_expected(shape: Sequence[int], *, sparse: bool = False) -> str:
-    """Returns what a shape in a tree must be (format §3.4), in words; empty if it is so."""
+    """Return what a shape in a tree must be (format §3.4), in words; empty if it is so."""
     if len(shape) > MAX_DIMS:
         return f"at most {MAX_DIMS} dimensions"
     exponent = _MAX_SPARSE_ELEMENTS_LOG2 if sparse else _MAX_ELEMENTS_LOG2
@@ -167,7 +167,7 @@ def shape_expected(shape: Sequence[int], *, sparse: bool = False) -> str:
 def sparse_fault(
     indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], *, coalesced: bool
 ) -> tuple[str, str] | None:
-    """Finds a defect in the parts of a sparse COO tensor.
+    """Find a defect in the parts of a sparse COO tensor.
 
     The tensor is made without torch's own checks. So bounds and order are checked here: torch would
     read and write wherever wrong indices point.
@@ -195,13 +195,13 @@ def sparse_fault(
 
 
 def tensor_bits(value: torch.Tensor, name: str) -> torch.Tensor:
-    """Returns `value` viewed as the dtype in which its bits are stored."""
+    """Return `value` viewed as the dtype in which its bits are stored."""
     dtype = torch_dtype(_stored_dtype(name))
     return value if value.dtype == dtype else value.view(dtype)
 
 
 def booleans(bits: torch.Tensor) -> torch.Tensor:
-    """Returns `bits`, of dtype bool, with the bytes 0 and 1 only, as a chunk needs (format §3).
+    """Return `bits`, of dtype bool, with the bytes 0 and 1 only, as a chunk needs (format §3).
 
     Unwritten memory or a view of other data can hold other bytes; they count as true. On a device
     the bytes are always rewritten, because training would have to wait for a look at them.
@@ -212,7 +212,7 @@ def booleans(bits: torch.Tensor) -> torch.Tensor:
 
 
 def array_bits(value: np.ndarray[Any, Any], name: str) -> torch.Tensor:
-    """Returns `value` as a 1-D tensor of the dtype of its stored bits; shares memory if it can."""
+    """Return `value` as a 1-D tensor of the dtype of its stored bits; share memory if it can."""
     # torch refuses negative strides and warns about memory that is not writable.
     flat = np.require(value, requirements=("C", "A", "W")).reshape(-1)
     return torch.from_numpy(flat.view(_NUMPY_DTYPES[_stored_dtype(name)]))
@@ -361,7 +361,7 @@ class _Reader:
         return tuple(shape)
 
     def _take(self, index: Any, dtype: str, shape: tuple[int, ...] | None) -> torch.Tensor:
-        """Returns tensor `index` after checking that it fits and was not named before."""
+        """Return tensor `index` after checking that it fits and was not named before."""
         if type(index) is int and self._partial and index not in self._tensors:
             raise _NotGiven
         if type(index) is not int or index not in self._tensors:
@@ -384,7 +384,7 @@ class _Reader:
 
 
 def _ascends(indices: torch.Tensor) -> bool:
-    """Says whether the columns of int64 [dimensions, entries] ascend strictly, first row first."""
+    """Say whether the columns of int64 [dimensions, entries] ascend strictly, first row first."""
     lower, upper = indices[:, :-1], indices[:, 1:]
     decided = torch.zeros(lower.shape[1], dtype=torch.bool, device="cpu")
     for low, high in zip(lower, upper, strict=True):

@@ -60,7 +60,7 @@ class Section(NamedTuple):
 
 
 def file_header(metadata: dict[str, str], sections: Sequence[Section]) -> bytes:
-    """Returns the bytes of a file before its body: the sections' data, in order, without gaps.
+    """Return the bytes of a file before its body: the sections' data, in order, without gaps.
 
     The header's length is a multiple of 8. A section's data starts at a multiple of its item size
     if sections of wider items come first; readers copy sections that are not aligned.
@@ -154,7 +154,7 @@ def parse_file(
 
 
 def _array(key: str, fields: Any, malformed: Any) -> tuple[int, int, Dtype, tuple[int, ...]]:
-    """Returns (begin, end, dtype, shape) of an array in the header, checked against each other."""
+    """Return (begin, end, dtype, shape) of an array in the header, checked against each other."""
     field = brief(key)
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise malformed(f"{field} = {brief(fields)}", "an object of dtype, shape, data_offsets")
@@ -183,7 +183,7 @@ def _array(key: str, fields: Any, malformed: Any) -> tuple[int, int, Dtype, tupl
 
 
 def tensor_section(name: str, tensor: torch.Tensor) -> Section:
-    """Returns a section of the tensor; shares memory with a contiguous tensor on the CPU.
+    """Return a section of the tensor; share memory with a contiguous tensor on the CPU.
 
     Raises:
         ValueError: the format does not have the tensor's dtype.
@@ -194,7 +194,7 @@ def tensor_section(name: str, tensor: torch.Tensor) -> Section:
 
 
 def section_tensor(section: Section) -> torch.Tensor:
-    """Returns the section as a CPU tensor; shares memory with it if the data is aligned.
+    """Return the section as a CPU tensor; share memory with it if the data is aligned.
 
     Callers MUST NOT write to the tensor; copy it first. Other code relies on this memory not to
     change, and it may be mapped read-only.

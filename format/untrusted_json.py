@@ -79,7 +79,7 @@ def parse_json(
 
 
 def brief(value: object) -> str:
-    """Describes `value` for an error message, shortly and in constant time whatever its size."""
+    """Describe `value` for an error message, shortly and in constant time whatever its size."""
     match value:
         case str() | bytes():
             return repr(value) if len(value) <= 64 else f"{value[:61]!r} and {len(value) - 61} more"
@@ -106,7 +106,7 @@ def _twice(pairs: list[tuple[str, Any]]) -> str:
 
 
 def measure(data: bytes, max_depth: int) -> tuple[int, int]:
-    """Returns (depth, upper bound of the number of values) of a JSON text, in linear time.
+    """Return (depth, upper bound of the number of values) of a JSON text, in linear time.
 
     If the text is no JSON, both are right up to the first mistake, where the parser stops.
     Stops early once the depth exceeds `max_depth`. Takes little more memory than the text; a

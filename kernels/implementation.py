@@ -74,14 +74,14 @@ def implementations() -> list[Implementation]:
 
 
 def on_cpu() -> str:
-    """Describes what runs on this CPU, in some 30 characters: threads and instruction set."""
+    """Describe what runs on this CPU, in some 30 characters: threads and instruction set."""
     threads = torch.get_num_threads()
     plural = "" if threads == 1 else "s"
     return f"native, {threads} thread{plural}, {instruction_set()}"
 
 
 def on_devices(kinds: Iterable[str]) -> str:
-    """Describes what runs on devices of these kinds, "cpu" and "cuda"; "" for none."""
+    """Describe what runs on devices of these kinds, "cpu" and "cuda"; "" for none."""
     names = [on_cpu() if kind == "cpu" else _on_cuda()[1] for kind in sorted(kinds)]
     return "; ".join(names)
 

@@ -123,12 +123,12 @@ class Wanted:
     published_ms: int | None = None
 
     def after(self, served: ManifestName) -> Self:
-        """Returns the same for a follower that is pinned to `served`: only newer checkpoints."""
+        """Return the same for a follower that is pinned to `served`: only newer checkpoints."""
         return replace(self, names=[name for name in self.names if name > served])
 
 
 def find_wanted(run: Run, channel: Channel, served: ManifestName | None) -> Wanted:
-    """Returns what a follower that serves `served` is to move to.
+    """Return what a follower that serves `served` is to move to.
 
     If retention has deleted the served checkpoint, it stays in service. If it is no longer on the
     live line, or if a validation has found it wrong, the follower moves to the newest good one. A
@@ -193,7 +193,7 @@ def _published(run: Run, served: ManifestName | None) -> Wanted:
 
 
 def find_pinned(run: Run, step: int, generation: int | None) -> ManifestName:
-    """Returns the checkpoint that a follower is pinned to.
+    """Return the checkpoint that a follower is pinned to.
 
     Raises:
         NothingToRestore: the live line has no checkpoint of this step, or the run has none of this
@@ -258,7 +258,7 @@ class Standings:
         return self._known[0] if self._known else None
 
     def of(self, served: ManifestName | None) -> Standing | None:
-        """Returns the standing of this version; if it is unknown, of the served version."""
+        """Return the standing of this version; if it is unknown, of the served version."""
         standings = self._known
         return next(
             (standing for standing in standings if standing.served == served),
@@ -301,7 +301,7 @@ class Standings:
         return None if not names or self.last is None else self.last.waiting_since_ms
 
     def _committed(self, name: ManifestName, run: Run, updater: Updater) -> int | None:
-        """Returns when it was committed at the latest; None: none of its manifests is good."""
+        """Return when it was committed at the latest; None: none of its manifests is good."""
         committed_ms = self._committed_ms.get(name)
         if committed_ms is None:
             with suppress(*DAMAGE):
@@ -446,7 +446,7 @@ class Follower:
         )
 
     def _at_once(self) -> tuple[Version | None, Standing | None]:
-        """Returns the served version with its own standing, even if a move happens meanwhile."""
+        """Return the served version with its own standing, even if a move happens meanwhile."""
         while True:
             version = self._copies.version
             standing = self._standings.of(None if version is None else _name(version.checkpoint))

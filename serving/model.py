@@ -67,7 +67,7 @@ class Version:
         return self.checkpoint.step
 
     def lookup(self, table: str, ids: Tensor) -> Tensor:
-        """Returns rows `ids` [...] of a table: [..., dim] of the table's dtype, in new memory.
+        """Return rows `ids` [...] of a table: [..., dim] of the table's dtype, in new memory.
 
         Raises:
             UnknownTable: there is no such table, or it is not followed; a KeyError.
@@ -103,7 +103,7 @@ class Version:
             ) from None
 
     def __call__(self, *inputs: object) -> object:
-        """Returns the model's output for `inputs`, without gradients."""
+        """Return the model's output for `inputs`, without gradients."""
         if self.model is None:
             raise TypeError("the follower was made without a model")
         import torch
@@ -213,7 +213,7 @@ def _table(table: ServedTable | None) -> ServedTable:
 
 
 def coded_lookups(model: nn.Module) -> dict[str, CodedEmbedding | CodedBag]:
-    """Returns the lookups of codes in a model, by table name."""
+    """Return the lookups of codes in a model, by table name."""
     return {
         canonical_name(model, name): module
         for name, module in model.named_modules()
@@ -244,7 +244,7 @@ class ServedModel:
         }
 
     def table(self, name: str) -> FloatTable | None:
-        """Returns an embedding's weight as a table; None if the table is kept as codes."""
+        """Return an embedding's weight as a table; None if the table is kept as codes."""
         weight = self._weights.get(name)
         return None if weight is None else FloatTable(weight.detach())
 
@@ -504,7 +504,7 @@ class Loading:
         return there if fits and there is not None else FloatTable.empty(table)
 
     def _bits(self, table: int) -> int:
-        """Returns the widest codes of a table's chunks; 0 unless most rows are quantized."""
+        """Return the widest codes of a table's chunks; 0 unless most rows are quantized."""
         chunks = [e for link in self._chain.manifests for e in link.chunks if e.table == table]
         coded = [entry for entry in chunks if entry.scheme == "asymmetric"]
         rows, coded_rows = (sum(e.row_count or 0 for e in entries) for entries in (chunks, coded))
@@ -572,7 +572,7 @@ class Copies:
                 self.changed.notify_all()
 
     def standby(self, *, wait_seconds: float) -> ModelCopy:
-        """Returns the copy that no request reads any more.
+        """Return the copy that no request reads any more.
 
         Raises:
             NotServing: requests are still looking at this copy.

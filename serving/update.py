@@ -67,7 +67,7 @@ def find_route(
     tables: Collection[str] | None = None,
     avoid: Collection[str] = (),
 ) -> Route:
-    """Returns the way to checkpoint `name` that reads the fewest bytes of rows.
+    """Return the way to checkpoint `name` that reads the fewest bytes of rows.
 
     Walks from `name` towards older checkpoints, through all their representations, cheapest first,
     until it reaches a full or the served checkpoint. The attempt identifies the served checkpoint,
@@ -131,7 +131,7 @@ def find_route(
 def _start(
     first: Manifest, served: Manifest | None, base: Manifest | None
 ) -> Literal["full", "served", "base"] | None:
-    """Returns where a way starts; None: it needs an older checkpoint first."""
+    """Return where a way starts; None: it needs an older checkpoint first."""
     if first.parent is None:
         return "full"
     if served is not None and first.parent == served.ref:
@@ -277,7 +277,7 @@ class Updater:
                 return (*avoid.values(), *route.passed_over)
 
     def read(self, representation: Representation) -> Manifest:
-        """Returns a manifest, from memory if it was read before; errors as `Run.read_manifest`."""
+        """Return a manifest, from memory if it was read before; errors as `Run.read_manifest`."""
         return self._read(representation, self._run.read_manifest)
 
     def _read(

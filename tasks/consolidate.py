@@ -35,12 +35,12 @@ __all__ = ["commit_merge", "merge_tables", "open_run", "plan_merge", "report_mer
 
 
 def open_run(run_url: str) -> Run:
-    """Opens a run through a store of its own, so that a retry begins with new connections."""
+    """Open a run through a store of its own, so that a retry begins with new connections."""
     return Run.open(open_store(run_url))
 
 
 def task_name() -> str:
-    """Returns a task run's name: the task, the part, the run and the step."""
+    """Return a task run's name: the task, the part, the run and the step."""
     parameters = task_run.get_parameters()
     plan: ConsolidationPlan | None = parameters.get("plan")
     part = f" part {parameters['part']}" if "part" in parameters else ""
@@ -176,7 +176,7 @@ async def report_merge(
 def merge_rows(
     plan: ConsolidationPlan, outcome: str, written_bytes: int, seconds: float
 ) -> list[tuple[str, str]]:
-    """Returns the table of a consolidation: what, value."""
+    """Return the table of a consolidation: what, value."""
     dead = "not known before reading" if plan.dead_share is None else f"{plan.dead_share:.1%}"
     return [
         ("outcome", outcome),

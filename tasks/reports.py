@@ -58,7 +58,7 @@ _ID_CHARACTERS = 12
 
 
 def artifact_key(run_url: str, run_id: str, what: str) -> str:
-    """Returns the key of one thing that a run shows, such as its lag or a checkpoint's table.
+    """Return the key of one thing that a run shows, such as its lag or a checkpoint's table.
 
     Prefect takes artifacts with one key for versions of one thing. Runs of the same name, each in a
     folder or bucket of its own, must never share a key, so it holds some characters of the id.
@@ -76,7 +76,7 @@ def artifact_key(run_url: str, run_id: str, what: str) -> str:
 
 
 def run_title(run_url: str) -> str:
-    """Returns the name that people use for the run: the last part of its URL."""
+    """Return the name that people use for the run: the last part of its URL."""
     return run_url.rstrip("/").rpartition("/")[2] or "run"
 
 
@@ -270,7 +270,7 @@ class Checkpoint(NamedTuple):
 
 
 def _checkpoint_of(job: Job, committed: Committed) -> Checkpoint:
-    """Returns what is shown once `job` is committed."""
+    """Return what is shown once `job` is committed."""
     return Checkpoint(
         run_url=job.run_url,
         run_id=job.run,
@@ -329,7 +329,7 @@ async def report(job: PersistJob, committed: Committed) -> None:
 
 
 def table_rows(step: int, checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """Returns the table of a checkpoint: what, value."""
+    """Return the table of a checkpoint: what, value."""
     ratio = checkpoint.stored_bytes / checkpoint.full_bytes if checkpoint.full_bytes else 0.0
     return [
         ("step", str(step)),

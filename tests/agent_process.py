@@ -75,10 +75,10 @@ class AgentProcess:
         self.process.wait()
 
     def logged(self, text: str) -> int:
-        """Returns how often the agent has logged `text`."""
+        """Return how often the agent has logged `text`."""
         return self._log.read_text(errors="replace").count(text)
 
     def terminate(self) -> int:
-        """Sends SIGTERM, waits, and returns the exit code."""
+        """Send SIGTERM, wait, and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(PATIENCE_SECONDS)

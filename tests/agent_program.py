@@ -17,7 +17,7 @@ __all__ = ["serve"]
 def serve(
     staging: str, once: bool, prefect: Literal["auto", "off"], consolidate_after: int | None
 ) -> None:
-    """Calls `run_agent` with its log on standard error."""
+    """Call `run_agent` with its log on standard error."""
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     install_from_environment()
     triggers = ConsolidationTriggers.chosen(links=consolidate_after)

@@ -91,7 +91,7 @@ class Table:
         )
 
     def cut(self, edges: Sequence[int], *, averaged: Sequence[int] = ()) -> list[Table]:
-        """Returns its pieces between the columns `edges`, copied; without edges, the table itself.
+        """Return its pieces between the columns `edges`, copied; without edges, the table itself.
 
         States with one value for each column are cut too. Each piece gets a copy of the other
         states, except for states whose numbers are in `averaged`: these differ between pieces.
@@ -120,14 +120,14 @@ class Table:
         )
 
     def train(self, ids: Tensor, generator: torch.Generator) -> None:
-        """Changes the rows `ids` and their states."""
+        """Change the rows `ids` and their states."""
         for tensor in (self.values, *self.states):
             shape = (ids.numel(), *tensor.shape[1:])
             tensor[ids] = torch.randn(shape, generator=generator).to(tensor.dtype)
 
 
 def tables(*, seed: int = 0, rows: int = 40, dim: int = 3, bits: int | None = None) -> list[Table]:
-    """Returns two tables of different dtypes, one with row states of two shapes."""
+    """Return two tables of different dtypes, one with row states of two shapes."""
     generator = torch.Generator().manual_seed(seed)
     return [
         Table(
@@ -153,12 +153,12 @@ class Checkpoint:
 
 
 def new_run(directory: Path) -> Run:
-    """Makes a new run in a local directory."""
+    """Make a new run in a local directory."""
     return Run.create(LocalStore(directory))
 
 
 def copy_run(run: Run, directory: Path) -> Run:
-    """Copies a run to another directory, which is cheaper than writing every object durably."""
+    """Copy a run to another directory, which is cheaper than writing every object durably."""
     shutil.copytree(run.url, directory)
     return Run.open(LocalStore(directory))
 
@@ -180,7 +180,7 @@ def build(
     history: History = UNTRAINED,
     owners: Sequence[Tensor | None] | None = None,
 ) -> Checkpoint:
-    """Builds a full if there is no parent, else an increment with the rows `dirty` of each table.
+    """Build a full if there is no parent, else an increment with the rows `dirty` of each table.
 
     Args:
         run: to which the checkpoint will belong.
@@ -240,20 +240,20 @@ def build(
 
 
 def upload(store: Store, checkpoint: Checkpoint) -> None:
-    """Writes the chunks (format §6.1, write order, rule 3)."""
+    """Write the chunks (format §6.1, write order, rule 3)."""
     for key, data in checkpoint.chunks.items():
         store.put(key, data)
 
 
 def publish(run: Run, checkpoint: Checkpoint) -> Manifest:
-    """Writes the chunks and commits the manifest."""
+    """Write the chunks and commit the manifest."""
     upload(run.store, checkpoint)
     commit(run, checkpoint.manifest)
     return checkpoint.manifest
 
 
 def single_rows(entry: ChunkEntry, rows: int, *, attempt: str) -> list[ChunkEntry]:
-    """Returns manifest entries of chunks of one row each, like `entry`; stores no chunk."""
+    """Return manifest entries of chunks of one row each, like `entry`; store no chunk."""
     chunk_name = parse_chunk_key(entry.key)
     assert chunk_name is not None and entry.table is not None
     attempt_name = (chunk_name.step, chunk_name.generation, attempt)

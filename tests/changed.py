@@ -28,7 +28,7 @@ _TESTS_OF_DOCUMENTS = (
 
 
 def changed_files(since: str) -> list[str]:
-    """Returns paths, new files included, that differ from the merge base of `since` and HEAD."""
+    """Return paths, new files included, that differ from the merge base of `since` and HEAD."""
     base = _git("merge-base", since, "HEAD").strip()
     return sorted(
         {
@@ -39,7 +39,7 @@ def changed_files(since: str) -> list[str]:
 
 
 def module_of(path: str) -> str:
-    """Returns the dotted name under which a file of this repository is imported.
+    """Return the dotted name under which a file of this repository is imported.
 
     For a C++ file, that is the module that calls it.
     """
@@ -53,7 +53,7 @@ def module_of(path: str) -> str:
 
 
 def nearest_tests(graph: grimp.ImportGraph, changed: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Returns the test modules to run, and those that depend on the change less directly.
+    """Return the test modules to run, and those that depend on the change less directly.
 
     The nearest test modules import a changed module directly or through helpers of the tests. If a
     changed module has none, the tests of the modules that import it are the nearest.
@@ -103,7 +103,7 @@ def _git(*arguments: str) -> str:
 
 
 def main(since: str = "main") -> None:
-    """Prints the files to run, and on stderr the files that are left out."""
+    """Print the files to run, and on stderr the files that are left out."""
     files = changed_files(since)
     imported = [path for path in files if path.endswith((".py", *_NATIVE))]
     unknown_files = [path for path in files if not path.endswith((".py", *_NATIVE, ".md"))]

@@ -68,7 +68,7 @@ def s3_run_url(s3_environment: SeaweedServer) -> str:
 
 
 def _use(server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Points the environment at `server`, whatever it was set to before."""
+    """Point the environment at `server`, whatever it was set to before."""
     for name in _FOREIGN_SETTINGS:
         monkeypatch.delenv(name, raising=False)
     for name, value in server.environment().items():
@@ -76,7 +76,7 @@ def _use(server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the tests: the slowest first, tests that use Prefect in their own process last.
+    """Order the tests: the slowest first, tests that use Prefect in their own process last.
 
     Prefect's client leaves threads in the process that sometimes draw from Python's generator. A
     training process never has them (`test_structure`). Tests of bit-identical resumption compare
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes everything imported so far from later garbage collections."""
+    """Exclude everything imported so far from later garbage collections."""
     gc.collect()
     gc.freeze()
     gc.enable()

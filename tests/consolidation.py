@@ -28,7 +28,7 @@ __all__ = [
 
 
 def name_of(manifest: Manifest) -> ManifestName:
-    """Returns the name of the manifest's checkpoint."""
+    """Return the name of the manifest's checkpoint."""
     return ManifestName(manifest.step, manifest.generation)
 
 
@@ -43,7 +43,7 @@ def trained(
     bits: list[int | None] | None = None,
     ranks: int = 1,
 ) -> list[Manifest]:
-    """Publishes a checkpoint at each step, the first a full unless it has a parent.
+    """Publish a checkpoint at each step, the first a full unless it has a parent.
 
     Chunks have 16 rows.
 
@@ -82,7 +82,7 @@ def trained(
 
 
 def spoil(run: Run, manifest: Manifest) -> None:
-    """Damages a chunk of rows, and records the full validation that fails because of it."""
+    """Damage a chunk of rows, and record the full validation that fails because of it."""
     key = next(chunk.key for chunk in manifest.chunks if chunk.content == "rows")
     data = bytearray(run.store.get(key, max_bytes=1 << 26))
     data[len(data) // 2] ^= 1
@@ -93,17 +93,17 @@ def spoil(run: Run, manifest: Manifest) -> None:
 
 
 def merge(run: Run, manifest: Manifest, links: int | None = None) -> Consolidated:
-    """Plans and consolidates."""
+    """Plan and consolidate."""
     return consolidate(run, plan_consolidation(run, name_of(manifest), links=links))
 
 
 def chain_of(run: Run, manifest: Manifest, *, original: bool = False) -> tuple[Manifest, ...]:
-    """Returns the manifests that a restore reads."""
+    """Return the manifests that a restore reads."""
     return resolve_chain(run, name_of(manifest), original=original).manifests
 
 
 def chunks_of(run: Run, attempt: str) -> set[str]:
-    """Returns the keys of the chunks of an attempt."""
+    """Return the keys of the chunks of an attempt."""
     keys = {info.key for info in run.store.list(CHUNKS_PREFIX)}
     return {
         key
@@ -113,14 +113,14 @@ def chunks_of(run: Run, attempt: str) -> set[str]:
 
 
 def restored(run: Run, manifest: Manifest) -> tuple[MemoryTarget, RestoreReport]:
-    """Restores a checkpoint; returns its contents and the report of the restore."""
+    """Restore a checkpoint; return its contents and the report of the restore."""
     target = MemoryTarget()
     step, generation = name_of(manifest)
     return target, restore(run, target, Selection(step=step, generation=generation), threads=2)
 
 
 def require_same(one: MemoryTarget, other: MemoryTarget) -> None:
-    """Requires equal bits in every table, in every row state, and in the state."""
+    """Require equal bits in every table, in every row state, and in the state."""
     assert one.tables.keys() == other.tables.keys()
     for name, table in one.tables.items():
         tensors, other_table = [table.values, *table.row_states], other.tables[name]

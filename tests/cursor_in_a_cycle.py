@@ -23,7 +23,7 @@ class _Statement(list[object]):
 
 
 def main() -> None:
-    """Makes one connection to the given file wait for another, and makes garbage meanwhile."""
+    """Make one connection to the given file wait for another, and make garbage meanwhile."""
     (path,) = sys.argv[1:]
     holds = sqlite3.connect(path, isolation_level=None)
     waits = sqlite3.connect(path, isolation_level=None, check_same_thread=False)

@@ -31,7 +31,7 @@ _SAMPLES = 4
 
 
 def every_record(folder: Path) -> Run:
-    """Makes a run of one table with a full, increments, and a record of every kind.
+    """Make a run of one table with a full, increments, and a record of every kind.
 
     Args:
         folder: gets the run, and the staging areas that it came from.
@@ -70,7 +70,7 @@ def every_record(folder: Path) -> Run:
 
 
 def _beside(run: Run, folder: Path, tables: list[Table]) -> None:
-    """Writes the records that no restore needs."""
+    """Write the records that no restore needs."""
     record(run, validate(run, ManifestName(30, 1), level="full"))
     pins.pin(run, ManifestName(20, 1), label="release-7", who="ann@desk", why="served")
     pins.record_metric(run, ManifestName(20, 1), "auc", 0.8125)
@@ -95,7 +95,7 @@ def _beside(run: Run, folder: Path, tables: list[Table]) -> None:
 
 
 def kind_name(key: str) -> str:
-    """Returns the kind of an object, for tables: of a record, or of a chunk by its content."""
+    """Return the kind of an object, for tables: of a record, or of a chunk by its content."""
     if parse_chunk_key(key) is not None:
         content = key.rpartition("/")[2].split("-")[1]
         return f"chunk: {'rows' if content.startswith('t') else content}"

@@ -17,7 +17,7 @@ _PARAMETERS = {field.name: name for name, kind in _KINDS.items() for field in fi
 
 
 def arguments(flat: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a Checkpointer.
+    """Return the arguments of a Checkpointer.
 
     Args:
         flat: arguments of a Checkpointer, and fields of its arguments that are objects: `jobs` and

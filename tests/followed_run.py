@@ -31,7 +31,7 @@ class Trainer:
     random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
 
     def commit(self, step: int, *, full: bool = False, parent: Manifest | None = None) -> Manifest:
-        """Trains some rows and publishes a checkpoint; its parent is the newest by default."""
+        """Train some rows and publish a checkpoint; its parent is the newest by default."""
         if parent is None and self.made and not full:
             parent = self.made[-1]
         dirty = []
@@ -57,7 +57,7 @@ class Trainer:
 
 
 def require(follower: Follower, trainer: Trainer, step: int) -> None:
-    """Requires that the follower serves this step, bit for bit, dense layers too."""
+    """Require that the follower serves this step, bit for bit, dense layers too."""
     with follower.reading() as version:
         assert version.step == step
         assert bool((version.dense["top.weight"] == step).all())

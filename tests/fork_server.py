@@ -15,7 +15,7 @@ from recpoint.catalog.store import store
 
 
 async def _make_a_client() -> None:
-    """Makes an S3 client, without connecting it."""
+    """Make an S3 client, without connecting it."""
     async with store._session({}).create_client(
         "s3",
         region_name="us-east-1",

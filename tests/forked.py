@@ -58,13 +58,13 @@ class ForkedProcess(ForkServerProcess):
     """
 
     def start(self) -> None:
-        """Forks the process from the server; the first call starts the server."""
+        """Fork the process from the server; the first call starts the server."""
         with _one_at_a_time:
             _server().set_forkserver_preload(_PRELOADED)
             super().start()
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until the process has ended, for at most `timeout` seconds."""
+        """Wait until the process has ended, for at most `timeout` seconds."""
         if connection.wait([self.sentinel], timeout):
             with _one_at_a_time:
                 super().join()

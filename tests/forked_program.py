@@ -72,24 +72,24 @@ class ForkedProgram:
         return self._process.pid
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the process, unless it has ended."""
+        """Send a signal to the process, unless it has ended."""
         if self._process.is_alive():
             os.kill(self.pid, number)
 
     def poll(self) -> int | None:
-        """Returns the exit code; None: the process has not ended."""
+        """Return the exit code; None: the process has not ended."""
         return self._process.exitcode
 
     def terminate(self) -> None:
-        """Sends SIGTERM to the process."""
+        """Send SIGTERM to the process."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Sends SIGKILL to the process."""
+        """Send SIGKILL to the process."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float = PATIENCE_SECONDS) -> int:
-        """Waits for the end; returns the exit code, less than 0 if a signal ended the process.
+        """Wait for the end; return the exit code, less than 0 if a signal ended the process.
 
         Raises:
             TimeoutError: the process has not ended in so many seconds.
@@ -104,7 +104,7 @@ class ForkedProgram:
 def run_module(
     arguments: Sequence[str], *, environment: Mapping[str, str], directory: Path
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m` with these arguments in a forked process; returns exit code and output.
+    """Run `python -m` with these arguments in a forked process; return exit code and output.
 
     Raises:
         TimeoutError: the process does not end.
@@ -115,7 +115,7 @@ def run_module(
 def run_script(
     *arguments: str, environment: Mapping[str, str] | None = None, directory: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script with its arguments in a forked process; returns exit code and output.
+    """Run a script with its arguments in a forked process; return exit code and output.
 
     Args:
         arguments: the path of the script, and its arguments.
@@ -147,7 +147,7 @@ def _run(
 
 
 def be_module(module: str, *arguments: str) -> None:
-    """Acts as `python -m` with these arguments."""
+    """Act as `python -m` with these arguments."""
     sys.argv = [
         module,
         *(str(os.getppid()) if argument == PARENT else argument for argument in arguments),
@@ -156,14 +156,14 @@ def be_module(module: str, *arguments: str) -> None:
 
 
 def be_script(path: str, *arguments: str) -> None:
-    """Acts as `python` with the path of a script and these arguments."""
+    """Act as `python` with the path of a script and these arguments."""
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")
 
 
 def be_code(text: str, *arguments: str) -> None:
-    """Acts as `python -c` with these arguments."""
+    """Act as `python -c` with these arguments."""
     sys.argv = ["-c", *arguments]
     exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
 

@@ -36,7 +36,7 @@ with socket.socket(socket.AF_UNIX) as door:
 
 @functools.cache
 def forked_programs() -> Path | None:
-    """Returns a directory with the two programs, for PATH; None: this system is not Linux."""
+    """Return a directory with the two programs, for PATH; None: this system is not Linux."""
     if sys.platform != "linux":
         return None
     place = Path(tempfile.mkdtemp(prefix="recpoint-programs-"))

@@ -17,7 +17,7 @@ def _nothing(call: str, key: str) -> None:
 
 
 def unavailable(key: str) -> StoreUnavailable:
-    """Returns the error of a store whose answer was lost."""
+    """Return the error of a store whose answer was lost."""
     return StoreUnavailable(key, found="no answer", expected="one", next_step="try again")
 
 

@@ -55,7 +55,7 @@ class Arrival(NamedTuple):
 
 @contextmanager
 def handler_raises(error: type[BaseException]) -> Iterator[None]:
-    """Makes the signal's handler raise `error` within the block."""
+    """Make the signal's handler raise `error` within the block."""
 
     def handler(_number: int, _frame: FrameType | None) -> None:
         raise error
@@ -85,7 +85,7 @@ class Visits:
         self._arrival = arrival
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Calls the function; raises what it raises."""
+        """Call the function; raise what it raises."""
         old_trace = sys.gettrace()
         sys.settrace(self._enter)
         try:
@@ -130,7 +130,7 @@ def _operations(code: CodeType) -> bytes:
 
 
 def arrivals(visits: Visits, *, every: int = 1, always: str = "") -> list[Arrival]:
-    """Returns the first and the last visit of each spot that was found.
+    """Return the first and the last visit of each spot that was found.
 
     Args:
         visits: recorded without a signal.

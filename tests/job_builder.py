@@ -70,7 +70,7 @@ def stage(
     held: Sequence[Tensor] | None = None,
     cache: CacheUse | None = None,
 ) -> Path:
-    """Stages a snapshot; returns the job file.
+    """Stage a snapshot; return the job file.
 
     Args:
         run: to which the checkpoint will belong.
@@ -210,7 +210,7 @@ def stage(
 
 
 def _sample(number: int, table: Table, stored: Tensor, ids: Tensor) -> list[tuple[str, Tensor]]:
-    """Returns the arrays of format §3.6 for the rows `ids`, with digests of the rows `stored`."""
+    """Return the arrays of format §3.6 for the rows `ids`, with digests of the rows `stored`."""
     arrays = {"ids": ids, "values": table.values[ids]}
     arrays |= {f"state.{k}": state[ids] for k, state in enumerate(table.states)}
     if len(stored):
@@ -242,14 +242,14 @@ def _codes(
 
 
 def rewrite(path: Path, **changes: object) -> None:
-    """Replaces fields of a job file and corrects its digest, as a hostile trainer could."""
+    """Replace fields of a job file and correct its digest, as a hostile trainer could."""
     job = area.read_job(path)
     fields = {name: getattr(job, name) for name in type(job).model_fields}
     durable.write_atomically(path, pack_record(Job.model_construct(**{**fields, **changes})))
 
 
 def stage_chain(run: Run, staging: Path, *, count: int) -> list[Path]:
-    """Stages a full and increments on it, steps from 1 on; returns the job files."""
+    """Stage a full and increments on it, steps from 1 on; return the job files."""
     links = Links()
     return [
         stage(

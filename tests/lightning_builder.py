@@ -132,7 +132,7 @@ class Dies(Callback):
 
 
 def loader(kind: str = "shuffled", **settings: Any) -> ResumableLoader:
-    """Returns a loader of six batches an epoch: "shuffled", or "stream", which has no length."""
+    """Return a loader of six batches an epoch: "shuffled", or "stream", which has no length."""
     data: Any = Samples() if kind == "shuffled" else Stream()
     return ResumableLoader(
         DataLoader(data, batch_size=BATCH, shuffle=kind == "shuffled", **settings)
@@ -147,7 +147,7 @@ def fit(
     trainer_class: Any = Trainer,
     **settings: Any,
 ) -> Trainer:
-    """Fits quietly on one CPU, with a validation in the middle and at the end of each epoch."""
+    """Fit quietly on one CPU, with a validation in the middle and at the end of each epoch."""
     stopping = [EarlyStopping("val", patience=50)] if validate else []
     trainer: Trainer = trainer_class(
         **{
@@ -178,7 +178,7 @@ def batches_have_length(batches: Any) -> bool:
 
 
 def ended(trainer: Trainer) -> list[Any]:
-    """Returns all state at the end of a fit, as JSON and bytes."""
+    """Return all state at the end of a fit, as JSON and bytes."""
     module: Any = trainer.lightning_module
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     loops = trainer.fit_loop.state_dict()
@@ -208,7 +208,7 @@ def ended(trainer: Trainer) -> list[Any]:
 
 
 def life(*, run: str, staging: str, evidence: str, seen: str, wait_at: int | None = None) -> None:
-    """Fits in its own process; `seen` gets a line for each batch, `evidence` the final state.
+    """Fit in its own process; `seen` gets a line for each batch, `evidence` the final state.
 
     After batch `wait_at`, the process waits to be killed.
     """
@@ -231,7 +231,7 @@ def life(*, run: str, staging: str, evidence: str, seen: str, wait_at: int | Non
 def rank_life(
     rank: int, ranks: int, *, meeting: str, run: str, staging: str, evidence: str, dies_at: int
 ) -> None:
-    """Fits as one rank under DDP, started by the test as torchrun does; -1: it does not die."""
+    """Fit as one rank under DDP, started by the test as torchrun does; -1: it does not die."""
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()
     os.environ.update(

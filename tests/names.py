@@ -30,6 +30,7 @@ PRONOUNS = frozenset(
 
 #: Plurals that begin docstrings, and that a verb's form is also the beginning of.
 _NOUNS = {
+    "Retries",
     "Keys",
     "Numbers",
     "Positions",

@@ -61,7 +61,7 @@ def _one_by_one(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def near_members(tables: Mapping[str, int], rows: int) -> dict[int, StripeMember]:
-    """Returns three members that keep parity of tables, given by their bytes of a row.
+    """Return three members that keep parity of tables, given by their bytes of a row.
 
     Args:
         tables: name -> bytes of a row.
@@ -76,7 +76,7 @@ def near_members(tables: Mapping[str, int], rows: int) -> dict[int, StripeMember
 def replaced(
     members: dict[int, StripeMember], lost: int, tables: Mapping[str, int], rows: int
 ) -> StripeMember:
-    """Returns the successor of a member, which has lost all rows; see `near_members`."""
+    """Return the successor of a member, which has lost all rows; see `near_members`."""
     survivors = [member for number, member in members.items() if number != lost]
     for member in survivors:
         member.lose(lost, lost + 1)

@@ -14,7 +14,7 @@ _NO_ROOM = 1 << 47
 
 @contextmanager
 def no_threads() -> Iterator[None]:
-    """Makes every start of a thread in the block fail."""
+    """Make every start of a thread in the block fail."""
     old_size = threading.stack_size(_NO_ROOM)
     try:
         yield

@@ -14,7 +14,7 @@ __all__ = ["area_of"]
 
 
 def area_of(user: int, root: Path, run_url: str) -> str:
-    """Lets a user take a run's staging area and reserve a slot; returns `taken` or the error."""
+    """Let a user take a run's staging area and reserve a slot; return `taken` or the error."""
     message_path = root.with_name(root.name + f"-said-to-{user}")
     process = ForkedProcess(target=_take, args=(user, root, run_url, message_path))
     message_path.touch()

@@ -14,7 +14,7 @@ __all__ = ["persist_in_process"]
 
 
 def persist_in_process(job_file: Path, *, die_at: int | None = None) -> int | None:
-    """Persists a job, in chunks of 400 bytes, in a process that dies at its `die_at`-th step.
+    """Persist a job, in chunks of 400 bytes, in a process that dies at its `die_at`-th step.
 
     Args:
         job_file: of the job.

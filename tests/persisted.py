@@ -10,7 +10,7 @@ __all__ = ["objects", "restored", "store_groups"]
 
 
 def store_groups(job: PersistJob) -> list[int]:
-    """Quantizes, encodes and uploads each group of a job; returns each group's chunk bytes."""
+    """Quantize, encode and upload each group of a job; return each group's chunk bytes."""
     stored = []
     for group in job.groups:
         if group.quantized:
@@ -21,12 +21,12 @@ def store_groups(job: PersistJob) -> list[int]:
 
 
 def restored(run: Run) -> MemoryTarget:
-    """Restores the newest checkpoint."""
+    """Restore the newest checkpoint."""
     target = MemoryTarget()
     restore(run, target)
     return target
 
 
 def objects(run: Run, prefix: str = "chunks/") -> dict[str, bytes]:
-    """Returns every object under a prefix, key -> contents."""
+    """Return every object under a prefix, key -> contents."""
     return {info.key: run.store.get(info.key, max_bytes=1 << 30) for info in run.store.list(prefix)}

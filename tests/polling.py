@@ -28,7 +28,7 @@ def until(
     seconds: float = PATIENCE_SECONDS,
     longest_pause: float = _LONGEST_PAUSE_SECONDS,
 ) -> T:
-    """Polls `look` until it returns something other than None or False, and returns that.
+    """Poll `look` until it returns something other than None or False, and return that.
 
     Args:
         look: called at once, and again after growing pauses.

@@ -17,7 +17,7 @@ _ANSWER_SECONDS = 60.0
 
 
 def ask(url: str, body: Mapping[str, object] | Sequence[object] | None = None) -> Any:
-    """Returns the API's answer at `url`, None if it is empty.
+    """Return the API's answer at `url`, None if it is empty.
 
     Without a body, the request is a GET, else a POST.
 

@@ -25,7 +25,7 @@ _SECONDS = 400.0
 
 
 def place_database(place: Path, factory: pytest.TempPathFactory) -> None:
-    """Copies the database to the file `place`, for a server that is started later.
+    """Copy the database to the file `place`, for a server that is started later.
 
     Args:
         place: path of the new file.
@@ -44,7 +44,7 @@ def place_database(place: Path, factory: pytest.TempPathFactory) -> None:
 
 
 def _make(home: Path) -> Path:
-    """Starts a server in `home` and ends it; returns one file with everything that it wrote."""
+    """Start a server in `home` and end it; return one file with everything that it wrote."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("PREFECT_")]:
             patch.delenv(name)

@@ -33,7 +33,7 @@ _JOB = "{{job_name: {name}, static_configs: [{{targets: ['127.0.0.1:{port}']}}]}
 
 
 def free_port() -> int:
-    """Returns a port where nobody listens, and which the system gives to no outgoing connection."""
+    """Return a port where nobody listens, and which the system gives to no outgoing connection."""
     return free_ports(1)
 
 
@@ -73,16 +73,16 @@ class PrometheusServer:
         self.process.wait()
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """Returns the samples of an instant query; a refused query fails with the reason."""
+        """Return the samples of an instant query; a refused query fails with the reason."""
         result: list[dict[str, Any]] = self._get("query", query=expression)["result"]
         return result
 
     def rules(self) -> list[dict[str, Any]]:
-        """Returns all alert rules, with their health and the alerts that they raise."""
+        """Return all alert rules, with their health and the alerts that they raise."""
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
     def firing(self) -> set[str]:
-        """Returns the names of the alerts that fire now."""
+        """Return the names of the alerts that fire now."""
         return {rule["name"] for rule in self.rules() if rule["state"] == "firing"}
 
     def _get(self, path: str, **parameters: str) -> Any:

@@ -47,17 +47,17 @@ class RankJobs:
         ]  # fmt: skip
 
     def shards(self, rank: int) -> list[tuple[int, int]]:
-        """Returns, for each table, the first row and the number of rows that a rank holds."""
+        """Return, for each table, the first row and the number of rows that a rank holds."""
         return [
             (sum(shares[:rank]) if shares[rank] else 0, shares[rank]) for shares in self._shares
         ]
 
     def attempt(self, step: int) -> str:
-        """Returns the attempt of a step's checkpoint, which all ranks share."""
+        """Return the attempt of a step's checkpoint, which all ranks share."""
         return shared_attempt(self._token, step, cut=step)
 
     def ref(self, step: int) -> CheckpointRef:
-        """Returns the reference to a step's checkpoint."""
+        """Return the reference to a step's checkpoint."""
         return CheckpointRef(step=step, generation=self.generation, attempt=self.attempt(step))
 
     def stage(
@@ -69,7 +69,7 @@ class RankJobs:
         samples: int = 0,
         slot: int = 0,
     ) -> list[Path]:
-        """Stages a checkpoint: a full at first, then increments with the rows `dirty`.
+        """Stage a checkpoint: a full at first, then increments with the rows `dirty`.
 
         Args:
             step: batches trained.
@@ -117,7 +117,7 @@ class ServerJobs:
         self.links = [Links() for _ in self.stagings]
 
     def rows_of(self, server: int) -> Tensor:
-        """Returns the ids of the rows that a server holds, counted from 0."""
+        """Return the ids of the rows that a server holds, counted from 0."""
         return torch.arange(server, self.tables[0].rows, self.servers)
 
     def stage(
@@ -130,7 +130,7 @@ class ServerJobs:
         held: dict[int, Tensor] | None = None,
         cache: CacheUse | None = None,
     ) -> list[Path]:
-        """Stages a checkpoint: of the rank, then of each server.
+        """Stage a checkpoint: of the rank, then of each server.
 
         Args:
             step: batches trained.

@@ -53,7 +53,7 @@ _HEAD = {
 
 @contextmanager
 def ray_cluster() -> Iterator[Any]:
-    """Yields a `ray.cluster_utils.Cluster` of one node; this process is not connected to it."""
+    """Yield a `ray.cluster_utils.Cluster` of one node; this process is not connected to it."""
     from ray.cluster_utils import Cluster
 
     handler = signal.getsignal(signal.SIGTERM)  # Ray takes it
@@ -68,14 +68,14 @@ def ray_cluster() -> Iterator[Any]:
 
 
 def add_node(cluster: Any, **options: object) -> Any:
-    """Adds a node that listens on the loopback device, and returns it."""
+    """Add a node that listens on the loopback device, and return it."""
     # Ray takes 127.0.0.1 for the machine's own address.
     address = f"127.0.0.{2 + len(cluster.list_all_nodes())}"
     return cluster.add_node(node_ip_address=address, **_NODE, **options)
 
 
 def greetings(home: Any) -> list[Any]:
-    """Returns what each server of a home says of itself."""
+    """Return what each server of a home says of itself."""
     assert isinstance(home, ServedHome)
     return [server.transport.hello() for server in home._servers]
 
@@ -90,7 +90,7 @@ def is_running(pid: int) -> bool:
 
 
 def driver(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """Starts this program."""
+    """Start this program."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.ray_cluster", *arguments],
         stdout=subprocess.PIPE,
@@ -100,7 +100,7 @@ def driver(*arguments: str, environment: dict[str, str] | None = None) -> subpro
 
 
 def said(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Returns what a driver says next. Ray prints other lines between."""
+    """Return what a driver says next. Ray prints other lines between."""
     assert process.stdout is not None
     line = next(line for line in process.stdout if line.startswith("{"))
     document: dict[str, Any] = json.loads(line)

@@ -16,7 +16,7 @@ __all__ = ["empty_part", "rank_of_rows"]
 def empty_part(
     table: Table, rows: range, columns: range, *, states: Sequence[str] = (), padding: int = 0
 ) -> TablePart:
-    """Returns a part of a table in poisoned memory; each row has `padding` additional columns."""
+    """Return a part of a table in poisoned memory; each row has `padding` additional columns."""
 
     def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         wide = torch.full((*shape[:-1], shape[-1] + padding), 77, dtype=dtype)
@@ -41,7 +41,7 @@ def empty_part(
 
 
 def rank_of_rows(rows: int, edges: Sequence[int]) -> Tensor:
-    """Returns the rank that stores each row, int64 [rows], if the ranks' rows end at `edges`."""
+    """Return the rank that stores each row, int64 [rows], if the ranks' rows end at `edges`."""
     return torch.bucketize(
         torch.arange(rows), torch.tensor([*edges], dtype=torch.int64), right=True
     )

@@ -50,7 +50,7 @@ LAST = RetentionPolicy(keep_last=1, require_validated=False)
 
 
 def filled(store: Store) -> Run:
-    """Makes a run with two chains of checkpoints: steps 10, 20, 30 and steps 40, 50."""
+    """Make a run with two chains of checkpoints: steps 10, 20, 30 and steps 40, 50."""
     run = Run.create(store)
     run.claim(None)
     parent: Manifest | None = None
@@ -95,7 +95,7 @@ def named(run: Run, step: int) -> str:
 
 
 def require_tidy(run: Run, left: list[int]) -> None:
-    """Requires exactly these checkpoints, that all restore, and that no other object is left."""
+    """Require exactly these checkpoints, that all restore, and that no other object is left."""
     assert steps(run) == left
     report = check(run, level="full")
     assert report.ok and report.findings == ()
@@ -110,7 +110,7 @@ def consolidated(run: Run, step: int) -> None:
 
 
 def values(run: Run, step: int) -> list[torch.Tensor]:
-    """Restores a checkpoint; returns the values and row states of every table."""
+    """Restore a checkpoint; return the values and row states of every table."""
     target = MemoryTarget()
     restore(run, target, Selection(step=step))
     tables = [target.tables[name] for name in sorted(target.tables)]
@@ -137,7 +137,7 @@ def rewrite_lease(run: Run, held: leases.Held, stamp: Stamp) -> None:
 def make_announcement_old(
     run: Run, *, seconds: float = TAKE_OVER_SECONDS + 60, stamp: bool = True, file: bool = True
 ) -> None:
-    """Makes the announcement so old, by its stamp, by the store's time or both."""
+    """Make the announcement so old, by its stamp, by the store's time or both."""
     data = run.store.get(DELETION_KEY, max_bytes=1 << 20)
     announcement = unpack_record(Deletion, data, name=DELETION_KEY, next_step="")
     written_ms = int(now_ms() - (1000 * seconds if stamp else 0))
@@ -148,7 +148,7 @@ def make_announcement_old(
 
 
 def make_old(run: Run, seconds: float, *, boot: bool = True, files: bool = True) -> None:
-    """Makes every mark so old, by the wall clock and the other clocks that are asked for."""
+    """Make every mark so old, by the wall clock and the other clocks that are asked for."""
     clocks = Clocks.read()
     for info in list(run.store.list("expired/")):
         data = run.store.get(info.key, max_bytes=1 << 20)

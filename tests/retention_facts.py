@@ -25,7 +25,7 @@ def _attempt(checkpoint: ManifestName) -> str:
 def full(
     step: int, *, generation: int = 1, hours_ago: float = 0.0, whole: bool = True
 ) -> StoredManifest:
-    """Returns the own manifest of a checkpoint that is a full."""
+    """Return the own manifest of a checkpoint that is a full."""
     name = ManifestName(step, generation)
     return StoredManifest(
         key=MANIFEST_KEY.of(step, generation),
@@ -48,14 +48,14 @@ def increment(
     hours_ago: float = 0.0,
     whole: bool = True,
 ) -> StoredManifest:
-    """Returns the own manifest of a checkpoint that is an increment on `parent`."""
+    """Return the own manifest of a checkpoint that is an increment on `parent`."""
     return full(step, generation=generation, hours_ago=hours_ago, whole=whole)._replace(
         parent=parent.name, parent_attempt=parent.attempt, stored_bytes=10
     )
 
 
 def merged(of: StoredManifest, after: StoredManifest | None = None) -> StoredManifest:
-    """Returns a consolidated manifest of a checkpoint: a full, or an increment on `after`."""
+    """Return a consolidated manifest of a checkpoint: a full, or an increment on `after`."""
     stem = of.key.removeprefix("manifests/").removesuffix(".json")
     tail = "full" if after is None else f"after-{after.name.step:012d}"
     return of._replace(
@@ -71,7 +71,7 @@ def facts(
     live: Iterable[ManifestName] | None = None,
     now_ms: int = NOW_MS,
 ) -> RunFacts:
-    """Returns facts of a run; all checkpoints are live unless `live` names the live ones."""
+    """Return facts of a run; all checkpoints are live unless `live` names the live ones."""
     facts_given = tuple(manifests)
     names = {manifest.name for manifest in facts_given} if live is None else set(live)
     return RunFacts(manifests=facts_given, live=tuple(sorted(names, reverse=True)), now_ms=now_ms)

@@ -37,12 +37,12 @@ class RowShard(nn.Module):
         self._anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Returns the rows of `ids`, int64 [n], from all ranks: [n, dim]."""
+        """Return the rows of `ids`, int64 [n], from all ranks: [n, dim]."""
         rows: Any = _Lookup.apply(ids, self._anchor, self)  # type: ignore[no-untyped-call]
         return rows  # type: ignore[no-any-return]
 
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the rows of this rank's ids, and the ids of all ranks."""
+        """Return the rows of this rank's ids, and the ids of all ranks."""
         everywhere = _gathered(ids)
         is_local = self.here(everywhere)
         if self.marker is not None:
@@ -53,7 +53,7 @@ class RowShard(nn.Module):
         return looked_up[self.rank * len(ids) :][: len(ids)], everywhere
 
     def update(self, everywhere: Tensor, gradient: Tensor) -> None:
-        """Takes one step of row-wise Adagrad."""
+        """Take one step of row-wise Adagrad."""
         gradients = _gathered(gradient) / self.ranks
         is_local = self.here(everywhere)
         rows = everywhere[is_local] - self.first
@@ -67,7 +67,7 @@ class RowShard(nn.Module):
             self.marker.applied()
 
     def here(self, ids: Tensor) -> Tensor:
-        """Returns a mask of the ids that are rows of this rank."""
+        """Return a mask of the ids that are rows of this rank."""
         return (ids >= self.first) & (ids < self.first + len(self.weight))
 
 

@@ -20,7 +20,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def scrape(url: str) -> Samples:
-    """Returns the samples at a URL, by name and labels."""
+    """Return the samples at a URL, by name and labels."""
     with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as answer:
         text = answer.read().decode()
     return {
@@ -31,7 +31,7 @@ def scrape(url: str) -> Samples:
 
 
 def value(samples: Samples, name: str, **labels: str) -> float | None:
-    """Returns the value of the only sample with this name and these labels; None: there is none."""
+    """Return the value of the only sample with this name and these labels; None: there is none."""
     matching = [
         number
         for (sample_name, have), number in samples.items()
@@ -67,7 +67,7 @@ class MetricsAgent:
 
     @property
     def url(self) -> str:
-        """Waits until the agent logs the URL of its metrics, and returns the URL."""
+        """Wait until the agent logs the URL of its metrics, and return the URL."""
 
         def told() -> str | None:
             assert self.process.poll() is None, self._log.read_text()

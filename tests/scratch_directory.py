@@ -18,7 +18,7 @@ _NEEDED_MEMORY_BYTES: Final = 2 * _NEEDED_BYTES
 
 
 def main() -> None:
-    """Prints the directory."""
+    """Print the directory."""
     if (
         os.access(_IN_MEMORY, os.W_OK | os.X_OK)
         and _is_roomy(_IN_MEMORY)
@@ -34,7 +34,7 @@ def _is_roomy(directory: Path) -> bool:
 
 
 def _memory_bytes() -> int:
-    """Returns the memory available without swapping, within a container's limit; 0: unknown."""
+    """Return the memory available without swapping, within a container's limit; 0: unknown."""
     available = _found("/proc/meminfo", r"^MemAvailable:\s+(\d+) kB$") * 1024
     limit = _found("/sys/fs/cgroup/memory.max", r"^(\d+)$")
     return min(available, limit) if limit else available

@@ -42,7 +42,7 @@ class StagedPlay(RuleBasedStateMachine):
         return self.ckpt
 
     def check(self, name: ManifestName) -> None:
-        """Compares a checkpoint that was just stored with the truth."""
+        """Compare a checkpoint that was just stored with the truth."""
         raise NotImplementedError
 
     def run(self) -> Run:

@@ -23,7 +23,7 @@ class StoredRun:
             self._objects = dict(zip(keys, read, strict=True))
 
     def copy_to(self, url: str) -> Run:
-        """Copies the run to `url`, a directory or a run URL, and opens it there."""
+        """Copy the run to `url`, a directory or a run URL, and open it there."""
         store = open_store(url)
         if "://" in url:
             with ThreadPoolExecutor(_AT_ONCE) as pool:

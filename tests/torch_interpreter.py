@@ -93,18 +93,18 @@ class TorchInterpreter:
         self.pid: int = _answer(request)
 
     def poll(self) -> int | None:
-        """Returns the exit code, less than 0 if a signal ended it; None: it has not ended."""
+        """Return the exit code, less than 0 if a signal ended it; None: it has not ended."""
         if self.returncode is None:
             self.returncode = _answer(self.pid)
         return self.returncode
 
     def kill(self) -> None:
-        """Sends SIGKILL to the process, unless it has ended."""
+        """Send SIGKILL to the process, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
     def communicate(self, timeout: float = PATIENCE_SECONDS) -> tuple[str, str]:
-        """Waits for the end; returns what was written to standard output and standard error.
+        """Wait for the end; return what was written to standard output and standard error.
 
         Raises:
             subprocess.TimeoutExpired: the process did not end in so many seconds, and was killed.
@@ -128,7 +128,7 @@ def run_program(
     directory: Path | None = None,
     timeout: float = PATIENCE_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the text of a program until it ends; returns its exit code and output.
+    """Run the text of a program until it ends; return its exit code and output.
 
     Raises:
         subprocess.TimeoutExpired: the program does not end.
@@ -141,7 +141,7 @@ def run_program(
 
 @functools.cache
 def _forks() -> subprocess.Popen[str]:
-    """Returns the interpreter from which programs are forked; it ends with this process."""
+    """Return the interpreter from which programs are forked; it ends with this process."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     process = subprocess.Popen(
         [sys.executable, "-c", _FORKS],

@@ -76,7 +76,7 @@ class Ranker(nn.Module):
         self.over = nn.Linear(DIM, 1) if dense else None
 
     def forward(self, bags: Any, rows: Any) -> Tensor:
-        """Returns the loss of one batch."""
+        """Return the loss of one batch."""
         pooled = self.bags(bags).to_dict()
         total = torch.stack([pooled[name].square() for name in sorted(pooled)]).sum(0).mean(0)
         if self.rows is not None:
@@ -103,7 +103,7 @@ class PooledBatch:
         return PooledBatch(self.number, self.bags.to(device))
 
     def record_stream(self, stream: Any) -> None:
-        """Does nothing: a CPU has no streams."""
+        """Do nothing: a CPU has no streams."""
 
     def pin_memory(self) -> PooledBatch:
         return self
@@ -133,13 +133,13 @@ class PooledRanker(nn.Module):
         self.head = Head()
 
     def forward(self, batch: PooledBatch) -> tuple[Tensor, Tensor]:
-        """Returns the losses of one batch, twice."""
+        """Return the losses of one batch, twice."""
         losses = self.head(self.bags(batch.bags))
         return losses, losses.detach()
 
 
 def batch(step: int, rank: int, *, empty: bool = False) -> tuple[Any, Any]:
-    """Returns the batch of a step and rank, which does not depend on earlier calls."""
+    """Return the batch of a step and rank, which does not depend on earlier calls."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return _jagged(BAGS, generator, empty), _jagged(ROWS, generator, empty)
 
@@ -165,7 +165,7 @@ def sharded(
     sequences: bool | None = None,
     model: nn.Module | None = None,
 ) -> Any:
-    """Returns a `DistributedModelParallel` with each table sharded as `kinds` says.
+    """Return a `DistributedModelParallel` with each table sharded as `kinds` says.
 
     It is seeded: initial values depend only on the place in the whole table, not on ranks or plans.
     """
@@ -228,7 +228,7 @@ def sharded(
 
 
 def shards(model: nn.Module) -> Sequence[Any]:
-    """Returns the tables of a sharded model as recpoint finds them."""
+    """Return the tables of a sharded model as recpoint finds them."""
     from recpoint.trainer_plugin.integrations.torchrec import find
 
     source = find(model)
@@ -237,7 +237,7 @@ def shards(model: nn.Module) -> Sequence[Any]:
 
 
 def all_tables() -> list[str]:
-    """Returns the full names of all tables of the plain model."""
+    """Return the full names of all tables of the plain model."""
     return [f"bags.embedding_bags.{name}" for name in BAGS] + [
         f"rows.embeddings.{name}" for name in ROWS
     ]

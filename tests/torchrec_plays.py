@@ -47,7 +47,7 @@ _COLLECTIONS = ("bags.", "rows.")
 
 
 def found(kinds: Mapping[str, str], optimizer: str = "RowWiseAdagrad") -> Any:
-    """Returns what recpoint finds on this rank, and whether that is the live memory."""
+    """Return what recpoint finds on this rank, and whether that is the live memory."""
     model = sharded(kinds, optimizer=optimizer)
     return [
         {
@@ -65,7 +65,7 @@ def found(kinds: Mapping[str, str], optimizer: str = "RowWiseAdagrad") -> Any:
 
 
 def tracked(kinds: Mapping[str, str], optimizer: str = "RowWiseAdagrad", dense: bool = True) -> Any:
-    """Returns the rows that recpoint marks, that TorchRec's tracker has, and that have changed."""
+    """Return the rows that recpoint marks, that TorchRec's tracker has, and that have changed."""
     from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
 
     from recpoint.embeddings.tables.marks import Tracker
@@ -126,7 +126,7 @@ def tracked(kinds: Mapping[str, str], optimizer: str = "RowWiseAdagrad", dense: 
 
 
 def tracker_of_theirs() -> dict[str, Any]:
-    """Returns the cases in which TorchRec's tracker does not do what recpoint needs."""
+    """Return the cases in which TorchRec's tracker does not do what recpoint needs."""
     from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
 
     kinds = dict.fromkeys((*BAGS, *ROWS), "table_wise")
@@ -144,7 +144,7 @@ def tracker_of_theirs() -> dict[str, Any]:
 
 
 def refused() -> dict[str, str]:
-    """Returns the error messages for models that are not supported."""
+    """Return the error messages for models that are not supported."""
     import torchrec
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.optim.clipping import GradientClippingOptimizer
@@ -201,7 +201,7 @@ def _error(call: Callable[[], object]) -> str:
 
 
 def optimizers(model: nn.Module, kind: str, *, apart: bool = False) -> list[Any]:
-    """Returns torch's optimizers for dense layers and for tables without a fused optimizer.
+    """Return torch's optimizers for dense layers and for tables without a fused optimizer.
 
     Args:
         model: sharded or plain.
@@ -246,7 +246,7 @@ def lived(
     apart: bool = False,
     in_cache: bool = False,
 ) -> Any:
-    """Trains from the newest checkpoint up to batch `steps`, with a checkpoint every two batches.
+    """Train from the newest checkpoint up to batch `steps`, with a checkpoint every two batches.
 
     Args:
         kinds: how each table is sharded; None: not at all, in one process.
@@ -291,7 +291,7 @@ def lived(
 
 
 def piped(how: str, pipeline: str, run: str, staging: str, *, stop_after: int | None = None) -> Any:
-    """Trains ten batches in a pipeline of TorchRec, with a checkpoint every two batches.
+    """Train ten batches in a pipeline of TorchRec, with a checkpoint every two batches.
 
     Args:
         how: "batches": the pipeline gets `batches()`; "step": it gets the reader, and `step` is
@@ -356,7 +356,7 @@ def piped(how: str, pipeline: str, run: str, staging: str, *, stop_after: int | 
 
 
 def pipelines_refused(run: str, staging: str) -> dict[str, str]:
-    """Returns the errors for pipelines that no checkpoint can be taken of."""
+    """Return the errors for pipelines that no checkpoint can be taken of."""
     from torchrec.distributed.train_pipeline.experimental_pipelines import (
         TrainPipelineSparseDistEmbStash,
         TrainPipelineSparseDistOptStash,
@@ -392,7 +392,7 @@ def pipelines_refused(run: str, staging: str) -> dict[str, str]:
 
 
 def replicated_sequences(run: str, staging: str, steps: int) -> Any:
-    """Trains replicated sequence tables with gradients made here: FBGEMM has no CPU lookup."""
+    """Train replicated sequence tables with gradients made here: FBGEMM has no CPU lookup."""
     from recpoint import Checkpointer, Options, Staging
 
     model = sharded(dict.fromkeys((*BAGS, *ROWS), "data_parallel"), sequences=True)
@@ -444,7 +444,7 @@ class _TwoModules(nn.Module):
 
 
 def same_names(run: str, staging: str) -> Any:
-    """Trains two tables of one name; after two batches, the second one gets no new rows."""
+    """Train two tables of one name; after two batches, the second one gets no new rows."""
     import torchrec
     from torchrec.distributed import sharding_plan as plans
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -505,14 +505,14 @@ def same_names(run: str, staging: str) -> Any:
 
 
 def _increments(run: str) -> list[int]:
-    """Returns the number of dirty rows of each increment."""
+    """Return the number of dirty rows of each increment."""
     opened = Run.open(open_store(run))
     manifests = [opened.manifest(name.step, name.generation) for name in opened.manifest_names()]
     return [manifest.dirty_rows for manifest in manifests if manifest.kind == "increment"]
 
 
 def plain(run: str, staging: str, into: str) -> Any:
-    """Moves the tables and dense layers of `run` through an unsharded model to another run, `into`.
+    """Move the tables and dense layers of `run` through an unsharded model to another run, `into`.
 
     A sharded model then restores them from `into`.
     """
@@ -550,7 +550,7 @@ def _taking_over(model: nn.Module, trained: Sequence[Tensor], run: str, staging:
 
 
 def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns all training state as tensors, in the same form for any optimizer of a table."""
+    """Return all training state as tensors, in the same form for any optimizer of a table."""
     from recpoint.trainer_plugin.integrations.torchrec import find
 
     source = find(model)

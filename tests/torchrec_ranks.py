@@ -37,7 +37,7 @@ __all__ = ["play"]
 
 
 def play(plays: Sequence[Mapping[str, Any]], folder: Path, **environment: str) -> list[list[Any]]:
-    """Runs these plays one after the other; returns the values of each play's ranks."""
+    """Run these plays one after the other; return the values of each play's ranks."""
     command = [sys.executable, "-m", "tests.torchrec_ranks", str(folder), json.dumps(list(plays))]
     variables = {"OMP_NUM_THREADS": "1", **environment}
     # In its own session, so that all its processes can be ended if it takes too long.
@@ -67,7 +67,7 @@ def play(plays: Sequence[Mapping[str, Any]], folder: Path, **environment: str) -
 
 
 def _agent(staging: str) -> None:
-    """Acts as the agent of a host for all ranks that stage there, until it is killed."""
+    """Act as the agent of a host for all ranks that stage there, until it is killed."""
     with AgentLock(Path(staging)):
         while True:
             for run in area.run_directories(Path(staging)):

@@ -100,7 +100,7 @@ def seed_everything(seed: int) -> None:
 
 
 def everything(training: Training) -> list[object]:
-    """Returns all state as bytes and JSON, so that a comparison compares every bit."""
+    """Return all state as bytes and JSON, so that a comparison compares every bit."""
     names = {id(p): name for name, p in training.model.named_parameters()}
     state = {
         "model": dict(training.model.state_dict()),
@@ -164,7 +164,7 @@ def _staged_jobs(staging: Path) -> list[Path]:
 
 
 def persist_all(staging: Path) -> int:
-    """Persists every staged job; returns their number."""
+    """Persist every staged job; return their number."""
     jobs = _staged_jobs(staging)
     for job in jobs:
         persist.persist_job(job)
@@ -190,14 +190,14 @@ class Place:
 
 
 def simple_training(seed: int = 1, *, lr: float = 0.1) -> Training:
-    """Returns a training of the recommender under plain SGD: only looked-up rows change."""
+    """Return a training of the recommender under plain SGD: only looked-up rows change."""
     seed_everything(seed)
     model = Recommender()
     return Training(model, [torch.optim.SGD(model.parameters(), lr=lr)], Batches(seed))
 
 
 def checkpointer(training: Training, place: Place, /, **settings: Any) -> Checkpointer:
-    """Returns a checkpointer of all of `training` with short waits; `settings` as `arguments`."""
+    """Return a checkpointer of all of `training` with short waits; `settings` as `arguments`."""
     return Checkpointer(
         training.model,
         training.optimizers,
@@ -220,7 +220,7 @@ def checkpointer(training: Training, place: Place, /, **settings: Any) -> Checkp
 
 
 def train(training: Training, ckpt: Checkpointer, batches: int) -> None:
-    """Trains so many batches, with the checkpointer's `step` after each."""
+    """Train so many batches, with the checkpointer's `step` after each."""
     for _ in range(batches):
         training.batch()
         ckpt.step()

@@ -38,7 +38,7 @@ STEPS = (10, 20, 30)
 
 
 def tables_of(seed: int) -> list[Table]:
-    """Returns tables of three dtypes and widths, with rows that are hard to store."""
+    """Return tables of three dtypes and widths, with rows that are hard to store."""
     generator = torch.Generator().manual_seed(seed)
     items = torch.randn(300, 8, generator=generator)
     items[7, 3] = float("nan")
@@ -51,7 +51,7 @@ def tables_of(seed: int) -> list[Table]:
 
 
 def validated_run(folder: Path) -> tuple[Run, list[Manifest]]:
-    """Persists a full at step 10 and increments at 20 and 30 from staged jobs with samples."""
+    """Persist a full at step 10 and increments at 20 and 30 from staged jobs with samples."""
     run = new_run(folder / "run")
     run.claim(None)
     tables, links = tables_of(0), Links()
@@ -81,7 +81,7 @@ def validated_run(folder: Path) -> tuple[Run, list[Manifest]]:
 
 
 def chunk_of(manifest: Manifest, content: str, table: int | None = None) -> ChunkEntry:
-    """Returns the first chunk with this content, of this table."""
+    """Return the first chunk with this content, of this table."""
     return next(
         entry
         for entry in manifest.chunks
@@ -90,7 +90,7 @@ def chunk_of(manifest: Manifest, content: str, table: int | None = None) -> Chun
 
 
 def rewrite(run: Run, entry: ChunkEntry, change: Callable[[dict[str, Section]], None]) -> None:
-    """Stores a chunk with changed contents, and a manifest with its new length and digest."""
+    """Store a chunk with changed contents, and a manifest with its new length and digest."""
     step = int(entry.key.split("/")[1][:12])
     manifest = run.manifest(step, 1)
     meta, sections = read_chunk(StoreChunks(run.store), manifest, entry)
@@ -111,10 +111,10 @@ def rewrite(run: Run, entry: ChunkEntry, change: Callable[[dict[str, Section]], 
 
 
 def at(run: Run, step: int, level: Level) -> Validation:
-    """Validates a checkpoint of generation 1."""
+    """Validate a checkpoint of generation 1."""
     return validate(run, ManifestName(step, 1), level=level)
 
 
 def subjects(validation: Validation) -> set[str]:
-    """Returns the subjects of the findings; chunks without the common start of all keys."""
+    """Return the subjects of the findings; chunks without the common start of all keys."""
     return {finding.subject.rpartition("chunks/")[2] for finding in validation.findings}

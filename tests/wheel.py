@@ -32,7 +32,7 @@ class InstalledWheel:
     def run(
         self, arguments: Sequence[str], *, directory: Path, home: Path
     ) -> subprocess.CompletedProcess[str]:
-        """Runs Python with `arguments` in `directory`, where `import recpoint` imports the wheel's.
+        """Run Python with `arguments` in `directory`, where `import recpoint` imports the wheel's.
 
         Args:
             arguments: of Python.
@@ -53,7 +53,7 @@ class InstalledWheel:
 
 
 def _build(sources: Path, folder: Path) -> Path:
-    """Builds a wheel from a copy: files that a build leaves behind get into the next wheel."""
+    """Build a wheel from a copy: files that a build leaves behind get into the next wheel."""
     links = [path for path in (ROOT / "src" / "recpoint").iterdir() if path.is_symlink()]
     for name in ("src", "build_backend", *(link.name for link in links)):
         shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=_NO_SOURCES)

@@ -52,7 +52,7 @@ def run(
     places: int = _PLACES,
     markdown_file: Path | None = None,
 ) -> Report:
-    """Measures the cells.
+    """Measure the cells.
 
     Args:
         smoke: two systems, few faults, two places each.
@@ -91,7 +91,7 @@ def run(
 
 
 def _host(name: str, faults: Sequence[str], library: Path, folder: Path, places: int) -> Found:
-    """Runs the cells of a system in a process of their own."""
+    """Run the cells of a system in a process of their own."""
     out = folder / f"{name}.json"
     command = [sys.executable, "-m", "benchmarks.faults.host", name, str(out), str(places)]
     environment = {**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
@@ -142,7 +142,7 @@ def _put_figures(report: Report, found: Mapping[str, Found]) -> None:
 
 
 def _notes(found: Mapping[str, Found]) -> list[str]:
-    """Returns why each cell is what it is, with the command that shows it."""
+    """Return why each cell is what it is, with the command that shows it."""
     notes = []
     for name, result in found.items():
         if result["not_run"]:

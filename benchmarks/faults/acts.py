@@ -85,7 +85,7 @@ class Act:
             self._run(function, fault, clock_offset_seconds)
 
     def _run(self, function: Callable[[], Any], fault: IoFault | None, offset: int) -> None:
-        """Does the act and ends this process."""
+        """Do the act and end this process."""
         code = 1
         try:
             os.setsid()
@@ -111,7 +111,7 @@ class Act:
             os._exit(code)
 
     def stopped(self) -> bool:
-        """Waits until the process is stopped or has ended; returns whether it is stopped."""
+        """Wait until the process is stopped or has ended; return whether it is stopped."""
         deadline = self._began + LIMIT_SECONDS
         while time.monotonic() < deadline:
             status = os.waitid(
@@ -123,11 +123,11 @@ class Act:
         return False
 
     def go_on(self) -> None:
-        """Lets a stopped process go on."""
+        """Let a stopped process go on."""
         os.killpg(self.pid, signal.SIGCONT)
 
     def ended(self) -> Ended:
-        """Waits for the end, and ends all that the process has started."""
+        """Wait for the end, and end all that the process has started."""
         deadline = self._began + LIMIT_SECONDS
         status, hung = 0, False
         while True:
@@ -158,7 +158,7 @@ class Act:
 
 
 def _text(error: BaseException) -> str:
-    """Returns the text of an exception, of its notes and of those that it was raised from."""
+    """Return the text of an exception, of its notes and of those that it was raised from."""
     texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(texts) < 8:
@@ -168,10 +168,10 @@ def _text(error: BaseException) -> str:
 
 
 def begin(function: Callable[[], Any], folder: Path, **how: Any) -> Act:
-    """Begins an act; see `Act`."""
+    """Begin an act; see `Act`."""
     return Act(function, folder, **how)
 
 
 def perform(function: Callable[[], Any], folder: Path, **how: Any) -> Ended:
-    """Does an act to its end; see `Act`."""
+    """Do an act to its end; see `Act`."""
     return Act(function, folder, **how).ended()

@@ -16,7 +16,7 @@ _FLIPS_A_FILE = 6
 
 
 def bit_flip(trials: Trials) -> Verdict:
-    """Flips one bit of each file of the newest checkpoint, at places spread over the file."""
+    """Flip one bit of each file of the newest checkpoint, at places spread over the file."""
 
     def flips(path: Path) -> Iterator[bytes]:
         data = path.read_bytes()
@@ -29,7 +29,7 @@ def bit_flip(trials: Trials) -> Verdict:
 
 
 def truncation(trials: Trials) -> Verdict:
-    """Cuts each file of the newest checkpoint: by its last byte, in half, to nothing."""
+    """Cut each file of the newest checkpoint: by its last byte, in half, to nothing."""
 
     def cuts(path: Path) -> Iterator[bytes]:
         data = path.read_bytes()
@@ -62,7 +62,7 @@ def _at(path: Path, place: Place, verdict: Verdict) -> Verdict:
 
 
 def disturbed(trials: Trials, what: str) -> Verdict:
-    """Takes away, repeats or exchanges stored increments."""
+    """Take away, repeat or exchange stored increments."""
     states = [normal()[:step] for step in (1, 2, 3, 4)]
     sound = {"missing increment": 2, "duplicate increment": 3, "out-of-order increment": 2}[what]
     place = trials.prepared(*states)
@@ -72,7 +72,7 @@ def disturbed(trials: Trials, what: str) -> Verdict:
 
 
 def falsified(trials: Trials, what: Hostile) -> Verdict:
-    """Changes the description of the newest checkpoint as an adversary would.
+    """Change the description of the newest checkpoint as an adversary would.
 
     A checkpoint of an unknown version is the work of a later release, and sound: to restore an
     older one without a word would lose it. This release cannot read it, so a clear error counts.

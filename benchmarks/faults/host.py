@@ -23,7 +23,7 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the cells; returns the exit code."""
+    """Run the cells; return the exit code."""
     name, out, places, *faults = arguments
     system = system_of(name)
     result: dict[str, Any] = {"cells": {}, "versions": {}, "not_run": ""}

@@ -35,7 +35,7 @@ def _save_two(system: System) -> None:
 
 
 def _judged(trials: Trials, place: Place, *, acknowledged: bool, tags: Tags = _TWO) -> Verdict:
-    """Judges the state after a save of `tags`; what was acknowledged must be there."""
+    """Judge the state after a save of `tags`; what was acknowledged must be there."""
     newest = [tags] if acknowledged else [_ONE, tags]
     names = trials.names(place, 1, len(tags))
     return trials.judge(
@@ -44,7 +44,7 @@ def _judged(trials: Trials, place: Place, *, acknowledged: bool, tags: Tags = _T
 
 
 def writer_dies(trials: Trials) -> Verdict:
-    """Lets each write of data fail once with EIO, in whatever thread or process writes."""
+    """Let each write of data fail once with EIO, in whatever thread or process writes."""
     place = trials.prepared(_ONE)
     how: dict[str, Any] = {"threaded": True}
     count = trials.operations(place, _save_two, kinds=DATA, **how)
@@ -60,12 +60,12 @@ def writer_dies(trials: Trials) -> Verdict:
 
 
 def killed_at_each_boundary(trials: Trials) -> Verdict:
-    """Kills the process group of a save before each of its file operations."""
+    """Kill the process group of a save before each of its file operations."""
     return _killed(trials, trials.prepared(_ONE), _save_two)
 
 
 def killed_in_an_overwrite(trials: Trials) -> Verdict:
-    """Saves other values of a step that is there, and is killed before each file operation.
+    """Save other values of a step that is there, and be killed before each file operation.
 
     The state before, the state after or step 1 must be there, whole. recpoint has no overwrite: a
     trainer that goes back to step 1 takes the step again.
@@ -106,7 +106,7 @@ def _killed(
 
 
 def worker_killed(trials: Trials) -> Verdict:
-    """Kills the process that writes for the trainer, in the middle of a save."""
+    """Kill the process that writes for the trainer, in the middle of a save."""
     place = trials.prepared(_ONE)
     verdicts = []
     for operation in (1, 4, 7):
@@ -124,7 +124,7 @@ def worker_killed(trials: Trials) -> Verdict:
 
 
 def disk_full(trials: Trials) -> Verdict:
-    """Saves where a file system of 64 KiB is what is written first: staging, or the store itself.
+    """Save where a file system of 64 KiB is what is written first: staging, or the store itself.
 
     The file system is mounted for the trial, which needs root.
     """
@@ -160,7 +160,7 @@ def disk_full(trials: Trials) -> Verdict:
 
 
 def _fill(path: Path, *, leave: int = 0) -> int:
-    """Fills a file system with a file, but for `leave` bytes; returns the file's length."""
+    """Fill a file system with a file, but for `leave` bytes; return the file's length."""
     path.unlink(missing_ok=True)
     written = 0
     with path.open("wb", buffering=0) as file:

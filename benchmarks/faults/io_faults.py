@@ -58,7 +58,7 @@ class IoFault:
 
 
 def compiled(folder: Path) -> Path | None:
-    """Returns the library to preload, compiled into `folder`; None if there is no compiler."""
+    """Return the library to preload, compiled into `folder`; None if there is no compiler."""
     system = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     compiler = [system] if system else [sys.executable, "-m", "ziglang", "cc"]
     library = folder / "io_faults.so"
@@ -68,7 +68,7 @@ def compiled(folder: Path) -> Path | None:
 
 
 def arm(fault: IoFault | None, *, clock_offset_seconds: int = 0) -> None:
-    """Arms this process, into which the library is preloaded, and what it will start."""
+    """Arm this process, into which the library is preloaded, and what it will start."""
     settings = "0:0:0:0"
     if fault is not None:
         settings = f"{fault.cause.value}:{fault.at}:{fault.kinds}:{fault.error}"
@@ -82,14 +82,14 @@ def arm(fault: IoFault | None, *, clock_offset_seconds: int = 0) -> None:
 
 
 def set_clock(offset_seconds: int) -> None:
-    """Sets the wall clock of this process, relative to the true one."""
+    """Set the wall clock of this process, relative to the true one."""
     clock = _library().io_faults_clock
     clock.argtypes = [ctypes.c_longlong]
     clock(offset_seconds)
 
 
 def done() -> int:
-    """Returns how many operations this process has done since it was armed."""
+    """Return how many operations this process has done since it was armed."""
     count = _library().io_faults_done
     count.restype = ctypes.c_long
     return int(count())

@@ -59,14 +59,14 @@ SYSTEMS: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def system_of(name: str) -> type[System]:
-    """Returns the class of a system; nothing of the system is imported."""
+    """Return the class of a system; nothing of the system is imported."""
     module, kind = SYSTEMS[name]
     system: type[System] = getattr(import_module(f"benchmarks.faults.systems.{module}"), kind)
     return system
 
 
 def cell(trials: Trials, fault: str) -> Verdict:
-    """Measures one cell."""
+    """Measure one cell."""
     reason = trials.kind.lacks.get(fault)
     if reason is not None:
         return not_applicable(reason)

@@ -60,7 +60,7 @@ def _pair(trials: Trials, *, at_once: bool) -> Verdict:
 
 
 def _writer(trials: Trials, place: Place, name: str, tags: Any, *, after: str | None) -> Act:
-    """Begins a trainer that is ready before either saves, and saves when `after` is there."""
+    """Begin a trainer that is ready before either saves, and that saves when `after` is there."""
 
     def act(system: System) -> None:
         with system.trainer() as trainer:
@@ -81,7 +81,7 @@ def _writer(trials: Trials, place: Place, name: str, tags: Any, *, after: str | 
 
 
 def _host(place: Place, name: str) -> Place:
-    """Returns the place as another host sees it: the same store, a staging area of its own."""
+    """Return the place as another host sees it: the same store, a staging area of its own."""
     return _OtherHost(place.folder, place.url, name)
 
 
@@ -91,7 +91,7 @@ class _OtherHost(Place):
 
     @property
     def staging(self) -> Path:
-        """Returns the staging area of that host."""
+        """Return the staging area of that host."""
         return self.folder / f"staging-{self.host}"
 
 
@@ -102,7 +102,7 @@ def _wait(path: Path, act: Act | None = None) -> None:
 
 
 def _keep_one(system: System) -> None:
-    """Saves step 3 and keeps one: by the save itself, or by a call after it."""
+    """Save step 3 and keep one: by the save itself, or by a call after it."""
     save(system, _THREE, keep=1)
 
 
@@ -179,7 +179,7 @@ def _beside(
     fault: IoFault,
     meanwhile: Callable[[System], Any],
 ) -> Ended:
-    """Begins an act that stops where `fault` says, does another to its end, lets it go on."""
+    """Begin an act that stops where `fault` says, do another to its end, let it go on."""
     act = trials.begin(place, does, fault=fault)
     if act.stopped():
         trials.perform(_host(place, "beside"), meanwhile)

@@ -17,7 +17,7 @@ _ONE, _TWO = normal()[:1], normal()[:2]
 
 
 def troubled_requests(trials: Trials) -> Verdict:
-    """Answers 503, resets connections, drops answers, or never answers: once, and for ever.
+    """Answer 503, reset connections, drop answers, or never answers: once, and for ever.
 
     A proxy stands between the system and a real S3 server. After the trouble it lets all pass.
     """
@@ -50,7 +50,7 @@ def troubled_requests(trials: Trials) -> Verdict:
 
 
 def store_dies(trials: Trials) -> Verdict:
-    """Kills the S3 server with SIGKILL at the first, second and third upload; starts it again."""
+    """Kill the S3 server with SIGKILL at the first, second and third upload; start it again."""
     from tests.fault.proxy import Break, FaultProxy
 
     server = _server(trials)
@@ -90,7 +90,7 @@ def store_dies(trials: Trials) -> Verdict:
 
 
 def engine_down(trials: Trials) -> Verdict:
-    """Points the agent at a Prefect API that nobody serves."""
+    """Point the agent at a Prefect API that nobody serves."""
     place = trials.prepared(_ONE)
     environment = {
         "PREFECT_API_URL": "http://127.0.0.1:9/api",
@@ -107,7 +107,7 @@ def _save_two(system: System) -> None:
 
 
 def _server(trials: Trials) -> SeaweedServer | None:
-    """Returns an S3 server, started; None if the program is not installed."""
+    """Return an S3 server, started; None if the program is not installed."""
     server = SeaweedServer(trials.empty().folder)
     try:
         server.start()

@@ -73,14 +73,14 @@ class Model(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        """Returns a score for each pair."""
+        """Return a score for each pair."""
         features = torch.cat([self.users(users), self.items(items)], dim=1)
         scores: Tensor = self.top(features).squeeze(1)
         return scores
 
 
 def train(model: Model, optimizer: torch.optim.Optimizer, tag: int) -> None:
-    """Trains one batch."""
+    """Train one batch."""
     generator = torch.Generator().manual_seed(tag)
     users, items = torch.randint(0, ROWS, (2, _TOUCHED), generator=generator)
     target = torch.rand(_TOUCHED, generator=generator)
@@ -90,7 +90,7 @@ def train(model: Model, optimizer: torch.optim.Optimizer, tag: int) -> None:
 
 
 def truth(tags: Tags) -> dict[str, Tensor]:
-    """Returns the tensors of a state."""
+    """Return the tensors of a state."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for tag in tags:
@@ -99,12 +99,12 @@ def truth(tags: Tags) -> dict[str, Tensor]:
 
 
 def template() -> dict[str, Tensor]:
-    """Returns tensors of the right shapes that hold no state, to restore into."""
+    """Return tensors of the right shapes that hold no state, to restore into."""
     return {name: torch.zeros_like(tensor) for name, tensor in Model().state_dict().items()}
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a digest of every bit of a state."""
+    """Return a digest of every bit of a state."""
     sha256 = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous()
@@ -114,7 +114,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def normal() -> Tags:
-    """Returns the tags of the longest state that trials use."""
+    """Return the tags of the longest state that trials use."""
     return (1, 2, 3, 4, 5, 6, 7, 8)
 
 
@@ -127,12 +127,12 @@ class Place:
 
     @property
     def store(self) -> Path:
-        """Returns the directory of the checkpoints, if they are not on S3."""
+        """Return the directory of the checkpoints, if they are not on S3."""
         return self.folder / "store"
 
     @property
     def staging(self) -> Path:
-        """Returns the directory for what is not yet stored."""
+        """Return the directory for what is not yet stored."""
         return self.folder / "staging"
 
 
@@ -141,7 +141,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def save(self, tags: Tags) -> None:
-        """Saves a state, and returns when the system says that it is saved.
+        """Save a state, and return when the system says that it is saved.
 
         Raises:
             Exception: the system says that it is not.
@@ -183,7 +183,7 @@ class System(ABC):
     def trainer(
         self, begin: Begin = "newest", *, keep: int | None = None, overwrite: bool = False
     ) -> AbstractContextManager[Trainer]:
-        """Begins a training process.
+        """Begin a training process.
 
         Args:
             begin: from the newest state, or anew although there may be files of an earlier run.
@@ -193,18 +193,18 @@ class System(ABC):
 
     @abstractmethod
     def restore(self) -> Restored:
-        """Restores the newest state, as the documentation says."""
+        """Restore the newest state, as the documentation says."""
 
     @abstractmethod
     def files(self, step: int) -> list[Path]:
-        """Returns the local files that hold the checkpoint of a step."""
+        """Return the local files that hold the checkpoint of a step."""
 
     @abstractmethod
     def names(self, step: int) -> list[str]:
-        """Returns what an error may call the checkpoint of a step."""
+        """Return what an error may call the checkpoint of a step."""
 
     def falsify(self, what: Hostile, step: int) -> list[Path]:
-        """Changes the description of a checkpoint as an adversary would; returns what changed.
+        """Change the description of a checkpoint as an adversary would; return what changed.
 
         Raises:
             NotApplicable: the description has nothing of that kind.
@@ -212,13 +212,13 @@ class System(ABC):
         raise NotApplicable("not tried")
 
     def retain(self, keep: int) -> None:
-        """Deletes all but the newest checkpoints, where that is a call of its own."""
+        """Delete all but the newest checkpoints, where that is a call of its own."""
         raise NotApplicable("deletes nothing")
 
     def disturb(self, what: str) -> None:
-        """Takes away, repeats or exchanges stored increments of the steps 3 and 4."""
+        """Take away, repeat or exchange stored increments of the steps 3 and 4."""
         raise NotApplicable("stores no increments")
 
     def consolidate(self) -> None:
-        """Shortens the chain of the newest checkpoint."""
+        """Shorten the chain of the newest checkpoint."""
         raise NotApplicable("has no consolidation")

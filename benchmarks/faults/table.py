@@ -24,7 +24,7 @@ _SHORT = {
 
 
 def markdown(faults: Sequence[str], found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the table, the counts, and why each cell is not `survived`.
+    """Return the table, the counts, and why each cell is not `survived`.
 
     Args:
         faults: the rows.
@@ -77,7 +77,7 @@ _PATH = re.compile(r"(?:/[\w.+-]+){2,}/(?=[\w.+-])")
 
 
 def _plain(text: str) -> str:
-    """Returns text that is safe in a table of Markdown, without paths of this machine."""
+    """Return text that is safe in a table of Markdown, without paths of this machine."""
     text = _PATH.sub("…/", text)
     for mark in "|<>`*_[]":
         text = text.replace(mark, {"|": "/"}.get(mark, f"\\{mark}"))

@@ -21,7 +21,7 @@ class Broken(Exception):
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Returns at most `most` of the numbers 1 to `count`, evenly spread, the last among them."""
+    """Return at most `most` of the numbers 1 to `count`, evenly spread, the last among them."""
     if count <= most or not most:
         return list(range(1, count + 1))
     return sorted({1 + round(k * (count - 1) / (most - 1)) for k in range(most)})
@@ -47,7 +47,7 @@ class Trials:
     # --- places --------------------------------------------------------------------------------
 
     def empty(self) -> Place:
-        """Returns a new place."""
+        """Return a new place."""
         self._number += 1
         folder = self._folder / f"place-{self._number}"
         for name in ("store", "staging"):
@@ -55,7 +55,7 @@ class Trials:
         return Place(folder)
 
     def prepared(self, *states: Tags) -> Place:
-        """Returns a new place in which one process has saved these states, in order.
+        """Return a new place in which one process has saved these states, in order.
 
         Raises:
             Broken: the system did not save them.
@@ -79,7 +79,7 @@ class Trials:
         return place
 
     def put_back(self, place: Place) -> None:
-        """Puts a prepared place back as it was."""
+        """Put a prepared place back as it was."""
         self._copy(place)
 
     # --- acts ----------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Trials:
         worker: bool = False,
         **how: Any,
     ) -> Act:
-        """Begins an act of the system in a place; `how` as for `Act`."""
+        """Begin an act of the system in a place; `how` as for `Act`."""
 
         def act() -> Any:
             import torch
@@ -106,15 +106,15 @@ class Trials:
         return begin(act, place.folder, **how)
 
     def perform(self, place: Place, does: Callable[[System], Any], **how: Any) -> Ended:
-        """Does an act to its end; see `begin`."""
+        """Do an act to its end; see `begin`."""
         return self.begin(place, does, **how).ended()
 
     def restored(self, place: Place, **how: Any) -> Ended:
-        """Restores the newest state in a process; its value is (step, digest)."""
+        """Restore the newest state in a process; its value is (step, digest)."""
         return self.perform(place, restore, **how)
 
     def operations(self, place: Place, does: Callable[[System], Any], **how: Any) -> int:
-        """Returns how many file operations below the store an act does, and puts the place back."""
+        """Return how many file operations below the store an act does, and put the place back."""
         kinds = how.pop("kinds", 1)
         count = IoFault(cause=Cause.COUNT, kinds=kinds, below=place.folder)
         ended = self.perform(place, does, fault=count, **how)
@@ -126,7 +126,7 @@ class Trials:
     # --- verdicts ------------------------------------------------------------------------------
 
     def digest(self, tags: Tags) -> str:
-        """Returns the digest of a state."""
+        """Return the digest of a state."""
         if tags not in self._digests:
             ended = perform(lambda: digest(truth(tags)), self._folder)
             if not ended.ok:
@@ -143,7 +143,7 @@ class Trials:
         acknowledged: bool = False,
         earlier: Sequence[Tags] = (),
     ) -> Verdict:
-        """Judges a restore; see `verdicts.judge`. `earlier`: states of an earlier run."""
+        """Judge a restore; see `verdicts.judge`. `earlier`: states of an earlier run."""
         other_states = {
             self.digest(normal()[:step]): f"the state of step {step}" for step in range(9)
         }
@@ -157,24 +157,24 @@ class Trials:
         )
 
     def names(self, place: Place, *steps: int) -> list[str]:
-        """Returns what an error may call the checkpoints of these steps."""
+        """Return what an error may call the checkpoints of these steps."""
         system = self.kind(place)
         return [name for step in steps for name in system.names(step)]
 
 
 def save(system: System, *states: Tags, start: Begin = "newest", **how: Any) -> None:
-    """Saves states in one life of a trainer."""
+    """Save states in one life of a trainer."""
     with system.trainer(start, **how) as trainer:
         for tags in states:
             trainer.save(tags)
 
 
 def restore(system: System) -> tuple[int, str]:
-    """Restores the newest state; returns its step and digest."""
+    """Restore the newest state; return its step and digest."""
     step, tensors = system.restore()
     return step, digest(tensors)
 
 
 def not_applicable(why: str) -> Verdict:
-    """Returns the verdict for a system without such a part."""
+    """Return the verdict for a system without such a part."""
     return Verdict(Outcome.NOT_APPLICABLE, why)

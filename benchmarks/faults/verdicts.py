@@ -43,7 +43,7 @@ class Verdict:
 
 
 def is_clear(ended: Ended, names: Iterable[str]) -> bool:
-    """Tells whether an error is clear.
+    """Tell whether an error is clear.
 
     It is if the text of the exception, or of one that it was raised from, contains one of `names`
     (the damaged file or the checkpoint that it belongs to), and if its class is not one of Python's
@@ -62,7 +62,7 @@ def judge(
     names: Iterable[str],
     acknowledged: bool = False,
 ) -> Verdict:
-    """Judges a restore of the newest state.
+    """Judge a restore of the newest state.
 
     Args:
         restored: the act of the restore, whose value is (step, digest of all tensors).
@@ -87,7 +87,7 @@ def judge(
 
 
 def worst(verdicts: Collection[Verdict]) -> Verdict:
-    """Returns the worst verdict of several trials, with how many of them ended like that.
+    """Return the worst verdict of several trials, with how many of them ended like that.
 
     Trials for which the fault does not apply do not count beside others.
     """

@@ -83,7 +83,7 @@ _SMOKE_CHECKPOINTS = CheckpointSizes(
 
 
 def run(*, smoke: bool) -> Report:
-    """Measures all figures.
+    """Measure all figures.
 
     Raises:
         RuntimeError: results differ from those in memory.
@@ -136,7 +136,7 @@ def _put_speedups(report: Report, costs: Costs) -> None:
 
 
 def _put_overheads(report: Report, costs: Costs) -> None:
-    """Adds what is saved, and a line for each mean time between failures."""
+    """Add what is saved, and a line for each mean time between failures."""
     best = -float("inf")
     for hours in MTBF_HOURS:
         with_parity = overhead_of_parity(costs, hours)

@@ -57,7 +57,7 @@ class CheckpointRates:
 def measure_checkpoints(
     report: Report, network: ShapedNetwork, sizes: CheckpointSizes
 ) -> CheckpointRates:
-    """Takes a full checkpoint without bounds on links, and restores it at 1 Gbit/s.
+    """Take a full checkpoint without bounds on links, and restore it at 1 Gbit/s.
 
     Raises:
         NoNetwork: a node cannot be made.

@@ -28,7 +28,7 @@ _WAIT_SECONDS = 0.02
 def require_recovered(
     ranks: int, form: tuple[int, int], optimizers: Sequence[str], batches: int
 ) -> int:
-    """Trains, kills servers in the middle, trains on, and compares losses, rows and row states.
+    """Train, kill servers in the middle, train on, and compare losses, row and row states.
 
     The first third of the batches is trained before servers are killed with SIGKILL, as many
     servers as parity makes up for. The second third is trained at once, the last third when all

@@ -104,7 +104,7 @@ class Costs:
         return self.whole_seconds * max(0.0, 1 - self.recovering)
 
     def back_seconds(self, interval_seconds: float) -> float:
-        """Returns what a return to a checkpoint costs: the restore and half an interval's work."""
+        """Return what a return to a checkpoint costs: the restore and half an interval's work."""
         return self.restore_seconds + interval_seconds / 2
 
 
@@ -116,7 +116,7 @@ def costs_of(
     stored_bytes: float,
     table: Table = TABLE,
 ) -> Costs:
-    """Computes the costs for a table from rates.
+    """Compute the costs for a table from rates.
 
     Args:
         measured: beside training.
@@ -137,7 +137,7 @@ def costs_of(
 
 
 def auto_seconds(costs: Costs, mtbf_hours: float) -> float:
-    """Returns recpoint's interval for failures as rare as this.
+    """Return recpoint's interval for failures as rare as this.
 
     A checkpoint takes longer to store if more rows have changed since the last one. How many that
     are is Check-N-Run's curve.
@@ -154,7 +154,7 @@ def auto_seconds(costs: Costs, mtbf_hours: float) -> float:
 def overhead_of_checkpoints(
     costs: Costs, mtbf_hours: float, interval_seconds: float, *, seed: int = 1
 ) -> float:
-    """Returns the time that a job takes with checkpoints alone, over its work, minus 1."""
+    """Return the time that a job takes with checkpoints alone, over its work, minus 1."""
     chance = random.Random(seed)
     job = _Job(costs, interval_seconds, speed=1.0)
     for _ in range(_FAILURES):
@@ -164,7 +164,7 @@ def overhead_of_checkpoints(
 
 
 def overhead_of_parity(costs: Costs, mtbf_hours: float, *, seed: int = 1) -> float:
-    """Returns the same of a job with stripes of 4 and 1."""
+    """Return the same of a job with stripes of 4 and 1."""
     chance = random.Random(seed)
     mtbf_seconds = mtbf_hours * _HOUR
     # The chance of a second loss in time; the server that is being recovered cannot be the second.
@@ -200,7 +200,7 @@ class _Job:
         self._wall = self._stored = self._since = self._clock = 0.0
 
     def train(self, seconds: float, *, speed: float | None = None) -> None:
-        """Lets time pass in which the job trains, and takes checkpoints that are due."""
+        """Let time pass in which the job trains, and take checkpoints that are due."""
         speed = self._speed if speed is None else speed
         self._wall += seconds
         seconds_to_cut = self._interval - self._clock
@@ -216,7 +216,7 @@ class _Job:
         self._since = speed * self._clock
 
     def go_back(self, mtbf_seconds: float) -> None:
-        """Forgets the work since the last checkpoint, and restores it.
+        """Forget the work since the last checkpoint, and restore it.
 
         What a restore takes on average, with failures that begin it again, has a closed form.
         """
@@ -232,7 +232,7 @@ class _Job:
 
 
 def break_even_hours(costs: Costs, intervals: Sequence[float]) -> float:
-    """Returns from which mean time between failures on checkpoints alone cost less than parity.
+    """Return from which mean time between failures on checkpoints alone cost less than parity.
 
     Args:
         costs: of the job.

@@ -99,7 +99,7 @@ class Measured:
 
 
 def compare(report: Report, network: ShapedNetwork, sizes: Sizes) -> Measured:
-    """Measures steady rounds of all peers in turns, then recoveries, each beside a plain round.
+    """Measure steady rounds of all peers in turns, then recoveries, each beside a plain round.
 
     Raises:
         NoNetwork: a node cannot be made.
@@ -168,7 +168,7 @@ class _Loss:
 def _lose(
     scene: Scene, trainers: Trainers, servers: Mapping[str, Servers], sizes: Sizes
 ) -> dict[str, list[_Loss]]:
-    """Kills as many servers as parity makes up for, several times for each form."""
+    """Kill as many servers as parity makes up for, several times for each form."""
     losses: dict[str, list[_Loss]] = {name: [] for name in FORMS}
     for number in range(sizes.losses):
         for name, (_, parity) in FORMS.items():
@@ -185,7 +185,7 @@ def _lose(
 
 
 def _put_differences(report: Report, job: Job, sizes: Sizes, sent: int) -> None:
-    """Adds rows of differences that servers have sent, of the rows that steps have changed."""
+    """Add rows of differences that servers have sent, of the rows that steps have changed."""
     _, batches = batches_of(job, 0)
     first, count = sizes.warm, sizes.rounds * sizes.batches
     updates = sum(
@@ -270,7 +270,7 @@ def _put_all(
 
 
 def _recovering(every: Sequence[_Loss], sizes: Sizes) -> Spread:
-    """Returns the throughput of recoveries over that of the plain rounds beside them."""
+    """Return the throughput of recoveries over that of the plain rounds beside them."""
     return ratio(
         [loss.recovered.batches / loss.recovered.seconds for loss in every],
         [sizes.batches / loss.plain.seconds for loss in every],

@@ -103,7 +103,7 @@ KEYS = (
 
 
 def run(*, smoke: bool) -> Report:
-    """Compares the peers.
+    """Compare the peers.
 
     Raises:
         RuntimeError: results differ from those in memory.

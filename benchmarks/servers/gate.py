@@ -36,7 +36,7 @@ _UNCACHED = "no cache"
 
 
 def require_same_results(ranks: int, batches: int) -> int:
-    """Trains with so many ranks, and compares losses, rows and row states.
+    """Train with so many ranks, and compare losses, rows and row states.
 
     Args:
         ranks: number of trainers.
@@ -83,7 +83,7 @@ def require_same_results(ranks: int, batches: int) -> int:
 
 
 def in_memory(job: Job, make: MakeOptimizer, ranks: int) -> Together:
-    """Returns plain tables that are trained as so many ranks would train them."""
+    """Return plain tables that are trained as so many ranks would train them."""
     parts = [batches_of(job, rank) for rank in range(ranks)]
     return Together(parts[0][0], [batches for _, batches in parts], make, dim=job.dim)
 
@@ -110,7 +110,7 @@ class Together(AllInMemory):
         self._parts = batches
 
     def play_all(self, batches: int) -> list[list[float]]:
-        """Trains the first batches of all ranks; returns each rank's losses."""
+        """Train the first batches of all ranks; return each rank's losses."""
         if len(self._parts) == 1:
             return [self.play(batches, wait=0)]
         losses: list[list[float]] = [[] for _ in self._parts]
@@ -140,7 +140,7 @@ def _given(parameter: nn.Parameter) -> Tensor:
 
 
 def _added(gradients: Sequence[Tensor]) -> Tensor:
-    """Adds gradients in order, each divided by their number."""
+    """Add gradients in order, each divided by their number."""
     count = len(gradients)
     if not gradients[0].is_sparse:
         total = torch.zeros_like(gradients[0])

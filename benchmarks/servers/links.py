@@ -104,7 +104,7 @@ class LinkSizes:
 
 
 def count_moved(report: Report, name: str, shape: Shape, sizes: LinkSizes) -> None:
-    """Counts rows that are moved, on the plan alone."""
+    """Count rows that are moved, on the plan alone."""
     for key, lines, count in zip(_MOVED_KEYS, sizes.plan_lines, sizes.plan_batches, strict=True):
         reader = criteo_reader(lines=lines, rows=shape.rows)
         batches = [batch.sparse for batch in drawn(reader, range(count))]
@@ -131,7 +131,7 @@ def count_moved(report: Report, name: str, shape: Shape, sizes: LinkSizes) -> No
 def compare_peers(
     report: Report, network: ShapedNetwork, name: str, shape: Shape, sizes: LinkSizes
 ) -> None:
-    """Compares all peers on tables of one shape, at 1 Gbit/s and on a slow link.
+    """Compare all peers on tables of one shape, at 1 Gbit/s and on a slow link.
 
     Raises:
         NoNetwork: a node cannot be made.
@@ -222,7 +222,7 @@ def _put_all(
 
 
 def _moved(rounds: Mapping[str, Sequence[Round]]) -> list[float]:
-    """Returns for each round the bytes of the planned cache, of those without a cache."""
+    """Return for each round the bytes of the planned cache, of those without a cache."""
     return [
         (own_round.up + own_round.down) / (none.up + none.down)
         for own_round, none in zip(rounds[_OURS], rounds[_NONE], strict=True)
@@ -236,7 +236,7 @@ def _add_rows(
     batches: int,
     sizes: LinkSizes,
 ) -> None:
-    """Adds a row of the table for each peer, and its times."""
+    """Add a row of the table for each peer, and its times."""
     for peer, peer_rounds in rounds.items():
         seconds = report.timed(
             f"{link}: {peer}, a batch", [peer_round.seconds / batches for peer_round in peer_rounds]

@@ -72,7 +72,7 @@ class _Namespace:
         raise NoNetwork(f"no network namespace: {complaint}")
 
     def close(self) -> str:
-        """Ends the process; returns what it said of errors. A second call does nothing."""
+        """End the process; return what it said of errors. A second call does nothing."""
         assert self._process.stdin is not None and self._process.stderr is not None
         if self._process.stdin.closed:
             return ""
@@ -86,11 +86,11 @@ class _Namespace:
             return stderr.read().decode().strip()
 
     def inside(self, *command: str) -> list[str]:
-        """Returns a command that runs another one in this namespace, as the same process."""
+        """Return a command that runs another one in this namespace, as the same process."""
         return ["nsenter", f"--net={self.path}", *command]
 
     def run(self, *command: str) -> str:
-        """Runs a command in this namespace; returns what it prints."""
+        """Run a command in this namespace; return what it prints."""
         process = subprocess.run(self.inside(*command), capture_output=True, text=True, check=False)
         if process.returncode:
             complaint = process.stderr.strip() or f"exit code {process.returncode}"
@@ -128,11 +128,11 @@ class Node:
         return self._namespace.path
 
     def inside(self, *command: str) -> list[str]:
-        """Returns a command that runs another one on this node, as the same process."""
+        """Return a command that runs another one on this node, as the same process."""
         return self._namespace.inside(*command)
 
     def shape(self, bytes_per_s: float | None) -> None:
-        """Bounds the rate of the link in each direction; None: no bound."""
+        """Bound the rate of the link in each direction; None: no bound."""
         for namespace, device in ((self._namespace, LINK), (self._hub, self._port)):
             if bytes_per_s is None:
                 with suppress(NoNetwork):  # it has none
@@ -146,13 +146,13 @@ class Node:
             )  # fmt: skip
 
     def traffic(self) -> Traffic:
-        """Returns what the link has carried since it was made."""
+        """Return what the link has carried since it was made."""
         (port,) = json.loads(self._hub.run("ip", "-s", "-j", "link", "show", self._port))
         counters = port["stats64"]
         return Traffic(up=counters["rx"]["bytes"], down=counters["tx"]["bytes"])
 
     def close(self) -> None:
-        """Gives the node up; processes on it must have ended."""
+        """Give the node up; processes on it must have ended."""
         self._namespace.close()
 
 
@@ -183,7 +183,7 @@ class ShapedNetwork:
             raise
 
     def add_nodes(self, count: int) -> Sequence[Node]:
-        """Returns new nodes, whose links have no bound yet.
+        """Return new nodes, whose links have no bound yet.
 
         Raises:
             NoNetwork: the system refuses one, or cannot shape its link.
@@ -198,12 +198,12 @@ class ShapedNetwork:
         return nodes
 
     def shape(self, bytes_per_s: float | None) -> None:
-        """Bounds the rate of all links in each direction; None: no bound."""
+        """Bound the rate of all links in each direction; None: no bound."""
         for node in self._nodes:
             node.shape(bytes_per_s)
 
     def close(self) -> None:
-        """Removes everything. A second call does nothing."""
+        """Remove everything. A second call does nothing."""
         while self._nodes:
             self._nodes.pop().close()
         self._hub.close()

@@ -49,12 +49,12 @@ class ThisMachine:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Returns the processor seconds that processes have used so far."""
+    """Return the processor seconds that processes have used so far."""
     return sum(cpu_seconds_by_pid(pids).values())
 
 
 def cpu_seconds_by_pid(pids: Iterable[int]) -> dict[int, float]:
-    """Returns the same of each process that lives."""
+    """Return the same of each process that lives."""
     seconds_by_pid = {}
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
@@ -149,13 +149,13 @@ class Servers:
         return [process.pid for process, _ in self._all if process.pid is not None]
 
     def difference_rows(self) -> int:
-        """Returns how many rows of differences the servers have sent each other so far."""
+        """Return how many rows of differences the servers have sent each other so far."""
         for _, pipe in self._all:
             pipe.send(None)
         return sum(self._answer(number) for number in range(len(self._all)))
 
     def close(self) -> None:
-        """Ends them. A second call does nothing."""
+        """End them. A second call does nothing."""
         self._is_over.set()
         if self._watch is not None:
             self._watch.join()

@@ -21,7 +21,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 def run_module(
     module: str, network: str | None, environment: Mapping[str, str], told: Connection
 ) -> None:
-    """Runs `process(told)` of a module of this package.
+    """Run `process(told)` of a module of this package.
 
     The process ends with the one from which it was forked, even while it waits for another process.
     That one ends with the benchmark.

@@ -88,7 +88,7 @@ class _Part:
         )
 
     def _reduced(self, gradient: Tensor) -> Tensor:
-        """Adds the gradients of all ranks in rank order, each divided by their number."""
+        """Add the gradients of all ranks in rank order, each divided by their number."""
         gradients = [torch.empty_like(gradient) for _ in range(self._ranks)]
         dist.all_gather(gradients, gradient)
         total = torch.zeros_like(gradient)
@@ -97,7 +97,7 @@ class _Part:
         return total
 
     def play(self, peer: str, batches: int, wait: float) -> Played:
-        """Plays a peer."""
+        """Play a peer."""
         trained = self.peers[peer]
         own_before, step, (fetched, written) = (
             trained.own_seconds,
@@ -125,7 +125,7 @@ class _Part:
     def recover(
         self, peer: str, lost: Sequence[int], batches: int, wait: float, is_until_whole: bool
     ) -> Recovered:
-        """Kills servers, plays on, and waits until all rows have parity again.
+        """Kill servers, play on, and wait until all rows have parity again.
 
         Rank 0 kills and waits.
 
@@ -168,7 +168,7 @@ class _Part:
     def begin_checkpoints(
         self, peer: str, folder: str, checkpoints: int, at_servers: bool
     ) -> float:
-        """Starts or goes on with a run of a peer; returns the seconds of the restore."""
+        """Start or go on with a run of a peer; return the seconds of the restore."""
         trained = self.peers[peer]
         assert isinstance(trained, CachedPeer | AllInMemory)
         self._cuts_ms = _measure_calls(Cutter, "cut")
@@ -195,7 +195,7 @@ class _Part:
         return time.perf_counter() - start_s
 
     def checkpoint(self) -> Stall:
-        """Takes a checkpoint, and waits until all parts are staged."""
+        """Take a checkpoint, and wait until all parts are staged."""
         assert self._checkpointer is not None
         self._checkpointer.step()
         if not self._checkpointer.checkpoint():
@@ -209,7 +209,7 @@ class _Part:
         return Stall(whole_ms=whole_ms, settle_ms=settle_ms, cut_ms=self._cuts_ms[-1])
 
     def persist(self) -> float:
-        """Persists the staged checkpoint; returns the seconds that it takes."""
+        """Persist the staged checkpoint; return the seconds that it takes."""
         (run,) = area.run_directories(self._staging)
         (job,) = area.staged_jobs(run)
         start_s = time.perf_counter()
@@ -220,7 +220,7 @@ class _Part:
         return seconds
 
     def save(self, peer: str, path: str) -> None:
-        """Saves the rows and row states of a cached peer; rank 0 writes the file."""
+        """Save the rows and row states of a cached peer; rank 0 writes the file."""
         trained = self.peers[peer]
         assert isinstance(trained, CachedPeer)
         state = state_in_cache(trained.cache)
@@ -244,7 +244,7 @@ class _Loss:
         self._homes = [home for home in homes if self._pids & _pids_of(home)]
 
     def begin(self) -> None:
-        """Kills the processes."""
+        """Kill the processes."""
         for pid in self._pids:
             os.kill(pid, signal.SIGKILL)
 
@@ -259,12 +259,12 @@ def _pids_of(home: ProtectedHome) -> set[int]:
 
 
 def _stats(peer: Peer) -> CacheStats:
-    """Returns what a peer's cache has done; nothing, if it has none."""
+    """Return what a peer's cache has done; nothing, if it has none."""
     return peer.cache.stats if isinstance(peer, CachedPeer) else CacheStats()
 
 
 def _measure_calls(owner: type, name: str) -> list[float]:
-    """Starts to record the milliseconds of each call of a method in this process."""
+    """Start to record the milliseconds of each call of a method in this process."""
     times_ms: list[float] = []
     method = getattr(owner, name)
 
@@ -316,7 +316,7 @@ def _home(form: PeerForm, delay: float, rank: int, ranks: int) -> Home:
 
 
 def _answers(transport: Transport) -> bool | None:
-    """Returns True if a server answers, else None."""
+    """Return True if a server answers, else None."""
     try:
         transport.hello()
     except ServerLost:
@@ -378,7 +378,7 @@ class _Late(Transport):
 
 
 def given_job(told: Connection) -> dict[str, Any]:
-    """Prepares the process of a rank; returns the settings, with the job."""
+    """Prepare the process of a rank; return the settings, with the job."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # otherwise torch warns of the default
     torch.set_num_threads(1)
     logging.getLogger("recpoint").setLevel(logging.ERROR)  # small caches are meant
@@ -387,7 +387,7 @@ def given_job(told: Connection) -> dict[str, Any]:
 
 
 def join_ranks(settings: Mapping[str, Any]) -> None:
-    """Joins the process group of all ranks."""
+    """Join the process group of all ranks."""
     dist.init_process_group(
         "gloo",
         init_method=settings["meeting"],
@@ -398,7 +398,7 @@ def join_ranks(settings: Mapping[str, Any]) -> None:
 
 
 def serve_orders(answers: Mapping[str, Callable[..., Any]], told: Connection) -> None:
-    """Does what is asked, until the other side wants no more, or has ended."""
+    """Do what is asked, until the other side wants no more, or has ended."""
     told.send(None)
     while True:
         try:
@@ -409,7 +409,7 @@ def serve_orders(answers: Mapping[str, Callable[..., Any]], told: Connection) ->
 
 
 def process(told: Connection) -> None:
-    """Runs one rank."""
+    """Run one rank."""
     settings = given_job(told)
     if settings["ranks"] > 1:
         join_ranks(settings)

@@ -64,11 +64,11 @@ class Scene:
         self._peers: dict[str, tuple[Trainers, Sequence[int]]] = {}
 
     def add(self, peers: Iterable[str], trainers: Trainers, servers: Sequence[int]) -> None:
-        """Adds peers with the processes that train them, and process ids of their servers."""
+        """Add peers with the processes that train them, and process ids of their servers."""
         self._peers |= dict.fromkeys(peers, (trainers, servers))
 
     def play(self, peer: str, batches: int, wait: float) -> Round:
-        """Plays a peer."""
+        """Play a peer."""
         trainers, servers = self._peers[peer]
         traffic_before, cpu = self._node.traffic(), cpu_seconds(servers)
         (played,) = trainers.play(peer, batches, wait=wait)
@@ -81,7 +81,7 @@ class Scene:
         )
 
     def rounds(self, count: int, batches: int, wait: float) -> dict[str, list[Round]]:
-        """Plays all peers in turns, so many times."""
+        """Play all peers in turns, so many times."""
         rounds: dict[str, list[Round]] = {name: [] for name in self._peers}
         for number in range(count):
             # Every other round the other way round, so that no peer always follows the same one.

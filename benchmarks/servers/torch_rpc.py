@@ -39,7 +39,7 @@ _PIECE_ROWS = 1 << 18
 
 
 def rpc_trainer(job: Job, places: Sequence[Place]) -> Trainers:
-    """Returns a trainer at the first place, with servers at the others.
+    """Return a trainer at the first place, with servers at the others.
 
     The processes after the first are those of the servers.
     """
@@ -47,7 +47,7 @@ def rpc_trainer(job: Job, places: Sequence[Place]) -> Trainers:
 
 
 def require_same_losses(batches: int) -> None:
-    """Compares the losses with those of tables in memory.
+    """Compare the losses with those of tables in memory.
 
     Raises:
         RuntimeError: they differ by more than sums in another order do.
@@ -84,13 +84,13 @@ _here: _Shard | None = None
 
 
 def _fetch(places: Sequence[Tensor]) -> list[Tensor]:
-    """Runs at a server: returns rows of each table."""
+    """Run at a server: returns rows of each table."""
     assert _here is not None
     return [weight[rows] for weight, rows in zip(_here.weights, places, strict=True)]
 
 
 def _push(places: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Runs at a server: takes a step with the gradients of rows of each table."""
+    """Run at a server: takes a step with the gradients of rows of each table."""
     assert _here is not None
     for weight, sums, rows, gradient in zip(
         _here.weights, _here.sums, places, gradients, strict=True
@@ -117,7 +117,7 @@ class _Trainer:
         self._tables = len(rows)
 
     def play(self, peer: str, batches: int, wait: float) -> Played:
-        """Trains so many batches."""
+        """Train so many batches."""
         cpu, start_s = time.process_time(), time.perf_counter()
         own_s = step = 0.0
         moved = 0
@@ -146,7 +146,7 @@ class _Trainer:
         )
 
     def _places(self, ids: Sequence[Tensor]) -> list[list[tuple[Tensor, Tensor]]]:
-        """Returns for each server and table which ids it has, and their places there."""
+        """Return for each server and table which ids it has, and their places there."""
         places = []
         for server in range(self._servers):
             positions = [
@@ -208,7 +208,7 @@ class _Trainer:
 
 
 def process(told: Connection) -> None:
-    """Runs the trainer, which is rank 0, or a server."""
+    """Run the trainer, which is rank 0, or a server."""
     global _here
     # torch itself calls what it warns of.
     warnings.filterwarnings("ignore", message="You are using a Backend")

@@ -37,12 +37,12 @@ _PIECE_ROWS = 1 << 18
 
 
 def torchrec_trainers(job: Job, places: Sequence[Place]) -> Trainers:
-    """Returns a trainer at each place."""
+    """Return a trainer at each place."""
     return Trainers(job, places, module="torchrec")
 
 
 def require_torchrec_losses(ranks: int, batches: int) -> None:
-    """Compares the losses of all ranks with those of tables in memory.
+    """Compare the losses of all ranks with those of tables in memory.
 
     Raises:
         RuntimeError: they differ by more than sums in another order do.
@@ -80,7 +80,7 @@ class _Model(nn.Module):
         self.least_seconds = self.own_seconds = 0.0
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Returns the loss twice: the first is trained."""
+        """Return the loss twice: the first is trained."""
         pooled = self.bags(batch.sparse).to_dict()
         rows = torch.stack([pooled[name] for name in self._names]).sum(dim=0)
         loss = nn.functional.binary_cross_entropy_with_logits(
@@ -107,7 +107,7 @@ class _Trainer:
         self._pipeline = TrainPipelineSparseDist(sharded, of_top, torch.device("cpu"))
 
     def play(self, peer: str, batches: int, wait: float) -> Played:
-        """Trains so many batches."""
+        """Train so many batches."""
         self._model.least_seconds = wait
         cpu, start_s = time.process_time(), time.perf_counter()
         own_s = 0.0
@@ -129,7 +129,7 @@ class _Trainer:
 
 
 def _jagged(names: Sequence[str], batches: Sequence[Batch]) -> Iterator[Any]:
-    """Yields batches as TorchRec takes them: one id of each table a sample."""
+    """Yield batches as TorchRec takes them: one id of each table a sample."""
     from torchrec import KeyedJaggedTensor
     from torchrec.streamable import Pipelineable
 
@@ -140,11 +140,11 @@ def _jagged(names: Sequence[str], batches: Sequence[Batch]) -> Iterator[Any]:
             self.sparse, self.label = sparse, label
 
         def to(self, device: torch.device, non_blocking: bool = False) -> Jagged:
-            """Returns it as it is: there is one device."""
+            """Return it as it is: there is one device."""
             return self
 
         def record_stream(self, stream: object) -> None:
-            """Does nothing: there are no streams."""
+            """Do nothing: there are no streams."""
 
     for batch in batches:
         lengths = torch.ones(batch.sparse.numel(), dtype=torch.int32, device="cpu")
@@ -153,7 +153,7 @@ def _jagged(names: Sequence[str], batches: Sequence[Batch]) -> Iterator[Any]:
 
 
 def _sharded(model: _Model, dim: int) -> Any:
-    """Returns the model with its tables' rows divided over all ranks."""
+    """Return the model with its tables' rows divided over all ranks."""
     import torchrec
     from torchrec.distributed import sharding_plan as plans
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -193,7 +193,7 @@ def _sharded(model: _Model, dim: int) -> Any:
 
 
 def process(told: Connection) -> None:
-    """Runs one rank."""
+    """Run one rank."""
     warnings.simplefilter("ignore")  # of TorchRec and FBGEMM themselves
     logging.disable(logging.WARNING)
     settings = given_job(told)

@@ -143,13 +143,13 @@ class Stall(NamedTuple):
 
 
 def tables_of(job: Job) -> dict[str, int]:
-    """Returns the rows of each table by name."""
+    """Return the rows of each table by name."""
     reader = criteo_reader(lines=job.lines, rows=job.rows)
     return dict(list(reader.tables.items())[: job.tables])
 
 
 def batches_of(job: Job, rank: int) -> tuple[dict[str, int], list[Batch]]:
-    """Returns the rows of each table by name, and a rank's batches."""
+    """Return the rows of each table by name, and a rank's batches."""
     reader = criteo_reader(lines=job.lines, rows=job.rows, seed=rank)
     tables = tables_of(job)
     all_batches = drawn(reader, range(job.batches))
@@ -202,14 +202,14 @@ class Trainers:
             raise
 
     def play(self, peer: str, batches: int, *, wait: float) -> list[Played]:
-        """Plays a peer on all ranks; returns what each did."""
+        """Play a peer on all ranks; return what each did."""
         played: list[Played] = self._ask("play", peer=peer, batches=batches, wait=wait)
         return played
 
     def recover(
         self, peer: str, lost: Sequence[int], batches: int, *, wait: float, is_until_whole: bool
     ) -> list[Recovered]:
-        """Kills servers of a peer with SIGKILL, plays on, and waits until all are recovered.
+        """Kill servers of a peer with SIGKILL, play on, and wait until all are recovered.
 
         Args:
             peer: a peer with parity.
@@ -226,13 +226,13 @@ class Trainers:
         return recovered
 
     def save(self, peer: str, path: Path) -> None:
-        """Saves the rows and row states of a cached peer to a file."""
+        """Save the rows and row states of a cached peer to a file."""
         self._ask("save", peer=peer, path=str(path))
 
     def begin_checkpoints(
         self, peer: str, folder: Path, checkpoints: int, *, at_servers: bool = False
     ) -> list[float]:
-        """Starts or goes on with a run of a peer in a directory.
+        """Start or go on with a run of a peer in a directory.
 
         Args:
             peer: without a Lookahead's reader in the checkpoints.
@@ -248,12 +248,12 @@ class Trainers:
         return [float(seconds) for seconds in seconds_of_ranks]
 
     def checkpoint(self) -> list[Stall]:
-        """Takes a checkpoint, waits until all parts are staged; returns each rank's stall."""
+        """Take a checkpoint, wait until all parts are staged; return each rank's stall."""
         stalls: list[Stall] = self._ask("checkpoint")
         return stalls
 
     def persist(self) -> float:
-        """Persists the staged checkpoint of the only rank; returns the seconds that it takes."""
+        """Persist the staged checkpoint of the only rank; return the seconds that it takes."""
         (seconds,) = self._ask("persist")
         return float(seconds)
 
@@ -273,7 +273,7 @@ class Trainers:
         return answers
 
     def close(self) -> None:
-        """Ends them. A second call does nothing."""
+        """End them. A second call does nothing."""
         with ExitStack() as stack:
             for started in self._all:
                 started.process.kill()  # its rows are of no use now; it may wait for others
@@ -293,6 +293,6 @@ def _free_port() -> int:
 
 
 def _environment(place: Place) -> dict[str, str]:
-    """Returns what tells gloo and torch RPC their device."""
+    """Return what tells gloo and torch RPC their device."""
     device = "lo" if place.address.startswith("127.") else LINK
     return {"GLOO_SOCKET_IFNAME": device, "TP_SOCKET_IFNAME": device}

@@ -31,7 +31,7 @@ _BATCHES = 10
 
 
 def measure_transports(report: Report, *, rows: int, rounds: int) -> None:
-    """Adds the figures of each way to the report.
+    """Add the figures of each way to the report.
 
     Args:
         report: of the benchmark.

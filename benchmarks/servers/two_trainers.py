@@ -74,7 +74,7 @@ class RankSizes:
 
 
 def count_exchanges(report: Report, sizes: RankSizes) -> None:
-    """Counts the rows that trainers exchange, and those of them that the next batch looks up."""
+    """Count the rows that trainers exchange, and those of them that the next batch looks up."""
     count, half = sizes.warm, sizes.warm // 2
     job = Job(rows=sizes.rows, lines=sizes.lines, dim=sizes.dim, batches=count + 1)
     parts = [batches_of(job, rank) for rank in range(_RANKS)]
@@ -104,7 +104,7 @@ def count_exchanges(report: Report, sizes: RankSizes) -> None:
 
 
 def _ids(parts: Sequence[Sequence[Batch]], table: int) -> list[list[Tensor]]:
-    """Returns for each batch each rank's unique ids of a table."""
+    """Return for each batch each rank's unique ids of a table."""
     return [
         [batch.sparse[table].unique() for batch in of_ranks]
         for of_ranks in zip(*parts, strict=True)
@@ -134,7 +134,7 @@ class _Contender:
     moved: list[int] = field(default_factory=list)
 
     def play(self, sizes: RankSizes) -> None:
-        """Plays a round."""
+        """Play a round."""
         cpu, moved = cpu_seconds(self.servers), self._traffic()
         self.played.append(self.trainers.play(_PEER, sizes.batches, wait=sizes.wait))
         self.servers_cpu.append(cpu_seconds(self.servers) - cpu)
@@ -150,7 +150,7 @@ class _Contender:
 
 
 def compare_ranks(report: Report, network: ShapedNetwork, sizes: RankSizes) -> None:
-    """Compares two trainers with one and with TorchRec, and their checkpoints with plain ones."""
+    """Compare two trainers with one and with TorchRec, and their checkpoints with plain ones."""
     with ExitStack() as stack:
         nodes = network.add_nodes(1 + _RANKS + sizes.servers)
         one_node, two_nodes = nodes[:1], nodes[1 : 1 + _RANKS]
@@ -209,7 +209,7 @@ def compare_ranks(report: Report, network: ShapedNetwork, sizes: RankSizes) -> N
 
 
 def _note(report: Report, each: _Contender, sizes: RankSizes) -> None:
-    """Adds the times of a contender, and a line for people."""
+    """Add the times of a contender, and a line for people."""
     ranks, trained = len(each.nodes), sizes.batches * len(each.played)
     batch = report.timed(
         f"{each.name}, a batch", [seconds / sizes.batches for seconds in each.seconds]
@@ -258,7 +258,7 @@ def _checkpoints(
     *,
     at_servers: bool,
 ) -> list[list[Stall]]:
-    """Takes a full checkpoint without bounds on links, then increments with them."""
+    """Take a full checkpoint without bounds on links, then increments with them."""
     trainers.begin_checkpoints(_PEER, folder, sizes.rounds + 1, at_servers=at_servers)
     network.shape(None)
     trainers.checkpoint()

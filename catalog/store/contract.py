@@ -107,7 +107,7 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, key: str, *, max_bytes: int) -> bytes:
-        """Returns the whole object.
+        """Return the whole object.
 
         Raises:
             ObjectNotFound: there is no such object.
@@ -122,7 +122,7 @@ class Store(ABC):
 
     @abstractmethod
     def get_range(self, key: str, *, start: int, end: int) -> bytes:
-        """Returns bytes `start` (included) to `end` (excluded) of the object, exactly that many.
+        """Return bytes `start` (included) to `end` (excluded) of the object, exactly that many.
 
         Raises:
             ObjectNotFound: there is no such object.
@@ -153,12 +153,12 @@ class Store(ABC):
         self.create(key, memoryview(mapped))
 
     def scratch_directory(self) -> Path:
-        """Returns an existing local directory for the files that `create_from_file` stores."""
+        """Return an existing local directory for the files that `create_from_file` stores."""
         return Path(tempfile.gettempdir())
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Returns all objects whose keys start with `prefix`, ascending by key; caches nothing.
+        """Return all objects whose keys start with `prefix`, ascending by key; cache nothing.
 
         Raises:
             ObjectNotFound: in a local store, the directory of `prefix` lies behind a symbolic link.
@@ -166,7 +166,7 @@ class Store(ABC):
 
     @abstractmethod
     def size(self, key: str) -> int:
-        """Returns the length of the object in bytes; raises ObjectNotFound if there is none."""
+        """Return the length of the object in bytes; raise ObjectNotFound if there is none."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -174,7 +174,7 @@ class Store(ABC):
 
     @abstractmethod
     def list_unfinished(self) -> Iterator[ObjectInfo]:
-        """Lists writes that did not end: temporary files, multipart uploads.
+        """List writes that did not end: temporary files, multipart uploads.
 
         Writes of living processes are included, so remove only entries older than a grace period.
         """
@@ -193,7 +193,7 @@ class Store(ABC):
 
 
 def check_key(key: str) -> str:
-    """Returns `key` if it is one.
+    """Return `key` if it is one.
 
     Raises:
         ValueError: it is absolute, leads elsewhere, or some store would refuse it.
@@ -206,7 +206,7 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Returns `prefix` if keys can start with it: as `check_key`, but the last part may be empty.
+    """Return `prefix` if keys can start with it: as `check_key`, but the last part may be empty.
 
     Raises:
         ValueError: no key can start with it.
@@ -224,7 +224,7 @@ def check_prefix(prefix: str) -> str:
 
 
 def check_range(start: int, end: int) -> int:
-    """Returns the length of the range in bytes; raises ValueError if it is no range."""
+    """Return the length of the range in bytes; raise ValueError if it is no range."""
     if not 0 <= start <= end:
         raise ValueError(f"{start} … {end} is not a range")
     return end - start
@@ -250,7 +250,7 @@ def probe_create_only(store: Store) -> None:
 
 
 def no_create_only(store: Store, found: str) -> StoreUnsupported:
-    """Returns the error of a store that does not honour create-only writes."""
+    """Return the error of a store that does not honour create-only writes."""
     return StoreUnsupported(
         store.url,
         found=found,
@@ -285,7 +285,7 @@ _DAMAGED_CODES = {
 
 
 def missing(where: str) -> ObjectNotFound:
-    """Returns the error for an object that is not there; `where` is its URL with its key."""
+    """Return the error for an object that is not there; `where` is its URL with its key."""
     return ObjectNotFound(
         where,
         found="no such object",
@@ -295,7 +295,7 @@ def missing(where: str) -> ObjectNotFound:
 
 
 def linked(where: str, link: str, *, reading: bool) -> StoreError:
-    """Returns the error for a directory of a run that is a symbolic link.
+    """Return the error for a directory of a run that is a symbolic link.
 
     Args:
         where: the object or the listing that was asked for.
@@ -314,7 +314,7 @@ def linked(where: str, link: str, *, reading: bool) -> StoreError:
 
 
 def exists(where: str) -> ObjectExists:
-    """Returns the error for a create-only write of an object that is there."""
+    """Return the error for a create-only write of an object that is there."""
     return ObjectExists(
         where,
         found="an object",
@@ -324,7 +324,7 @@ def exists(where: str) -> ObjectExists:
 
 
 def too_large(where: str, *, found_bytes: int, max_bytes: int) -> MalformedObject:
-    """Returns the error for an object that is larger than an object of its kind can be."""
+    """Return the error for an object that is larger than an object of its kind can be."""
     return MalformedObject(
         where,
         found=f"{found_bytes} bytes",
@@ -334,7 +334,7 @@ def too_large(where: str, *, found_bytes: int, max_bytes: int) -> MalformedObjec
 
 
 def too_short(where: str, *, found_bytes: int, expected_bytes: int) -> StoreUnavailable:
-    """Returns the error for a body that ended early."""
+    """Return the error for a body that ended early."""
     return StoreUnavailable(
         where,
         found=f"{found_bytes} bytes",
@@ -344,7 +344,7 @@ def too_short(where: str, *, found_bytes: int, expected_bytes: int) -> StoreUnav
 
 
 def for_os_error(error: OSError, where: str, *, doing: str, writing: bool) -> StoreError:
-    """Translates `error` into a store error.
+    """Translate `error` into a store error.
 
     Args:
         error: what the operating system raised.
@@ -395,7 +395,7 @@ def for_os_error(error: OSError, where: str, *, doing: str, writing: bool) -> St
 
 
 def _number_of(error: OSError) -> int:
-    """Returns the errno of an error that Python code raised without one."""
+    """Return the errno of an error that Python code raised without one."""
     kinds = {
         FileNotFoundError: errno.ENOENT,
         IsADirectoryError: errno.EISDIR,
@@ -409,7 +409,7 @@ def _number_of(error: OSError) -> int:
 def for_answer(
     where: str, *, status: int, code: str, message: str, doing: str, bucket: str
 ) -> StoreError:
-    """Returns the store error for an HTTP answer that is not a success.
+    """Return the store error for an HTTP answer that is not a success.
 
     Args:
         where: URL with key.
@@ -484,7 +484,7 @@ def _for_status(
 
 
 def for_no_answer(where: str, *, words: str, doing: str, endpoint: str) -> StoreUnavailable:
-    """Returns the store error for a time-out, a reset, a refused connection or half an answer."""
+    """Return the store error for a time-out, a reset, a refused connection or half an answer."""
     return StoreUnavailable(
         where,
         found=f"{words} (while {doing})",
@@ -517,7 +517,7 @@ class Clocks:
 
     @classmethod
     def read(cls, store: Store | None = None) -> Self:
-        """Reads the clocks.
+        """Read the clocks.
 
         Args:
             store: a store whose time is read too, by writing, listing and removing a small object.
@@ -530,7 +530,7 @@ class Clocks:
         return cls(wall_ms=now_ms(), boot=boot, boot_ms=boot_ms, store_ms=asked_ms)
 
     def age_seconds(self, stamp: Stamp, *, modified_ms: int | None = None) -> float:
-        """Returns the seconds that have passed at least since `stamp`: the smallest of all clocks.
+        """Return the seconds that have passed at least since `stamp`: the smallest of all clocks.
 
         Args:
             stamp: the stamp in a record.
@@ -548,18 +548,18 @@ class Clocks:
 
 
 def now_ms() -> int:
-    """Returns this host's time in whole milliseconds since the epoch; it can be set back."""
+    """Return this host's time in whole milliseconds since the epoch; it can be set back."""
     return time.time_ns() // 1_000_000
 
 
 def stamp_now() -> Stamp:
-    """Returns a stamp of this moment."""
+    """Return a stamp of this moment."""
     boot, boot_ms = _boot()
     return Stamp(written_ms=now_ms(), boot=boot, boot_ms=boot_ms)
 
 
 def host_seconds() -> float:
-    """Returns the seconds of a clock that nobody can set; on Linux it counts sleep too."""
+    """Return the seconds of a clock that nobody can set; on Linux it counts sleep too."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)
 
@@ -576,7 +576,7 @@ def _boot() -> tuple[str | None, int]:
 
 
 def store_ms(store: Store) -> int:
-    """Returns the store's time in milliseconds, by writing, listing and removing a small object.
+    """Return the store's time in milliseconds, by writing, listing and removing a small object.
 
     Raises:
         StoreError: the store cannot be written or read.

@@ -201,7 +201,7 @@ def _fsync(path: str | os.PathLike[str], name: str, flags: int) -> None:
 
 
 def _named(target: Path, directory: int | None) -> Path | str:
-    """Returns the name of `target` for a system call, relative to its directory if that is open."""
+    """Return the name of `target` for a system call, relative to its directory if that is open."""
     return target if directory is None else target.name
 
 

@@ -90,7 +90,7 @@ class LocalStore(Store):
         return data
 
     def _size(self, where: str, file: BufferedReader, max_bytes: int) -> int:
-        """Returns an open object's length in bytes, checked before memory is allocated for it."""
+        """Return an open object's length in bytes, checked before memory is allocated for it."""
         size_bytes = os.fstat(file.fileno()).st_size
         if size_bytes > max_bytes:
             raise too_large(where, found_bytes=size_bytes, max_bytes=max_bytes)
@@ -244,14 +244,14 @@ class LocalStore(Store):
                 raise linked(address, str(directory), reading=False)
 
     def _directories_above(self, path: Path) -> Iterator[Path]:
-        """Yields the directories between `path` and the root, both excluded, deepest first."""
+        """Yield the directories between `path` and the root, both excluded, deepest first."""
         for directory in path.parents:
             if directory == self._root:
                 return
             yield directory
 
     def _walk(self, directory: str) -> Iterator[tuple[ObjectInfo, bool]]:
-        """Yields (file, is it temporary) of regular files under `directory`, ascending by key."""
+        """Yield (file, is it temporary) of regular files under `directory`, ascending by key."""
         for name, status in self._entries(directory):
             key = f"{directory}/{name}" if directory else name
             if stat.S_ISDIR(status.st_mode):
@@ -267,7 +267,7 @@ class LocalStore(Store):
                 )
 
     def _entries(self, directory: str) -> Sequence[tuple[str, os.stat_result]]:
-        """Returns the entries of `directory` in the order of keys; none if it does not exist."""
+        """Return the entries of `directory` in the order of keys; none if it does not exist."""
         entries = []
         address = self._where(directory)
         with self._translated(address, "listing"):
@@ -320,7 +320,7 @@ class LocalStore(Store):
 
     @contextmanager
     def _open(self, key: str) -> Iterator[BufferedReader]:
-        """Opens the object's file; a link, pipe or device in its place counts as no object."""
+        """Open the object's file; a link, pipe or device in its place counts as no object."""
         # O_NONBLOCK, because opening a pipe in the object's place must not hang.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         *above, name = check_key(key).split("/")

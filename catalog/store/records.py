@@ -46,7 +46,7 @@ class Records(Generic[P, NameT, RecordT]):
         self._run = run
 
     def listed(self, *first: object) -> Iterator[tuple[NameT, ObjectInfo]]:
-        """Yields the name and the object of each record, with one listing and no reads.
+        """Yield the name and the object of each record, with one listing and no reads.
 
         Args:
             first: only records whose names begin with these values.
@@ -64,7 +64,7 @@ class Records(Generic[P, NameT, RecordT]):
         return (name for name, _ in self.listed(*first))
 
     def read(self, *name: P.args, **named: P.kwargs) -> RecordT:
-        """Returns one record, fully checked.
+        """Return one record, fully checked.
 
         Raises:
             ObjectNotFound: there is no such record.

@@ -71,7 +71,7 @@ class Retries:
 
     @classmethod
     def of_refusals(cls, seconds: float) -> Self:
-        """Returns retries of refusals (403, 409) only, for so many seconds.
+        """Return retries of refusals (403, 409) only, for so many seconds.
 
         `put` is not retried: a reader that may not write its lease goes on at once without a lease.
         """
@@ -208,7 +208,7 @@ class RetryingStore(Store):
         self._again(create_and_look)
 
     def _is_there(self, key: str) -> bool:
-        """Says whether an object is known to be there."""
+        """Say whether an object is known to be there."""
         try:
             self._store.size(key)
         except StoreError:
@@ -229,7 +229,7 @@ class RetryingStore(Store):
                     raise
 
     def _again(self, call: Callable[[], _Result], retries: Retries | None = None) -> _Result:
-        """Returns the result of `call`, repeated as `retries` allows; None: the store's retries."""
+        """Return the result of `call`, repeated as `retries` allows; None: the store's retries."""
         failures = _Failures(self._retries if retries is None else retries)
         while True:
             try:

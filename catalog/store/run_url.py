@@ -120,7 +120,7 @@ def parse_run_url(url: str) -> RunUrl:
 
 
 def _bucket_text(bucket: str) -> str:
-    """Describes a wrong bucket; hides text with a colon, which may be a credential without `@`."""
+    """Describe a wrong bucket; hide text with a colon, which may be a credential without `@`."""
     if not bucket:
         return "no bucket"
     shown = ":" not in bucket and not _AT.search(bucket)
@@ -184,7 +184,7 @@ def _refused(
 
 
 def naming_run(text: str, url: object) -> str:
-    """Puts the run's URL into the commands that `text` proposes, so that they can be copied.
+    """Put the run's URL into the commands that `text` proposes, so that they can be copied.
 
     The code that raises such an error knows only the key of an object. A URL that is refused is
     not put in, because it may hold a credential.
@@ -198,7 +198,7 @@ def naming_run(text: str, url: object) -> str:
 
 @contextmanager
 def naming_errors(url: object) -> Iterator[None]:
-    """Puts the run's URL into the commands that errors raised inside propose."""
+    """Put the run's URL into the commands that errors raised inside propose."""
     try:
         yield
     except RecpointError as error:

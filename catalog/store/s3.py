@@ -69,7 +69,7 @@ class PerProcess(Generic[_Made]):
         return {"_make": self._make, "_made": None}
 
     def get(self) -> _Made:
-        """Returns this process's object."""
+        """Return this process's object."""
         cached = self._made
         if cached is None or cached[0] != os.getpid():
             with _making:
@@ -108,7 +108,7 @@ class S3Client(Protocol):
         """Send one request about the bucket; the client retries it if that may help."""
 
     async def read(self, body: Any) -> bytes:
-        """Returns all bytes of a body that `call` returned."""
+        """Return all bytes of a body that `call` returned."""
 
     def run(
         self, request: Callable[[], Coroutine[Any, Any, _Result]], *, seconds: float
@@ -161,7 +161,7 @@ class S3Timeouts:
                 )
 
     def limit_seconds(self, size_bytes: int) -> float:
-        """Returns the longest time that a call that moves `size_bytes` may take."""
+        """Return the longest time that a call that moves `size_bytes` may take."""
         return self.call_seconds + size_bytes / (self.slowest_mib_per_second * _MIB)
 
 
@@ -171,7 +171,7 @@ def client_settings(
     configured: Mapping[str, object],
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, object]:
-    """Returns the keyword arguments for `s3fs.S3FileSystem`.
+    """Return the keyword arguments for `s3fs.S3FileSystem`.
 
     The SDK finds credentials (environment, shared files, instance roles) unless fsspec's
     configuration has some. No credential gets into a URL, a log or a pickle.
@@ -439,7 +439,7 @@ class S3Store(Store):
             raise
 
     def _read(self, key: str, start: int, end: int | None, max_bytes: int | None) -> bytes:
-        """Returns the bytes from `start` to `end`, or to the object's end if `end` is None.
+        """Return the bytes from `start` to `end`, or to the object's end if `end` is None.
 
         The first answer gives the object's length, so no more is requested or allocated. The other
         answers must come from the same version of the object.
@@ -482,7 +482,7 @@ class S3Store(Store):
     async def _range(
         self, key: str, start: int, end: int, *, etag: str = "", max_bytes: int | None = None
     ) -> tuple[bytes, int, str]:
-        """Returns the bytes from start to end, or to the object's end; its length; its ETag.
+        """Return the bytes from start to end, or to the object's end; its length; its ETag.
 
         The client repeats requests. A body that breaks off is requested again here.
         """
@@ -553,7 +553,7 @@ class S3Store(Store):
     def _pages(
         self, method: str, markers: Mapping[str, str], prefix: str
     ) -> Iterator[Mapping[str, Any]]:
-        """Yields all pages of a listing; `markers` maps arguments to fields of the page before."""
+        """Yield all pages of a listing; `markers` maps arguments to fields of the page before."""
         position: dict[str, str] = {}
         while True:
             page = self._run("listing", "", partial(self._call, method, Prefix=prefix, **position))
@@ -574,7 +574,7 @@ class S3Store(Store):
         return await self._client.get().call(method, **arguments)
 
     def _run(self, doing: str, key: str, request: Request[_Result], size_bytes: int = 0) -> _Result:
-        """Returns the result of `request`; raises store errors.
+        """Return the result of `request`; raise store errors.
 
         Args:
             doing: what is tried, for the error.

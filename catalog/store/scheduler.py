@@ -88,7 +88,7 @@ class ReadScheduler:
 
     @classmethod
     def of_records(cls) -> Self:
-        """Returns a scheduler for records: it reads 8 at once and keeps at most 32."""
+        """Return a scheduler for records: it reads 8 at once and keeps at most 32."""
         return cls(_RECORDS_AT_ONCE, read_ahead=_RECORDS_AHEAD)
 
     def __enter__(self) -> Self:
@@ -319,7 +319,7 @@ class WriteScheduler:
 async def requests_at_once(
     requests: Iterable[Callable[[], Coroutine[Any, Any, _Result]]], *, at_once: int
 ) -> list[_Result]:
-    """Returns the results of all requests, in order; a failure or cancellation ends all of them."""
+    """Return the results of all requests, in order; a failure or cancellation ends all of them."""
     turn = asyncio.Semaphore(at_once)
 
     async def in_turn(request: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:

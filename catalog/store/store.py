@@ -221,7 +221,7 @@ def _close(loop: asyncio.AbstractEventLoop, client: Any, *, made_in: int) -> Non
 
 
 def _session(settings: Mapping[str, Any]) -> Any:
-    """Returns a session as s3fs makes it, with its own credentials, but reads SDK files only once.
+    """Return a session as s3fs makes it, with its own credentials, but reads SDK files only once.
 
     Otherwise each session lists and parses these files again, which is most of a client's cost.
     """
@@ -234,14 +234,14 @@ def _session(settings: Mapping[str, Any]) -> Any:
 
 @functools.cache
 def _loader(data_path: str | None) -> Any:
-    """Returns the loader that reads and keeps the SDK's service descriptions, but no user data."""
+    """Return the loader that reads and keeps the SDK's service descriptions, but no user data."""
     from botocore.loaders import create_loader
 
     return create_loader(data_path)
 
 
 def _s3_errors() -> tuple[type[Exception], ...]:
-    """Returns the errors of s3fs: OSError made from answers, and SDK errors without an answer."""
+    """Return the errors of s3fs: OSError made from answers, and SDK errors without an answer."""
     from aiohttp import ClientError
     from botocore.exceptions import BotoCoreError
 
@@ -411,7 +411,7 @@ class _FsspecStore(Store):
             raise self._for_failure(error, address, doing) from error
 
     def _for_failure(self, error: Exception, where: str, doing: str) -> RecpointError:
-        """Translates an SDK's error, by the HTTP status of the answer if one came."""
+        """Translate an SDK's error, by the HTTP status of the answer if one came."""
         status = next(
             (
                 value
@@ -437,7 +437,7 @@ class _FsspecStore(Store):
 
 
 def _behind(error: OSError) -> Exception | None:
-    """Returns the failure that a file system reports as "not found", as fsspec's HTTP one does."""
+    """Return the failure that a file system reports as "not found", as fsspec's HTTP one does."""
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
         return None if isinstance(cause, FileNotFoundError | LookupError) else cause
@@ -449,7 +449,7 @@ def _connect(parsed: RunUrl) -> Any:
 
 
 def _ms(entry: Mapping[str, Any]) -> int:
-    """Returns when the object was last changed, in milliseconds since the epoch."""
+    """Return when the object was last changed, in milliseconds since the epoch."""
     for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
         time = entry.get(name)
         if isinstance(time, str):

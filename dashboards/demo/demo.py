@@ -230,7 +230,7 @@ class _Demo:
         return trainer
 
     def read_committed(self) -> None:
-        """Lists the committed checkpoints; not at every poll, because on S3 that is a request."""
+        """List the committed checkpoints; not at every poll, because on S3 that is a request."""
         if time.monotonic() - self.looked < _LOOK_SECONDS:
             return
         try:
@@ -240,7 +240,7 @@ class _Demo:
         self.looked = time.monotonic()
 
     def watch(self, until: Callable[[], bool], *trainers: Trainer) -> None:
-        """Shows progress until `until` returns True.
+        """Show progress until `until` returns True.
 
         Raises:
             ChildFailed: a process ended with an error, or it took too long.
@@ -262,7 +262,7 @@ class _Demo:
         self.progress.show(trainers, self.committed)
 
     def kill_a_server(self, victim: Trainer, *others: Trainer) -> int:
-        """Kills a server of a trainer, which goes back to a checkpoint, or on if there is parity.
+        """Kill a server of a trainer, which goes back to a checkpoint, or on if there is parity.
 
         Returns the batches that it had trained, once it has gone on.
         """
@@ -279,7 +279,7 @@ class _Demo:
         return step
 
     def kill_in_the_middle(self, victim: Trainer, *others: Trainer) -> int:
-        """Kills a trainer between two checkpoints; returns the batches that it had trained."""
+        """Kill a trainer between two checkpoints; return the batches that it had trained."""
         interval = self.settings.interval
         target = self.settings.steps // 2 // interval * interval + (interval + 1) // 2
         self.watch(lambda: victim.step >= target, victim, *others)
@@ -289,7 +289,7 @@ class _Demo:
         return victim.step
 
     def stop_until_committed(self, count: int, victim: Trainer, *others: Trainer) -> None:
-        """Stops a trainer until so many checkpoints are committed.
+        """Stop a trainer until so many checkpoints are committed.
 
         It goes on while no rank, or not every one, has staged its part of a checkpoint, because the
         rows of a cache are staged while it trains.
@@ -313,7 +313,7 @@ class _Demo:
 
 
 def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
-    """Runs the demo, which takes about a minute.
+    """Run the demo, which takes about a minute.
 
     Args:
         settings: of the demo.
@@ -428,7 +428,7 @@ def _document(
 
 
 def _copied(manifests: list[Manifest]) -> dict[str, int]:
-    """Returns the rows and bytes of checkpoints that were copied ahead, before stalls and in them.
+    """Return the rows and bytes of checkpoints that were copied ahead, before stalls and in them.
 
     A checkpoint that was not copied ahead copied its rows in its stall; it is counted apart.
     """
@@ -443,7 +443,7 @@ def _copied(manifests: list[Manifest]) -> dict[str, int]:
 
 
 def example_script(name: str = "train_dlrm") -> Path:
-    """Returns the path of a training script, which ships with this package."""
+    """Return the path of a training script, which ships with this package."""
     return Path(recpoint.__file__).resolve().parent / "examples" / f"{name}.py"
 
 
@@ -451,7 +451,7 @@ _MARK = "recpoint-demo.txt"
 
 
 def make_fresh(directory: Path) -> None:
-    """Makes `directory`; empties it if an earlier demo made it, and only then.
+    """Make `directory`; empty it if an earlier demo made it, and only then.
 
     Raises:
         SettingsError: the directory is not empty, and no demo made it.
@@ -476,7 +476,7 @@ def make_fresh(directory: Path) -> None:
 
 
 def _make_staging(directory: Path) -> Path:
-    """Makes a staging area for the demo alone, so that no agent of real trainers serves it."""
+    """Make a staging area for the demo alone, so that no agent of real trainers serves it."""
     memory = Path("/dev/shm")
     if memory.is_dir() and shutil.disk_usage(memory).free > _STAGING_BYTES:
         return Path(tempfile.mkdtemp(prefix="recpoint-demo-", dir=memory))
@@ -491,7 +491,7 @@ def _refused(setting: str, found: str, expected: str) -> SettingsError:
 
 
 def report_views(result: DemoResult, *, server_stopped: bool) -> list[RenderableType]:
-    """Returns the report for a terminal: checkpoints, where to look, and the proof in words.
+    """Return the report for a terminal: checkpoints, where to look, and the proof in words.
 
     The line of JSON that follows the report is not included.
     """

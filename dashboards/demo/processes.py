@@ -90,20 +90,20 @@ class Child:
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """Sends SIGSTOP: the process keeps its state and does nothing."""
+        """Send SIGSTOP: the process keeps its state and does nothing."""
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Sends SIGCONT: the process goes on after `stop`."""
+        """Send SIGCONT: the process goes on after `stop`."""
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Sends SIGKILL; the process has ended when this returns."""
+        """Send SIGKILL; the process has ended when this returns."""
         self._process.kill()
         self._process.wait()
 
     def terminate(self) -> None:
-        """Sends SIGTERM, and SIGKILL if that fails; the process has ended when this returns."""
+        """Send SIGTERM, and SIGKILL if that fails; the process has ended when this returns."""
         self._process.send_signal(signal.SIGCONT)
         self._process.terminate()
         try:
@@ -112,7 +112,7 @@ class Child:
             self.kill()
 
     def check(self) -> None:
-        """Raises if the process has ended with an error.
+        """Raise if the process has ended with an error.
 
         Raises:
             ChildFailed: with the last lines that the process printed.
@@ -127,11 +127,11 @@ class Child:
             )
 
     def output(self) -> str:
-        """Returns the last mebibyte that the process printed."""
+        """Return the last mebibyte that the process printed."""
         return _tail(self.log, _LAST_LINES_BYTES).decode("utf-8", errors="replace")
 
     def last_lines(self, count: int = 12) -> str:
-        """Returns the last `count` lines of its log."""
+        """Return the last `count` lines of its log."""
         return "\n".join(self.output().splitlines()[-count:])
 
 
@@ -185,7 +185,7 @@ class Trainer(Child):
         return list(last_progress(self._progress).get("servers", ()))
 
     def result(self) -> dict[str, Any]:
-        """Returns the JSON object that the trainer printed last.
+        """Return the JSON object that the trainer printed last.
 
         Raises:
             ChildFailed: the trainer ended with an error, or printed no JSON object.
@@ -205,7 +205,7 @@ class Trainer(Child):
 
 @contextmanager
 def ended(children: list[Child]) -> Iterator[None]:
-    """Ends every child in the list when the block ends, also by an exception.
+    """End every child in the list when the block ends, also by an exception.
 
     In the main thread, it also ends them if this process gets SIGTERM or its terminal is closed.
     """
@@ -226,7 +226,7 @@ def ended(children: list[Child]) -> Iterator[None]:
 
 
 def last_progress(path: Path) -> dict[str, Any]:
-    """Returns the last whole line of a JSON lines file that is being appended to; {}: none yet."""
+    """Return the last whole line of a JSON lines file that is being appended to; {}: none yet."""
     for line in reversed(_tail(path, 4 * _PROGRESS_LINE_BYTES).split(b"\n")[:-1]):
         try:
             parsed: dict[str, Any] = json.loads(line)
@@ -287,12 +287,12 @@ class DemoProgress:
         self._bars.stop()
 
     def waiting_for_prefect(self) -> None:
-        """Shows that the demo waits for the agent to start or find a Prefect server."""
+        """Show that the demo waits for the agent to start or find a Prefect server."""
         self._bars.update(self._prefect, note="starting")
         self._print_line("starting the agent, and a local Prefect server unless there is one")
 
     def prefect_is_up(self, url: str) -> None:
-        """Shows that Prefect answers at `url`, and that the training begins."""
+        """Show that Prefect answers at `url`, and that the training begins."""
         self._bars.update(self._prefect, total=1, completed=1, note="up")
         self._print_line(f"Prefect is up: {url}")
         together = f" on {self._ranks} ranks under torchrun" if self._ranks > 1 else ""
@@ -302,7 +302,7 @@ class DemoProgress:
         )
 
     def show(self, trainers: Sequence[Trainer], committed: Sequence[ManifestName]) -> None:
-        """Shows how far the trainers are, and how many checkpoints are committed."""
+        """Show how far the trainers are, and how many checkpoints are committed."""
         for trainer in trainers:
             task = self._tasks[trainer.name]
             if trainer.name not in self._started:
@@ -317,7 +317,7 @@ class DemoProgress:
             self._bars.update(task, completed=trainer.step, note=note)
 
     def server_killed(self, step: int, *, goes_on: bool) -> None:
-        """Shows that SIGKILL was sent to an embedding server, and that training has gone on."""
+        """Show that SIGKILL was sent to an embedding server, and that training has gone on."""
         progress = (
             "went on, with rows that were computed from those of the other servers"
             if goes_on
@@ -328,7 +328,7 @@ class DemoProgress:
         )
 
     def killed(self, step: int, committed: int) -> None:
-        """Shows that SIGKILL was sent at batch `step`, after `committed` checkpoints."""
+        """Show that SIGKILL was sent at batch `step`, after `committed` checkpoints."""
         self._bars.update(self._tasks["killed"], completed=step, note=f"SIGKILL at step {step}")
         self._bars.stop_task(self._tasks["killed"])
         killed_process = (
@@ -366,7 +366,7 @@ class PrefectUI(NamedTuple):
 
 
 def wait_for_prefect(agent: Child, progress: DemoProgress) -> PrefectUI:
-    """Waits until Prefect is up and the agent uses it.
+    """Wait until Prefect is up and the agent uses it.
 
     Raises:
         ChildFailed: the agent ended, or Prefect did not come up.
@@ -393,7 +393,7 @@ def wait_for_prefect(agent: Child, progress: DemoProgress) -> PrefectUI:
 
 
 def persisted_by_prefect(ui: PrefectUI, run_url: str) -> int:
-    """Counts the run's steps for which Prefect's API lists a completed `persist` flow run."""
+    """Count the run's steps for which Prefect's API lists a completed `persist` flow run."""
     steps: set[str] = set()
     offset = 0
     while page := _persist_runs(ui, run_url, offset):
@@ -472,27 +472,27 @@ class RanksTrainer(Trainer):
         return max(int(last_progress(file).get("step", 0)) for file in self._files)
 
     def stop(self) -> None:
-        """Sends SIGSTOP to each rank."""
+        """Send SIGSTOP to each rank."""
         self._signal(signal.SIGSTOP, self._files)
 
     def go_on(self) -> None:
-        """Sends SIGCONT to each rank."""
+        """Send SIGCONT to each rank."""
         self._signal(signal.SIGCONT, self._files)
 
     def kill(self) -> None:
-        """Sends SIGKILL to the last rank; all ranks have ended when this returns."""
+        """Send SIGKILL to the last rank; all ranks have ended when this returns."""
         self._signal(signal.SIGKILL, self._files[-1:])
         self._signal(signal.SIGCONT, self._files[:-1])
         self._process.wait()
 
     def terminate(self) -> None:
-        """Sends SIGKILL to all ranks and SIGTERM to torchrun; all have ended on return."""
+        """Send SIGKILL to all ranks and SIGTERM to torchrun; all have ended on return."""
         self._signal(signal.SIGKILL, self._files)
         self._process.terminate()  # torchrun ends ranks that have not reported their pid yet
         self._process.wait()
 
     def _signal(self, number: signal.Signals, files: Sequence[Path]) -> None:
-        """Sends a signal to the ranks that write these files, if they have reported a pid."""
+        """Send a signal to the ranks that write these files, if they have reported a pid."""
         for file in files:
             pid = last_progress(file).get("pid")
             # While torchrun runs, this pid cannot belong to another process: torchrun itself ends

@@ -26,7 +26,7 @@ _LOG = logging.getLogger("recpoint.metrics")
 def agent_metrics(
     *, port: int, address: str = "127.0.0.1", refresh_seconds: float = REFRESH_SECONDS
 ) -> Callable[[Agent], AbstractContextManager[object]]:
-    """Returns the argument `watch` of `run_agent` that serves the agent's metrics while it runs.
+    """Return the argument `watch` of `run_agent` that serves the agent's metrics while it runs.
 
     Args:
         port: TCP port; 0: any free port, which the log names.

@@ -46,11 +46,11 @@ class SampleCollector(Collector):
         self._look = look
 
     def describe(self) -> Iterator[Metric]:
-        """Returns the metrics without samples, so that registering them reads no values."""
+        """Return the metrics without samples, so that registering them reads no values."""
         return iter([_family(metric) for metric in self._metrics])
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the metrics with their current samples."""
+        """Yield the metrics with their current samples."""
         samples = Samples()
         samples.add("recpoint_build_info", 1, version=version("recpoint"))
         self._look(samples)
@@ -65,7 +65,7 @@ class SampleCollector(Collector):
 
 
 def require_registry(registry: object) -> None:
-    """Raises SettingsError if `registry` is not a registry of prometheus_client."""
+    """Raise SettingsError if `registry` is not a registry of prometheus_client."""
     if not isinstance(registry, CollectorRegistry):
         raise SettingsError(
             "registry",
@@ -110,7 +110,7 @@ class MetricsExport:
         self.url = None if self._server is None else self._server.url
 
     def close(self) -> None:
-        """Stops serving and leaves the registry; a second call does nothing."""
+        """Stop serving and leave the registry; a second call does nothing."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -162,14 +162,14 @@ class MetricsServer:
         _serving.add(self)
 
     def close(self) -> None:
-        """Stops listening, and waits for the server's thread to end."""
+        """Stop listening, and wait for the server's thread to end."""
         _serving.discard(self)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def forget_socket(self) -> None:
-        """Closes the socket in a forked child.
+        """Close the socket in a forked child.
 
         Otherwise a reader's worker that outlives its trainer would keep the port.
         """
@@ -203,12 +203,12 @@ def _add(family: _Family, metric: table.Metric, sample: Sample) -> None:
 
 
 def _writable(label: str) -> str:
-    """Escapes what UTF-8 cannot encode, because such a name would fail the whole scrape."""
+    """Escape what UTF-8 cannot encode, because such a name would fail the whole scrape."""
     return label.encode(errors="backslashreplace").decode()
 
 
 def _buckets(reading: HistogramReading) -> list[tuple[str, float]]:
-    """Returns (upper bound, cumulative count) pairs, as the exposition format requires."""
+    """Return (upper bound, cumulative count) pairs, as the exposition format requires."""
     buckets: list[tuple[str, float]] = []
     total = 0
     for bound, count in zip((*reading.bounds, inf), reading.counts, strict=True):

@@ -27,20 +27,20 @@ class Samples:
         self.by_metric: dict[str, list[Sample]] = {}
 
     def add(self, name: str, value: float | HistogramReading | None, **labels: str) -> None:
-        """Adds a sample of a metric, unless `value` is None."""
+        """Add a sample of a metric, unless `value` is None."""
         if value is not None:
             self.by_metric.setdefault(name, []).append(Sample(labels, value))
 
     def add_each(
         self, name: str, values: Iterable[tuple[str, float]], *, label: str, **labels: str
     ) -> None:
-        """Adds a sample for each pair in `values`: the value of `label`, and the sample's value."""
+        """Add a sample for each pair in `values`: the value of `label`, and the sample's value."""
         for key, value in values:
             self.add(name, value, **{label: key}, **labels)
 
 
 def require_prometheus(what: str) -> None:
-    """Raises SettingsError if prometheus_client, which `what` needs, is not installed."""
+    """Raise SettingsError if prometheus_client, which `what` needs, is not installed."""
     if find_spec("prometheus_client") is None:
         raise SettingsError(
             what,

@@ -24,7 +24,7 @@ def export_metrics(
     address: str = "127.0.0.1",
     registry: CollectorRegistry | None = None,
 ) -> MetricsExport:
-    """Exports the metrics of a Checkpointer to Prometheus, from now until the process ends.
+    """Export the metrics of a Checkpointer to Prometheus, from now until the process ends.
 
         recpoint.export_metrics(checkpoints, port=9401)                        # a server of its own
         recpoint.export_metrics(checkpoints, registry=prometheus_client.REGISTRY)  # one you serve

@@ -277,7 +277,7 @@ def came_from_handler(error: BaseException) -> bool:
 
 
 def _put(number: signal.Signals | int, handler: Any) -> None:
-    """Sets Python's handler, and leaves the one that the system calls as it is.
+    """Set Python's handler, and leave the one that the system calls as it is.
 
     The system may call a C handler that calls Python's in turn, as `faulthandler` registers one;
     and `signal.siginterrupt` may have set the flags.
@@ -304,7 +304,7 @@ def _sigaction() -> Callable[[int, Any, Any], int] | None:
 
 
 def _after_fork() -> None:
-    """Ends all blocks in a forked child, where nothing would ever raise what they keep."""
+    """End all blocks in a forked child, where nothing would ever raise what they keep."""
     global _current
     hold, _current = _current, None
     while hold is not None:
@@ -316,7 +316,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _code(handler: Any) -> CodeType | None:
-    """Returns the code that runs when a handler is called, if it is written in Python."""
+    """Return the code that runs when a handler is called, if it is written in Python."""
     while isinstance(handler, partial):
         handler = handler.func
     for called in (

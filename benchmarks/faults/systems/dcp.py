@@ -76,7 +76,7 @@ class DcpSync(StepFolders):
         save(state, storage_writer=self.writer(step, overwrite), no_dist=True)
 
     def writer(self, step: int, overwrite: bool) -> Any:
-        """Returns DCP's writer of a step's checkpoint."""
+        """Return DCP's writer of a step's checkpoint."""
         if self.place.url is not None:
             from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
@@ -124,7 +124,7 @@ class DcpSync(StepFolders):
 
 
 def s3_settings() -> dict[str, Any]:
-    """Returns settings of s3fs with which a server that does not answer is given up soon."""
+    """Return settings of s3fs with which a server that does not answer is given up soon."""
     import os
 
     return {
@@ -140,7 +140,7 @@ def s3_settings() -> dict[str, Any]:
 
 
 def falsified_metadata(folder: Path, what: Hostile) -> Path:
-    """Changes the pickled metadata of a checkpoint of DCP."""
+    """Change the pickled metadata of a checkpoint of DCP."""
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     stored = metadata.storage_data
@@ -199,5 +199,5 @@ class DcpAsync(DcpSync):
 
 
 def _wait(saving: Any) -> None:
-    """Waits until an asynchronous save has ended; raises its error."""
+    """Wait until an asynchronous save has ended; raise its error."""
     saving.result()

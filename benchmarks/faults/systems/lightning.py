@@ -83,7 +83,7 @@ def _batches() -> Any:
 
 
 def _module(tags: Tags) -> Any:
-    """Returns a module that trains the batches of `tags`; without tags, it notes its start."""
+    """Return a module that trains the batches of `tags`; without tags, it notes its start."""
     import lightning
     import torch
 

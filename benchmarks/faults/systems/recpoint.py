@@ -77,7 +77,7 @@ class Recpoint(System):
 
     @property
     def url(self) -> str:
-        """Returns the run URL."""
+        """Return the run URL."""
         return str(self.place.store) if self.place.url is None else f"{self.place.url}/run"
 
     @contextmanager
@@ -125,7 +125,7 @@ class Recpoint(System):
 
     @contextmanager
     def _thread(self) -> Iterator[None]:
-        """Does the agent's work in a thread, and tries again after an error, as agents do."""
+        """Do the agent's work in a thread, and try again after an error, as agents do."""
         from recpoint.catalog.persist.persist import persist_job
         from recpoint.catalog.staging import area
         from recpoint.catalog.staging.agent import AgentLock
@@ -156,7 +156,7 @@ class Recpoint(System):
 
     @contextmanager
     def _process(self) -> Iterator[None]:
-        """Runs `recpoint agent`, and starts it again when it dies, as a supervisor does."""
+        """Run `recpoint agent`, and start it again when it dies, as a supervisor does."""
         ended = threading.Event()
         log = (self.place.folder / "agent.log").open("ab")
 

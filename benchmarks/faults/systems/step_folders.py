@@ -31,11 +31,11 @@ class StepFolders(System):
     mark: ClassVar[str] = ""
 
     def folder(self, step: int) -> Path:
-        """Returns the folder of a step's checkpoint."""
+        """Return the folder of a step's checkpoint."""
         return self.place.store / f"step_{step}"
 
     def newest(self) -> int:
-        """Returns the newest complete step.
+        """Return the newest complete step.
 
         Raises:
             NoCheckpoint: there is none.

@@ -103,7 +103,7 @@ class TorchSave(System):
 
 
 def falsified_zip(path: Path, what: Hostile) -> None:
-    """Changes the central directory of a zip file that `torch.save` wrote.
+    """Change the central directory of a zip file that `torch.save` wrote.
 
     Raises:
         NotApplicable: a zip file has nothing of that kind.
@@ -132,7 +132,7 @@ def falsified_zip(path: Path, what: Hostile) -> None:
 
 
 def _central_entry(data: bytes | bytearray, start: int, name: str) -> int:
-    """Returns the offset of a member's entry in the central directory."""
+    """Return the offset of a member's entry in the central directory."""
     entry = start
     while data[entry : entry + 4] == b"PK\x01\x02":
         length = int.from_bytes(data[entry + 28 : entry + 30], "little")
@@ -146,7 +146,7 @@ def _central_entry(data: bytes | bytearray, start: int, name: str) -> int:
 
 
 def _replace_member(path: Path, ending: str, text: bytes) -> None:
-    """Writes the file anew with another content of one member."""
+    """Write the file anew with another content of one member."""
     with zipfile.ZipFile(path) as archive:
         members = [(info.filename, archive.read(info)) for info in archive.infolist()]
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:

@@ -85,7 +85,7 @@ class Torchrec(DcpSync):
 
 
 def _model() -> Any:
-    """Returns the model of `system.Model` with its tables in TorchRec."""
+    """Return the model of `system.Model` with its tables in TorchRec."""
     import torch
     import torchrec
     from torch import nn
@@ -140,5 +140,5 @@ def _plain(name: str) -> str:
 
 
 def _local(value: Any) -> Any:
-    """Returns the rows of a table that this rank, which is the only one, holds."""
+    """Return the rows of a table that this rank, which is the only one, holds."""
     return value.local_shards()[0].tensor if hasattr(value, "local_shards") else value

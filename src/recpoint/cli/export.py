@@ -29,7 +29,7 @@ __all__ = ["only_in_torch_files", "size_bytes", "write"]
 
 
 def _write_torch(path: Path, target: MemoryTarget, include: Include) -> None:
-    """Writes a dictionary that `torch.load(path)` reads without unpickling any code.
+    """Write a dictionary that `torch.load(path)` reads without unpickling any code.
 
     With `include="model"` it is what `Module.load_state_dict` takes. With `"all"` that is under
     `model`, buffers that are not persistent under `buffers`, the rest under `row_states` and
@@ -53,7 +53,7 @@ def _write_torch(path: Path, target: MemoryTarget, include: Include) -> None:
 
 
 def _with_own_memory(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies views of larger memory: `torch.save` writes all of the memory behind a tensor."""
+    """Copy views of larger memory: `torch.save` writes all of the memory behind a tensor."""
     return {
         name: value.clone()
         if isinstance(value, torch.Tensor)
@@ -65,7 +65,7 @@ def _with_own_memory(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_dcp(path: Path, target: MemoryTarget, include: Include) -> None:
-    """Writes a directory that `torch.distributed.checkpoint.load` reads in any number of processes.
+    """Write a directory that `torch.distributed.checkpoint.load` reads in any number of processes.
 
     Keys are `model.NAME`, as in the model's state_dict. With `include="all"` there are also
     `buffers.NAME` (buffers that are not persistent), `row_states.TABLE.STATE`, and `ranks.RANK.…`
@@ -92,13 +92,13 @@ def _write_dcp(path: Path, target: MemoryTarget, include: Include) -> None:
 
 
 def target_state_dict(target: MemoryTarget) -> dict[str, Any]:
-    """Returns what `Module.state_dict` of the trained model returned."""
+    """Return what `Module.state_dict` of the trained model returned."""
     tables = {weight_name(name): table.values for name, table in target.tables.items()}
     return state_dict(target.state, tables)
 
 
 def only_in_torch_files(target: MemoryTarget) -> list[str]:
-    """Returns the names of state dict entries that are no tensors: only a .pt file holds them."""
+    """Return the names of state dict entries that are no tensors: only a .pt file holds them."""
     return sorted(
         name
         for name, value in target_state_dict(target).items()
@@ -107,7 +107,7 @@ def only_in_torch_files(target: MemoryTarget) -> list[str]:
 
 
 def row_states(target: MemoryTarget) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns, by table name and then state name, tensors of shape [rows, …]."""
+    """Return, by table name and then state name, tensors of shape [rows, …]."""
     return {
         name: {
             state.name: tensor
@@ -119,7 +119,7 @@ def row_states(target: MemoryTarget) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _without_arrays(value: Any) -> Any:
-    """Replaces arrays by tensors, because torch's restricted loader reads no numpy arrays."""
+    """Replace arrays by tensors, because torch's restricted loader reads no numpy arrays."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, Mapping):
@@ -133,7 +133,7 @@ def _without_arrays(value: Any) -> Any:
 
 
 def _frame(target: MemoryTarget) -> Any:
-    """Returns a DataFrame: `row`, then a column a value, then a column a value of each row state.
+    """Return a DataFrame: `row`, then a column a value, then a column a value of each row state.
 
     A row state `s` has the column `s` if it has one value a row, else `s.0`, `s.1`, …
     """
@@ -158,7 +158,7 @@ def _write_parquet(path: Path, target: MemoryTarget, include: Include) -> None:
 
 
 def _write_csv(path: Path, target: MemoryTarget, include: Include) -> None:
-    """Writes numbers with enough digits to read the same bits back."""
+    """Write numbers with enough digits to read the same bits back."""
     _frame(target).to_csv(path, index=False)
 
 

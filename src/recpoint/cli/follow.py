@@ -85,7 +85,7 @@ def _next(status: Status, channel: str) -> str:
 
 
 def _follow(follower: Follower, url: str, poll_seconds: float, as_json: bool) -> None:
-    """Polls until interrupted; prints a line for each version and each change of errors."""
+    """Poll until interrupted; print a line for each version and each change of errors."""
     last_status: tuple[object, ...] = ()
     console = output_console()
     while True:

@@ -159,7 +159,7 @@ def _plan_fields(plan: ConsolidationPlan) -> list[tuple[str, object]]:
 
 
 def _weighed(plan: ConsolidationPlan) -> tuple[tuple[WeighedMerge, ...], WeighedMerge | None]:
-    """Returns all merges of the plan's chain, and the one an agent would choose by default."""
+    """Return all merges of the plan's chain, and the one an agent would choose by default."""
     from recpoint.catalog.consolidate.plan import ConsolidationTriggers, cheapest, weigh
 
     weighed = weigh(plan.merges, ConsolidationTriggers())
@@ -538,7 +538,7 @@ def unpin(
 
 
 def _pinned_at(run: Run, step: int, generation: int | None, name: str) -> ManifestName:
-    """Returns the checkpoint with this pin; it may be superseded by now, or gone."""
+    """Return the checkpoint with this pin; it may be superseded by now, or gone."""
     if generation is None:
         candidates = [
             checkpoint
@@ -577,7 +577,7 @@ def record_metric(
 
 
 def _require_label(name: str, option: str) -> None:
-    """Refuses a name that a key cannot hold; `option` names where it was given."""
+    """Refuse a name that a key cannot hold; `option` names where it was given."""
     if not is_label(name):
         raise typer.BadParameter(
             f"{name[:80]!r} is no name of 1 to 64 of a-z, 0-9, _, ., -, "

@@ -619,7 +619,7 @@ def remove_automations(json_output: JsonOption = False) -> Result:
 
 
 def _automations(name: str) -> ModuleType:
-    """Returns the module `automations`, set up for the configured API, else the local server's."""
+    """Return the module `automations`, set up for the configured API, else the local server's."""
     require_flows(f"recpoint automations {name}")
     from recpoint.flows import prefect_server
 

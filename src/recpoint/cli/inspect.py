@@ -188,7 +188,7 @@ def info(json_output: JsonOption = False) -> Result:
 
 
 def _kernels_table(kernels: list[Implementation]) -> Table:
-    """Returns a table with a line for each kernel and device of its tensors."""
+    """Return a table with a line for each kernel and device of its tensors."""
     table = terminal.plain_table("Kernels")
     for heading in ("kernel", "tensors on", "runs", "why"):
         table.add_column(heading)
@@ -445,7 +445,7 @@ def _manifests_to_read(
 
 
 def _merged(forms: Iterable[Representation]) -> tuple[str, ...]:
-    """Returns the forms that consolidations made of a checkpoint, beside its own manifest."""
+    """Return the forms that consolidations made of a checkpoint, beside its own manifest."""
     return tuple(
         "full" if form.after is None else f"after {form.after}"
         for form in forms

@@ -102,7 +102,7 @@ def _require_known(optimizer_states: str) -> None:
 
 
 def _tables(asked: list[str], there: Collection[str]) -> dict[str, str]:
-    """Returns, by name of a new table, the name of the checkpoint's table it is taken from.
+    """Return, by name of a new table, the name of the checkpoint's table it is taken from.
 
     Names may contain `=`; NEW=NAME is split so that NAME is a table of the checkpoint.
 
@@ -148,7 +148,7 @@ def _seed(
     step: int | None,
     generation: int | None,
 ) -> Seed | None:
-    """Returns what was asked for; None if nothing was: everything is then listed as left out."""
+    """Return what was asked for; None if nothing was: everything is then listed as left out."""
     from recpoint.trainer_plugin.restore.target import Seed
 
     if not tables and not dense:
@@ -164,7 +164,7 @@ def _seed(
 
 
 def _parts(target: MemoryTarget, seed: Seed | None) -> list[dict[str, Any]]:
-    """Returns everything that the checkpoint holds, with the names under which it is taken.
+    """Return everything that the checkpoint holds, with the names under which it is taken.
 
     Raises:
         IncompatibleModel: the checkpoint does not hold what was asked for.
@@ -218,7 +218,7 @@ def _text(value: object) -> str:
 
 
 def _script(seed: Seed) -> str:
-    """Returns the line for a training script."""
+    """Return the line for a training script."""
     settings: Mapping[str, object] = {
         "tables": seed.tables or None,
         "dense": seed.dense or None,

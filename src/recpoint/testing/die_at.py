@@ -39,7 +39,7 @@ def install(
     count_into: str | os.PathLike[str] | None = None,
     besides: Container[str] = (),
 ) -> None:
-    """Observes the steps of this process: kills it at a step, writes the steps to a file, or both.
+    """Observe the steps of this process: kill it at a step, write the steps to a file, or both.
 
     Args:
         die_at: number of the step at which the process is killed, from 1 on; None: never.
@@ -65,14 +65,14 @@ def install(
 
 
 def install_from_environment() -> None:
-    """Calls `install` with RECPOINT_DIE_AT and RECPOINT_COUNT_STEPS, if one of them is set."""
+    """Call `install` with RECPOINT_DIE_AT and RECPOINT_COUNT_STEPS, if one of them is set."""
     die_at, count_into = os.environ.get(DIE_VARIABLE), os.environ.get(COUNT_VARIABLE)
     if die_at or count_into:
         install(die_at=int(die_at) if die_at else None, count_into=count_into or None)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the program in `arguments`, as the module's docstring describes."""
+    """Run the program in `arguments`, as the module's docstring describes."""
     words = list(arguments)
     die_at: int | None = None
     count_into: str | None = None
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _reach_children(die_at: int | None, count_into: str | None) -> None:
-    """Makes every Python process that is started from now on call `install_from_environment`.
+    """Make every Python process that is started from now on call `install_from_environment`.
 
     Python imports `sitecustomize` from its path when it starts; `in_children` has such a module.
     """

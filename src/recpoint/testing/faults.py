@@ -56,29 +56,29 @@ class Fault:
 
     @classmethod
     def flip(cls, *, key_contains: str = "", after: int = 0, times: int | None = 1) -> Fault:
-        """Makes reads return data with one bit flipped."""
+        """Make reads return data with one bit flipped."""
         return cls(kind="flip", on=READS, key_contains=key_contains, after=after, times=times)
 
     @classmethod
     def short(cls, *, key_contains: str = "", after: int = 0, times: int | None = 1) -> Fault:
-        """Makes reads return data without its second half."""
+        """Make reads return data without its second half."""
         return cls(kind="short", on=READS, key_contains=key_contains, after=after, times=times)
 
     @classmethod
     def lost_reply(cls, *, key_contains: str = "", after: int = 0, times: int | None = 1) -> Fault:
-        """Makes writes succeed and then raise StoreUnavailable, as if the reply was lost."""
+        """Make writes succeed and then raise StoreUnavailable, as if the reply was lost."""
         return cls(
             kind="lost_reply", on=WRITES, key_contains=key_contains, after=after, times=times
         )
 
     @classmethod
     def throttle(cls, times: int | None, *, on: frozenset[Operation] = READS | WRITES) -> Fault:
-        """Makes the first `times` calls (None: all calls) raise StoreThrottled."""
+        """Make the first `times` calls (None: all calls) raise StoreThrottled."""
         return cls(kind="fail", on=on, times=times, error=StoreThrottled)
 
     @classmethod
     def stop_after(cls, writes: int, *, error: type[StoreError] = StoreUnavailable) -> Fault:
-        """Makes all writes fail after the first `writes` of them."""
+        """Make all writes fail after the first `writes` of them."""
         return cls(kind="fail", on=WRITES, after=writes, times=None, error=error)
 
     @classmethod
@@ -89,7 +89,7 @@ class Fault:
         kind: Literal["fail", "lost_reply", "break_off"] = "fail",
         error: type[StoreError] = StoreUnavailable,
     ) -> Fault:
-        """Makes every call fail at the first try and succeed at the second."""
+        """Make every call fail at the first try and succeed at the second."""
         return cls(kind=kind, on=on, error=error, once_each=True)
 
 
@@ -168,7 +168,7 @@ class FaultStore(Store):
         self._store.probe()
 
     def _begin(self, operation: Operation, key: str) -> builtins.list[Fault]:
-        """Returns the faults that strike this call; raises if a fault makes it fail."""
+        """Return the faults that strike this call; raise if a fault makes it fail."""
         self.calls.append((operation, key))
         if not _is_taken(operation, key):
             return []  # the store itself refuses this key

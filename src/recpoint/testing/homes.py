@@ -75,7 +75,7 @@ class HomeSuite:
 
     @pytest.fixture
     def home(self) -> Home:
-        """Returns an empty home; the subclass overrides this."""
+        """Return an empty home; the subclass overrides this."""
         raise NotImplementedError("provide a fixture `home`")
 
     @pytest.mark.parametrize("record_bytes", [1, 7, 64, 520, 4_080, 4_081, 10_000])
@@ -218,7 +218,7 @@ class HomeSuite:
             home.add_table("", rows=1, record_bytes=1)
 
     def test_a_table_must_be_added(self, home: Home) -> None:
-        """Calls with an unknown table name it."""
+        """Call with an unknown table name it."""
         ids, records = ids_of([0]), records_of([0], 8)
         for call in (
             lambda: home.fetch("who", ids, records),

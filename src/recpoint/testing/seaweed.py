@@ -60,7 +60,7 @@ class SeaweedServer:
         return self._process.pid if self._process and self._process.poll() is None else None
 
     def environment(self) -> dict[str, str]:
-        """Returns environment variables with which `open_store("s3://<bucket>/…")` finds it."""
+        """Return environment variables with which `open_store("s3://<bucket>/…")` finds it."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -70,11 +70,11 @@ class SeaweedServer:
         }
 
     def run_url(self) -> str:
-        """Returns an unused run URL."""
+        """Return an unused run URL."""
         return f"s3://{self.bucket}/run-{secrets.token_hex(8)}"
 
     def start(self) -> None:
-        """Starts the server and waits until it stores and returns an object, unless it runs.
+        """Start the server and wait until it stores and returns an object, unless it runs.
 
         Raises:
             RuntimeError: the server did not start; the message has the end of its log.
@@ -94,7 +94,7 @@ class SeaweedServer:
                 raise RuntimeError(f"SeaweedFS did not start:\n{self._log().read_text()[-3000:]}")
 
     def kill(self) -> None:
-        """Ends the server with SIGKILL."""
+        """End the server with SIGKILL."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -143,7 +143,7 @@ class SeaweedServer:
             )
 
     def _wait(self) -> bool:
-        """Waits until an object can be written and read; False: not before the deadline."""
+        """Wait until an object can be written and read; False: not before the deadline."""
         deadline = time.monotonic() + _START_SECONDS
         path = f"/{self.bucket}/ready-{secrets.token_hex(4)}"
         while time.monotonic() < deadline and self.pid is not None:
@@ -171,7 +171,7 @@ class SeaweedServer:
 
 
 def free_ports(count: int) -> int:
-    """Returns the first of `count` consecutive ports that are free, and also free 10,000 higher.
+    """Return the first of `count` consecutive ports that are free, and also free 10,000 higher.
 
     SeaweedFS serves gRPC 10,000 ports higher. All these ports lie below the range of the ports of
     outgoing connections.

@@ -47,7 +47,7 @@ class StoreSuite:
 
     @pytest.fixture
     def store(self) -> Store:
-        """Returns an empty store; the subclass overrides this."""
+        """Return an empty store; the subclass overrides this."""
         raise NotImplementedError("provide a fixture `store`")
 
     @pytest.mark.parametrize("size_bytes", [0, 1, 4_095, 100_003])
@@ -348,7 +348,7 @@ class StoreSuite:
         assert retried.create_or_read("k3", b"mine", max_bytes=9) is None
 
     def other_instance(self, store: Store) -> Store:
-        """Returns another instance that sees the same objects."""
+        """Return another instance that sees the same objects."""
         copy: Store = pickle.loads(pickle.dumps(store))
         return copy
 
