@@ -266,10 +266,11 @@ class CachedPeer(Peer):
         cache = cache_of(self.model)
         assert cache is not None
         self.cache: Cache = cache
-        for table in self.cache.tables.values():
+        optimizer = self.trained.of_tables
+        for name, table in self.cache.tables.items():
             if is_filled:
-                self.cache.follow_states(table, self.trained.of_tables)
-                self.cache.put_at_home(table)
+                self.cache.refuse_optimizer(name, optimizer, optimizer.param_groups[0])
+                self.cache.mover.put_at_home(table)
         self._names = list(self.cache.tables)
         self._reader: Iterator[Batch]
         if window is None:
@@ -309,7 +310,7 @@ class CachedPeer(Peer):
         The home thread may be a window ahead, or behind. Rounds begin and end with it idle, so that
         each has the I/O of as many batches as it trains.
         """
-        self.cache._thread.submit(lambda: None).result()
+        self.cache.mover.thread.submit(lambda: None).result()
 
     def moved(self) -> tuple[int, int]:
         """See `Peer`."""

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from recpoint import Lookahead
+from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.cache.channel import Channel
 from recpoint.embeddings.cache.install import put_in_cache
-from recpoint.embeddings.cache.shared import SharedCache
+from recpoint.embeddings.cache.shared import shared_cache
 from recpoint.embeddings.server.home import ServedHome
 from recpoint.trainer_plugin.state import rng
 from tests.cached_training import INITIAL, Batch, Batches, Model, uncached_model
@@ -45,7 +46,7 @@ class Trainer:
     rank: int
     ranks: int
     model: Model
-    cache: SharedCache
+    cache: Cache
     channel: Channel
 
     def reader(
@@ -153,12 +154,11 @@ def _run(
         cache = put_in_cache(
             model,
             slots,
-            lambda tables: SharedCache(
+            lambda tables: shared_cache(
                 home, tables, open_channel=lambda name: network.channel(rank, name)
             ),
             initial=INITIAL,
         )
-        assert isinstance(cache, SharedCache)
         try:
             return act(
                 Trainer(rank=rank, ranks=network.count, model=model, cache=cache, channel=channel)

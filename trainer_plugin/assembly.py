@@ -157,8 +157,7 @@ def _look_at_cache(ranks: Ranks, trained: Trained) -> Cache | None:
         for group in optimizer.param_groups:
             for table in tables:
                 if any(table.weight is parameter for parameter in group["params"]):
-                    cache.refuse_optimizer(table.cached_rows, optimizer, group)
-                    cache.follow_states(table.cached_rows, optimizer)
+                    cache.refuse_optimizer(table.key_in_cache, optimizer, group)
     return cache
 
 
@@ -212,8 +211,6 @@ def assemble(
         cache = _look_at_cache(ranks, trained)
         if settings.staging.at_servers:
             _require_servers(cache)
-        if cache is not None:
-            cache.writes_back_at_cuts = settings.staging.at_servers
     if isinstance(reader, Lookahead):
         with ranks.together("looking at the reader"):
             if cache is None:

@@ -20,8 +20,9 @@ from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import RestoreReport
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.run_url import naming_errors
-from recpoint.embeddings.cache.cache import Cache, CacheStats
+from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.cache.install import CachedTable
+from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.tables.marks import Tracker
 from recpoint.embeddings.tables.tables import Table, held_ids, zero_rows
 from recpoint.errors import (

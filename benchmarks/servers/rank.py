@@ -32,8 +32,8 @@ from benchmarks.workload import wait_for
 from recpoint import Checkpointer, Options, Staging, Timeouts
 from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.staging import area
-from recpoint.embeddings.cache.cache import CacheStats
-from recpoint.embeddings.cache.shared import SharedCache
+from recpoint.embeddings.cache.cache import Cache
+from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.home.contract import Home, TableRows
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.server.home import ServedHome
@@ -172,7 +172,7 @@ class _Part:
         trained = self.peers[peer]
         assert isinstance(trained, CachedPeer | AllInMemory)
         self._cuts_ms = _measure_calls(Cutter, "cut")
-        self._settles_ms = _measure_calls(SharedCache, "settle")
+        self._settles_ms = _measure_calls(Cache, "settle")
         self._staging = Path(folder) / "staging"
         self._checkpointer = Checkpointer(
             trained.model,

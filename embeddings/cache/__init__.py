@@ -1,16 +1,21 @@
 """Keeps the rows of tables that training needs in memory, and all others at their home.
 
 Read the modules in this order: `slots.py` (the rows in use), `gradients.py` (their gradients),
-`residents.py` (which of them must stay), `settling.py` (the rows of a cut, as they were then),
-`call_thread.py` (a thread that does calls in order), `cache.py` (brings rows before their first
-use, and writes them back after their last), `view.py` (all rows of one moment, for a checkpoint),
-`install.py` (puts a model's tables into a cache) and `clipping.py` (clips gradients by one norm on
-all ranks).
+`residents.py` (which of them must stay), `progress.py` (at which batch a cache is), `mover.py` (the
+home thread, which moves rows between slots and home), `planner.py` (plans the rows of batches and
+hands these out), `slot_lookups.py` (the slots of rows that a module looks up), `cuts.py` with
+`settling.py` and `view.py` (all rows of one moment, for a checkpoint), `steps.py` (the steps of
+optimizers), `cache.py` (puts these parts together), `install.py` (puts a model's tables into a
+cache) and `clipping.py` (clips gradients by one norm on all ranks). `call_thread.py` has the thread
+that does calls in order.
 
-Several trainers may share one home, as ranks of a data-parallel job: `channel.py` (how ranks
-exchange bytes), `turns.py` (what ranks do next, before they exchange bytes for it),
-`same_tables.py` (what ranks share), `batch_ids.py` (ids of coming batches), `exchange.py` (values
-and gradients of rows), `later_step.py` (steps of rows whose gradients come late),
-`step_agreement.py` (what all ranks do in a step), `data_parallel.py` (what must not be averaged,
-and what must be) and `shared.py` (the cache of one rank).
+`trainers.py` says what a cache asks of other trainers that share its rows, and answers for a single
+trainer; `shared.py` answers for the ranks of a data-parallel job. It stands on `rank_channels.py`
+and `channel.py` (how ranks exchange bytes), `turns.py` (what ranks do next, before they exchange
+bytes for it), `meeting.py` (where home threads wait for each other), `membership.py` (how a rank
+works with the others, and leaves them), `same_tables.py` (what ranks share), `batch_ids.py` (ids of
+coming batches), `exchange.py` and `planned_exchanges.py` (values and gradients of rows),
+`reduction.py` (adds gradients at the owners of rows), `later_step.py` (steps of rows whose
+gradients come late), `step_agreement.py` (what all ranks do in a step) and `data_parallel.py` (what
+must not be averaged, and what must be).
 """

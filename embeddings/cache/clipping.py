@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recpoint.embeddings.cache.cache import caches_of
-from recpoint.embeddings.cache.shared import SharedCache
+from recpoint.embeddings.cache.reduction import Reduction
 from recpoint.errors import SettingsError
 
 __all__ = ["clip_grad_norm_"]
@@ -59,8 +59,14 @@ def clip_grad_norm_(
         SettingsError: `norm_type` is not above 0.
     """
     every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    shared = [cache for cache in caches_of(every) if isinstance(cache, SharedCache)]
-    if not shared:
+    tables: set[int] = set()
+    reductions: list[Reduction] = []
+    for cache in caches_of(every):
+        if cache.reduction is not None:
+            cache.end_failed_step()
+            reductions.append(cache.reduction)
+            tables |= {id(weight) for weight in cache.weights}
+    if not reductions:
         return torch.nn.utils.clip_grad_norm_(every, max_norm, norm_type, error_if_nonfinite)
     power = float(norm_type)
     if not power > 0:
@@ -70,13 +76,12 @@ def clip_grad_norm_(
             expected="a number above 0",
             next_step="pass norm_type=2.0",
         )
-    tables = {id(weight) for cache in shared for weight in cache.weights}
     dense = [one for one in every if id(one) not in tables and one.grad is not None]
     dense_norm = _norm_of_dense([one.grad for one in dense if one.grad is not None], power)
     norms = []
-    for cache in shared:
-        own = [_norm(gradient, power) for gradient in cache.average_gradients(every)]
-        by_rank, dense_norm = cache.agree_on_norms(_together(own, power), dense_norm)
+    for reduction in reductions:
+        own = [_norm(gradient, power) for gradient in reduction.average_gradients(every)]
+        by_rank, dense_norm = reduction.agree_on_norms(_together(own, power), dense_norm)
         norms += by_rank
     total = _together([*norms, dense_norm], power)
     if error_if_nonfinite and not math.isfinite(total):
@@ -87,8 +92,8 @@ def clip_grad_norm_(
     found = torch.tensor(total, dtype=torch.float32, device=every[0].device)
     torch.nn.utils.clip_grads_with_norm_(dense, max_norm, found)
     factor = torch.clamp(max_norm / (found + 1e-6), max=1.0)
-    for cache in shared:
-        cache.scale_averaged(every, factor)
+    for reduction in reductions:
+        reduction.scale_averaged(every, factor)
     return found
 
 

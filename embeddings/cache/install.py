@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpoint.catalog.restore.state import canonical_name
-from recpoint.embeddings.cache.cache import Cache
+from recpoint.embeddings.cache.cache import Cache, cache_of_one
 from recpoint.embeddings.cache.data_parallel import leave_out, refuse_wrapped
 from recpoint.embeddings.cache.residents import CachedRows
-from recpoint.embeddings.cache.shared import SharedCache
+from recpoint.embeddings.cache.shared import shared_cache
 from recpoint.embeddings.cache.slots import TableSlots
 from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.home.initial import Initial
@@ -122,11 +122,11 @@ def cached(
             "call recpoint.embeddings.servers(count=...) on all ranks after init_process_group",
         )
     refuse_wrapped(model)
-    kind = SharedCache if home.trainers > 1 else Cache
+    new_cache = shared_cache if home.trainers > 1 else cache_of_one
     cache = put_in_cache(
         model,
         capacity_rows,
-        lambda rows: kind(home, rows, row_local=row_local_optimizers),
+        lambda rows: new_cache(home, rows, row_local=row_local_optimizers),
         initial=initial,
         device=device,
     )

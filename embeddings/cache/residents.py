@@ -43,6 +43,7 @@ class CachedRows:
         marker: is told the rows that a step changes; None: nobody is, and `is_unmarked` says
             whether any row has changed.
         is_unmarked: a row has changed while there was no marker.
+        is_trained: a step has changed rows, on any rank that shares the table.
     """
 
     def __init__(self, slots: TableSlots, initial: FirstValues, storage: Tensor | None) -> None:
@@ -60,6 +61,7 @@ class CachedRows:
         self.looked_up_rows = 0
         self._newest: _Graph | None = None  # of the lookup that is being made
         self.is_at_home = False  # the home has the table
+        self.is_trained = False
         self.watched: tuple[int, Watched] | None = None
         #: The parameter that the module had before, which no optimizer may train any more.
         self.replaced: weakref.ref[Tensor] | None = None
@@ -175,11 +177,21 @@ class CachedRows:
         self.gradients.end_step()
         self.forget_lookups(applied=True)
 
-    def forget_all(self) -> None:
-        """Forget all lookups and gradients."""
+    def release(self, batch: int) -> None:
+        """Let rows of batches up to this one leave their slots, unless a step may change them."""
+        self.forget_lookups()
+        since = self.since
+        self.oracle.release(batch if since is None else min(batch, since - 1))
+
+    def begin_anew(self) -> None:
+        """Forget all lookups, gradients and rows."""
         self.looked_up.clear()
         self.looked_up_rows = 0
         self.gradients.forget()
+        self.is_unmarked = False
+        self.slots.begin_anew()
+        if self.storage is not None:
+            self.drop_storage()
 
 
 class _Lookup:

@@ -183,6 +183,13 @@ class TableSlots:
         arrays = {"": self.weight, **self.states}
         return RecordLayout.of({n: (a.dtype, tuple(a.shape[1:])) for n, a in arrays.items()})
 
+    def begin_anew(self) -> None:
+        """Take all rows out of the slots; row states may become others."""
+        self.ids.fill_(-1)
+        self.ready.zero_()
+        self.changed.zero_()
+        self.layout = None
+
     def refuse_other(self, weight: Tensor) -> None:
         """Refuse a weight that is not the one of these slots, or has other memory by now.
 

@@ -347,7 +347,7 @@ class Play(RuleBasedStateMachine):
     def take_a_view(self, users: set[int] | None, items: set[int] | None, steps: bool) -> None:
         goes_on = threading.Event()
         if steps:  # before the home thread has copied the slots
-            self.cache._thread.submit(goes_on.wait)
+            self.cache.mover.thread.submit(goes_on.wait)
         view = self.cache.view()
         then = {
             name: tuple(array.clone() for array in arrays)
@@ -400,7 +400,7 @@ class Play(RuleBasedStateMachine):
     def each_row_is_in_one_slot(self) -> None:
         if not hasattr(self, "cache"):
             return
-        self.cache._thread.submit(lambda: None).result()
+        self.cache.mover.thread.submit(lambda: None).result()
         for rows in self.cache.tables.values():
             ids, slots = rows.oracle.held()
             assert len(ids) <= rows.slots.capacity

@@ -26,8 +26,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recpoint import Lookahead
+from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.cache.install import CachedTable, CachedTracker, put_in_cache
-from recpoint.embeddings.cache.shared import SharedCache
+from recpoint.embeddings.cache.shared import shared_cache
 from recpoint.embeddings.cache.slots import TableSlots
 from recpoint.embeddings.cache.view import CacheView
 from recpoint.embeddings.server.home import ServedHome
@@ -201,8 +202,8 @@ class Rank:
         )
 
     def _train_at(self, home: ServedHome) -> None:
-        def new_cache(tables: Any) -> SharedCache:
-            return SharedCache(
+        def new_cache(tables: Any) -> Cache:
+            return shared_cache(
                 home, tables, open_channel=lambda name: self.network.channel(self.rank, name)
             )
 
@@ -413,12 +414,12 @@ class Rank:
                 for one, value in states
             }
             layout = slots.fix_layout()
-            self.cache.put_at_home(rows)
+            self.cache.mover.put_at_home(rows)
             records = torch.empty(len(rows.part), layout.size_bytes, dtype=torch.uint8)
             for field, array in zip(layout.fields, arrays, strict=True):
                 layout.put(records, field, array)
             ids = torch.arange(rows.part.start, rows.part.stop)
-            self.cache.write_home(name, ids, records)
+            self.cache.mover.write_idle(name, ids, records)
 
     def _names_of_row_states(self, name: str) -> tuple[str, ...]:
         return {"adagrad": ("sum",), "sgd": ()}.get(self.case.optimizer, ("exp_avg", "exp_avg_sq"))

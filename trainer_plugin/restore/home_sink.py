@@ -40,14 +40,14 @@ class HomeSink:
     def __init__(
         self, table: CachedTable, stored: LogicalTable, piece: Piece, changed: Tensor | None
     ) -> None:
-        self._cache = table.cache
+        self._mover = table.cache.mover
         self._name = table.key_in_cache
         self._stored, self._piece = stored, piece
         self._changed = changed
         self.wanted = table.cached_rows.part
         self._layout: RecordLayout = table.cached_rows.slots.fix_layout()
         # Also if no row is for this rank: other ranks write theirs.
-        table.cache.put_at_home(table.cached_rows)
+        table.cache.mover.put_at_home(table.cached_rows)
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
         """See `RowSink.take`."""
@@ -74,7 +74,7 @@ class HomeSink:
         )
         records = torch.zeros(at.numel(), self._layout.size_bytes, dtype=torch.uint8, device="cpu")
         if len(self._stored.pieces) > 1:
-            self._cache.fetch_home(self._name, ids, records)
+            self._mover.fetch_idle(self._name, ids, records)
         arrays = {field.name: self._layout.array(records, field) for field in self._layout.fields}
         values = arrays.pop("")
         states = {
@@ -85,7 +85,7 @@ class HomeSink:
         place_piece(part, self._stored, self._piece, target)
         for field in self._layout.fields:
             self._layout.put(records, field, arrays.get(field.name, values))
-        self._cache.write_home(self._name, ids, records)
+        self._mover.write_idle(self._name, ids, records)
 
     def mark(self, rows: range | Tensor) -> None:
         """See `RowSink.mark`."""

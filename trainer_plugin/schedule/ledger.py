@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from recpoint.catalog.overview.overview import CAUSES, Histogram, cause_of
-from recpoint.embeddings.cache.cache import CacheStats
+from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.tables.marks import Dirty, Tracker
 from recpoint.format.history import ChosenPrecision
 from recpoint.format.manifest import Kind

@@ -16,8 +16,9 @@ from torch import Tensor
 from recpoint.catalog.staging.sample import Sampler
 from recpoint.catalog.staging.slot import Slot
 from recpoint.catalog.store.contract import now_ms
-from recpoint.embeddings.cache.cache import Cache, CacheStats
+from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.cache.install import CachedTable
+from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.server.home import ServedHome
 from recpoint.embeddings.server.served_part import ServedPart
 from recpoint.embeddings.tables.marks import Dirty, Tracker
@@ -317,8 +318,10 @@ class Cutter:
         if self._cache is None:
             return lambda: None
         cache = self._cache
-        self._at_home = frozenset(filter(cache.stages_at_home, cache.tables))
-        return cache.settle()
+        self._at_home = frozenset(
+            name for name in cache.tables if self._at_servers and cache.stages_at_home(name)
+        )
+        return cache.settle(writes_back=self._at_servers)
 
     def cut(
         self, slot: Slot, request: CutRequest, *, started_ns: int, window: Window | None = None

@@ -208,7 +208,7 @@ def test_a_checkpoint_has_the_rows_of_its_cut_however_late_they_are_read(
                 cache = cache_of(first.model)
                 assert cache is not None
                 for rows in cache.tables.values():  # so that there is something to freeze
-                    cache._thread.submit(partial(cache.put_at_home, rows)).result()
+                    cache.mover.submit(partial(cache.mover.put_at_home, rows)).result()
                 home.may_freeze.clear()
             ckpt.step()
             if ckpt.batches_done == 25:

@@ -88,7 +88,7 @@ def file_limit(size_bytes: int) -> Iterator[None]:
 
 def settled(cache: Cache) -> None:
     """Wait for what the home thread has to do."""
-    cache._thread.submit(lambda: None).result()
+    cache.mover.thread.submit(lambda: None).result()
 
 
 def after_batches(count: int, optimizer: Any = None) -> tuple[Model, Rows]:

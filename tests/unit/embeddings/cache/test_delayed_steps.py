@@ -16,9 +16,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from recpoint.embeddings.cache.cache import CacheStats
 from recpoint.embeddings.cache.install import CachedTable, CachedTracker
 from recpoint.embeddings.cache.later_step import LaterStep
+from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.tables.optimizers import OptimizerWatch
 from recpoint.embeddings.tables.tables import plain_tables
 from tests.cached_training import (

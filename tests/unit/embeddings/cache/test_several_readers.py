@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Adagrad
 
 from recpoint import Lookahead
-from recpoint.embeddings.cache.cache import CacheStats
+from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.errors import SettingsError
 from tests.cached_training import (
     Batches,
