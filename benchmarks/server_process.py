@@ -69,7 +69,7 @@ def serve(settings: ServerSettings, told: Connection) -> None:
         while True:
             told.recv()
             members = [server.member(server.hello().incarnation) for server in servers]
-            told.send(sum(member.difference_rows for member in members))
+            told.send(sum(member.other_servers.difference_rows for member in members))
 
 
 def enter_network(network: str) -> None:

@@ -27,7 +27,7 @@ class Near(Peer):
         self._number = number
 
     def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
-        self._members[self._number].receive(messages)
+        self._members[self._number].other_servers.receive(messages)
 
     def rows(
         self, wanted: Sequence[TableSlots], *, recover: bool, is_condensed: bool = False
@@ -46,7 +46,7 @@ class Near(Peer):
         return member.parity_rows(wanted, at, is_condensed=is_condensed)
 
     def decoded(self, wanted: Sequence[TableSlots], lost: int) -> Members:
-        return self._members[self._number].decoded(wanted, lost)
+        return self._members[self._number].recovery.decoded(wanted, lost)
 
     @property
     def is_unreached(self) -> bool:
@@ -79,9 +79,9 @@ def replaced(
     """Return the successor of a member, which has lost all rows; see `near_members`."""
     survivors = [member for number, member in members.items() if number != lost]
     for member in survivors:
-        member.lose(lost, lost + 1)
-        member.take_back(lost, lost + 1, [])
-        member.join(lost, lost + 11, Near(members, lost))
+        member.other_servers.lose(lost, lost + 1)
+        member.other_servers.take_back(lost, lost + 1, [])
+        member.other_servers.join(lost, lost + 11, Near(members, lost))
     return _begin(members, lost, lost + 11, tables, rows, is_lost=True)
 
 

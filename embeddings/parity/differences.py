@@ -174,7 +174,7 @@ def taken_back(reports: Iterable[Unsettled]) -> dict[int, list[int]]:
     heard = {(report.receiver, report.incarnation): report for report in reports}
 
     def has_arrived(receiver: int, incarnation: int, number: int) -> bool:
-        # Of a receiver that is lost, or was lost before, nothing is left that could disagree.
+        # A lost receiver has no parity rows left that could disagree.
         report = heard.get((receiver, incarnation))
         return report is None or report.applied >= number
 

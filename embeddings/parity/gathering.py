@@ -162,8 +162,6 @@ class Gathering:
             seen[source] = incarnation, number
         return seen
 
-    # What members are computed.
-
     def lost_rows(self, own: Tensor, lost: int) -> Tensor:
         """Return the rows at one position of each stripe, which a server has lost.
 

@@ -1,4 +1,4 @@
-"""Leads the servers of a training: finds lost ones, and puts successors in their places.
+"""Leads the servers of a training: finds lost ones, and has them replaced.
 
 One process of a training, the leader, does this. For each server it knows a `State`:
 
@@ -25,16 +25,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from enum import Enum
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from recpoint.catalog.store.contract import now_ms
-from recpoint.embeddings.parity.own_tables import Known
 from recpoint.embeddings.parity.peers import OutOfStep
-from recpoint.embeddings.parity.recovery import Led, Recovery
+from recpoint.embeddings.parity.replacement import LedServer, Replacement, State
 from recpoint.errors import ClusterLost, HomeError
 
-__all__ = ["Leader", "LedServer", "Loss", "State"]
+__all__ = ["Leader", "Loss"]
 
 _LOG: Final = logging.getLogger("recpoint")
 #: How often the leader looks whether all servers live, and how far recoveries are.
@@ -46,84 +44,11 @@ _TELL_SECONDS: Final = 10.0
 _MOST_CUTS: Final = 2
 
 
-class State(Enum):
-    """What the leader knows of a server. The value says it in words."""
-
-    WHOLE = "has all its rows and parity rows"
-    LOST = "does not answer, and other servers may still listen to it"
-    FORGOTTEN = "no other server listens to it, and what it left unfinished is taken back"
-    BEGUN = "its successor has begun, without rows, and does not answer trainers yet"
-    OPEN = "its successor answers trainers, and recovers rows"
-
-
 class Loss(NamedTuple):
     """When a server was lost, and had all its rows again (None: not yet); in ms since the epoch."""
 
     lost_ms: int
     whole_ms: int | None
-
-
-class LedServer(Led, Protocol):
-    """The calls that the leader makes to one of the servers, or to what is in its place now.
-
-    Raises:
-        ServerLost: it does not answer.
-        HomeError: it cannot do what it is asked for.
-        OutOfStep: it is not that far yet; the call may be repeated.
-    """
-
-    @property
-    def incarnation(self) -> int:
-        """The incarnation that the leader knows of."""
-
-    def lives(self) -> bool:
-        """Whether the incarnation that the leader knows of answers.
-
-        Raises:
-            ClusterLost: no server can be started again.
-        """
-
-    @property
-    def unreached(self) -> Sequence[int]:
-        """Incarnations of servers that it had not reached when it last answered `lives`."""
-
-    def begin(self, number_of_beginning: int) -> None:
-        """Have a server that lives forget everything, and draw an incarnation.
-
-        Args:
-            number_of_beginning: a repeated call with the same number does nothing.
-        """
-
-    def succeed(self, number_of_beginning: int) -> None:
-        """Begin with another process in its place; see `LedServer` for errors.
-
-        What may be left of the server is ended before, if this process has started it. On a Ray
-        cluster, nobody ends a process that lives and does not answer. Then there is no successor.
-        """
-
-    def protect(self) -> None:
-        """Have it take part in parity, and exchange messages with all others as they are now."""
-
-    def tables(self) -> Mapping[str, int]:
-        """Return its tables, and how often each was cleared."""
-
-    def add_table(self, table: str, generation: int, *, is_lost: bool) -> None:
-        """Have it make room for a table, whose rows it has lost if there ever were any."""
-
-    def join(self, other: int) -> None:
-        """Have it exchange messages with another server as that is now."""
-
-    def open(self) -> None:
-        """Have it answer trainers, and recover what it has lost."""
-
-    def known(self) -> Known:
-        """Return how many rows and parity rows it knows."""
-
-    def clear(self, table: str, generation: int) -> None:
-        """Have it forget all rows of a table."""
-
-    def give_up(self) -> None:
-        """Have it tell trainers that the leader has given up."""
 
 
 class Leader:
@@ -136,8 +61,8 @@ class Leader:
     Attributes:
         has_given_up: whether more servers are lost than parity makes up for, or all are beginning
             anew.
-        left: rows and parity rows that are left to recover, by the number of a server that recovers
-            and has said so.
+        missing_rows: how many rows and parity rows are left to recover, by the number of a server
+            that recovers and has said so.
         losses: the last loss of each server that was lost, by its number.
 
     Raises:
@@ -149,11 +74,9 @@ class Leader:
         self._parity = parity
         self._states = [State.WHOLE] * len(self._servers)
         self._lost_at: dict[int, float] = {}
-        self._tables: dict[str, int] = {}  # name -> generation, see `StripeMember.clear`
-        self._beginnings = 0
-        self._recovery = Recovery()
+        self._replacement = Replacement(self._servers)
         self.has_given_up = False
-        self.left: Mapping[int, int] = {}  # replaced, never changed: other threads read it
+        self.missing_rows: Mapping[int, int] = {}  # replaced, never changed: other threads read it
         self.losses: Mapping[int, Loss] = {}  # the same
         self._cuts: Counter[frozenset[int]] = Counter()  # see `_cut_off`
         self._greeting = ThreadPoolExecutor(
@@ -162,9 +85,9 @@ class Leader:
         self._looks = 0  # that have begun; guarded by `_leading`
         self._leading = threading.Lock()
         self._is_over = threading.Event()
-        self._told: dict[str, float] = {}  # what the log says again and again -> when it said so
+        self._logged_at: dict[str, float] = {}  # what the log repeats -> when it said so
         self._watch: threading.Thread | None = None
-        self._protect_all()
+        self._replacement.protect_all()
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -174,22 +97,22 @@ class Leader:
     @property
     def not_whole(self) -> tuple[int, ...]:
         """Numbers of servers that have not all their rows, ascending."""
-        return tuple(at for at, state in enumerate(self._states) if state is not State.WHOLE)
+        return tuple(
+            number for number, state in enumerate(self._states) if state is not State.WHOLE
+        )
 
     @property
     def lost_rows(self) -> int:
         """Rows and parity rows that are left to recover, as far as the last look saw."""
-        return sum(self.left.values())
+        return sum(self.missing_rows.values())
 
     def add_table(self, table: str) -> int:
-        """Have successors get a table, too; returns how often the table was cleared.
+        """Have successors get a table, too; return how often the table was cleared.
 
         The caller adds it at the servers as they are now.
         """
         with self._leading:
-            return self._tables.setdefault(table, 0)
-
-    # What happens again and again.
+            return self._replacement.add_table(table)
 
     def watch(self) -> None:
         """Look every half second in a thread of its own, as long as the leader is referred to."""
@@ -214,9 +137,9 @@ class Leader:
         It raises no error: the log has it, and the next look tries again. Of several threads that
         wait to look, one does.
         """
-        begun = self._looks
+        looks_before = self._looks
         with self._leading:
-            if self._looks == begun and not self.has_given_up and not self._is_over.is_set():
+            if self._looks == looks_before and not self.has_given_up and not self._is_over.is_set():
                 self._look()
 
     def _look(self) -> None:
@@ -237,7 +160,7 @@ class Leader:
                         "on",
                         number + 1,
                     )
-                self._replace(lost)
+                self._replacement.replace(lost, self._states.__setitem__)
         except ClusterLost:
             pass  # nothing begins again, and all calls say so
         except (HomeError, OutOfStep) as error:
@@ -248,7 +171,7 @@ class Leader:
             self._tell(what, "embedding servers: a recovery begins again: %s", what)
 
     def _find_lost(self) -> list[int]:
-        """Have all servers in state WHOLE, OPEN or LOST; returns those that answered before."""
+        """Have all servers in state WHOLE, OPEN or LOST; return those that answered before."""
         answered = self._in_state(State.WHOLE, State.OPEN)
         newly_lost = [
             number
@@ -267,12 +190,12 @@ class Leader:
         if not numbers:
             return []
         *others, last = numbers
-        asked = [self._greeting.submit(self._servers[number].lives) for number in others]
+        answers = [self._greeting.submit(self._servers[number].lives) for number in others]
         try:
             last_lives = self._servers[last].lives()
         finally:
-            wait(asked)
-        return [*(one.result() for one in asked), last_lives]
+            wait(answers)
+        return [*(answer.result() for answer in answers), last_lives]
 
     def _note_lost(self, number: int) -> None:
         self._states[number] = State.LOST
@@ -289,28 +212,28 @@ class Leader:
         servers do not reach. If its successor is cut off as well, the other server's turn comes,
         and then the leader gives up.
         """
-        by_incarnation = {one.incarnation: at for at, one in enumerate(self._servers)}
-        cut = [
+        by_incarnation = {server.incarnation: number for number, server in enumerate(self._servers)}
+        cut_links = [
             (source, by_incarnation[incarnation])
             for source, server in enumerate(self._servers)
             for incarnation in server.unreached
             if incarnation in by_incarnation
         ]
-        pairs = {frozenset(pair) for pair in cut if pair[0] != pair[1]}
+        pairs = {frozenset(pair) for pair in cut_links if pair[0] != pair[1]}
         if not pairs:
             return None
-        links = Counter(number for pair in pairs for number in pair)
-        accused = Counter(target for _, target in cut)
+        cuts_of = Counter(number for pair in pairs for number in pair)
+        accusers_of = Counter(target for _, target in cut_links)
 
         def order(number: int) -> tuple[bool, int, int, int]:
             # The one whose loss parity makes up for, as long as there is one.
             is_affordable = len({*self.not_whole, number}) <= self._parity
-            return is_affordable, links[number], accused[number], number
+            return is_affordable, cuts_of[number], accusers_of[number], number
 
-        ranked = sorted(links, key=order, reverse=True)
+        ranked = sorted(cuts_of, key=order, reverse=True)
         chosen = ranked[0]
         if any(self._cuts[pair] for pair in pairs if chosen in pair):
-            chosen = next((one for one in ranked[1:] if order(one)[0]), chosen)
+            chosen = next((number for number in ranked[1:] if order(number)[0]), chosen)
         names = "; ".join(_names(sorted(pair)) for pair in sorted(pairs, key=sorted))
         if max(self._cuts[pair] for pair in pairs) >= _MOST_CUTS:
             self._note_lost(chosen)
@@ -331,14 +254,14 @@ class Leader:
 
     def _note_progress(self) -> None:
         """Learn how far recoveries are, and say so in the log."""
-        left: dict[int, int] = {}
+        missing_rows: dict[int, int] = {}
         for number in self._in_state(State.OPEN):
             try:
                 known = self._servers[number].known()
             except (HomeError, OutOfStep):
                 continue  # the next look says what is the matter
             if known.known < known.all:
-                left[number] = known.all - known.known
+                missing_rows[number] = known.all - known.known
                 continue
             self._states[number] = State.WHOLE
             for pair in [pair for pair in self._cuts if number in pair]:
@@ -351,46 +274,14 @@ class Leader:
                 number + 1,
                 time.monotonic() - self._lost_at.pop(number),
             )
-        self.left = left
-        if left:
+        self.missing_rows = missing_rows
+        if missing_rows:
             self._tell(
                 "progress",
                 "embedding servers (%s): %d rows and parity rows are left to recover",
                 _names(self.not_whole),
                 self.lost_rows,
             )
-
-    def _replace(self, lost: Sequence[int]) -> None:
-        """Have living servers forget lost ones, and start successors that recover their rows."""
-        living = {at: one for at, one in enumerate(self._servers) if at not in lost}
-        for number in lost:
-            self._recovery.forget(number, self._servers[number].incarnation, living)
-            self._states[number] = State.FORGOTTEN
-        for server in living.values():
-            # Another trainer may have written to a table that this one has not added yet. It had
-            # added the table at all servers before, and no lost server acknowledges writes now.
-            for table, generation in server.tables().items():
-                self._tables.setdefault(table, generation)
-        for number in lost:
-            self._succeed(number)
-            self._states[number] = State.BEGUN
-        for number in lost:
-            self._servers[number].protect()
-            for table, generation in self._tables.items():
-                self._servers[number].add_table(table, generation, is_lost=True)
-        for at, server in enumerate(self._servers):
-            for number in lost:
-                if number != at:
-                    server.join(number)
-        for number in lost:
-            self._servers[number].open()
-            self._states[number] = State.OPEN
-
-    def _succeed(self, number: int) -> None:
-        # If it is the same process after all, it forgets its rows, because the others have
-        # forgotten what it sent.
-        self._beginnings += 1
-        self._servers[number].succeed(self._beginnings)
 
     def _give_up(self) -> None:
         """Have all trainers raise ServerLost; those that do not lead ask the living servers."""
@@ -408,15 +299,17 @@ class Leader:
     def _in_state(self, *states: State) -> list[int]:
         return [number for number, state in enumerate(self._states) if state in states]
 
-    def _tell(self, what: str, text: str, *values: object) -> None:
+    def _tell(self, topic: str, text: str, *values: object) -> None:
         """Log something that would be said at each look, at most every few seconds."""
         now = time.monotonic()
-        if now > self._told.get(what, -_TELL_SECONDS) + _TELL_SECONDS:
-            self._told = {one: at for one, at in self._told.items() if now < at + _TELL_SECONDS}
-            self._told[what] = now
+        if now > self._logged_at.get(topic, -_TELL_SECONDS) + _TELL_SECONDS:
+            self._logged_at = {
+                old_topic: logged_at
+                for old_topic, logged_at in self._logged_at.items()
+                if now < logged_at + _TELL_SECONDS
+            }
+            self._logged_at[topic] = now
             _LOG.warning(text, *values)
-
-    # Restores.
 
     def clear(self, table: str) -> None:
         """Have all servers forget all rows of a table.
@@ -432,50 +325,27 @@ class Leader:
                 self._look()
             if self.has_given_up or self._in_state(State.LOST, State.FORGOTTEN, State.BEGUN):
                 self._begin_anew()
-            generation = self._tables[table] = self._tables.get(table, 0) + 1
-            # One after another: who leads must not wait for threads that wait to lead.
-            for server in self._servers:
-                server.add_table(table, generation, is_lost=False)
-                server.clear(table, generation)
+            self._replacement.clear(table)
 
     def _begin_anew(self) -> None:
-        """Have all servers begin without rows, with successors in place of those that are lost."""
+        """Have all servers begin without rows."""
         self.has_given_up = True  # until all have begun
-        self._beginnings += 1
-        beginning = self._beginnings
-        lives = self._live(range(len(self._servers)))
-        # Those that hang first: calls inside the others may be waiting for them.
-        for number in sorted(range(len(self._servers)), key=lives.__getitem__):
-            if lives[number]:
-                self._servers[number].begin(beginning)
-            else:
-                self._succeed(number)
-        self._protect_all()
-        for server in self._servers:
-            for table, generation in self._tables.items():
-                server.add_table(table, generation, is_lost=False)
-        self._recovery.begin_anew()
+        self._replacement.begin_anew(self._live(range(len(self._servers))))
         self._states = [State.WHOLE] * len(self._servers)
         self._lost_at.clear()
         self._cuts.clear()
-        self.left, self.losses = {}, {}
+        self.missing_rows, self.losses = {}, {}
         self.has_given_up = False
 
-    def _protect_all(self) -> None:
-        for server in self._servers:
-            server.protect()
-        for server in self._servers:
-            server.open()
 
-
-def _look_again(leader: Callable[[], Leader | None], is_over: threading.Event) -> None:
+def _look_again(leader_of: Callable[[], Leader | None], is_over: threading.Event) -> None:
     """Look until the leader has ended. The thread refers to it only while it looks."""
     while not is_over.wait(_LOOK_SECONDS):
-        here = leader()
-        if here is None:
+        leader = leader_of()
+        if leader is None:
             return
-        here.look()
-        del here
+        leader.look()
+        del leader
 
 
 def _names(numbers: Iterable[int]) -> str:

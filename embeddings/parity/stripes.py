@@ -100,12 +100,9 @@ class Stripes:
         self.parity = parity.parity
         self.count = -(-rows // self.data)
         names = sorted(set(hosts))
-        self._cycle = _cycle(parity.data, parity.parity, tuple(names.index(host) for host in hosts))
-        self._shift = shift % self._cycle.stripes
-        self._data_before = self._cycle.data.before(self._shift)
-        self._parity_before = self._cycle.parity.before(self._shift)
-
-    # Rows, as `Placement` has them.
+        cycle = _cycle(parity.data, parity.parity, tuple(names.index(host) for host in hosts))
+        self._row_members = _MemberPlaces.begun_at(cycle.data, shift % cycle.stripes)
+        self._parity_members = _MemberPlaces.begun_at(cycle.parity, shift % cycle.stripes)
 
     def slots(self, server: int) -> int:
         """Return how many slots a server needs, 1 or more. Slots begin at 0."""
@@ -113,15 +110,14 @@ class Stripes:
 
     def slots_of(self, server: int, rows: range) -> range:
         """Return the slots that rows of a range have on a server; an empty range if none has."""
-        before = [self._slots_before(server, row) for row in (rows.start, rows.stop)]
-        return range(before[0], max(before))
+        slots_before = [self._slots_before(server, row) for row in (rows.start, rows.stop)]
+        return range(slots_before[0], max(slots_before))
 
     def _slots_before(self, server: int, row: int) -> int:
         """Return how many slots of a server come before a row."""
         stripe, position = divmod(row, self.data)
-        whole = self._cycle.data.before(stripe + self._shift)[server] - self._data_before[server]
-        at = self._cycle.data.servers[(stripe + self._shift) % self._cycle.stripes]
-        return int(whole) + int((at[:position] == server).sum())
+        in_stripe = self._row_members.servers_of(stripe)[:position]
+        return self._row_members.slots_before(server, stripe) + int((in_stripe == server).sum())
 
     def split(self, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return for each server which ids are there, and their slots.
@@ -134,11 +130,11 @@ class Stripes:
         """
         stripes = torch.div(ids, self.data, rounding_mode="floor")
         server, slots = self.slots_in(stripes, ids - stripes * self.data)
-        found = []
+        by_server = []
         for number in range(self.servers):
             positions = torch.nonzero(server == number).view(-1)
-            found.append((positions, slots[positions]))
-        return found
+            by_server.append((positions, slots[positions]))
+        return by_server
 
     def slots_by_server(self, ids: Tensor | range) -> list[Tensor | range]:
         """Return for each server the slots of rows, as `Placement.slots_by_server` does."""
@@ -151,8 +147,6 @@ class Stripes:
         stripes, positions = self.members_at(server, slots)
         return stripes * self.data + positions
 
-    # Stripes.
-
     def slots_in(self, stripes: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return where rows of stripes are.
 
@@ -163,18 +157,15 @@ class Stripes:
         Returns:
             servers and slots, int64 [n]. A position of the last stripe may have no row.
         """
-        servers, slots = self._cycle.data.at(stripes + self._shift, positions)
-        return servers, slots - self._data_before[servers]
+        return self._row_members.at(stripes, positions)
 
     def members_at(self, server: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return the stripes of a server's slots and their positions there: int64 [n] each."""
-        stripes, positions = self._cycle.data.of(server, slots + self._data_before[server])
-        return stripes - self._shift, positions
+        return self._row_members.of(server, slots)
 
     def parity_slots(self, server: int) -> int:
         """Return how many parity rows are on a server; they begin at 0."""
-        after = self._cycle.parity.before(self.count + self._shift)[server]
-        return int(after - self._parity_before[server])
+        return self._parity_members.slots_before(server, self.count)
 
     def parity_in(self, stripes: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Return where a parity row of stripes is: servers and parity slots, int64 [n] each.
@@ -183,15 +174,13 @@ class Stripes:
             stripes: int64 [n].
             number: 0 … parity - 1, which parity row.
         """
-        numbers = torch.full_like(stripes, number)
-        servers, slots = self._cycle.parity.at(stripes + self._shift, numbers)
-        return servers, slots - self._parity_before[servers]
+        return self._parity_members.at(stripes, torch.full_like(stripes, number))
 
     def members_of(self, stripe: int) -> list[int]:
         """Return the servers of a stripe's rows, in their order, then those of its parity rows."""
-        at = (stripe + self._shift) % self._cycle.stripes
-        of_all = torch.cat([self._cycle.data.servers[at], self._cycle.parity.servers[at]])
-        return [int(server) for server in of_all]
+        of_rows = self._row_members.servers_of(stripe)
+        of_parity = self._parity_members.servers_of(stripe)
+        return [int(server) for server in torch.cat([of_rows, of_parity])]
 
 
 class TablesStripes:
@@ -207,24 +196,20 @@ class TablesStripes:
     def __init__(self, tables: Sequence[Stripes]) -> None:
         first = tables[0]
         self.data, self.parity, self.servers = first.data, first.parity, first.servers
-        self._cycle = first._cycle
         self._count = len(tables)
-        self._rows, self._shift = (
-            torch.tensor(listed, dtype=torch.int64, device="cpu")
-            for listed in ([one.rows for one in tables], [one._shift for one in tables])
-        )
-        self._data_before = torch.stack([one._data_before for one in tables])
-        self._parity_before = torch.stack([one._parity_before for one in tables])
+        rows = [table.rows for table in tables]
+        self._rows = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        self._row_members = _MemberPlaces.of_tables([table._row_members for table in tables])
+        self._parity_members = _MemberPlaces.of_tables([table._parity_members for table in tables])
 
     def slots_in(self, of: Tensor, stripes: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return servers and slots of rows of stripes; see `Stripes.slots_in`."""
-        servers, slots = self._cycle.data.at(stripes + self._shift[of], positions)
-        return servers, slots - self._data_before[of, servers]
+        return self._row_members.at(stripes, positions, of)
 
     def members_at(self, of: Tensor, server: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return the stripes of a server's slots, and their positions there."""
-        stripes, positions = self._cycle.data.of(server, slots + self._data_before[of, server])
-        return stripes - self._shift[of], positions.contiguous()
+        stripes, positions = self._row_members.of(server, slots, of)
+        return stripes, positions.contiguous()
 
     def has_row(self, of: Tensor, stripes: Tensor, positions: Tensor) -> Tensor:
         """Return whether a row is there: the last stripe may have fewer rows."""
@@ -232,14 +217,11 @@ class TablesStripes:
 
     def parity_in(self, of: Tensor, stripes: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Return servers and parity slots of a parity row of each stripe."""
-        numbers = torch.full_like(stripes, number)
-        servers, slots = self._cycle.parity.at(stripes + self._shift[of], numbers)
-        return servers, slots - self._parity_before[of, servers]
+        return self._parity_members.at(stripes, torch.full_like(stripes, number), of)
 
     def parity_at(self, of: Tensor, server: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return the stripes of a server's parity slots, and which parity rows these are."""
-        stripes, numbers = self._cycle.parity.of(server, slots + self._parity_before[of, server])
-        return stripes - self._shift[of], numbers
+        return self._parity_members.of(server, slots, of)
 
     def receivers(self, of: Tensor, stripes: Tensor) -> list[Receiver]:
         """Return the servers that have parity rows of stripes.
@@ -248,15 +230,15 @@ class TablesStripes:
             of: ascending.
             stripes: those of a table ascend.
         """
-        found = [self.parity_in(of, stripes, number) for number in range(self.parity)]
-        servers, places = (torch.cat(of_all) for of_all in zip(*found, strict=True))
+        by_number = [self.parity_in(of, stripes, number) for number in range(self.parity)]
+        servers, slots = (torch.cat(columns) for columns in zip(*by_number, strict=True))
         group = servers * self._count + of.repeat(self.parity)
         # By server and table, then by slot.
-        order = places.argsort(stable=True)
+        order = slots.argsort(stable=True)
         order = order[group[order].argsort(stable=True)]
         counts = torch.bincount(group, minlength=self.servers * self._count).view(-1, self._count)
         return [
-            Receiver(number, of_tables, places[chosen], chosen)
+            Receiver(number, of_tables, slots[chosen], chosen)
             for number, (of_tables, chosen) in enumerate(
                 zip(counts.tolist(), order.split(counts.sum(1).tolist()), strict=True)
             )
@@ -321,6 +303,54 @@ class _Deal(NamedTuple):
         return cycles * len(self.servers) + back[:, 0], back[:, 1]
 
 
+class _MemberPlaces(NamedTuple):
+    """Where members of one kind are, in a table that begins in the middle of a cycle.
+
+    It also stands for several tables. Then the last argument of `at` and `of` says which table a
+    member is of, int64 [n].
+
+    Attributes:
+        deal: how the cycle deals them out.
+        shift: int64 [] or [tables], stripes of the cycle that come before the table.
+        skipped: int64 [servers] or [tables, servers], members of each server in these stripes.
+    """
+
+    deal: _Deal
+    shift: Tensor
+    skipped: Tensor
+
+    @staticmethod
+    def begun_at(deal: _Deal, shift: int) -> _MemberPlaces:
+        """Return the members of a table."""
+        return _MemberPlaces(deal, torch.tensor(shift, device="cpu"), deal.before(shift))
+
+    @staticmethod
+    def of_tables(tables: Sequence[_MemberPlaces]) -> _MemberPlaces:
+        """Return the members of several tables with the same cycle."""
+        shifts = torch.stack([table.shift for table in tables])
+        return _MemberPlaces(
+            tables[0].deal, shifts, torch.stack([table.skipped for table in tables])
+        )
+
+    def at(self, stripes: Tensor, members: Tensor, *of: Tensor) -> tuple[Tensor, Tensor]:
+        """Return servers and slots of members of stripes."""
+        servers, slots = self.deal.at(stripes + self.shift[of], members)
+        return servers, slots - self.skipped[(*of, servers)]
+
+    def of(self, server: int, slots: Tensor, *of: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the stripes of a server's slots, and which members of them these are."""
+        stripes, members = self.deal.of(server, slots + self.skipped[(*of, server)])
+        return stripes - self.shift[of], members
+
+    def slots_before(self, server: int, stripe: int) -> int:
+        """Return how many members of one table are on a server before a stripe."""
+        return int(self.deal.before(stripe + int(self.shift))[server] - self.skipped[server])
+
+    def servers_of(self, stripe: int) -> Tensor:
+        """Return the server of each member of one table's stripe."""
+        return self.deal.servers[(stripe + int(self.shift)) % len(self.deal.servers)]
+
+
 class _Cycle(NamedTuple):
     data: _Deal
     parity: _Deal
@@ -335,8 +365,8 @@ def _cycle(data: int, parity: int, hosts: tuple[int, ...]) -> _Cycle:
     """Deal the members of one cycle out to servers; `hosts` has a number for each server."""
     servers = len(hosts)
     # Neighbours in this order are on different hosts, as far as hosts allow.
-    turns = [hosts[:one].count(hosts[one]) for one in range(servers)]
-    order = sorted(range(servers), key=lambda one: (turns[one], hosts[one]))
+    turns = [hosts[:server].count(hosts[server]) for server in range(servers)]
+    order = sorted(range(servers), key=lambda server: (turns[server], hosts[server]))
     rows_of = [0] * servers
     all_rows: list[list[int]] = []
     all_parity: list[list[int]] = []
@@ -345,10 +375,14 @@ def _cycle(data: int, parity: int, hosts: tuple[int, ...]) -> _Cycle:
         used = [order[(stripe * parity + number) % servers] for number in range(parity)]
         all_parity.append(list(used))
         for _ in range(data):
-            hosts_used = {hosts[one] for one in used}
+            hosts_used = {hosts[server] for server in used}
             best = min(
-                (one for one in range(servers) if one not in used),
-                key=lambda one: (hosts[one] in hosts_used, rows_of[one], (one - stripe) % servers),
+                (server for server in range(servers) if server not in used),
+                key=lambda server: (
+                    hosts[server] in hosts_used,
+                    rows_of[server],
+                    (server - stripe) % servers,
+                ),
             )
             rows_of[best] += 1
             used.append(best)
@@ -357,15 +391,16 @@ def _cycle(data: int, parity: int, hosts: tuple[int, ...]) -> _Cycle:
 
 
 def _deal(dealt: list[list[int]], servers: int) -> _Deal:
-    at = torch.tensor(dealt, dtype=torch.int64, device="cpu")
-    is_at = torch.nn.functional.one_hot(at.view(-1), servers)
-    places = (is_at.cumsum(0) - 1).gather(1, at.view(-1, 1)).view_as(at)
-    counts = is_at.sum(0)
+    server_of = torch.tensor(dealt, dtype=torch.int64, device="cpu")
+    is_on = torch.nn.functional.one_hot(server_of.view(-1), servers)
+    places = (is_on.cumsum(0) - 1).gather(1, server_of.view(-1, 1)).view_as(server_of)
+    counts = is_on.sum(0)
     back = torch.zeros(servers, int(counts.max()), 2, dtype=torch.int64, device="cpu")
     stripe, member = torch.meshgrid(
-        *(torch.arange(size, dtype=torch.int64, device="cpu") for size in at.shape), indexing="ij"
+        *(torch.arange(size, dtype=torch.int64, device="cpu") for size in server_of.shape),
+        indexing="ij",
     )
-    back[at, places] = torch.stack([stripe, member], dim=2)
+    back[server_of, places] = torch.stack([stripe, member], dim=2)
     running = torch.zeros(len(dealt) + 1, servers, dtype=torch.int64, device="cpu")
-    running[1:] = is_at.view(len(dealt), -1, servers).sum(1).cumsum(0)
-    return _Deal(at, places, counts, back, running)
+    running[1:] = is_on.view(len(dealt), -1, servers).sum(1).cumsum(0)
+    return _Deal(server_of, places, counts, back, running)

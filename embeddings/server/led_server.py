@@ -9,8 +9,8 @@ from typing import Final
 
 from recpoint.embeddings.home.forms import TableForm
 from recpoint.embeddings.parity.differences import Unsettled
-from recpoint.embeddings.parity.leader import LedServer
 from recpoint.embeddings.parity.own_tables import Known
+from recpoint.embeddings.parity.replacement import LedServer
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.server.home import Link, ServedTable
 from recpoint.embeddings.server.transport import Greeting, Transport
@@ -180,7 +180,7 @@ class CommandedServer(LedServer):
         self._command("give_up")
 
     def lose(self, server: int, incarnation: int) -> Unsettled | None:
-        """See `Led`. The answer comes in parts of bounded size."""
+        """See `LedServer`. The answer comes in parts of bounded size."""
         found: Unsettled | None = None
         while True:
             start = 0 if found is None else len(found.writes)
@@ -193,7 +193,7 @@ class CommandedServer(LedServer):
                 return found
 
     def take_back(self, server: int, incarnation: int, numbers: Sequence[int]) -> None:
-        """See `Led`. The numbers go in commands of bounded size."""
+        """See `LedServer`. The numbers go in commands of bounded size."""
         for first in range(0, max(1, len(numbers)), _MOST_NUMBERS):
             stop = first + _MOST_NUMBERS
             self._command(

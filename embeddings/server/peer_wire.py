@@ -149,7 +149,7 @@ def answer_peer(
     note = parse(request.text)
     member = server.member(request.incarnation)
     if request.kind == DIFFERENCES:
-        member.receive(_messages(note.get("messages"), rows))
+        member.other_servers.receive(_messages(note.get("messages"), rows))
         return Answer().pieces
     tables = note.get("tables")
     if (
@@ -163,7 +163,7 @@ def answer_peer(
     ]
     is_condensed = note.get("condensed") is True
     if request.kind == DECODED:
-        found = member.decoded(wanted, _number(note.get("lost")))
+        found = member.recovery.decoded(wanted, _number(note.get("lost")))
     elif request.kind == ROWS:
         recover = note.get("recover") is True
         found = member.rows(wanted, recover=recover, is_condensed=is_condensed)

@@ -23,8 +23,9 @@ from recpoint.embeddings.home.contract import Checked
 from recpoint.embeddings.home.forms import TableForm
 from recpoint.embeddings.home.ranks import rank_and_count
 from recpoint.embeddings.parity.differences import KEPT_BYTES
-from recpoint.embeddings.parity.leader import Leader, State
+from recpoint.embeddings.parity.leader import Leader
 from recpoint.embeddings.parity.peers import OutOfStep
+from recpoint.embeddings.parity.replacement import State
 from recpoint.embeddings.parity.stripe_check import Verdict
 from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
 from recpoint.embeddings.server.home import (
@@ -414,7 +415,7 @@ class ProtectedHome(ServedHome):
         loss = self._leader.losses.get(number)
         known_rows = server.rows
         if state is State.OPEN:
-            known_rows -= min(known_rows, self._leader.left.get(number, known_rows))
+            known_rows -= min(known_rows, self._leader.missing_rows.get(number, known_rows))
         elif state is not State.WHOLE:
             known_rows = 0
         return server.model_copy(

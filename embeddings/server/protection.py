@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -13,22 +12,16 @@ from typing import Final, TypeVar
 
 from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.parity.member import StripeMember
-from recpoint.embeddings.parity.peers import OutOfStep, Peer
+from recpoint.embeddings.parity.peers import Peer
 from recpoint.embeddings.parity.stripes import Parity, stripes_of
-from recpoint.errors import HomeError, ServerLost
 
 __all__ = ["Protection", "Reach"]
 
 T = TypeVar("T")
 
-_LOG: Final = logging.getLogger("recpoint")
 #: More than there are calls at a time. Threads are started when they are needed. If there were too
 #: few, servers could wait for each other's threads for ever.
 _MOST_THREADS: Final = 4_096
-#: Between tries, while the leader finds out which server is lost.
-_PAUSE_SECONDS: Final = 0.05
-#: Between tries after any other error.
-_ERROR_SECONDS: Final = 1.0
 
 #: Makes what calls a server: host, port, its incarnation, and the bytes of rows of each table.
 Reach = Callable[[str, int, int, Mapping[str, int]], Peer]
@@ -83,7 +76,7 @@ class Protection:
 
     def join(self, server: int, incarnation: int, host: str, port: int) -> None:
         """Begin to exchange messages with a server."""
-        self.member.join(server, incarnation, self._peer(host, port, incarnation))
+        self.member.other_servers.join(server, incarnation, self._peer(host, port, incarnation))
 
     def _peer(self, host: str, port: int, incarnation: int) -> Peer:
         return self._reach(host, port, incarnation, self._row_bytes)
@@ -111,32 +104,19 @@ class Protection:
         """Answer trainers from now on, and recover what is lost. Again, it does nothing."""
         if not self.member.is_open:
             recovery = threading.Thread(
-                target=self._recover_all, name="recpoint-recovery", daemon=True
+                target=self.member.recovery.recover_all,
+                args=(self._is_over, self._name),
+                name="recpoint-recovery",
+                daemon=True,
             )
             recovery.start()  # raises if the process can have no more threads
             self._recovery = recovery
             self.member.is_open = True
 
-    def _recover_all(self) -> None:
-        has_told = False
-        while not self._is_over.is_set():
-            try:
-                if not self.member.recover_next():
-                    return
-            except (ServerLost, OutOfStep) as error:
-                _LOG.debug("%s waits with its recovery: %s", self._name, error)
-                self._is_over.wait(_PAUSE_SECONDS)
-            except (HomeError, ValueError, RuntimeError, OSError, MemoryError) as error:
-                # One bad answer, or one moment without memory, must not end the recovery.
-                if not has_told and not self._is_over.is_set():
-                    _LOG.error("%s cannot recover its rows, and tries again: %s", self._name, error)
-                    has_told = True
-                self._is_over.wait(_ERROR_SECONDS)
-
     def end(self) -> None:
         """End the recovery, and close the connections. The home stays as it is."""
         self._is_over.set()
-        self.member.close()
+        self.member.other_servers.close()
         if self._recovery is not None and self._recovery is not threading.current_thread():
             self._recovery.join(timeout=5.0)
         self._threads.shutdown(wait=False)

@@ -150,7 +150,7 @@ class EmbeddingServer(Transport):
             host=socket.gethostname(),
             pid=os.getpid(),
             owner=self._owner,
-            unreached=() if protection is None else protection.member.unreached,
+            unreached=() if protection is None else protection.member.other_servers.unreached,
         )
 
     def command(
@@ -218,7 +218,7 @@ class EmbeddingServer(Transport):
             for one in wanted:
                 self._table(one.table)
             if member is not None:
-                member.recover([TableSlots(table, slots) for table, slots, _ in wanted])
+                member.recovery.recover([TableSlots(table, slots) for table, slots, _ in wanted])
             with self._using(wanted):
                 return self._home.fetch_all(wanted)
 
@@ -259,11 +259,12 @@ class EmbeddingServer(Transport):
                 self._table(one.table)
             if member is not None:
                 # If the table is cleared after this, the write is late, and is not done.
-                member.recover([TableSlots(table, slots) for table, slots, _ in changed])
+                member.recovery.recover([TableSlots(table, slots) for table, slots, _ in changed])
             with self._using(changed):
                 self._write(changed, member, trainer, batch)
             if member is not None:
-                member.flush()  # also for a call that comes again: it is acknowledged below
+                # Also for a call that comes again: it is acknowledged below.
+                member.other_servers.flush()
 
     def _write(
         self, changed: Sequence[TableRows], member: StripeMember | None, trainer: int, batch: int
@@ -396,7 +397,9 @@ class EmbeddingServer(Transport):
                 given.number("port"),
             )
         elif name == "lose":
-            unsettled = member.lose(given.number("server"), given.number("incarnation"))
+            unsettled = member.other_servers.lose(
+                given.number("server"), given.number("incarnation")
+            )
             if unsettled is None:
                 return {"unsettled": None, "are_all": True}
             start = given.number("start")
@@ -404,7 +407,7 @@ class EmbeddingServer(Transport):
             are_all = start + len(part.writes) >= len(unsettled.writes)
             return {"unsettled": part.to_json(), "are_all": are_all}
         elif name == "take_back":
-            member.take_back(
+            member.other_servers.take_back(
                 given.number("server"),
                 given.number("incarnation"),
                 given.listed("numbers"),

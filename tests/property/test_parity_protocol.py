@@ -30,10 +30,11 @@ from torch import Tensor
 from recpoint.embeddings.home.contract import TableRows
 from recpoint.embeddings.home.memory import MemoryHome
 from recpoint.embeddings.parity.differences import Unsettled
-from recpoint.embeddings.parity.leader import Leader, LedServer, State
+from recpoint.embeddings.parity.leader import Leader
 from recpoint.embeddings.parity.member import StripeMember
 from recpoint.embeddings.parity.own_tables import Known
 from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent, TableSlots
+from recpoint.embeddings.parity.replacement import LedServer, State
 from recpoint.embeddings.parity.stripe_check import Verdict
 from recpoint.embeddings.parity.stripes import Parity, Stripes, TablesStripes, stripes_of
 from recpoint.errors import ServerLost
@@ -97,7 +98,7 @@ class Line(Peer):
     def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
         for sent, given in messages:  # a call may end between two of them
             copied = replace(given, slots=given.slots.clone(), rows=given.rows.clone())
-            receive = partial(self._target.protects.receive, [(sent, copied)])
+            receive = partial(self._target.protects.other_servers.receive, [(sent, copied)])
             self._call(receive, may_come_again=True)
 
     def rows(
@@ -123,7 +124,7 @@ class Line(Peer):
     def decoded(self, wanted: Sequence[TableSlots], lost: int) -> Members:
         if self._network.is_busy(self._target.number):
             raise _lost(self._target)
-        return self._call(lambda: self._target.protects.decoded(wanted, lost))
+        return self._call(lambda: self._target.protects.recovery.decoded(wanted, lost))
 
     @property
     def is_unreached(self) -> bool:
@@ -193,7 +194,7 @@ class Led(LedServer):
     def join(self, other: int) -> None:
         incarnation = self._machine.led[other].incarnation
         self._call(
-            lambda server: server.protects.join(
+            lambda server: server.protects.other_servers.join(
                 other, incarnation, self._machine.line(server, incarnation)
             ),
             may_come_again=True,
@@ -223,13 +224,15 @@ class Led(LedServer):
         self._call(lambda server: None)
 
     def lose(self, server: int, incarnation: int) -> Unsettled | None:
-        return self._call(lambda here: here.protects.lose(server, incarnation), may_come_again=True)
+        return self._call(
+            lambda here: here.protects.other_servers.lose(server, incarnation), may_come_again=True
+        )
 
     def take_back(self, server: int, incarnation: int, numbers: Sequence[int]) -> None:
         def take_back(here: Process) -> None:
             for number in numbers:  # in parts
-                here.protects.take_back(server, incarnation, [number], are_all=False)
-            here.protects.take_back(server, incarnation, [])
+                here.protects.other_servers.take_back(server, incarnation, [number], are_all=False)
+            here.protects.other_servers.take_back(server, incarnation, [])
 
         self._call(take_back, may_come_again=True)
 
@@ -474,14 +477,14 @@ class ParityMachine(RuleBasedStateMachine):
     def send(self, server: Process, slots: Mapping[str, Tensor], records: list[bytes]) -> None:
         """Write rows of several tables in one call; `records` has those of each in turn."""
         self.require_open(server)
-        server.protects.recover([TableSlots(*one) for one in slots.items()])
+        server.protects.recovery.recover([TableSlots(*one) for one in slots.items()])
         left = iter(records)
         changed = []
         for table, chosen in slots.items():
             rows = [list(next(left)) for _ in chosen]
             changed.append(TableRows(table, chosen, torch.tensor(rows, dtype=torch.uint8)))
         server.protects.write(changed)
-        server.protects.flush()
+        server.protects.other_servers.flush()
         self.require_open(server)
 
     def require_open(self, server: Process) -> None:
@@ -513,7 +516,7 @@ class ParityMachine(RuleBasedStateMachine):
             # What happens meanwhile is in this thread: it must not wait for this recovery.
             self.network.busy.add(number)
             try:
-                server.protects.recover([TableSlots(table, slots)])
+                server.protects.recovery.recover([TableSlots(table, slots)])
             finally:
                 self.network.busy.discard(number)
             self.require_open(server)
@@ -594,10 +597,10 @@ class ParityMachine(RuleBasedStateMachine):
         if slots and server.member is not None and server is not self.servers[server.number]:
             here = torch.arange(slots, dtype=torch.int64)
             try:
-                server.protects.recover([TableSlots(TABLE, here)])
+                server.protects.recovery.recover([TableSlots(TABLE, here)])
                 records = torch.full((slots, RECORD_BYTES), 252, dtype=torch.uint8)
                 server.protects.write([TableRows(TABLE, here, records)])
-                server.protects.flush()
+                server.protects.other_servers.flush()
             except (ServerLost, OutOfStep, Killed):
                 return
             raise AssertionError("other servers take what a server sends that has a successor")
@@ -657,7 +660,7 @@ class ParityMachine(RuleBasedStateMachine):
             return
         self.network.busy.add(number)
         try:
-            server.protects.recover_next()
+            server.protects.recovery.recover_next()
         except (ServerLost, OutOfStep, Killed):
             pass
         finally:
@@ -708,7 +711,7 @@ class ParityMachine(RuleBasedStateMachine):
             return
         try:
             for one in self.servers:
-                one.protects.flush()
+                one.protects.other_servers.flush()
         except OutOfStep:
             return  # not all have joined each other yet
         self.check_stripes()
@@ -743,10 +746,10 @@ class ParityMachine(RuleBasedStateMachine):
         self.leader.look()
         assert all(one.is_alive and one.is_open and not one.is_silent for one in self.servers)
         for _ in range(100):
-            if not any([one.protects.recover_next() for one in self.servers]):
+            if not any([one.protects.recovery.recover_next() for one in self.servers]):
                 break
         for one in self.servers:
-            one.protects.flush()
+            one.protects.other_servers.flush()
         assert all(one.is_whole for one in self.servers)
         self.leader.look()
         assert set(self.leader.states) == {State.WHOLE} and self.leader.lost_rows == 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recpoint.embeddings.home.contract import TableRows
-from recpoint.embeddings.parity import member as member_module
+from recpoint.embeddings.parity import recover as recover_module
 from recpoint.embeddings.parity.member import StripeMember
 from recpoint.embeddings.parity.own_tables import OwnTable, RowsOfTables, first_batch
 from recpoint.embeddings.parity.peers import Members, TableSlots
@@ -39,7 +39,7 @@ def written(members: dict[int, StripeMember]) -> None:
                 for table, record_bytes in TABLES.items()
             ]
         )
-        member.flush()
+        member.other_servers.flush()
 
 
 def records_at(member: StripeMember, table: str) -> list[list[int]]:
@@ -67,13 +67,13 @@ def test_lost_rows_of_many_tables_are_decoded_in_one_call(decodings: list[list[s
     members = near_members(TABLES, ROWS)
     written(members)
     successor = replaced(members, 0, TABLES, ROWS)
-    successor.recover([TableSlots(table, ids_of(slots_of(table, 0))) for table in TABLES])
+    successor.recovery.recover([TableSlots(table, ids_of(slots_of(table, 0))) for table in TABLES])
     # One call to each of the two others for each length of rows.
     assert sorted(decodings) == [["a", "b", "c"], ["a", "b", "c"], ["d"], ["d"]]
     for table, record_bytes in TABLES.items():
         expected = records_of(slots_of(table, 0), record_bytes, version=0)
         assert records_at(successor, table) == expected.tolist()
-    successor.recover([TableSlots(table, ids_of(slots_of(table, 0))) for table in TABLES])
+    successor.recovery.recover([TableSlots(table, ids_of(slots_of(table, 0))) for table in TABLES])
     assert len(decodings) == 4, "all are known"
 
 
@@ -82,7 +82,7 @@ def test_the_background_recovers_small_tables_together(decodings: list[list[str]
     written(members)
     successor = replaced(members, 0, TABLES, ROWS)
     rounds = 0
-    while successor.recover_next():
+    while successor.recovery.recover_next():
         rounds += 1
     assert rounds == 4, "rows of two lengths, then parity rows"
     assert len(decodings) == 4
@@ -123,11 +123,11 @@ def test_a_read_of_rows_that_are_known_waits_for_no_batch(
 ) -> None:
     members = near_members({"a": 5}, ROWS)
     successor = replaced(members, 0, {"a": 5}, ROWS)
-    successor.recover([TableSlots("a", ids_of([0, 1]))])
+    successor.recovery.recover([TableSlots("a", ids_of([0, 1]))])
     held = Held(monkeypatch)
-    background = in_thread(successor.recover_next)
+    background = in_thread(successor.recovery.recover_next)
     assert held.has_begun.wait(60.0)
-    read = in_thread(lambda: successor.recover([TableSlots("a", ids_of([0, 1]))]))
+    read = in_thread(lambda: successor.recovery.recover([TableSlots("a", ids_of([0, 1]))]))
     read.join(60.0)
     assert not read.is_alive() and background.is_alive()
     held.may_go_on.set()
@@ -138,20 +138,20 @@ def test_a_read_of_rows_that_are_known_waits_for_no_batch(
 def test_the_background_lets_a_read_of_lost_rows_go_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(member_module, "_GIVE_WAY_SECONDS", 60.0)
+    monkeypatch.setattr(recover_module, "_GIVE_WAY_SECONDS", 60.0)
     batches: list[threading.Thread] = []  # the thread that has looked for one
 
     def noted(missing: Iterable[tuple[OwnTable, Tensor]]) -> RowsOfTables:
         batches.append(threading.current_thread())
         return first_batch(missing)
 
-    monkeypatch.setattr(member_module, "first_batch", noted)
+    monkeypatch.setattr(recover_module, "first_batch", noted)
     members = near_members({"a": 5}, ROWS)
     successor = replaced(members, 0, {"a": 5}, ROWS)
     held = Held(monkeypatch)
-    read = in_thread(lambda: successor.recover([TableSlots("a", ids_of([3]))]))
+    read = in_thread(lambda: successor.recovery.recover([TableSlots("a", ids_of([3]))]))
     assert held.has_begun.wait(60.0)
-    background = in_thread(successor.recover_next)
+    background = in_thread(successor.recovery.recover_next)
     background.join(0.2)
     assert background.is_alive() and background not in batches
     held.may_go_on.set()

@@ -132,8 +132,8 @@ def test_rows_that_do_not_change_are_not_sent() -> None:
     for _ in range(100):
         write(here, [0, 1, 2, 3], 1)
     write(here, [0, 1, 2, 3, 4], 1)
-    assert here.difference_rows == 5
-    here.flush()
+    assert here.other_servers.difference_rows == 5
+    here.other_servers.flush()
     given = [one for peer in peers.values() for one in peer.sent]
     assert sum(len(one.slots) for one in given) == 5
     assert all(bool((one.rows[:, :-1] == 1).all()) and len(one.slots) for one in given)
@@ -150,12 +150,12 @@ def test_tables_whose_rows_have_one_length_share_a_message() -> None:
             for table, size in tables.items()
         ]
     )
-    here.flush()
+    here.other_servers.flush()
     for peer in peers.values():
         assert [[one.table for one in given.tables] for given in peer.sent] == [["a", "b"], ["c"]]
         for given in peer.sent:
             assert sum(one.rows for one in given.tables) == len(given.slots) == len(given.rows)
-    assert here.difference_rows == 3 * 6
+    assert here.other_servers.difference_rows == 3 * 6
 
 
 def test_differences_of_a_write_that_fails_in_the_middle_are_those_of_the_rows_stored() -> None:
@@ -170,7 +170,7 @@ def test_differences_of_a_write_that_fails_in_the_middle_are_those_of_the_rows_s
     home.full = {"b"}
     with pytest.raises(HomeError, match="no room"):
         here.write(rows)
-    here.flush()
+    here.other_servers.flush()
     sent = [given for peer in peers.values() for given in peer.sent]
     assert all(given.tables for given in sent)
     assert {one.table for given in sent for one in given.tables} == {"a"}
@@ -179,7 +179,7 @@ def test_differences_of_a_write_that_fails_in_the_middle_are_those_of_the_rows_s
         peer.sent.clear()
     home.full = set()
     here.write(rows)  # as its trainer does
-    here.flush()
+    here.other_servers.flush()
     again = [given for peer in peers.values() for given in peer.sent]
     assert {one.table for given in again for one in given.tables} == {"b"}
 
@@ -192,11 +192,11 @@ def test_a_message_that_fails_in_the_middle_is_added_once(is_lost: bool) -> None
     rows = torch.full((2, 4), 9, dtype=torch.uint8)
     shares = [TableShare("a", 0, 1), TableShare("b", 0, 1)]
     given = Differences(tables=shares, slots=torch.tensor([0, 0]), rows=rows)
-    here.receive([(message(1), given)])
+    here.other_servers.receive([(message(1), given)])
     home.full = {"b\0parity"}
     for _ in range(3):
         with pytest.raises(HomeError, match="no room"):
-            here.receive([(message(2), given)])
+            here.other_servers.receive([(message(2), given)])
 
     def parity(table: str, at: int | None = None) -> list[int]:
         moments = {} if at is None else {1: (1, at)}
@@ -205,20 +205,20 @@ def test_a_message_that_fails_in_the_middle_is_added_once(is_lost: bool) -> None
     assert parity("a", 1) == parity("b", 1) == [9] * 4, "what message 2 has added is left out"
     if is_lost:
         home.full = {"a\0parity"}
-        report = here.lose(1, 1)
+        report = here.other_servers.lose(1, 1)
         assert report is not None and report.applied == 1
         for _ in range(2):
             with pytest.raises(HomeError, match="no room"):
-                here.take_back(1, 1, [1])
+                here.other_servers.take_back(1, 1, [1])
         home.full = {"b\0parity"}
         with pytest.raises(HomeError, match="no room"):
-            here.take_back(1, 1, [1])
+            here.other_servers.take_back(1, 1, [1])
         assert parity("a") == parity("b") == [9] * 4, "message 1 is left"
         home.full = set()
-        here.take_back(1, 1, [1])
+        here.other_servers.take_back(1, 1, [1])
     else:
         home.full = set()
-        here.receive([(message(2), given)])
+        here.other_servers.receive([(message(2), given)])
     assert parity("a") == parity("b") == [0] * 4
 
 
@@ -235,10 +235,10 @@ def test_differences_that_fit_no_table_are_refused(
 ) -> None:
     here = member({1: (1, Kept()), 2: (2, Kept())})
     with pytest.raises(error, match=match):
-        here.receive([(message(1), replace(difference(), tables=shares))])
+        here.other_servers.receive([(message(1), replace(difference(), tables=shares))])
     with pytest.raises(ValueError, match="5 bytes a row, expected 6"):
-        here.receive([(message(1), difference(RECORD_BYTES))])
-    here.receive([(message(1), difference())])
+        here.other_servers.receive([(message(1), difference(RECORD_BYTES))])
+    here.other_servers.receive([(message(1), difference())])
     slots = TableSlots(TABLE, torch.tensor([0]))
     assert here.parity_rows([slots], {}).rows.all()
     with pytest.raises(OutOfStep, match="message 2, which has not arrived"):
@@ -293,26 +293,26 @@ def test_small_messages_do_not_fill_memory() -> None:
 def test_a_late_call_about_a_lost_server_drops_no_successor() -> None:
     first, late, successor = Kept(), Kept(), Kept()
     here = member({1: (1, first), 2: (2, Kept())})
-    here.receive([(message(1), difference())])
+    here.other_servers.receive([(message(1), difference())])
     with pytest.raises(OutOfStep, match="not lost"):
-        here.take_back(1, 1, [1])
-    report = here.lose(1, 1)
+        here.other_servers.take_back(1, 1, [1])
+    report = here.other_servers.lose(1, 1)
     assert report is not None and report.applied == 1 and first.is_closed
-    here.take_back(1, 1, [1], are_all=False)
-    assert here.lose(1, 1) is not None, "more may follow"
-    here.take_back(1, 1, [])
-    here.join(1, 1, late)
+    here.other_servers.take_back(1, 1, [1], are_all=False)
+    assert here.other_servers.lose(1, 1) is not None, "more may follow"
+    here.other_servers.take_back(1, 1, [])
+    here.other_servers.join(1, 1, late)
     assert late.is_closed
     with pytest.raises(OutOfStep, match="not joined"):
-        here.receive([(message(2), difference())])
-    here.join(1, 11, successor)
-    here.receive([(message(1, incarnation=11), difference())])
-    assert here.lose(1, 1) is None
-    here.take_back(1, 1, [1])
-    here.join(1, 1, Kept())
-    here.receive([(message(2, incarnation=11), difference())])
+        here.other_servers.receive([(message(2), difference())])
+    here.other_servers.join(1, 11, successor)
+    here.other_servers.receive([(message(1, incarnation=11), difference())])
+    assert here.other_servers.lose(1, 1) is None
+    here.other_servers.take_back(1, 1, [1])
+    here.other_servers.join(1, 1, Kept())
+    here.other_servers.receive([(message(2, incarnation=11), difference())])
     write(here, list(range(8)), 1)
-    here.flush()
+    here.other_servers.flush()
     assert successor.sent and not successor.is_closed and not first.sent
     # 1 was taken back, and the successor's two messages take each other away.
     assert not here.parity_rows([TableSlots(TABLE, torch.tensor([0]))], {}).rows.any()

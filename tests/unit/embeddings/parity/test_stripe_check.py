@@ -122,14 +122,14 @@ def test_a_server_that_others_take_for_lost_compares_and_decodes_nothing() -> No
     slots = torch.arange(stripes.parity_slots(holder))
     assert set(members[holder].check("items", slots).tolist()) == {Verdict.FITS}
     for number in (0, 1):
-        members[number].lose(holder, holder + 1)
+        members[number].other_servers.lose(holder, holder + 1)
         rows = torch.arange(len(stripes.slots_of(number, range(30))))
         records = torch.full((len(rows), RECORD_BYTES), number + 7, dtype=torch.uint8)
         members[number].write([TableRows("items", rows, records)])
-        members[number].flush()
+        members[number].other_servers.flush()
     with pytest.raises(OutOfStep, match="does not send to server 3"):
         members[holder].check("items", slots)
     lost = torch.arange(len(stripes.slots_of(0, range(30))))
     servers, _ = stripes.parity_in(stripes.members_at(0, lost)[0], 0)
     with pytest.raises(OutOfStep, match="does not send to server 3"):
-        members[holder].decoded([TableSlots("items", lost[servers == holder])], 0)
+        members[holder].recovery.decoded([TableSlots("items", lost[servers == holder])], 0)

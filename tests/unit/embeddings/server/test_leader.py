@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from recpoint.embeddings.parity.differences import Unsettled
-from recpoint.embeddings.parity.leader import State
 from recpoint.embeddings.parity.peers import (
     Differences,
     Members,
@@ -23,6 +22,7 @@ from recpoint.embeddings.parity.peers import (
     TableShare,
     TableSlots,
 )
+from recpoint.embeddings.parity.replacement import State
 from recpoint.embeddings.parity.stripes import Parity, stripes_of
 from recpoint.embeddings.server.home import Link
 from recpoint.embeddings.server.led_server import CommandedServer, Servers
@@ -477,11 +477,11 @@ def test_a_report_about_many_writes_comes_in_parts_that_fit() -> None:
         sent = Sent(source=1, incarnation=101, number=number, write=number, shares=shares)
         rows = torch.full((1, RECORD_BYTES + 1), number % 256, dtype=torch.uint8)
         given = Differences(tables=[TableShare("items", 0, 1)], slots=torch.tensor([0]), rows=rows)
-        server.member(incarnation).receive([(sent, given)])
+        server.member(incarnation).other_servers.receive([(sent, given)])
     alone = Sent(
         source=1, incarnation=101, number=count + 1, write=0, shares={0: (incarnation, count + 1)}
     )
-    server.member(incarnation).receive([(alone, given)])
+    server.member(incarnation).other_servers.receive([(alone, given)])
     sizes: list[int] = []
 
     class Measured(PassedOn):
