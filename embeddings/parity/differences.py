@@ -93,28 +93,28 @@ class Outbox:
         self.waiting: deque[tuple[Sent, Differences]] = deque()
         self._open: deque[tuple[int, int]] = deque()  # number and write, not known to be settled
 
-    def add(self, sent: Sent, given: Differences) -> None:
+    def add(self, sent: Sent, differences: Differences) -> None:
         """Add the next message."""
         assert sent.number == self.last + 1
         self.last = sent.number
         self._open.append((sent.number, sent.write))
-        self.waiting.append((sent, given))
+        self.waiting.append((sent, differences))
 
     def oldest(self, writes: Writes) -> list[tuple[Sent, Differences]]:
         """Return the oldest messages that may not have arrived, as many as one call carries."""
         while self._open and writes.is_acknowledged(self._open[0][1]):
             self._open.popleft()
         settled = self._open[0][0] - 1 if self._open else self.last
-        found: list[tuple[Sent, Differences]] = []
+        messages: list[tuple[Sent, Differences]] = []
         size = notes = 0
-        for sent, given in itertools.islice(self.waiting, _MOST_MESSAGES):
-            size += given.slots.nbytes + given.rows.nbytes
+        for sent, differences in itertools.islice(self.waiting, _MOST_MESSAGES):
+            size += differences.slots.nbytes + differences.rows.nbytes
             notes += 512 + 64 * len(sent.shares)
-            notes += sum(64 + 6 * len(share.table) for share in given.tables)
-            if found and (size > _CALL_BYTES or notes > _NOTE_BYTES):
+            notes += sum(64 + 6 * len(share.table) for share in differences.tables)
+            if messages and (size > _CALL_BYTES or notes > _NOTE_BYTES):
                 break
-            found.append((replace(sent, settled=settled), given))
-        return found
+            messages.append((replace(sent, settled=settled), differences))
+        return messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,9 @@ class Unsettled:
 
     def to_json(self) -> str:
         """Return it as text, for `from_json`."""
-        writes = [[[one, *share] for one, share in shares.items()] for shares in self.writes]
+        writes = [
+            [[receiver, *share] for receiver, share in shares.items()] for shares in self.writes
+        ]
         return json.dumps([self.receiver, self.incarnation, self.applied, writes])
 
     @staticmethod
@@ -158,7 +160,13 @@ class Unsettled:
             receiver=receiver,
             incarnation=incarnation,
             applied=applied,
-            writes=[{one: (its, number) for one, its, number in shares} for shares in writes],
+            writes=[
+                {
+                    server: (server_incarnation, number)
+                    for server, server_incarnation, number in shares
+                }
+                for shares in writes
+            ],
         )
 
 
@@ -171,23 +179,23 @@ def taken_back(reports: Iterable[Unsettled]) -> dict[int, list[int]]:
     Args:
         reports: of all servers that live.
     """
-    heard = {(report.receiver, report.incarnation): report for report in reports}
+    reports_by_receiver = {(report.receiver, report.incarnation): report for report in reports}
 
     def has_arrived(receiver: int, incarnation: int, number: int) -> bool:
         # A lost receiver has no parity rows left that could disagree.
-        report = heard.get((receiver, incarnation))
+        report = reports_by_receiver.get((receiver, incarnation))
         return report is None or report.applied >= number
 
-    back: dict[int, list[int]] = {}
-    for report in heard.values():
+    numbers_by_receiver: dict[int, list[int]] = {}
+    for report in reports_by_receiver.values():
         numbers = [
             shares[report.receiver][1]
             for shares in report.writes
-            if not all(has_arrived(one, *share) for one, share in shares.items())
+            if not all(has_arrived(other, *share) for other, share in shares.items())
         ]
         if numbers:
-            back[report.receiver] = sorted(numbers)
-    return back
+            numbers_by_receiver[report.receiver] = sorted(numbers)
+    return numbers_by_receiver
 
 
 class OfTable(NamedTuple):
@@ -203,17 +211,17 @@ class Added:
     """Differences that were added to parity rows, of all tables or of the first ones.
 
     Args:
-        given: the differences. They are kept as they are.
+        differences: the differences. They are kept as they are.
 
     Attributes:
         tables: how many tables of them were added.
     """
 
-    def __init__(self, given: Differences) -> None:
-        self._given = given
-        self._ends = [0, *itertools.accumulate(share.rows for share in given.tables)]
+    def __init__(self, differences: Differences) -> None:
+        self._differences = differences
+        self._ends = [0, *itertools.accumulate(share.rows for share in differences.tables)]
         self._places = {
-            (share.table, share.generation): place for place, share in enumerate(given.tables)
+            (share.table, share.generation): place for place, share in enumerate(differences.tables)
         }
         self.tables = 0
 
@@ -225,18 +233,20 @@ class Added:
     @property
     def count(self) -> int:
         """Number of tables."""
-        return len(self._given.tables)
+        return len(self._differences.tables)
 
     @property
     def size_bytes(self) -> int:
         """Memory of slots and rows."""
-        return self._given.slots.nbytes + self._given.rows.nbytes
+        return self._differences.slots.nbytes + self._differences.rows.nbytes
 
     def part(self, number: int) -> OfTable:
         """Return the differences of a table by its place."""
-        share, given = self._given.tables[number], self._given
+        share, differences = self._differences.tables[number], self._differences
         rows = slice(self._ends[number], self._ends[number + 1])
-        return OfTable(share.table, share.generation, given.slots[rows], given.rows[rows])
+        return OfTable(
+            share.table, share.generation, differences.slots[rows], differences.rows[rows]
+        )
 
     def add(self, to_parity: Callable[[OfTable], None]) -> None:
         """Add the tables that were not. If one fails, those before it were added."""
@@ -272,7 +282,7 @@ class Inbox:
         self.applied = 0
         self.half_added: Added | None = None
         self._settled = 0
-        self._kept: OrderedDict[int, tuple[Sent, Added]] = OrderedDict()
+        self._kept_messages: OrderedDict[int, tuple[Sent, Added]] = OrderedDict()
         self._kept_bytes = 0
 
     def is_new(self, sent: Sent) -> bool:
@@ -292,13 +302,13 @@ class Inbox:
         self.applied = sent.number
         self.half_added = None
         self._settled = max(self._settled, sent.settled)
-        self._kept[sent.number] = sent, added
+        self._kept_messages[sent.number] = sent, added
         self._kept_bytes += _size_bytes(sent, added)
         while self._kept_bytes > KEPT_BYTES:
-            number, oldest = next(iter(self._kept.items()))
+            number, oldest = next(iter(self._kept_messages.items()))
             if number > self._settled:
                 break
-            del self._kept[number]
+            del self._kept_messages[number]
             self._kept_bytes -= _size_bytes(*oldest)
 
     def after(self, incarnation: int, number: int) -> Iterator[Added]:
@@ -313,12 +323,12 @@ class Inbox:
         if number > self.applied:
             # Its sender has taken this server for lost, and did not wait until it had arrived.
             raise OutOfStep(f"message {number}, which has not arrived")
-        if number < self.applied and number + 1 not in self._kept:
+        if number < self.applied and number + 1 not in self._kept_messages:
             raise OutOfStep(f"message {number} of {self.applied}, which is too long ago")
         # Few of those that are kept came after: they are at the end.
-        later = itertools.takewhile(lambda one: one > number, reversed(self._kept))
-        for one in reversed(list(later)):
-            yield self._kept[one][1]
+        later = itertools.takewhile(lambda newer: newer > number, reversed(self._kept_messages))
+        for newer in reversed(list(later)):
+            yield self._kept_messages[newer][1]
         if self.half_added is not None:
             yield self.half_added
 
@@ -335,21 +345,21 @@ class Inbox:
             applied=self.applied,
             writes=[
                 sent.shares
-                for number, (sent, _) in self._kept.items()
+                for number, (sent, _) in self._kept_messages.items()
                 if number > self._settled and len(sent.shares) > 1
             ],
         )
 
     def kept(self, number: int) -> Added | None:
         """Return what a message has added to parity rows; None: it is not kept."""
-        found = self._kept.get(number)
-        return None if found is None else found[1]
+        message = self._kept_messages.get(number)
+        return None if message is None else message[1]
 
     def forget(self, number: int) -> None:
         """Forget a message, whose differences the caller has taken back."""
-        taken = self._kept.pop(number, None)
-        if taken is not None:
-            self._kept_bytes -= _size_bytes(*taken)
+        message = self._kept_messages.pop(number, None)
+        if message is not None:
+            self._kept_bytes -= _size_bytes(*message)
 
 
 def _size_bytes(sent: Sent, added: Added) -> int:

@@ -61,13 +61,13 @@ class FrozenWhileLost(FrozenRows):
     def fetch(self, ids: Tensor, out: Tensor) -> Tensor:
         """See `FrozenRows`. Recovers rows first, and so also raises what a recovery raises."""
         self._recover(ids)
-        has = self._reader.fetch(ids, out)
+        is_written = self._reader.fetch(ids, out)
         lost = (~self._was_known[ids]).nonzero().view(-1)
         records = torch.empty(len(lost), out.shape[1], dtype=torch.uint8, device="cpu")
-        found = self._recovered.fetch(_ROWS, ids[lost], records)
-        out[lost[found]] = records[found]
-        has[lost] = found
-        return has
+        is_recovered = self._recovered.fetch(_ROWS, ids[lost], records)
+        out[lost[is_recovered]] = records[is_recovered]
+        is_written[lost] = is_recovered
+        return is_written
 
     def release(self) -> None:
         """See `FrozenRows`."""

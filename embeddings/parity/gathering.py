@@ -39,12 +39,12 @@ class _Answer(NamedTuple):
     Attributes:
         stripes: int64 [m], ascending, the place of each row's stripe.
         positions: int64 [m], the member that each row is.
-        found: the rows.
+        members: the rows.
     """
 
     stripes: Tensor
     positions: Tensor
-    found: Members
+    members: Members
 
 
 class Gathering:
@@ -85,25 +85,28 @@ class Gathering:
         self._ask_for_rows(recover)
 
     def _ask_for_rows(self, recover: bool) -> None:
-        form, of = self._batch.stripes, self._batch.of.view(-1, 1)
-        every = torch.arange(form.data, dtype=torch.int64, device="cpu")
-        servers, slots = form.slots_in(of, self._stripes.view(-1, 1), every)
-        self._has_row = form.has_row(of, self._stripes.view(-1, 1), every)
+        form, table_places = self._batch.stripes, self._batch.table_places.view(-1, 1)
+        positions = torch.arange(form.data, dtype=torch.int64, device="cpu")
+        servers, slots = form.slots_in(table_places, self._stripes.view(-1, 1), positions)
+        self._has_row = form.has_row(table_places, self._stripes.view(-1, 1), positions)
         servers = torch.where(self._has_row, servers, -1).view(-1)
         slots = slots.view(-1)
-        asked, calls = [], []
+        questions, calls = [], []
         for number, (_, peer) in self._sources.items():
             # A server has at most one row of a stripe, so its slots ascend with the stripes.
             chosen = (servers == number).nonzero().view(-1)
             if len(chosen):
                 stripe = torch.div(chosen, form.data, rounding_mode="floor")
-                tables, wanted = self._batch.wanted(self._batch.of[stripe], slots[chosen])
-                asked.append((number, stripe, chosen - stripe * form.data, tables))
+                tables, table_slots = self._batch.by_table(
+                    self._batch.table_places[stripe], slots[chosen]
+                )
+                questions.append((number, stripe, chosen - stripe * form.data, tables))
                 ask = partial(peer.rows, recover=recover, is_condensed=self._is_condensed)
-                calls.append(partial(ask, wanted))
-        for (number, stripe, at, tables), found in zip(asked, self._together(calls), strict=True):
-            self._moments[number] = found.moment
-            self._answers.append(self._heard(tables, _Answer(stripe, at, found)))
+                calls.append(partial(ask, table_slots))
+        answers = self._together(calls)
+        for (number, stripe, member, tables), members in zip(questions, answers, strict=True):
+            self._moments[number] = members.moment
+            self._answers.append(self._heard(tables, _Answer(stripe, member, members)))
 
     def ask_for_parity(self, number: int) -> None:
         """Ask for a parity row of each stripe, as of the rows' moments.
@@ -115,23 +118,25 @@ class Gathering:
             ServerLost, OutOfStep: a server does not answer, or has moved on.
         """
         batch = self._batch
-        server, place = batch.stripes.parity_in(batch.of, self._stripes, number)
-        asked, calls = [], []
-        for one, (_, peer) in self._sources.items():
-            chosen = (server == one).nonzero().view(-1)
+        servers, parity_slots = batch.stripes.parity_in(batch.table_places, self._stripes, number)
+        questions, calls = [], []
+        for server, (_, peer) in self._sources.items():
+            chosen = (servers == server).nonzero().view(-1)
             if len(chosen):
-                tables, wanted = batch.wanted(batch.of[chosen], place[chosen])
-                asked.append((chosen, tables))
+                tables, table_slots = batch.by_table(
+                    batch.table_places[chosen], parity_slots[chosen]
+                )
+                questions.append((chosen, tables))
                 ask = partial(peer.parity_rows, is_condensed=self._is_condensed)
-                calls.append(partial(ask, wanted, self.seen_by(one)))
+                calls.append(partial(ask, table_slots, self.seen_by(server)))
         member = batch.stripes.data + number
         self._parity[number] = [
-            self._heard(tables, _Answer(chosen, torch.full_like(chosen, member), found))
-            for (chosen, tables), found in zip(asked, self._together(calls), strict=True)
+            self._heard(tables, _Answer(chosen, torch.full_like(chosen, member), members))
+            for (chosen, tables), members in zip(questions, self._together(calls), strict=True)
         ]
 
     def _heard(self, tables: Sequence[int], answer: _Answer) -> _Answer:
-        for table, generation in zip(tables, answer.found.generations, strict=True):
+        for table, generation in zip(tables, answer.members.generations, strict=True):
             self._generations[table].add(generation)
         return answer
 
@@ -141,8 +146,8 @@ class Gathering:
         Raises:
             OutOfStep: names the table.
         """
-        for table, found in zip(self._batch.tables, self._generations, strict=True):
-            if len(found) > 1:
+        for table, generations in zip(self._batch.tables, self._generations, strict=True):
+            if len(generations) > 1:
                 raise OutOfStep(f"table {table.name!r:.100} is being cleared")
 
     def seen_by(self, server: int) -> dict[int, tuple[int, int]]:
@@ -151,24 +156,24 @@ class Gathering:
         Raises:
             OutOfStep: a source sends to another incarnation of the server, or to none.
         """
-        its_incarnation, _ = self._sources[server]
-        seen: dict[int, tuple[int, int]] = {}
+        server_incarnation, _ = self._sources[server]
+        moments: dict[int, tuple[int, int]] = {}
         for source, (incarnation, last) in self._moments.items():
             if source == server:
                 continue  # none of its rows is in a stripe whose parity it has
-            to, number = last.get(server, (0, 0))
-            if to != its_incarnation:
+            receiver_incarnation, number = last.get(server, (0, 0))
+            if receiver_incarnation != server_incarnation:
                 raise OutOfStep(f"server {source + 1} does not send to server {server + 1}")
-            seen[source] = incarnation, number
-        return seen
+            moments[source] = incarnation, number
+        return moments
 
-    def lost_rows(self, own: Tensor, lost: int) -> Tensor:
+    def lost_rows(self, lost_positions: Tensor, lost: int) -> Tensor:
         """Return the rows at one position of each stripe, which a server has lost.
 
         Asks for parity rows.
 
         Args:
-            own: int64 [n], the positions.
+            lost_positions: int64 [n], the positions.
             lost: number of the server, which is no source.
 
         Returns:
@@ -188,12 +193,12 @@ class Gathering:
             rows, is_known = self.members()
         out = torch.empty_like(rows[0])
         # Stripes that have lost the same members are decoded together.
-        for first, chosen in _groups([own, *is_known]):
-            known = [member for member, flags in enumerate(is_known) if flags[first]]
-            if len(known) < form.data:
-                _refuse_too_few(self._batch.tables[int(self._batch.of[first])], lost)
-            survivors = {member: chosen_rows(rows[member], chosen) for member in known}
-            position = int(own[first])
+        for first, chosen in _groups([lost_positions, *is_known]):
+            known_members = [member for member, flags in enumerate(is_known) if flags[first]]
+            if len(known_members) < form.data:
+                _refuse_too_few(self._batch.tables[int(self._batch.table_places[first])], lost)
+            survivors = {member: chosen_rows(rows[member], chosen) for member in known_members}
+            position = int(lost_positions[first])
             decoded = erasure.decode(survivors, form.data, [position])[position]
             row_gather.scatter(decoded, chosen, out)
         return out
@@ -210,24 +215,24 @@ class Gathering:
         Raises:
             OutOfStep: not all rows are known.
         """
-        answered = sum(len(one.stripes) for one in self._answers)
+        answered = sum(len(answer.stripes) for answer in self._answers)
         if not _are_known(self._answers) or answered < int(self._has_row.sum()):
             raise OutOfStep("rows of a server that has not been started again yet")
         if self._batch.stripes.parity == 1:
             return self._sum(self._answers)
         out = self._zeros(len(self._stripes))
-        for stripes, positions, found in self._answers:
+        for stripes, positions, members in self._answers:
             is_second = numbers[stripes] == 1
             for flags in (~is_second, is_second):
                 chosen = flags.nonzero().view(-1)
                 times = positions[chosen] if flags is is_second else None
-                erasure.apply(out, stripes[chosen], chosen_rows(found.rows, chosen), times)
+                erasure.apply(out, stripes[chosen], chosen_rows(members.rows, chosen), times)
         return out
 
     def _sum(self, answers: Sequence[_Answer]) -> Tensor:
         out = self._zeros(len(self._stripes))
-        for stripes, _, found in answers:
-            erasure.apply(out, stripes, found.rows)
+        for stripes, _, members in answers:
+            erasure.apply(out, stripes, members.rows)
         return out
 
     def members(self) -> tuple[Tensor, Tensor]:
@@ -244,10 +249,10 @@ class Gathering:
         is_known = torch.zeros(count * n, dtype=torch.bool, device="cpu")
         is_known[: form.data * n] = ~self._has_row.t().reshape(-1)
         for answers in (self._answers, *self._parity.values()):
-            for stripes, positions, found in answers:
-                at = positions * n + stripes
-                row_gather.scatter(found.rows, at, rows)
-                is_known[at] = found.is_known
+            for stripes, positions, members in answers:
+                places = positions * n + stripes
+                row_gather.scatter(members.rows, places, rows)
+                is_known[places] = members.is_known
         return rows.view(count, n, self._row_bytes), is_known.view(count, n)
 
     def _zeros(self, count: int) -> Tensor:
@@ -255,16 +260,16 @@ class Gathering:
 
 
 def _are_known(answers: Sequence[_Answer]) -> bool:
-    return all(bool(one.found.is_known.all()) for one in answers)
+    return all(bool(answer.members.is_known.all()) for answer in answers)
 
 
 def chosen_rows(rows: Tensor, chosen: Tensor) -> Tensor:
     """Return rows[chosen]; `chosen` has no duplicates, and ascends if it has all rows."""
     if len(chosen) == len(rows):
         return rows
-    found = torch.empty(len(chosen), rows.shape[1], dtype=torch.uint8, device="cpu")
-    row_gather.gather(rows, chosen, found)
-    return found
+    selected = torch.empty(len(chosen), rows.shape[1], dtype=torch.uint8, device="cpu")
+    row_gather.gather(rows, chosen, selected)
+    return selected
 
 
 def _refuse_too_few(table: OwnTable, lost: int) -> None:
@@ -286,11 +291,11 @@ def _groups(columns: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
     Returns:
         For each different row of values its first place, and all its places, int64 [m], ascending.
     """
-    which = torch.zeros(len(columns[0]), dtype=torch.int64, device="cpu")
+    group = torch.zeros(len(columns[0]), dtype=torch.int64, device="cpu")
     for column in columns:
         # Most columns have one value. The others divide the groups so far.
         if bool((column != column[0]).any()):
-            kinds, at = torch.unique(column, return_inverse=True)
-            which = torch.unique(which * len(kinds) + at, return_inverse=True)[1]
-    groups = [(which == one).nonzero().view(-1) for one in range(int(which.max()) + 1)]
+            values, value_places = torch.unique(column, return_inverse=True)
+            group = torch.unique(group * len(values) + value_places, return_inverse=True)[1]
+    groups = [(group == number).nonzero().view(-1) for number in range(int(group.max()) + 1)]
     return [(int(chosen[0]), chosen) for chosen in groups]

@@ -167,8 +167,8 @@ class Leader:
             # Another server is lost meanwhile, or no successor starts.
             self._tell(str(error), "embedding servers: a recovery begins again: %s", error)
         except Exception as error:  # noqa: BLE001  # Ray has errors of its own; none may end training
-            what = f"{type(error).__name__}: {error}"
-            self._tell(what, "embedding servers: a recovery begins again: %s", what)
+            text = f"{type(error).__name__}: {error}"
+            self._tell(text, "embedding servers: a recovery begins again: %s", text)
 
     def _find_lost(self) -> list[int]:
         """Have all servers in state WHOLE, OPEN or LOST; return those that answered before."""
@@ -189,8 +189,8 @@ class Leader:
         """Ask servers at the same time whether they live: one that hangs delays no other."""
         if not numbers:
             return []
-        *others, last = numbers
-        answers = [self._greeting.submit(self._servers[number].lives) for number in others]
+        *first_numbers, last = numbers
+        answers = [self._greeting.submit(self._servers[number].lives) for number in first_numbers]
         try:
             last_lives = self._servers[last].lives()
         finally:
@@ -257,11 +257,11 @@ class Leader:
         missing_rows: dict[int, int] = {}
         for number in self._in_state(State.OPEN):
             try:
-                known = self._servers[number].known()
+                count = self._servers[number].known()
             except (HomeError, OutOfStep):
                 continue  # the next look says what is the matter
-            if known.known < known.all:
-                missing_rows[number] = known.all - known.known
+            if count.known < count.all:
+                missing_rows[number] = count.all - count.known
                 continue
             self._states[number] = State.WHOLE
             for pair in [pair for pair in self._cuts if number in pair]:

@@ -193,16 +193,20 @@ class StripeMember(HasMembers):
         change = self._rows.coded(tables, slots, counts)
         change[:, :-1] ^= records
         change[:, -1] ^= 1
-        of = places_of(counts)
+        table_places = places_of(counts)
         is_changed = torch.from_numpy(change.numpy().max(axis=1, initial=0) > 0)
         if not bool(is_changed.all()):
-            slots, change, of = slots[is_changed], change[is_changed], of[is_changed]
+            slots, change, table_places = (
+                slots[is_changed],
+                change[is_changed],
+                table_places[is_changed],
+            )
         form = TablesStripes([table.stripes for table in tables])
-        stripes, positions = form.members_at(of, self._rows.number, slots)
+        stripes, positions = form.members_at(table_places, self._rows.number, slots)
         if form.parity > 1:
             change = torch.cat([change, _times_coefficients(change, positions)])
         messages: dict[int, Differences] = {}
-        for receiver, row_counts, parity_slots, chosen in form.receivers(of, stripes):
+        for receiver, row_counts, parity_slots, chosen in form.receivers(table_places, stripes):
             if self.other_servers.receives(receiver):
                 shares = [
                     TableShare(table.name, table.generation, count)
@@ -314,7 +318,7 @@ class StripeMember(HasMembers):
 
     def _check(self, table: OwnTable, slots: Tensor, out: Tensor) -> None:
         rows = Batch([(table, slots)])
-        stripes, numbers = rows.stripes.parity_at(rows.of, self._rows.number, slots)
+        stripes, numbers = rows.stripes.parity_at(rows.table_places, self._rows.number, slots)
         if bool(numbers.any()):
             raise ValueError("slots: of a second parity row, expected those of a first one")
         sources = self.other_servers.sources(self)

@@ -85,19 +85,19 @@ class OwnTable:
 
     def first_missing(self) -> Tensor:
         """Return the first slots whose rows are lost, int64 [n]; if none is, note that."""
-        found, self._first = _first_false(self.is_known, self._first, self.batch_rows)
-        if not len(found):
+        slots, self._first = _first_false(self.is_known, self._first, self.batch_rows)
+        if not len(slots):
             self.is_known = None
-        return found
+        return slots
 
     def first_missing_parity(self) -> Tensor:
         """Return the first parity slots that are lost, int64 [n]; if none is, note that."""
-        found, self._first_parity = _first_false(
+        slots, self._first_parity = _first_false(
             self.is_parity_known, self._first_parity, self.batch_rows
         )
-        if not len(found):
+        if not len(slots):
             self.is_parity_known = None
-        return found
+        return slots
 
     @property
     def known(self) -> Known:
@@ -109,7 +109,7 @@ class OwnTable:
                 (self.is_parity_known, self.parity_slots),
             )
         ]
-        return Known(sum(one for one, _ in counts), sum(size for _, size in counts))
+        return Known(sum(known_count for known_count, _ in counts), sum(size for _, size in counts))
 
 
 #: Rows or parity rows of several tables whose rows have one length.
@@ -124,25 +124,25 @@ class Batch:
 
     Attributes:
         tables: the tables.
-        of: int64 [n], the place of each row's table.
+        table_places: int64 [n], the place of each row's table.
         slots: int64 [n].
         stripes: of the tables.
     """
 
     def __init__(self, parts: RowsOfTables) -> None:
         self.tables = [table for table, _ in parts]
-        self.of = places_of([len(slots) for _, slots in parts])
+        self.table_places = places_of([len(slots) for _, slots in parts])
         self.slots = torch.cat([slots for _, slots in parts])
         self.stripes = TablesStripes([table.stripes for table in self.tables])
 
-    def wanted(self, of: Tensor, slots: Tensor) -> tuple[list[int], list[TableSlots]]:
+    def by_table(self, table_places: Tensor, slots: Tensor) -> tuple[list[int], list[TableSlots]]:
         """Return the places of the tables that have slots, and these slots.
 
         Args:
-            of: int64 [m], ascending, the place of the table of each slot.
+            table_places: int64 [m], ascending, the place of the table of each slot.
             slots: int64 [m].
         """
-        counts = torch.bincount(of, minlength=len(self.tables)).tolist()
+        counts = torch.bincount(table_places, minlength=len(self.tables)).tolist()
         parts = slots.split(counts)
         places = [place for place, count in enumerate(counts) if count]
         return places, [TableSlots(self.tables[place].name, parts[place]) for place in places]
@@ -150,17 +150,17 @@ class Batch:
 
 def first_batch(missing: Iterable[tuple[OwnTable, Tensor]]) -> RowsOfTables:
     """Return as many of these rows as one batch has, of tables whose rows have one length."""
-    found: RowsOfTables = []
-    left = 0
+    batch: RowsOfTables = []
+    rows_left = 0
     for table, slots in missing:
-        if not found:
-            left = table.batch_rows
-        if len(slots) and (not found or table.coded_bytes == found[0][0].coded_bytes):
-            found.append((table, slots[:left]))
-            left -= len(found[-1][1])
-            if not left or len(found) == MOST_TABLES:
+        if not batch:
+            rows_left = table.batch_rows
+        if len(slots) and (not batch or table.coded_bytes == batch[0][0].coded_bytes):
+            batch.append((table, slots[:rows_left]))
+            rows_left -= len(batch[-1][1])
+            if not rows_left or len(batch) == MOST_TABLES:
                 break
-    return found
+    return batch
 
 
 def _flags(flags: Tensor | None, slots: Tensor) -> Tensor:
@@ -182,8 +182,8 @@ def _first_false(flags: Tensor | None, start: int, most: int) -> tuple[Tensor, i
         return nothing, start
     while start < len(flags):
         part = flags[start : start + most]
-        found = (~part).nonzero().view(-1) + start
-        if len(found):
-            return found, start
+        places = (~part).nonzero().view(-1) + start
+        if len(places):
+            return places, start
         start += len(part)
     return nothing, start

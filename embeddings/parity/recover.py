@@ -201,15 +201,15 @@ class Recovery:
         living = self._other_servers.living
         rows = Batch(missing)
         _require_all(len(living) + 1, rows.stripes.servers)
-        stripes, _ = rows.stripes.members_at(rows.of, self._rows.number, rows.slots)
-        decoders, _ = rows.stripes.parity_in(rows.of, stripes, 0)
+        stripes, _ = rows.stripes.members_at(rows.table_places, self._rows.number, rows.slots)
+        decoders, _ = rows.stripes.parity_in(rows.table_places, stripes, 0)
         places, calls = [], []
         for server, peer in living:
             chosen = (decoders == server).nonzero().view(-1)
             if len(chosen):
                 places.append(chosen)
-                _, wanted = rows.wanted(rows.of[chosen], rows.slots[chosen])
-                calls.append(partial(peer.decoded, wanted, self._rows.number))
+                _, table_slots = rows.by_table(rows.table_places[chosen], rows.slots[chosen])
+                calls.append(partial(peer.decoded, table_slots, self._rows.number))
         size = len(rows.slots), rows.tables[0].coded_bytes
         out = torch.empty(size, dtype=torch.uint8, device="cpu")
         for chosen, members in zip(places, self._together(calls), strict=True):
@@ -228,7 +228,7 @@ class Recovery:
             raise ValueError(f"server {lost}, expected one of {form.servers}")
         for table, (_, slots) in zip(rows.tables, wanted, strict=True):
             require_slots(slots, len(table.stripes.slots_of(lost, range(table.stripes.rows))))
-        stripes, positions = form.members_at(rows.of, lost, rows.slots)
+        stripes, positions = form.members_at(rows.table_places, lost, rows.slots)
         del sources[lost]  # it does not have these rows
         gathering = Gathering(rows, stripes, sources, self._together, recover=False)
         lost_rows = gathering.lost_rows(positions, lost)
@@ -245,7 +245,7 @@ class Recovery:
     def _recover_parity(self, missing: RowsOfTables) -> None:
         """Compute parity rows that are lost. One thread at a time does this."""
         rows = Batch(missing)
-        stripes, numbers = rows.stripes.parity_at(rows.of, self._rows.number, rows.slots)
+        stripes, numbers = rows.stripes.parity_at(rows.table_places, self._rows.number, rows.slots)
         generations = [table.generation for table, _ in missing]
         # Lost rows of these stripes are recovered at their servers first.
         sources = self._other_servers.sources(self._own_members)

@@ -45,13 +45,13 @@ def condensed(rows: Tensor) -> Tensor:
     """
     count, size = rows.shape
     whole = size - size % CONDENSED_BYTES
-    found = np.zeros((count, CONDENSED_BYTES), dtype=np.uint8)
+    sums = np.zeros((count, CONDENSED_BYTES), dtype=np.uint8)
     array = rows.numpy()
     if whole:
         words = np.ascontiguousarray(array[:, :whole]).view(np.uint64)
-        found = np.bitwise_xor.reduce(words, axis=1, keepdims=True).view(np.uint8)
-    found[:, : size - whole] ^= array[:, whole:]
-    return torch.from_numpy(found)
+        sums = np.bitwise_xor.reduce(words, axis=1, keepdims=True).view(np.uint8)
+    sums[:, : size - whole] ^= array[:, whole:]
+    return torch.from_numpy(sums)
 
 
 def verdicts(members: Sequence[Tensor], data: int) -> Tensor:
@@ -66,20 +66,24 @@ def verdicts(members: Sequence[Tensor], data: int) -> Tensor:
         than one is damaged.
     """
     expected = erasure.encode(members[:data], len(members) - data)
-    off = [one ^ members[data + number] for number, one in enumerate(expected)]
-    is_off = [(one != 0).any(1) for one in off]
-    found = torch.full_like(is_off[0], int(Verdict.FITS), dtype=torch.uint8)
-    found[torch.stack(is_off).any(0)] = Verdict.DIFFERS
+    off = [parity ^ members[data + number] for number, parity in enumerate(expected)]
+    is_off = [(difference != 0).any(1) for difference in off]
+    verdict_bytes = torch.full_like(is_off[0], int(Verdict.FITS), dtype=torch.uint8)
+    verdict_bytes[torch.stack(is_off).any(0)] = Verdict.DIFFERS
     if len(off) == 2:
         p_is_off, q_is_off = is_off
-        found[p_is_off & ~q_is_off] = Verdict.DAMAGED + data
-        found[q_is_off & ~p_is_off] = Verdict.DAMAGED + data + 1
-        both = (p_is_off & q_is_off).nonzero().view(-1)
-        for member in range(data if len(both) else 0):
+        verdict_bytes[p_is_off & ~q_is_off] = Verdict.DAMAGED + data
+        verdict_bytes[q_is_off & ~p_is_off] = Verdict.DAMAGED + data + 1
+        both_off = (p_is_off & q_is_off).nonzero().view(-1)
+        for member in range(data if len(both_off) else 0):
             # What would be wrong with Q if this member alone had what is wrong with P.
-            would = torch.zeros(len(both), CONDENSED_BYTES, dtype=torch.uint8, device="cpu")
-            positions = torch.full_like(both, member)
-            at = torch.arange(len(both), dtype=torch.int64, device="cpu")
-            erasure.apply(would, at, off[0][both], positions)
-            found[both[(would == off[1][both]).all(1)]] = Verdict.DAMAGED + member
-    return found
+            expected_q = torch.zeros(
+                len(both_off), CONDENSED_BYTES, dtype=torch.uint8, device="cpu"
+            )
+            positions = torch.full_like(both_off, member)
+            rows = torch.arange(len(both_off), dtype=torch.int64, device="cpu")
+            erasure.apply(expected_q, rows, off[0][both_off], positions)
+            verdict_bytes[both_off[(expected_q == off[1][both_off]).all(1)]] = (
+                Verdict.DAMAGED + member
+            )
+    return verdict_bytes

@@ -186,8 +186,8 @@ class Stripes:
 class TablesStripes:
     """Where the rows and parity rows of several tables are, whose stripes have the same form.
 
-    A row is named by the place of its table, `of`, and its slot. All tensors are int64 [n], or
-    shapes that expand to each other.
+    A row is named by the place of its table and its slot. All tensors are int64 [n], or shapes that
+    expand to each other.
 
     Args:
         tables: one or more, on the same hosts.
@@ -202,37 +202,41 @@ class TablesStripes:
         self._row_members = _MemberPlaces.of_tables([table._row_members for table in tables])
         self._parity_members = _MemberPlaces.of_tables([table._parity_members for table in tables])
 
-    def slots_in(self, of: Tensor, stripes: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def slots_in(
+        self, table_places: Tensor, stripes: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return servers and slots of rows of stripes; see `Stripes.slots_in`."""
-        return self._row_members.at(stripes, positions, of)
+        return self._row_members.at(stripes, positions, table_places)
 
-    def members_at(self, of: Tensor, server: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def members_at(self, table_places: Tensor, server: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return the stripes of a server's slots, and their positions there."""
-        stripes, positions = self._row_members.of(server, slots, of)
+        stripes, positions = self._row_members.of(server, slots, table_places)
         return stripes, positions.contiguous()
 
-    def has_row(self, of: Tensor, stripes: Tensor, positions: Tensor) -> Tensor:
+    def has_row(self, table_places: Tensor, stripes: Tensor, positions: Tensor) -> Tensor:
         """Return whether a row is there: the last stripe may have fewer rows."""
-        return stripes * self.data + positions < self._rows[of]
+        return stripes * self.data + positions < self._rows[table_places]
 
-    def parity_in(self, of: Tensor, stripes: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    def parity_in(
+        self, table_places: Tensor, stripes: Tensor, number: int
+    ) -> tuple[Tensor, Tensor]:
         """Return servers and parity slots of a parity row of each stripe."""
-        return self._parity_members.at(stripes, torch.full_like(stripes, number), of)
+        return self._parity_members.at(stripes, torch.full_like(stripes, number), table_places)
 
-    def parity_at(self, of: Tensor, server: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def parity_at(self, table_places: Tensor, server: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return the stripes of a server's parity slots, and which parity rows these are."""
-        return self._parity_members.of(server, slots, of)
+        return self._parity_members.of(server, slots, table_places)
 
-    def receivers(self, of: Tensor, stripes: Tensor) -> list[Receiver]:
+    def receivers(self, table_places: Tensor, stripes: Tensor) -> list[Receiver]:
         """Return the servers that have parity rows of stripes.
 
         Args:
-            of: ascending.
+            table_places: ascending.
             stripes: those of a table ascend.
         """
-        by_number = [self.parity_in(of, stripes, number) for number in range(self.parity)]
+        by_number = [self.parity_in(table_places, stripes, number) for number in range(self.parity)]
         servers, slots = (torch.cat(columns) for columns in zip(*by_number, strict=True))
-        group = servers * self._count + of.repeat(self.parity)
+        group = servers * self._count + table_places.repeat(self.parity)
         # By server and table, then by slot.
         order = slots.argsort(stable=True)
         order = order[group[order].argsort(stable=True)]
@@ -275,14 +279,14 @@ class _Deal(NamedTuple):
         servers: int64 [stripes, members], the server of each member.
         places: int64 [stripes, members], its place among the members of its server in the cycle.
         counts: int64 [servers], members of each server in the cycle.
-        back: int64 [servers, most, 2], stripe and member of each place.
+        members_at: int64 [servers, most, 2], stripe and member of each place.
         running: int64 [stripes + 1, servers], members of each server before each stripe.
     """
 
     servers: Tensor
     places: Tensor
     counts: Tensor
-    back: Tensor
+    members_at: Tensor
     running: Tensor
 
     def before(self, stripe: int) -> Tensor:
@@ -292,15 +296,15 @@ class _Deal(NamedTuple):
 
     def at(self, stripes: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
         cycles = torch.div(stripes, len(self.servers), rounding_mode="floor")
-        within = stripes - cycles * len(self.servers)
-        servers = self.servers[within, members]
-        return servers, cycles * self.counts[servers] + self.places[within, members]
+        in_cycle = stripes - cycles * len(self.servers)
+        servers = self.servers[in_cycle, members]
+        return servers, cycles * self.counts[servers] + self.places[in_cycle, members]
 
     def of(self, server: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         count = int(self.counts[server])
         cycles = torch.div(slots, count, rounding_mode="floor")
-        back = self.back[server, slots - cycles * count]
-        return cycles * len(self.servers) + back[:, 0], back[:, 1]
+        members_at = self.members_at[server, slots - cycles * count]
+        return cycles * len(self.servers) + members_at[:, 0], members_at[:, 1]
 
 
 class _MemberPlaces(NamedTuple):
@@ -332,15 +336,15 @@ class _MemberPlaces(NamedTuple):
             tables[0].deal, shifts, torch.stack([table.skipped for table in tables])
         )
 
-    def at(self, stripes: Tensor, members: Tensor, *of: Tensor) -> tuple[Tensor, Tensor]:
+    def at(self, stripes: Tensor, members: Tensor, *table_places: Tensor) -> tuple[Tensor, Tensor]:
         """Return servers and slots of members of stripes."""
-        servers, slots = self.deal.at(stripes + self.shift[of], members)
-        return servers, slots - self.skipped[(*of, servers)]
+        servers, slots = self.deal.at(stripes + self.shift[table_places], members)
+        return servers, slots - self.skipped[(*table_places, servers)]
 
-    def of(self, server: int, slots: Tensor, *of: Tensor) -> tuple[Tensor, Tensor]:
+    def of(self, server: int, slots: Tensor, *table_places: Tensor) -> tuple[Tensor, Tensor]:
         """Return the stripes of a server's slots, and which members of them these are."""
-        stripes, members = self.deal.of(server, slots + self.skipped[(*of, server)])
-        return stripes - self.shift[of], members
+        stripes, members = self.deal.of(server, slots + self.skipped[..., server][table_places])
+        return stripes - self.shift[table_places], members
 
     def slots_before(self, server: int, stripe: int) -> int:
         """Return how many members of one table are on a server before a stripe."""
@@ -395,12 +399,12 @@ def _deal(dealt: list[list[int]], servers: int) -> _Deal:
     is_on = torch.nn.functional.one_hot(server_of.view(-1), servers)
     places = (is_on.cumsum(0) - 1).gather(1, server_of.view(-1, 1)).view_as(server_of)
     counts = is_on.sum(0)
-    back = torch.zeros(servers, int(counts.max()), 2, dtype=torch.int64, device="cpu")
+    members_at = torch.zeros(servers, int(counts.max()), 2, dtype=torch.int64, device="cpu")
     stripe, member = torch.meshgrid(
         *(torch.arange(size, dtype=torch.int64, device="cpu") for size in server_of.shape),
         indexing="ij",
     )
-    back[server_of, places] = torch.stack([stripe, member], dim=2)
+    members_at[server_of, places] = torch.stack([stripe, member], dim=2)
     running = torch.zeros(len(dealt) + 1, servers, dtype=torch.int64, device="cpu")
     running[1:] = is_on.view(len(dealt), -1, servers).sum(1).cumsum(0)
-    return _Deal(server_of, places, counts, back, running)
+    return _Deal(server_of, places, counts, members_at, running)
