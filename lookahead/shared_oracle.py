@@ -77,8 +77,7 @@ class SharedOracle:
 
     A row that is in no cache gets an owner when a batch looks it up: the rank that looks it up, or
     one of them, which depends on the id alone. It keeps this owner until it leaves the cache.
-    Borrowed rows take slots, too, as if they were rows `id + rows`: no call takes one for an owned
-    row.
+    The oracle files a borrowed row under the key `id + rows`, so it never counts as an owned row.
 
     Two oracles that are called alike answer alike, on any rank. Otherwise as `Oracle`.
 

@@ -8,7 +8,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from recpoint.embeddings.parity.stripes import Parity
-from recpoint.embeddings.server.protected_home import ProtectedHome
+from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.protected_home import protected_home
 from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.embeddings.server.tcp import TcpServer, TcpTransport
 from recpoint.embeddings.server.tcp_peer import reach_with
@@ -18,18 +19,18 @@ _TOKEN = b"of this test"
 
 
 @contextmanager
-def protected(count: int, form: Parity) -> Iterator[tuple[list[EmbeddingServer], ProtectedHome]]:
+def protected(count: int, form: Parity) -> Iterator[tuple[list[EmbeddingServer], ServedHome]]:
     with ExitStack() as stack:
         servers = [EmbeddingServer(reach=reach_with(_TOKEN)) for _ in range(count)]
         for server in servers:
             stack.callback(server.end)
         listening = [stack.enter_context(TcpServer(server, _TOKEN)) for server in servers]
         transports = [TcpTransport(server.address, _TOKEN) for server in listening]
-        yield servers, stack.enter_context(ProtectedHome(transports, parity=form))
+        yield servers, stack.enter_context(protected_home(transports, parity=form))
 
 
 def flip_bit(
-    servers: list[EmbeddingServer], home: ProtectedHome, table: str, row: int, *, byte: int
+    servers: list[EmbeddingServer], home: ServedHome, table: str, row: int, *, byte: int
 ) -> int:
     """Change a bit of a stored row, as damaged memory does: its server does not notice.
 

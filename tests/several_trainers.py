@@ -28,7 +28,6 @@ from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.server.home import ServedHome
 from recpoint.embeddings.server.processes import servers
-from recpoint.embeddings.server.protected_home import ProtectedHome
 from tests.cached_training import (
     ITEMS,
     USERS,
@@ -315,7 +314,7 @@ def train_here(case: Case, rank: int, ranks: int, home: Home | None = None) -> F
                 if number in kills:
                     kills.remove(number)
                     if rank == 0:
-                        if isinstance(home, ProtectedHome):
+                        if isinstance(home, ServedHome):
                             until(lambda: not home.being_recovered)
                         for _ in range(case.kills_at_once):
                             os.kill(pids.pop(), signal.SIGKILL)

@@ -37,7 +37,7 @@ from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.home.contract import Home, TableRows
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.server.home import ServedHome
-from recpoint.embeddings.server.protected_home import ProtectedHome
+from recpoint.embeddings.server.protected_home import protected_home
 from recpoint.embeddings.server.tcp import TcpTransport
 from recpoint.embeddings.server.transport import Greeting, Transport, Value
 from recpoint.errors import ServerLost
@@ -133,7 +133,7 @@ class _Part:
             RuntimeError: not all rows have parity again in time.
         """
         trained = self.peers[peer]
-        assert isinstance(trained, CachedPeer) and isinstance(trained.home, ProtectedHome)
+        assert isinstance(trained, CachedPeer) and isinstance(trained.home, ServedHome)
         loss = _Loss(trained.home, lost, self._homes()) if self._rank == 0 else None
         cpu, start_s = time.process_time(), time.perf_counter()
         if loss is not None:
@@ -161,9 +161,9 @@ class _Part:
             losses=losses,
         )
 
-    def _homes(self) -> list[ProtectedHome]:
+    def _homes(self) -> list[ServedHome]:
         homes = [trained.home for trained in self.peers.values() if isinstance(trained, CachedPeer)]
-        return [home for home in homes if isinstance(home, ProtectedHome)]
+        return [home for home in homes if isinstance(home, ServedHome)]
 
     def begin_checkpoints(
         self, peer: str, folder: str, checkpoints: int, at_servers: bool
@@ -237,9 +237,7 @@ class _Loss:
         homes: all homes of the rank; those that have servers in these processes lose them, too.
     """
 
-    def __init__(
-        self, home: ProtectedHome, lost: Sequence[int], homes: Sequence[ProtectedHome]
-    ) -> None:
+    def __init__(self, home: ServedHome, lost: Sequence[int], homes: Sequence[ServedHome]) -> None:
         self._pids = {home.greetings[number].pid for number in lost}
         self._homes = [home for home in homes if self._pids & _pids_of(home)]
 
@@ -254,7 +252,7 @@ class _Loss:
         return not any(self._pids & _pids_of(home) or home.being_recovered for home in self._homes)
 
 
-def _pids_of(home: ProtectedHome) -> set[int]:
+def _pids_of(home: ServedHome) -> set[int]:
     return {greeting.pid for greeting in home.greetings}
 
 
@@ -296,7 +294,7 @@ def _home(form: PeerForm, delay: float, rank: int, ranks: int) -> Home:
         if form.parity is None:
             return ServedHome(transports, owner=owner, trainer=rank, trainers=ranks)
         data, parity = form.parity
-        return ProtectedHome(
+        return protected_home(
             transports,
             parity=Parity(data=data, parity=parity),
             owner=owner,

@@ -67,8 +67,8 @@ class FrozenRows(ABC):
     def check(self, ids: Tensor) -> Checked:
         """Compare rows with what else the home knows of them, which is nothing without parity.
 
-        It compares what the home has now. A row that did not fit when it was frozen does not fit
-        now, either, even if it was written since, unless a member of its stripe was recovered.
+        It compares what the home has now. A later write does not hide a mismatch. Only the recovery
+        of a member of the stripe does.
 
         Args:
             ids: as for `fetch`.

@@ -1,48 +1,37 @@
 """Makes one home of several embedding servers.
 
-Each table's rows are divided over all servers (`placement.py`). A call asks all servers at the same
+Each table's rows are divided over all servers. A call asks all servers at the same
 time. The rows of all tables that a server has go to it in one request, or in several of bounded
 size.
 
 Each table remembers the incarnation in which each server has its rows. A call names it, so a server
-that was started again refuses the call, and `ServerLost` is raised. Only `clear`, and `add_table`
-of a new table, take the servers as they are now: the table then has no rows anyway.
+that was started again refuses the call. What the home then does, and where it places rows, is its
+`CallPolicy`: without parity it makes each call once, with parity it waits for the successor.
 """
 
 from __future__ import annotations
 
-import itertools
-import secrets
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Final, NamedTuple, Never, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 
 import torch
 from torch import Tensor
 
 from recpoint.embeddings.home.contract import Checked, FrozenRows, Home, TableRows
-from recpoint.embeddings.home.forms import BatchOrder, HomeTables, TableForm
+from recpoint.embeddings.home.forms import HomeTables, TableForm
 from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.parity.stripes import Stripes
-from recpoint.embeddings.server.placement import Placement, placement_of
+from recpoint.embeddings.server.calls import CallOnce, CallPolicy
+from recpoint.embeddings.server.links import ServerLinks
+from recpoint.embeddings.server.placed_rows import FrozenAt, PlacedRows, ServerTable, requests
+from recpoint.embeddings.server.placement import Placement
 from recpoint.embeddings.server.transport import Greeting, Transport, Value
-from recpoint.errors import HomeError, ServerLost
+from recpoint.errors import HomeError
 from recpoint.format.servers import AllServers, ServerFacts
 from recpoint.kernels import row_gather
 
-__all__ = ["FrozenAt", "FrozenAtServers", "Link", "PlacedRows", "ServedHome", "ServedTable"]
-
-T = TypeVar("T")
-
-#: Slots and records that one request carries, unless one record is longer; and its tables.
-_REQUEST_BYTES: Final = 4 << 20
-_MOST_TABLES: Final = 128
-#: Threads for each server: as many callers as a cache has.
-_CALLS_AT_ONCE: Final = 4
-_MOST_THREADS: Final = 64
+__all__ = ["FrozenAtServers", "ServedHome"]
 
 
 class ServedHome(Home):
@@ -58,9 +47,11 @@ class ServedHome(Home):
         revive: called with the number of a server that does not answer. Returns a transport to the
             server that is there instead. None: there is none.
         at_close: called once the transports are closed.
+        policy: makes what says where rows are placed, and what a call does about a lost server.
 
     Attributes:
         owner: number of the training that the servers work for.
+        calls: what `policy` made.
 
     Raises:
         ServerLost: a server does not answer, or works for another training.
@@ -75,74 +66,35 @@ class ServedHome(Home):
         trainers: int = 1,
         revive: Callable[[int], Transport] | None = None,
         at_close: Callable[[], None] | None = None,
+        policy: Callable[[ServerLinks], CallPolicy] = CallOnce,
     ) -> None:
-        if not transports:
-            raise ValueError("transports: none, expected one for each server")
-        self._trainer = trainer
-        self.trainers = trainers
-        self._revive = revive
-        self._at_close = at_close
-        self._servers = [Link(transport) for transport in transports]
-        weakref.finalize(self, _close_all, self._servers)  # if nobody closes it
-        self._tables: HomeTables[ServedTable] = HomeTables("the home on embedding servers")
-        self._threads = ThreadPoolExecutor(
-            min(_MOST_THREADS, _CALLS_AT_ONCE * len(transports)),
-            thread_name_prefix="recpoint-servers",
+        self._servers = ServerLinks(
+            transports, owner=owner, trainer=trainer, trainers=trainers, revive=revive
         )
-        self.owner = secrets.randbelow((1 << 63) - 1) + 1 if owner is None else owner
+        self.owner, self.trainers = self._servers.owner, trainers
+        self._at_close = at_close
+        weakref.finalize(self, self._servers.close)  # if nobody closes it
+        self._tables: HomeTables[ServerTable] = HomeTables("the home on embedding servers")
+        self.calls = policy(self._servers)
         try:
-            self.at_all(lambda server: self._begin(server, takes_over=owner is None))
+            self._servers.begin_all(self.calls.begin)
+            self.calls.start()
         except BaseException:
-            self._end_calls()
+            self._servers.end()
             raise
 
     def add_table(self, table: str, *, rows: int, record_bytes: int) -> None:
         """Make room for a table on all servers.
 
         Raises:
-            ServerLost: a server does not answer, or was started again, and other trainers may have
-                written rows of the table to it before. It may be called again.
+            ServerLost: see `CallPolicy.add_table`. It may be called again.
         """
-        self._tables.add(TableForm(table, rows, record_bytes), self._made)
+        self._tables.add(TableForm(table, rows, record_bytes), self._added)
 
-    def _made(self, form: TableForm) -> ServedTable:
-        made = ServedTable(form, self._placed(form), len(self._servers))
-
-        def add(number: int) -> None:
-            known = self._servers[number].incarnation
-            made.parts[number].incarnation = self._add(number, made)
-            if self.trainers > 1 and made.parts[number].incarnation != known:
-                self._refuse_restarted(number)
-
-        self.at_all(add)
-        return made
-
-    def _refuse_restarted(self, number: int) -> Never:
-        raise ServerLost(
-            f"embedding server {number + 1} of {len(self._servers)}",
-            found="a server that was started again since",
-            expected="the server that may have rows of other trainers",
-            next_step="restore the last checkpoint: that gives the servers their rows again",
-        )
-
-    def _placed(self, form: TableForm) -> Placement | Stripes:
-        """Return where the rows of a table are."""
-        return placement_of(form.table, rows=form.rows, servers=len(self._servers))
-
-    def _add(self, number: int, table: ServedTable) -> int:
-        """Add a table at a server as it is now; returns the server's incarnation."""
-        incarnation = self._begin(number, takes_over=False)
-        self._servers[number].transport.command(
-            "add_table",
-            {
-                "table": table.form.table,
-                "rows": table.placement.slots(number),
-                "record_bytes": table.form.record_bytes,
-                "all_rows": table.form.rows,
-            },
-            incarnation=incarnation,
-        )
-        return incarnation
+    def _added(self, form: TableForm) -> ServerTable:
+        table = self.calls.place(form)
+        self.calls.add_table(table)
+        return table
 
     def fetch(self, table: str, ids: Tensor, out: Tensor) -> Tensor:
         """Read records from all servers at the same time."""
@@ -150,53 +102,67 @@ class ServedHome(Home):
 
     def fetch_all(self, wanted: Sequence[TableRows]) -> list[Tensor]:
         """Read records of several tables from all servers at the same time."""
-        tables = [self._tables.get(one.table) for one in wanted]
-        for table, one in zip(tables, wanted, strict=True):
-            table.form.require_records(one.ids, "out", one.records)
+        tables = [self._tables.get(rows.table) for rows in wanted]
+        for table, rows in zip(tables, wanted, strict=True):
+            table.form.require_records(rows.ids, "out", rows.records)
         return self._fetch(tables, wanted, None)
 
     def _fetch(
         self,
-        tables: Sequence[ServedTable],
+        tables: Sequence[ServerTable],
         wanted: Sequence[TableRows],
         frozen: Sequence[FrozenAt] | None,
     ) -> list[Tensor]:
-        split = [table.placement.split(one.ids) for table, one in zip(tables, wanted, strict=True)]
+        split = [
+            table.placement.split(rows.ids) for table, rows in zip(tables, wanted, strict=True)
+        ]
         if len(self._servers) == 1:
-            slots = [
-                PlacedRows(table, of_servers[0][1], one.records)
-                for table, of_servers, one in zip(tables, split, wanted, strict=True)
+            placed_rows = [
+                PlacedRows(table, by_server[0][1], rows.records)
+                for table, by_server, rows in zip(tables, split, wanted, strict=True)
             ]
-            return self._fetch_at(0, slots, None if frozen is None else frozen[0])
-        has = [torch.zeros(len(one.ids), dtype=torch.bool, device="cpu") for one in wanted]
+            return self._fetch_at(0, placed_rows, None if frozen is None else frozen[0])
+        is_stored = [torch.zeros(len(rows.ids), dtype=torch.bool, device="cpu") for rows in wanted]
 
         def fetch(server: int) -> None:
-            chosen = [number for number, found in enumerate(split) if len(found[server][1])]
-            rows = [PlacedRows.room(tables[one], split[one][server][1]) for one in chosen]
-            found = self._fetch_at(server, rows, None if frozen is None else frozen[server])
-            for number, placed, is_there in zip(chosen, rows, found, strict=True):
-                positions, there = split[number][server][0], is_there.nonzero().view(-1)
-                row_gather.move(placed.records, there, wanted[number].records, positions[there])
-                has[number][positions] = is_there
+            numbers = [
+                number for number, by_server in enumerate(split) if len(by_server[server][1])
+            ]
+            rows = [PlacedRows.room(tables[number], split[number][server][1]) for number in numbers]
+            answers = self._fetch_at(server, rows, None if frozen is None else frozen[server])
+            for number, placed, answer in zip(numbers, rows, answers, strict=True):
+                positions, chosen = split[number][server][0], answer.nonzero().view(-1)
+                row_gather.move(placed.records, chosen, wanted[number].records, positions[chosen])
+                is_stored[number][positions] = answer
 
-        self.at_all(fetch)
-        return has
+        self._servers.at_all(fetch)
+        return is_stored
 
     def _fetch_at(
         self, server: int, rows: Sequence[PlacedRows], frozen: FrozenAt | None
     ) -> list[Tensor]:
+        def fetch() -> list[Tensor]:
+            return self._fetch_once(server, rows, frozen)
+
+        if frozen is None:
+            return self.calls.call(server, [placed.table for placed in rows], fetch)
+        return self.calls.call_frozen(server, fetch)
+
+    def _fetch_once(
+        self, server: int, rows: Sequence[PlacedRows], frozen: FrozenAt | None
+    ) -> list[Tensor]:
         transport = self._servers[server].transport
-        found: dict[ServedTable, list[Tensor]] = {one.table: [] for one in rows}
-        for request in _requests(rows, server):
+        is_stored: dict[ServerTable, list[Tensor]] = {placed.table: [] for placed in rows}
+        for request in requests(rows, server):
             incarnation = request[0].table.parts[server].incarnation
-            has = transport.fetch(
-                [one.named for one in request],
+            answers = transport.fetch(
+                [placed.named for placed in request],
                 incarnation=incarnation if frozen is None else frozen.incarnation,
                 frozen=None if frozen is None else frozen.number,
             )
-            for one, there in zip(request, has, strict=True):
-                found[one.table].append(there)
-        return [torch.cat(found[one.table]) for one in rows]
+            for placed, answer in zip(request, answers, strict=True):
+                is_stored[placed.table].append(answer)
+        return [torch.cat(is_stored[placed.table]) for placed in rows]
 
     def write_back(self, table: str, ids: Tensor, records: Tensor, *, batch: int) -> None:
         """Store records at all servers at the same time."""
@@ -204,73 +170,58 @@ class ServedHome(Home):
 
     def write_back_all(self, changed: Sequence[TableRows], *, batch: int) -> None:
         """Store records of several tables at all servers at the same time."""
-        tables = [self._tables.get(one.table) for one in changed]
-        for table, one in zip(tables, changed, strict=True):
-            table.form.require_records(one.ids, "records", one.records)
+        tables = [self._tables.get(rows.table) for rows in changed]
+        for table, rows in zip(tables, changed, strict=True):
+            table.form.require_records(rows.ids, "records", rows.records)
         with ExitStack() as batches:
             for table in tables:
                 batches.enter_context(table.next_batch(batch))
             self._write(tables, changed)
 
-    def _write(self, tables: Sequence[ServedTable], changed: Sequence[TableRows]) -> None:
-        split = [table.placement.split(one.ids) for table, one in zip(tables, changed, strict=True)]
+    def _write(self, tables: Sequence[ServerTable], changed: Sequence[TableRows]) -> None:
+        split = [
+            table.placement.split(rows.ids) for table, rows in zip(tables, changed, strict=True)
+        ]
 
         def write(server: int) -> None:
             rows = []
-            for table, of_servers, one in zip(tables, split, changed, strict=True):
-                positions, slots = of_servers[server]
+            for table, by_server, table_rows in zip(tables, split, changed, strict=True):
+                positions, slots = by_server[server]
                 if len(self._servers) == 1:
-                    rows.append(PlacedRows(table, slots, one.records))
+                    rows.append(PlacedRows(table, slots, table_rows.records))
                 elif len(slots):
                     rows.append(PlacedRows.room(table, slots))
-                    row_gather.gather(one.records, positions, rows[-1].records)
-            self._write_at(server, rows)
+                    row_gather.gather(table_rows.records, positions, rows[-1].records)
+            written_tables = [placed.table for placed in rows]
+            self.calls.call(server, written_tables, lambda: self._write_once(server, rows))
 
-        self.at_all(write)
+        self._servers.at_all(write)
 
-    def _write_at(self, server: int, rows: Sequence[PlacedRows]) -> None:
-        here = self._servers[server]
+    def _write_once(self, server: int, rows: Sequence[PlacedRows]) -> None:
+        link = self._servers[server]
         with ExitStack() as locks:
             # In one order, so that no two writers wait for each other.
-            for one in sorted(rows, key=lambda one: one.table.form.table):
-                locks.enter_context(one.table.parts[server].lock)
-            for request in _requests(rows, server):
-                here.transport.write_back(
-                    [one.named for one in request],
+            for placed in sorted(rows, key=lambda placed: placed.table.form.table):
+                locks.enter_context(placed.table.parts[server].lock)
+            for request in requests(rows, server):
+                link.transport.write_back(
+                    [placed.named for placed in request],
                     incarnation=request[0].table.parts[server].incarnation,
-                    trainer=self._trainer,
-                    batch=next(here.numbers),
+                    trainer=self._servers.trainer,
+                    batch=next(link.numbers),
                 )
 
     def freeze(self, table: str, rows: range) -> FrozenRows:
         """Freeze the rows at all servers."""
-        here = self._tables.get(table)
-        here.form.require_rows(rows)
-        return FrozenAtServers(self, here, rows)
+        server_table = self._tables.get(table)
+        server_table.form.require_rows(rows)
+        return FrozenAtServers(self, server_table, rows)
 
     def clear(self, table: str) -> None:
-        """Forget all rows of a table. Servers that were started again are used again for it."""
-        here = self._tables.get(table)
-        here.require_unfrozen()
-
-        def clear(server: int) -> None:
-            part = here.parts[server]
-            with part.lock:
-                part.incarnation = self._add(server, here)
-                self._servers[server].transport.command(
-                    "clear",
-                    {
-                        "table": table,
-                        "trainer": self._trainer,
-                        "batch": next(self._servers[server].numbers),
-                    },
-                    incarnation=part.incarnation,
-                )
-
-        self.at_all(clear)
-        here.forget_batches()
-
-    # For those who have servers stage their rows.
+        """Forget all rows of a table; see also `CallPolicy.clear`."""
+        server_table = self._tables.get(table)
+        server_table.require_unfrozen()
+        self.calls.clear(server_table)
 
     @property
     def servers(self) -> int:
@@ -280,7 +231,7 @@ class ServedHome(Home):
     @property
     def hosts(self) -> tuple[str, ...]:
         """For each server the name of its host, as placements know it."""
-        return tuple(greeting.host for greeting in self.greetings)
+        return self.calls.hosts
 
     def transport(self, server: int) -> Transport:
         """Return what calls a server now."""
@@ -300,26 +251,41 @@ class ServedHome(Home):
 
     def rows_on(self, server: int, table: str) -> int:
         """Return how many rows of a table a server has, without parity rows; raises as above."""
-        here = self._tables.get(table)
-        return len(here.placement.slots_of(server, range(here.form.rows)))
+        server_table = self._tables.get(table)
+        return len(server_table.placement.slots_of(server, range(server_table.form.rows)))
 
     def command(
         self, server: int, name: str, arguments: Mapping[str, Value]
     ) -> Mapping[str, Value]:
         """Have a server do something; see `Transport.command`."""
-        here = self._servers[server]
-        return here.transport.command(name, arguments, incarnation=here.incarnation)
+        link = self._servers[server]
+        return link.transport.command(name, arguments, incarnation=link.incarnation)
 
     @property
     def greetings(self) -> tuple[Greeting, ...]:
         """The answers of the servers to `hello` when this home began to use them."""
-        return tuple(server.greeting for server in self._servers if server.greeting is not None)
+        return self._servers.greetings
+
+    @property
+    def being_recovered(self) -> tuple[int, ...]:
+        """See `CallPolicy`."""
+        return self.calls.being_recovered
+
+    @property
+    def lost_servers(self) -> int:
+        """See `Home`."""
+        return len(self.calls.being_recovered)
+
+    @property
+    def lost_rows(self) -> int:
+        """See `Home`."""
+        return self.calls.lost_rows
 
     def size_bytes(self) -> dict[str, int]:
         """Add up what the servers take."""
         self._tables.all()
         total = {"rows": 0, "index": 0, "frozen": 0, "buffers": 0, "disk": 0}
-        for sizes in self.at_all(self._sizes):
+        for sizes in self._servers.at_all(self._sizes):
             for role in total:
                 total[role] += sizes[role]
         return total
@@ -331,11 +297,11 @@ class ServedHome(Home):
         return sum(sizes.values()), disk
 
     def servers_now(self) -> AllServers | None:
-        """See `Home`. All are up: without parity, only a call finds that one is lost."""
+        """See `Home`."""
         if not self._is_open():
             return None
-        each = tuple(self._facts(number) for number in range(len(self._servers)))
-        return AllServers(parity=0, has_given_up=False, each=each)
+        servers = range(len(self._servers))
+        return self.calls.servers_now([self._facts(number) for number in servers])
 
     def _facts(self, number: int) -> ServerFacts:
         server = self._servers[number]
@@ -361,65 +327,19 @@ class ServedHome(Home):
         return {role: int(size or 0) for role, size in sizes.items()}
 
     def close(self) -> None:
-        """Close the transports."""
+        """Close the transports; with parity, the recovery of lost servers ends."""
+        self.calls.close()
         self._tables.close()
-        self._end_calls()
+        self._servers.end()
         at_close, self._at_close = self._at_close, None
         if at_close is not None:
             at_close()
 
-    def _end_calls(self) -> None:
-        self._threads.shutdown(wait=True)
-        _close_all(self._servers)
-
-    def _begin(self, number: int, *, takes_over: bool) -> int:
-        """Learn the incarnation that a server has now, and have it work for this training."""
-        server = self._servers[number]
-        with server.lock:
-            try:
-                greeting = server.transport.hello()
-            except ServerLost:
-                if self._revive is None:
-                    raise
-                fresh = self._revive(number)  # if it raises, this is tried again
-                old, server.transport = server.transport, fresh
-                old.close()
-                greeting = server.transport.hello()
-            server.incarnation, server.greeting = greeting.incarnation, greeting
-            if greeting.owner != self.owner:
-                if greeting.owner and not takes_over:
-                    raise ServerLost(
-                        f"embedding server {number + 1} of {len(self._servers)}"
-                        f" (pid {greeting.pid} on {greeting.host})",
-                        found="a server that another training has taken over",
-                        expected="a server that works for this training",
-                        next_step="end the training that is not wanted, and start the other again",
-                    )
-                server.incarnation = self._command_begin(server, greeting)
-            return server.incarnation
-
-    def _command_begin(self, server: Link, greeting: Greeting) -> int:
-        begun = server.transport.command(
-            "begin", {"owner": self.owner}, incarnation=greeting.incarnation
-        )
-        return int(begun["incarnation"] or 0)
-
-    def at_all(self, act: Callable[[int], T]) -> list[T]:
-        """Call `act` with each server's number, at the same time; returns what it returned.
-
-        Raises:
-            Exception: what the first server's call raised, once all calls have ended.
-        """
-        last = len(self._servers) - 1
-        others = [self._threads.submit(act, number) for number in range(last)]
-        try:
-            own = act(last)
-        finally:
-            wait(others)
-        return [*(one.result() for one in others), own]
-
-    def _freeze_at(self, server: int, table: ServedTable, rows: range) -> FrozenAt:
+    def _freeze_at(self, server: int, table: ServerTable, rows: range) -> FrozenAt:
         """Freeze rows at one server."""
+        return self.calls.call(server, [table], lambda: self._freeze_once(server, table, rows))
+
+    def _freeze_once(self, server: int, table: ServerTable, rows: range) -> FrozenAt:
         part, transport = table.parts[server], self._servers[server].transport
         slots = table.placement.slots_of(server, rows)
         with part.lock:
@@ -430,7 +350,7 @@ class ServedHome(Home):
                     "table": table.form.table,
                     "start": slots.start,
                     "stop": slots.stop,
-                    "trainer": self._trainer,
+                    "trainer": self._servers.trainer,
                     "batch": batch,
                     "open_from": min(part.open, default=batch),
                 },
@@ -439,18 +359,14 @@ class ServedHome(Home):
             part.open.add(batch)
         return FrozenAt(int(answer["number"] or 0), batch, incarnation)
 
-    def _check(self, table: ServedTable, ids: Tensor) -> Checked:
-        """Compare rows with what else the servers know of them; see `FrozenRows.check`."""
-        return Checked()
-
-    def _release_at(self, server: int, table: ServedTable, at: FrozenAt) -> None:
+    def _release_at(self, server: int, table: ServerTable, frozen: FrozenAt) -> None:
         part, transport = table.parts[server], self._servers[server].transport
         with part.lock:
-            part.open.discard(at.batch)
+            part.open.discard(frozen.batch)
         # If the server is lost, so are its frozen rows. If only the call is lost, the next freeze
         # or `clear` of the table releases them.
         with suppress(HomeError, OutOfStep):
-            transport.command("release", {"number": at.number}, incarnation=at.incarnation)
+            transport.command("release", {"number": frozen.number}, incarnation=frozen.incarnation)
 
     def _is_open(self) -> bool:
         try:
@@ -460,165 +376,29 @@ class ServedHome(Home):
         return True
 
 
-class FrozenAt(NamedTuple):
-    """Frozen rows at one server: the number of the reader, its batch, and the incarnation."""
-
-    number: int
-    batch: int
-    incarnation: int
-
-
-class Link:
-    """One server. `lock` is held while its transport or incarnation is renewed.
-
-    `numbers` are those of writes, freezes and clears; they never begin anew.
-    """
-
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-        self.numbers = itertools.count(1)
-        self.incarnation = 0
-        self.greeting: Greeting | None = None
-        self.lock = threading.Lock()
-
-
-def _close_all(links: Sequence[Link]) -> None:
-    for link in links:
-        link.transport.close()
-
-
-class _Part:
-    """The rows of a table on one server.
-
-    Attributes:
-        incarnation: of the server that has them.
-        lock: held while a number is drawn and during its call, so that the numbers of a table
-            arrive in their order.
-        open: numbers of freezes that are open.
-    """
-
-    def __init__(self) -> None:
-        self.incarnation = 0
-        self.lock = threading.Lock()
-        self.open: set[int] = set()
-
-
-class ServedTable:
-    """A table on all servers.
-
-    Attributes:
-        rows_at: for each server how many rows, and parity rows, belong there.
-    """
-
-    def __init__(self, form: TableForm, placement: Placement | Stripes, servers: int) -> None:
-        self.form = form
-        self.placement = placement
-        self.rows_at = tuple(
-            len(placement.slots_of(one, range(form.rows)))
-            + (placement.parity_slots(one) if isinstance(placement, Stripes) else 0)
-            for one in range(servers)
-        )
-        self.parts = [_Part() for _ in range(servers)]
-        self.frozen: set[FrozenAtServers] = set()
-        self._batches = BatchOrder(form.table)
-        self.lock = threading.Lock()  # guards `frozen` and the batches
-
-    @contextmanager
-    def next_batch(self, batch: int) -> Iterator[None]:
-        """Refuse a batch before the last one. If the block raises nothing, this is the last one."""
-        with self.lock:
-            self._batches.require_next(batch)
-        yield
-        with self.lock:
-            self._batches.last = max(batch, self._batches.last or batch)
-
-    def require_unfrozen(self) -> None:
-        """Refuse a call while rows are frozen.
-
-        Raises:
-            HomeError: says how many readers there are.
-        """
-        with self.lock:
-            if self.frozen:
-                raise HomeError(
-                    f"table {self.form.table!r}",
-                    found=f"{len(self.frozen)} readers of frozen rows",
-                    expected="none when a table is cleared",
-                    next_step="release them first",
-                )
-
-    def forget_batches(self) -> None:
-        """Accept any batch next."""
-        with self.lock:
-            self._batches.last = None
-
-
-class PlacedRows(NamedTuple):
-    """Rows of a table at one server: their slots, int64 [n], and records."""
-
-    table: ServedTable
-    slots: Tensor
-    records: Tensor
-
-    @staticmethod
-    def room(table: ServedTable, slots: Tensor) -> PlacedRows:
-        """Return rows with memory for their records."""
-        size = len(slots), table.form.record_bytes
-        return PlacedRows(table, slots, torch.empty(size, dtype=torch.uint8, device="cpu"))
-
-    @property
-    def named(self) -> TableRows:
-        """As a request has them."""
-        return TableRows(self.table.form.table, self.slots, self.records)
-
-
-def _requests(rows: Sequence[PlacedRows], server: int) -> Iterator[list[PlacedRows]]:
-    """Divide rows into what one request to a server carries: each table at most once.
-
-    The rows of one request are those of one incarnation of the server.
-    """
-    request: list[PlacedRows] = []
-    room = _REQUEST_BYTES
-    for table, slots, records in rows:
-        row_bytes = table.form.record_bytes + 8
-        most = max(1, _REQUEST_BYTES // row_bytes)
-        for at, part in zip(slots.split(most), records.split(most), strict=True):
-            if request and (
-                len(at) * row_bytes > room
-                or len(request) == _MOST_TABLES
-                or request[0].table.parts[server].incarnation != table.parts[server].incarnation
-            ):
-                yield request
-                request, room = [], _REQUEST_BYTES
-            request.append(PlacedRows(table, at, part))
-            room -= len(at) * row_bytes
-    if request:
-        yield request
-
-
 class FrozenAtServers(FrozenRows):
     """Rows that are frozen at all servers."""
 
-    def __init__(self, home: ServedHome, table: ServedTable, rows: range) -> None:
+    def __init__(self, home: ServedHome, table: ServerTable, rows: range) -> None:
         self._home = home
         self._table = table
         self._rows = rows
         self._is_released = False
-        self._at: dict[int, FrozenAt] = {}  # by server
+        self._readers: dict[int, FrozenAt] = {}  # by server
         with table.lock:
             table.frozen.add(self)
         try:
-            home.at_all(self._freeze)
+            home._servers.at_all(self._freeze)
         except BaseException:
             self.release()
             raise
 
     def _freeze(self, server: int) -> None:
-        self._at[server] = self._home._freeze_at(server, self._table, self._rows)
+        self._readers[server] = self._home._freeze_at(server, self._table, self._rows)
 
     def at(self, server: int) -> FrozenAt:
         """Return the reader at one server."""
-        return self._at[server]
+        return self._readers[server]
 
     def fetch(self, ids: Tensor, out: Tensor) -> Tensor:
         """Read frozen records from all servers at the same time."""
@@ -632,12 +412,12 @@ class FrozenAtServers(FrozenRows):
                 next_step="freeze the rows again",
             )
         form.require_records(ids, "out", out, self._rows)
-        frozen = [at for _, at in sorted(self._at.items())]
+        frozen = [reader for _, reader in sorted(self._readers.items())]
         return self._home._fetch([self._table], [TableRows(form.table, ids, out)], frozen)[0]
 
     def check(self, ids: Tensor) -> Checked:
         """Compare rows with their parity, if the servers keep it."""
-        return self._home._check(self._table, ids)
+        return self._home.calls.check(self._table, ids)
 
     def release(self) -> None:
         """Give the frozen records up at all servers."""
@@ -646,11 +426,11 @@ class FrozenAtServers(FrozenRows):
         self._is_released = True
         try:
             if self._home._is_open():
-                self._home.at_all(self._release)
+                self._home._servers.at_all(self._release)
         finally:
             with self._table.lock:
                 self._table.frozen.discard(self)
 
     def _release(self, server: int) -> None:
-        if server in self._at:
-            self._home._release_at(server, self._table, self._at[server])
+        if server in self._readers:
+            self._home._release_at(server, self._table, self._readers[server])

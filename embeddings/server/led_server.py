@@ -12,7 +12,8 @@ from recpoint.embeddings.parity.differences import Unsettled
 from recpoint.embeddings.parity.own_tables import Known
 from recpoint.embeddings.parity.replacement import LedServer
 from recpoint.embeddings.parity.stripes import Parity
-from recpoint.embeddings.server.home import Link, ServedTable
+from recpoint.embeddings.server.links import ServerLink
+from recpoint.embeddings.server.placed_rows import ServerTable
 from recpoint.embeddings.server.transport import Greeting, Transport
 from recpoint.errors import ClusterLost, ServerLost
 
@@ -38,9 +39,9 @@ class Servers:
         revive: starts a server again; None: nothing does.
     """
 
-    links: Sequence[Link]
-    tables: dict[str, ServedTable]
-    table: Callable[[TableForm], ServedTable]
+    links: Sequence[ServerLink]
+    tables: dict[str, ServerTable]
+    table: Callable[[TableForm], ServerTable]
     parity: Parity
     hosts: Sequence[str]
     owner: int
@@ -220,7 +221,7 @@ def begin(transport: Transport, greeting: Greeting, owner: int, number_of_beginn
 
 
 def add_table(
-    link: Link, number: int, table: ServedTable, generation: int, *, is_lost: bool = False
+    link: ServerLink, number: int, table: ServerTable, generation: int, *, is_lost: bool = False
 ) -> None:
     """Have a server make room for its part of a table; see `StripeMember.add_table`."""
     link.transport.command(

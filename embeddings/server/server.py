@@ -213,7 +213,7 @@ class EmbeddingServer(Transport):
             self._require(incarnation)
             if frozen is not None:
                 return [self._fetch_frozen(one, frozen) for one in wanted]
-            # A successor may not have its tables before it is opened.
+            # Until the leader opens a successor, the successor may lack its tables.
             member = self._opened() if self._is_protected else None
             for one in wanted:
                 self._table(one.table)
@@ -253,7 +253,7 @@ class EmbeddingServer(Transport):
         _refuse_more(changed)
         with self._gate.shared():
             self._require(incarnation)
-            # A successor may not have its tables before it is opened.
+            # Until the leader opens a successor, the successor may lack its tables.
             member = self._opened() if self._is_protected else None
             for one in changed:
                 self._table(one.table)

@@ -438,10 +438,11 @@ class TcpServer:
         token: what both sides know; not empty.
         host: address to listen at, of IPv4 or IPv6.
         port: 0: the system chooses one.
-        most_connections: connections whose client has proved that it knows the token. A further one
-            takes the place of the one that has been idle for longest, whose trainer connects again.
-            It is closed if none is idle, and its call is tried again. Clients that have proved
-            nothing take none of these places. A further one of them closes the oldest of them.
+        most_connections: connections whose client has proved that it knows the token. When another
+            trainer connects, the server closes the connection that has been idle longest. If none
+            is idle, it closes the new one. Either caller connects again. Clients that have proved
+            nothing take none of these places. When another of them connects, the server closes the
+            oldest of them.
 
     Attributes:
         address: host and port.

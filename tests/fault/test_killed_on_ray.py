@@ -19,7 +19,8 @@ import torch
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.embeddings.parity.stripes import Parity
-from recpoint.embeddings.server.protected_home import ProtectedHome
+from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.protected_home import protected_home
 from recpoint.embeddings.server.ray_head import WatchedTransport
 from recpoint.embeddings.server.transport import Greeting, Transport
 from recpoint.errors import NothingToRestore
@@ -214,7 +215,7 @@ class Life:
         self.left = list(kinds)
         self._die = die
         self._lock = threading.Lock()
-        self._home: ProtectedHome | None = None
+        self._home: ServedHome | None = None
         self._dead: Greeting | None = None  # whose successor is not whole yet
         self.names: list[str] = []
         self.killed = 0
@@ -246,7 +247,7 @@ class Life:
         def connected(number: int) -> Transport:
             return Deadly(self._servers.transport(number), number, self)
 
-        with ProtectedHome(
+        with protected_home(
             [connected(number) for number in range(3)], parity=Parity(data=2), revive=connected
         ) as home:
             self._home = home

@@ -25,8 +25,8 @@ from recpoint.dashboards import terminal
 from recpoint.dashboards.metrics.table import AGENT_METRICS, METRICS, TRAINER_METRICS
 from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.server.home import ServedHome
 from recpoint.embeddings.server.processes import servers
-from recpoint.embeddings.server.protected_home import ProtectedHome
 from recpoint.errors import RecpointError, SettingsError, StaleWriter, StoreFull, StoreUnavailable
 from recpoint.installation import install_command
 from tests.cached_training import Batches, cached_model, lookahead
@@ -168,7 +168,7 @@ def test_what_a_cache_does_is_counted(place: Place) -> None:
 
 def test_metrics_say_which_server_is_rebuilt_and_when_it_is_whole_again(place: Place) -> None:
     with servers(3, parity=Parity(data=2)) as home:
-        assert isinstance(home, ProtectedHome)
+        assert isinstance(home, ServedHome)
         trained = CachedTraining(place, home)
         ckpt = trained.checkpointer
         prefix = "recpoint_trainer_server"

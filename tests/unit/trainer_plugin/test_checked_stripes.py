@@ -11,7 +11,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.cli.application import app
 from recpoint.embeddings.parity.stripes import Parity
-from recpoint.embeddings.server.protected_home import ProtectedHome
+from recpoint.embeddings.server.home import ServedHome
 from recpoint.format.manifest import CheckedStripes
 from tests.protected_servers import flip_bit, protected
 from tests.training_builder import Place
@@ -38,7 +38,7 @@ def test_a_validation_says_what_the_stripes_proved(place: Place) -> None:
     assert f"{found.stripes.fits} on embedding servers fit their parity" in said.stdout
 
 
-def a_row_at_home(home: ProtectedHome) -> int:
+def a_row_at_home(home: ServedHome) -> int:
     ids = torch.arange(203)
     (form,) = [one.form for one in home._tables.all() if one.form.table == "users"]
     records = torch.zeros(203, form.record_bytes, dtype=torch.uint8)

@@ -29,7 +29,6 @@ from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.server import served_part
 from recpoint.embeddings.server.home import ServedHome
 from recpoint.embeddings.server.processes import servers
-from recpoint.embeddings.server.protected_home import ProtectedHome
 from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.embeddings.server.tcp import TcpServer, TcpTransport
 from recpoint.errors import SettingsError
@@ -248,7 +247,7 @@ def test_a_part_that_is_lost_with_its_server_ends_the_attempt(
 ) -> None:
     """Its host is gone, so no agent will store it. Parity makes up for the server itself."""
     with servers(3, parity=Parity(data=2)) as home:
-        assert isinstance(home, ProtectedHome)
+        assert isinstance(home, ServedHome)
         both = Both("adagrad", SMALL, home)
         settings = _WAITS | {"on_error": "continue", "busy_wait_seconds": 120.0}
         with both.checkpointer(place, ranks_seconds=3.0, **settings) as ckpt:

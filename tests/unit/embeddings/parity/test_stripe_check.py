@@ -18,7 +18,6 @@ from recpoint.embeddings.parity.peers import OutOfStep, TableSlots
 from recpoint.embeddings.parity.stripe_check import Verdict, condensed, verdicts
 from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
 from recpoint.embeddings.server.home import ServedHome
-from recpoint.embeddings.server.protected_home import ProtectedHome
 from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.errors import HomeError
 from recpoint.kernels import erasure
@@ -59,7 +58,7 @@ def test_any_changed_bit_is_found_and_named(
 
 
 @contextmanager
-def written(count: int, form: Parity) -> Iterator[tuple[list[EmbeddingServer], ProtectedHome]]:
+def written(count: int, form: Parity) -> Iterator[tuple[list[EmbeddingServer], ServedHome]]:
     with protected(count, form) as (servers, home):
         home.add_table("items", rows=ROWS, record_bytes=RECORD_BYTES)
         rows = list(range(0, ROWS, 3))

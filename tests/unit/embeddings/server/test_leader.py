@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from recpoint.embeddings.parity.differences import Unsettled
+from recpoint.embeddings.parity.leader import Leader
 from recpoint.embeddings.parity.peers import (
     Differences,
     Members,
@@ -24,14 +25,16 @@ from recpoint.embeddings.parity.peers import (
 )
 from recpoint.embeddings.parity.replacement import State
 from recpoint.embeddings.parity.stripes import Parity, stripes_of
-from recpoint.embeddings.server.home import Link
+from recpoint.embeddings.server.home import ServedHome
 from recpoint.embeddings.server.led_server import CommandedServer, Servers
-from recpoint.embeddings.server.protected_home import ProtectedHome
+from recpoint.embeddings.server.links import ServerLink
+from recpoint.embeddings.server.protected_home import protected_home
 from recpoint.embeddings.server.protection import Reach
 from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.embeddings.server.tcp import TcpServer, TcpTransport
 from recpoint.embeddings.server.tcp_peer import TcpPeer, reach_with
 from recpoint.embeddings.server.transport import Greeting, Transport
+from recpoint.embeddings.server.until_successor import UntilSuccessor
 from recpoint.errors import HomeError, ServerLost
 from recpoint.format.servers import ServerFacts
 from recpoint.testing.homes import fetched, ids_of, records_of
@@ -149,11 +152,11 @@ def disturbed(disturb: Callable[[], None]) -> Reach:
 @contextmanager
 def running(
     count: int = 3, transport: Callable[..., TcpTransport] = TcpTransport, **options: Any
-) -> Iterator[tuple[Hosts, ProtectedHome]]:
+) -> Iterator[tuple[Hosts, ServedHome]]:
     with ExitStack() as stack:
         hosts = Hosts(count, transport)
         stack.callback(hosts.end)
-        home = ProtectedHome(
+        home = protected_home(
             hosts.transports(), parity=Parity(data=2), revive=hosts.revive, **options
         )
         stack.enter_context(home)
@@ -162,7 +165,12 @@ def running(
         yield hosts, home
 
 
-def require_rows(home: ProtectedHome, table: str = "items") -> None:
+def leader_of(home: ServedHome) -> Leader:
+    assert isinstance(home.calls, UntilSuccessor) and home.calls.leader is not None
+    return home.calls.leader
+
+
+def require_rows(home: ServedHome, table: str = "items") -> None:
     found = fetched(partial(home.fetch, table), range(ROWS), RECORD_BYTES)
     expected = records_of(WRITTEN, RECORD_BYTES)
     assert sorted(found) == WRITTEN
@@ -250,7 +258,7 @@ def test_frozen_rows_of_a_server_that_is_not_ready_are_lost_in_the_end() -> None
 def test_a_table_that_only_another_trainer_has_outlives_a_server() -> None:
     """Its rows are recovered, also if the leader adds the table only after that."""
     with running() as (hosts, home), ExitStack() as stack:
-        other = ProtectedHome(
+        other = protected_home(
             hosts.transports(),
             parity=Parity(data=2),
             owner=home.owner,
@@ -293,7 +301,7 @@ def test_a_clear_needs_no_thread_that_waits_for_it() -> None:
         for one in callers:
             one.start()
         # The pool starts its last thread when all others are busy, with calls that have failed.
-        until(lambda: len(home._threads._threads) == 12)
+        until(lambda: len(home._servers._threads._threads) == 12)
         Gated.gate.set()
         for one in callers:
             one.join(60.0)
@@ -303,8 +311,8 @@ def test_a_clear_needs_no_thread_that_waits_for_it() -> None:
 
 def test_states_follow_each_other() -> None:
     with running() as (hosts, home):
-        leader = home._leader
-        assert leader is not None and set(leader.states) == {State.WHOLE}
+        leader = leader_of(home)
+        assert set(leader.states) == {State.WHOLE}
         gate = threading.Event()
         hosts.reach = disturbed(lambda: None if gate.wait(60.0) else None)
         hosts.lose(1)
@@ -315,7 +323,7 @@ def test_states_follow_each_other() -> None:
         assert home.lost_servers == home.lost_rows == 0
 
 
-def write_again(home: ProtectedHome, version: int) -> None:
+def write_again(home: ServedHome, version: int) -> None:
     records = records_of(WRITTEN, RECORD_BYTES, version=version)
     home.write_back("items", ids_of(WRITTEN), records, batch=version + 1)
     found = fetched(partial(home.fetch, "items"), WRITTEN, RECORD_BYTES)
@@ -355,8 +363,7 @@ def test_a_network_that_new_processes_do_not_mend_ends_with_an_error(
 def test_a_call_that_waits_for_another_server_holds_up_no_release_and_no_clear() -> None:
     """Else each read of the server would wait for these."""
     with running() as (hosts, home):
-        leader = home._leader
-        assert leader is not None
+        leader = leader_of(home)
         gate = threading.Event()
         hosts.reach = disturbed(lambda: None if gate.wait(60.0) else None)
         hosts.lose(1)
@@ -492,7 +499,7 @@ def test_a_report_about_many_writes_comes_in_parts_that_fit() -> None:
             sizes.extend([len(str(arguments)), len(str(said))])
             return said
 
-    link = Link(Measured(server))
+    link = ServerLink(Measured(server))
     link.incarnation = incarnation
     servers = Servers(
         links=[link],

@@ -19,8 +19,9 @@ import torch
 
 from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.parity.stripes import Parity
+from recpoint.embeddings.server.home import ServedHome
 from recpoint.embeddings.server.processes import servers
-from recpoint.embeddings.server.protected_home import ProtectedHome
+from recpoint.embeddings.server.protected_home import protected_home
 from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.embeddings.server.tcp import TcpServer, TcpTransport
 from recpoint.embeddings.server.tcp_peer import reach_with
@@ -45,12 +46,12 @@ class TestProtectedHome(HomeSuite):
             listening = [stack.enter_context(TcpServer(one, token)) for one in all_servers]
             transports = [TcpTransport(one.address, token) for one in listening]
             form = Parity(data=data, parity=parity)
-            yield stack.enter_context(ProtectedHome(transports, parity=form))
+            yield stack.enter_context(protected_home(transports, parity=form))
 
 
-def protected(count: int, data: int, parity: int) -> ProtectedHome:
+def protected(count: int, data: int, parity: int) -> ServedHome:
     home = servers(count=count, parity=Parity(data=data, parity=parity), timeout_seconds=60.0)
-    assert isinstance(home, ProtectedHome)
+    assert isinstance(home, ServedHome)
     home.add_table("items", rows=ROWS, record_bytes=RECORD_BYTES)
     return home
 
@@ -66,11 +67,11 @@ def test_the_log_says_what_parity_takes_before_training(caplog: pytest.LogCaptur
     assert any("'users'" in one and "99.0 MB" in one and "100.0 MB" in one for one in said)
 
 
-def kill(home: ProtectedHome, number: int) -> None:
+def kill(home: ServedHome, number: int) -> None:
     os.kill(home.greetings[number].pid, signal.SIGKILL)
 
 
-def wait_until_recovered(home: ProtectedHome) -> None:
+def wait_until_recovered(home: ServedHome) -> None:
     deadline = time.monotonic() + 60.0
     time.sleep(1.0)
     while home.being_recovered:
@@ -202,7 +203,7 @@ def test_a_table_that_was_cleared_outlives_one_loss_after_another() -> None:
         assert torch.equal(out[:50], records_of(rows, RECORD_BYTES, version=1)[:50])
 
 
-def second_trainer(home: ProtectedHome, seconds: float) -> ProtectedHome:
+def second_trainer(home: ServedHome, seconds: float) -> ServedHome:
     """Make the home of a rank that does not lead, in this process."""
 
     def transport(number: int) -> TcpTransport:
@@ -210,7 +211,7 @@ def second_trainer(home: ProtectedHome, seconds: float) -> ProtectedHome:
         assert isinstance(there, TcpTransport)
         return TcpTransport(there.address, there._token, timeout_seconds=seconds)
 
-    return ProtectedHome(
+    return protected_home(
         [transport(number) for number in range(home.servers)],
         parity=Parity(data=2, parity=2),
         hosts=home.hosts,
@@ -233,7 +234,7 @@ def test_servers_that_hang_are_replaced_too(second: signal.Signals, tmp_path: Pa
     with ExitStack() as stack:
         home = servers(4, parity=form, directory=tmp_path / "rows", timeout_seconds=2.0)
         stack.enter_context(home)
-        assert isinstance(home, ProtectedHome)
+        assert isinstance(home, ServedHome)
         other = stack.enter_context(second_trainer(home, 2.0))
         for one in (home, other):
             one.add_table("items", rows=ROWS, record_bytes=RECORD_BYTES)

@@ -25,7 +25,6 @@ from recpoint.catalog.store.run_url import parse_run_url
 from recpoint.embeddings.home.contract import Home, TableRows
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.server.home import ServedHome
-from recpoint.embeddings.server.protected_home import ProtectedHome
 from recpoint.errors import HomeError, ServerLost, SettingsError
 from recpoint.installation import install_command
 from recpoint.testing.homes import HomeSuite, fetched, ids_of, records_of
@@ -546,7 +545,7 @@ def test_rows_outlive_a_server_that_keeps_parity(cluster: Any) -> None:
     home = recpoint.embeddings.ray(
         cluster.address, per_node=3, parity=Parity(data=2), timeout_seconds=60.0
     )
-    assert isinstance(home, ProtectedHome)
+    assert isinstance(home, ServedHome)
     with home:
         home.add_table("t", rows=500, record_bytes=RECORD_BYTES)
         home.write_back("t", ids_of(rows), records_of(rows, RECORD_BYTES), batch=1)
