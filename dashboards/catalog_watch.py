@@ -78,7 +78,7 @@ def look_up(watch: RunWatch) -> CatalogFacts:
     )
 
 
-class _Watched:
+class _PolledRun:
     """One run: the facts read last, the time of the first try, and failures counted by cause."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class CatalogWatch:
     ) -> None:
         self._runs = runs
         self._refresh_seconds = refresh_seconds
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, _PolledRun] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._keep_looking_up, name="catalog-watch", daemon=True
@@ -140,7 +140,7 @@ class CatalogWatch:
             for ended_run in self._watched.keys() - current_runs:
                 self._watched.pop(ended_run).stop.set()
             for run in current_runs - self._watched.keys():
-                watched = _Watched()
+                watched = _PolledRun()
                 thread = threading.Thread(
                     target=self._watch, args=(run, watched), name=f"catalog {run}", daemon=True
                 )
@@ -151,7 +151,7 @@ class CatalogWatch:
                     break  # the runs after it would fail too; the next round tries them all
                 self._watched[run] = watched
 
-    def _watch(self, run: str, watched: _Watched) -> None:
+    def _watch(self, run: str, watched: _PolledRun) -> None:
         watch: RunWatch | None = None
         while True:
             try:

@@ -23,13 +23,13 @@ from recpoint.dashboards.page_elements import (
     Chart,
     Fields,
     Figures,
-    Table,
+    PageTable,
     heading,
     section,
     set_state,
     text,
 )
-from recpoint.dashboards.watched_runs import Seen, WatchedRun, WatchedRuns
+from recpoint.dashboards.watched_runs import RunView, WatchedRun, WatchedRuns
 from recpoint.errors import SettingsError
 from recpoint.units import bytes_text, copied_text, counted, duration_text
 
@@ -48,7 +48,7 @@ _BLUE, _RED, _GREY = "var(--blue)", "var(--red)", "var(--grey)"
 _TEXT, _SOFT, _LINE, _GROUND = "var(--text)", "var(--soft)", "var(--line)", "var(--ground)"
 
 
-class Window(NamedTuple):
+class TimeWindow(NamedTuple):
     """A window of time that charts show. `seconds` None: the newest checkpoints decide it."""
 
     name: str
@@ -57,10 +57,10 @@ class Window(NamedTuple):
 
 #: By their names in the page's address.
 WINDOWS = {
-    "1h": Window("last hour", 3600),
-    "6h": Window("last 6 h", 6 * 3600),
-    "24h": Window("last 24 h", 24 * 3600),
-    "all": Window(f"newest {NEWEST}", None),
+    "1h": TimeWindow("last hour", 3600),
+    "6h": TimeWindow("last 6 h", 6 * 3600),
+    "24h": TimeWindow("last 24 h", 24 * 3600),
+    "all": TimeWindow(f"newest {NEWEST}", None),
 }
 
 
@@ -83,7 +83,7 @@ class Drawn(NamedTuple):
         return f"{'newest ' if self.newest else ''}{counted(count, what)}{self.of}"
 
 
-def drawn(overview: RunOverview, window: Window) -> Drawn:
+def drawn(overview: RunOverview, window: TimeWindow) -> Drawn:
     """What the charts of a run draw."""
     readable = [checkpoint for checkpoint in overview.checkpoints if checkpoint.error is None]
     newest_ms = max(
@@ -388,7 +388,7 @@ def _overview_page(runs: Sequence[WatchedRun]) -> Callable[[], None]:
     heading(1, "recpoint: runs")
     summary = text("p", role="status")
     title = [""]
-    table = Table(
+    table = PageTable(
         "What a crash would cost each run, and what its checkpoints cost",
         texts.RUN_HEADINGS,
         links=1,
@@ -436,7 +436,7 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
             written = Chart("Bytes written")
     with section("Embedding servers") as served:
         redundancy = text("p")
-        servers = Table(
+        servers = PageTable(
             "As the trainer of rank 0 sees them; pages on its host show them",
             texts.SERVER_HEADINGS,
             long=(7,),
@@ -445,25 +445,25 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
     with section("This run") as facts:
         fields = Fields(texts.FIELDS)
     with section("Newest checkpoints") as newest:
-        checkpoints = Table(
+        checkpoints = PageTable(
             "What is staged on the trainer's host is not here: it is in no catalog yet",
             texts.CHECKPOINT_HEADINGS,
             long=(10,),
             numbers=(0, 3, 4, 5, 6, 7, 8),
         )
     with section("Failures") as failed:
-        failures = Table(
+        failures = PageTable(
             "As far as the catalog holds them; what only has to wait is in the agent's log",
             texts.FAILURE_HEADINGS,
             long=(1, 2, 3),
         )
     with section("Retention") as planned:
         rules = text("p")
-        plan = Table(
+        plan = PageTable(
             "The plan of the newest retention, as it was then", texts.PLAN_HEADINGS, long=(0, 2)
         )
     with section("Expiring") as marked:
-        expiring = Table(
+        expiring = PageTable(
             "Manifests that retention has marked; they go after its grace unless something needs "
             "them",
             texts.EXPIRING_HEADINGS,
@@ -538,12 +538,12 @@ def _window_links(chosen: str) -> None:
         text("span", "times in UTC", "unit")
 
 
-def _age_text(seen: Seen) -> str:
+def _age_text(seen: RunView) -> str:
     age = seen.age_seconds()
     return "not read yet" if age is None else f"as it was {duration_text(age)} ago"
 
 
-def _colour(seen: Seen) -> str:
+def _colour(seen: RunView) -> str:
     return {"alarm": "bad", "no answer": "bad", "fine": "good", "ended": "good"}.get(
         seen.standing, ""
     )

@@ -18,7 +18,7 @@ __all__ = [
     "Chart",
     "Fields",
     "Figures",
-    "Table",
+    "PageTable",
     "Text",
     "heading",
     "section",
@@ -160,7 +160,7 @@ class _Row:
             _set_class(box, "none", words == NONE)
 
 
-class Table:
+class PageTable:
     """A table whose rows may be replaced; the first cell of a row is its header.
 
     The roles are written out: a browser forgets them when the style shows rows as cards.

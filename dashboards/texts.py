@@ -17,7 +17,7 @@ from recpoint.catalog.overview.overview import (
 from recpoint.catalog.run.pins import pinned_text
 from recpoint.catalog.staging.area import BEAT_SECONDS
 from recpoint.dashboards.terminal import shown
-from recpoint.dashboards.watched_runs import Seen, WatchedRun
+from recpoint.dashboards.watched_runs import RunView, WatchedRun
 from recpoint.format.retention_records import Plan
 from recpoint.format.servers import AllServers, ServerFacts
 from recpoint.units import bytes_text, cache_text, copied_text, counted, duration_text, time_text
@@ -64,7 +64,7 @@ NONE = "–"
 RUN_HEADINGS = (
     *("State", "Run", "Lost by a crash now", "Newest step", "Committed (UTC)"),
     *("Stall", "Of full fp32"),
-    *("A restore reads", "Last validation", "Seen"),
+    *("A restore reads", "Last validation", "RunView"),
 )
 CHECKPOINT_HEADINGS = (
     *("Step", "Kind", "State", "Committed (UTC)", "At risk before it", "Stall", "Cut to commit"),
@@ -110,7 +110,7 @@ def plain(value: object) -> str:
     return shown(value, limit=_LIMIT).plain
 
 
-def standing_text(seen: Seen) -> str:
+def standing_text(seen: RunView) -> str:
     """The state in words."""
     if seen.standing == "alarm":
         count = len(seen.alarms) + seen.damaged
@@ -130,7 +130,7 @@ def summary_text(runs: Sequence[WatchedRun]) -> str:
     return f"{len(bad)} of {count} {needs} a look: {names}{more}."
 
 
-def alerts(seen: Seen, now: float) -> list[Alert]:
+def alerts(seen: RunView, now: float) -> list[Alert]:
     """What is wrong and what to do; what keeps the run from being read comes first."""
     alerts = []
     error = seen.error
@@ -161,7 +161,7 @@ def _alert(alarm: Alarm) -> Alert:
     return Alert(words if words.endswith((".", "…")) else f"{words}.", next_step)
 
 
-def trouble(seen: Seen, now: float) -> Alert | None:
+def trouble(seen: RunView, now: float) -> Alert | None:
     """The worst alert of a run, and how many more there are; None: nothing is wrong."""
     alarms = alerts(seen, now)
     if not alarms:

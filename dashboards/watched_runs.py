@@ -18,7 +18,7 @@ from recpoint.catalog.store.run_url import naming_run, parse_run_url
 from recpoint.dashboards.catalog_watch import current_watch
 from recpoint.errors import ChainError, FormatError, RecpointError, RunRecordLost, SettingsError
 
-__all__ = ["REFRESH_SECONDS", "Seen", "Standing", "WatchedRun", "WatchedRuns"]
+__all__ = ["REFRESH_SECONDS", "RunView", "Standing", "WatchedRun", "WatchedRuns"]
 
 
 _LOG = logging.getLogger("recpoint.dashboard")
@@ -39,7 +39,7 @@ Standing = Literal["alarm", "no answer", "reading", "ended", "starting", "fine"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class RunView:
     """What is known of a run at one moment; times are monotonic, in seconds.
 
     Attributes:
@@ -103,7 +103,7 @@ class WatchedRun:
         self._intervals = intervals
         self._stop = threading.Event()
         self._watch: RunWatch | None = None
-        self.seen = Seen()
+        self.seen = RunView()
         try:
             self.name = parse_run_url(url).url
         except SettingsError as error:
@@ -121,7 +121,7 @@ class WatchedRun:
         """Ask the thread to stop; do not wait for a refresh in progress."""
         self._stop.set()
 
-    def refresh(self) -> Seen:
+    def refresh(self) -> RunView:
         """Read the run once, in the calling thread, and return what is known of it now."""
         view = self.seen
         version = view.version + 1
@@ -144,7 +144,7 @@ class WatchedRun:
             )
         else:
             now = time.monotonic()
-            self.seen = Seen(
+            self.seen = RunView(
                 overview=overview,
                 alarms=alarms(overview, intervals=self._intervals),
                 at=now,

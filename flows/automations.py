@@ -396,7 +396,7 @@ class Applied(NamedTuple):
     kept: tuple[str, ...] = ()
 
 
-class Found(NamedTuple):
+class ListedAutomation(NamedTuple):
     """An automation of ours that a server has."""
 
     name: str
@@ -571,7 +571,7 @@ def _create_or_update(
     return "updated"
 
 
-def find_ours() -> list[Found]:
+def find_ours() -> list[ListedAutomation]:
     """The automations of ours that the server has, by name.
 
     Raises:
@@ -579,7 +579,7 @@ def find_ours() -> list[Found]:
     """
     with _client() as client:
         return sorted(
-            Found(automation.name, automation.enabled, automation.description)
+            ListedAutomation(automation.name, automation.enabled, automation.description)
             for automation in _read_ours(client)
         )
 

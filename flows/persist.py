@@ -35,13 +35,13 @@ from prefect.states import AwaitingRetry, Completed, Failed
 
 from recpoint.catalog.persist.persist import (
     Committed,
-    Found,
     PersistJob,
+    StoredJob,
     classify,
     drive,
     reject_job,
 )
-from recpoint.catalog.persist.plan import Group
+from recpoint.catalog.persist.plan import ChunkGroup
 from recpoint.catalog.persist.ranks import parts_text, ranks_missing
 from recpoint.catalog.staging.agent import AgentLock, sweep_of
 from recpoint.errors import CheckpointCancelled, RanksMissing, RecpointError, SettingsError
@@ -74,7 +74,7 @@ class Tried(NamedTuple):
     error: RecpointError | None
 
 
-class _Begun(NamedTuple):
+class _OpenJob(NamedTuple):
     """Work that needs no answer from Prefect's server, begun before the flow run is created.
 
     Attributes:
@@ -88,12 +88,12 @@ class _Begun(NamedTuple):
 
     job: PersistJob
     verified: Future[None]
-    looked: Future[Found]
+    looked: Future[StoredJob]
     prepared: Future[None]
     deferred: list[RecpointError]
 
     @classmethod
-    def of(cls, job: PersistJob) -> _Begun:
+    def of(cls, job: PersistJob) -> _OpenJob:
         begin = _beginners.submit
         return cls(job, begin(job.verify), begin(job.find_done), begin(_prepare_first, job), [])
 
@@ -104,7 +104,7 @@ class _Begun(NamedTuple):
 
 
 #: What `run_persist` has begun for the flow that it calls; None: the flow was not called by it.
-_begun: ContextVar[_Begun | None] = ContextVar("_begun", default=None)
+_begun: ContextVar[_OpenJob | None] = ContextVar("_begun", default=None)
 _beginners = ThreadPoolExecutor(12, thread_name_prefix="begin")
 
 
@@ -123,7 +123,7 @@ class _Tasks:
     `drive` calls the steps from its threads; the tasks run in the event loop of the flow.
     """
 
-    def __init__(self, begun: _Begun) -> None:
+    def __init__(self, begun: _OpenJob) -> None:
         self._begun = begun
         self._loop = asyncio.get_running_loop()
         self._context = copy_context()  # which flow run this is
@@ -131,7 +131,7 @@ class _Tasks:
         self._running: set[asyncio.Task[Any] | None] = set()
         self._ended = False
 
-    def find_done(self) -> Found:
+    def find_done(self) -> StoredJob:
         # The next steps may write or remove the files that are being prepared.
         wait([self._begun.prepared])
         return self._begun.looked.result()
@@ -139,13 +139,13 @@ class _Tasks:
     def verify(self) -> None:
         self._begun.verified.result()
 
-    def quantize(self, group: Group) -> None:
+    def quantize(self, group: ChunkGroup) -> None:
         self._run(quantize, group.index)
 
-    def encode(self, group: Group) -> None:
+    def encode(self, group: ChunkGroup) -> None:
         self._run(encode, group.index)
 
-    def upload(self, group: Group) -> None:
+    def upload(self, group: ChunkGroup) -> None:
         self._run(upload, group.index)
 
     def commit(self) -> Committed:
@@ -232,7 +232,7 @@ async def persist(job_path: JobPath) -> State[Any]:
                 return AwaitingRetry(message=f"not now: {error}")
         with _alone(job_path):
             try:
-                begun_job = _Begun.of(await asyncio.to_thread(PersistJob.open, job_path))
+                begun_job = _OpenJob.of(await asyncio.to_thread(PersistJob.open, job_path))
             except RecpointError as error:
                 if classify(error) == "deferred":
                     log.warning("not now: %s", error)
@@ -257,7 +257,7 @@ def _alone(job_path: str) -> AbstractContextManager[object]:
     return AgentLock(run_dir.parent, sweep_of(run_dir)) if run_dir.is_dir() else nullcontext()
 
 
-async def _persist(begun: _Begun, log: LoggerAdapter[Logger]) -> State[Any]:
+async def _persist(begun: _OpenJob, log: LoggerAdapter[Logger]) -> State[Any]:
     job = begun.job.job
     tasks = _Tasks(begun)
     try:
@@ -359,7 +359,7 @@ def run_persist(
             return state
 
     # Begun first, because the server takes a tenth of a second to create a flow run.
-    begun_job = _Begun.of(job)
+    begun_job = _OpenJob.of(job)
     token = _begun.set(begun_job)
     try:
         # One client for all of Prefect's sync calls, because each client loads the CA certificates.

@@ -155,7 +155,7 @@ def _within(name: str, value: int, lowest: int, highest: int) -> int:
 # --- keys of records -----------------------------------------------------------------------------
 
 
-class _Field(NamedTuple):
+class _KeyPart(NamedTuple):
     """A part of a key: its pattern, and the conversions between its text and its value.
 
     `read` may raise ValueError for text that matches; `write` raises it for a value that no key
@@ -167,17 +167,17 @@ class _Field(NamedTuple):
     write: Callable[[Any], str]
 
 
-def _number(name: str, digits: int, *, lowest: int = 0, mark: str = "") -> _Field:
+def _number(name: str, digits: int, *, lowest: int = 0, mark: str = "") -> _KeyPart:
     zero = "" if lowest == 0 else rf"(?!0{{{digits}}})"
 
     def write(value: int) -> str:
         return f"{mark}{_within(name, value, lowest, 10**digits - 1):0{digits}d}"
 
     looks = rf"{mark}{zero}[0-9]{{{digits}}}"
-    return _Field(looks, lambda text: int(text.removeprefix(mark)), write)
+    return _KeyPart(looks, lambda text: int(text.removeprefix(mark)), write)
 
 
-def _text(name: str, looks: str, said: str) -> _Field:
+def _text(name: str, looks: str, said: str) -> _KeyPart:
     pattern = re.compile(rf"(?:{looks})\Z")
 
     def write(value: str) -> str:
@@ -185,7 +185,7 @@ def _text(name: str, looks: str, said: str) -> _Field:
             raise ValueError(f"{name} {value[:80]!r} is not {said}")
         return value
 
-    return _Field(looks, str, write)
+    return _KeyPart(looks, str, write)
 
 
 class KeyPattern(Generic[P, NameT]):
@@ -200,14 +200,14 @@ class KeyPattern(Generic[P, NameT]):
         prefix: the start of all these keys; the whole key if there is only one.
     """
 
-    def __init__(self, name: Callable[P, NameT], *pieces: str | _Field) -> None:
+    def __init__(self, name: Callable[P, NameT], *pieces: str | _KeyPart) -> None:
         self._name = name
         self._pieces = pieces
         looks = (
             re.escape(piece) if isinstance(piece, str) else f"({piece.looks})" for piece in pieces
         )
         self._pattern = re.compile("".join(looks) + r"\Z")
-        self._fields = [piece for piece in pieces if isinstance(piece, _Field)]
+        self._fields = [piece for piece in pieces if isinstance(piece, _KeyPart)]
         self.prefix = self._written(())
 
     def of(self, *parts: P.args, **named: P.kwargs) -> str:
@@ -261,7 +261,7 @@ _OWNER = _text("owner", _HEX, "32 lower-case hexadecimal digits")
 _LABEL = _text("name", "[a-z0-9][a-z0-9_.-]{0,63}", "1 to 64 of a-z, 0-9, _, ., -")
 _LEVEL = _text("level", "metadata|sample|full", "the level of a validation")
 _RESULT = _text("result", "passed|failed|stateless", "the result of a validation")
-_AFTER = _Field(
+_AFTER = _KeyPart(
     r"full|after-[0-9]{12}",
     lambda text: None if text == "full" else int(text.removeprefix("after-")),
     lambda parent_step: "full" if parent_step is None else f"after-{_STEP.write(parent_step)}",
@@ -330,7 +330,7 @@ def _marked_in(text: str) -> str:
 EXPIRED_KEY = KeyPattern(
     _marked,
     "expired/",
-    _Field("[a-z0-9-]+", _marked_in, lambda key: key.partition("/")[2].removesuffix(".json")),
+    _KeyPart("[a-z0-9-]+", _marked_in, lambda key: key.partition("/")[2].removesuffix(".json")),
     ".json",
 )
 

@@ -60,7 +60,7 @@ def flatten(value: object, *, path: str = "state") -> tuple[bytes, list[torch.Te
     writer = _Writer()
     try:
         text = _ENCODER.encode(writer.node(value, 0)).encode()
-    except _Refused as error:
+    except _RefusedValue as error:
         raise _refusal(path, error) from None
     # Training waits, so values are counted only if the text is long enough for too many of them.
     values = measure(text, MAX_TREE_DEPTH)[1] if len(text) > MAX_VALUES else 0
@@ -77,7 +77,7 @@ def flatten(value: object, *, path: str = "state") -> tuple[bytes, list[torch.Te
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"))
 
 
-class _Refused(Exception):
+class _RefusedValue(Exception):
     """A value cannot be stored; `keys` is the path to it, innermost key first."""
 
     def __init__(self, found: str, expected: str) -> None:
@@ -87,7 +87,7 @@ class _Refused(Exception):
         self.keys: list[object] = []
 
 
-def _refusal(path: str, error: _Refused) -> SettingsError:
+def _refusal(path: str, error: _RefusedValue) -> SettingsError:
     for key in reversed(error.keys):
         text = json.dumps(key) if type(key) is str else brief(key)
         path = f"{path}[{text[:80]}]"
@@ -119,7 +119,7 @@ class _Writer:
             return _text(value)
         # A node adds at most 4 levels before its children. A cycle ends here as well.
         if depth + 4 > MAX_TREE_DEPTH:
-            raise _Refused(f"more than {MAX_TREE_DEPTH} levels as JSON", "flatter state")
+            raise _RefusedValue(f"more than {MAX_TREE_DEPTH} levels as JSON", "flatter state")
         if kind is float:
             return {"float": value.hex()}
         if kind in _DICTS:
@@ -134,7 +134,7 @@ class _Writer:
             return self._array(value)
         if isinstance(value, np.generic):
             return {"scalar": value.tobytes().hex(), "dtype": _numpy_name(value.dtype)}
-        raise _Refused(f"a {kind.__module__}.{kind.__qualname__}", _STORABLE)
+        raise _RefusedValue(f"a {kind.__module__}.{kind.__qualname__}", _STORABLE)
 
     def _elements(self, value: Sequence[Any], depth: int) -> list[Any]:
         nodes: list[Any] = []
@@ -142,7 +142,7 @@ class _Writer:
             for item in value:
                 # Integers take a shortcut, because samplers keep long lists of them.
                 nodes.append(_integer(item) if type(item) is int else self.node(item, depth))
-        except _Refused as error:
+        except _RefusedValue as error:
             error.keys.append(len(nodes))
             raise
         return nodes
@@ -160,10 +160,10 @@ class _Writer:
                     break
             else:
                 return nodes
-        except _Refused as error:
+        except _RefusedValue as error:
             error.keys.append(key)
             raise
-        raise _Refused(f"a key of type {type(key).__qualname__}", "str, int or bool as keys")
+        raise _RefusedValue(f"a key of type {type(key).__qualname__}", "str, int or bool as keys")
 
     def _number(self, tensor: torch.Tensor) -> int:
         self.tensors.append(tensor)
@@ -172,17 +172,17 @@ class _Writer:
     def _tensor(self, value: torch.Tensor) -> dict[str, Any]:
         name = TORCH_NAMES.get(value.dtype)
         if name is None:
-            raise _Refused(
+            raise _RefusedValue(
                 f"a tensor of {value.dtype}", f"one of {', '.join(TORCH_NAMES.values())}"
             )
         sparse = value.layout is torch.sparse_coo
         if expected := shape_expected(value.shape, sparse=sparse):
-            raise _Refused(f"a tensor of shape {list(value.shape)}", expected)
+            raise _RefusedValue(f"a tensor of shape {list(value.shape)}", expected)
         if sparse:
             return {"sparse_coo": self._sparse(value)}
         if value.layout is not torch.strided or value.is_nested or value.is_meta:
             fault = f"a tensor of layout {value.layout} on {value.device}"
-            raise _Refused(fault, "dense or sparse COO tensors with data")
+            raise _RefusedValue(fault, "dense or sparse COO tensors with data")
         # A lazily negated view holds the bits of the values before the negation.
         bits = tensor_bits(value.resolve_neg() if value.is_neg() else value, name)
         bits = booleans(bits) if name == "BOOL" else bits
@@ -195,7 +195,7 @@ class _Writer:
             indices, values, tuple(value.shape), coalesced=(coalesced := value.is_coalesced())
         )
         if fault:
-            raise _Refused(*fault)
+            raise _RefusedValue(*fault)
         return {
             "indices": self._tensor(indices),
             "values": self._tensor(values),
@@ -207,7 +207,7 @@ class _Writer:
         name = _numpy_name(value.dtype)
         shape = list(value.shape)
         if expected := shape_expected(shape):
-            raise _Refused(f"an array of shape {shape}", expected)
+            raise _RefusedValue(f"an array of shape {shape}", expected)
         bits = array_bits(value, name)
         bits = booleans(bits) if name == "BOOL" else bits
         return {"ndarray": self._number(bits), "shape": shape, "dtype": name}
@@ -223,7 +223,9 @@ def _text(value: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            refused = _Refused("a string with half a surrogate pair", "strings that UTF-8 can hold")
+            refused = _RefusedValue(
+                "a string with half a surrogate pair", "strings that UTF-8 can hold"
+            )
             raise refused from None
     return value
 
@@ -240,5 +242,5 @@ def _no_bytes() -> torch.Tensor:
 def _numpy_name(dtype: np.dtype[Any]) -> str:
     name = NUMPY_NAMES.get(dtype.str)
     if name is None:
-        raise _Refused(f"numpy {dtype}", f"one of {', '.join(NUMPY_NAMES.values())}")
+        raise _RefusedValue(f"numpy {dtype}", f"one of {', '.join(NUMPY_NAMES.values())}")
     return name

@@ -105,7 +105,7 @@ _MOST_PUBLICATIONS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class FollowerGoal:
     """The checkpoints that a follower may move to.
 
     Attributes:
@@ -127,7 +127,7 @@ class Wanted:
         return replace(self, names=[name for name in self.names if name > served])
 
 
-def find_wanted(run: Run, channel: Channel, served: ManifestName | None) -> Wanted:
+def find_wanted(run: Run, channel: Channel, served: ManifestName | None) -> FollowerGoal:
     """Return what a follower that serves `served` is to move to.
 
     If retention has deleted the served checkpoint, it stays in service. If it is no longer on the
@@ -154,7 +154,7 @@ def find_wanted(run: Run, channel: Channel, served: ManifestName | None) -> Want
             skipped.append(Skipped(name, doubt))
         elif name in present:
             names.append(name)
-    return Wanted(
+    return FollowerGoal(
         names=names,
         skipped=skipped,
         newest=next((name for name in line if name in present), None),
@@ -162,7 +162,7 @@ def find_wanted(run: Run, channel: Channel, served: ManifestName | None) -> Want
     )
 
 
-def _published(run: Run, served: ManifestName | None) -> Wanted:
+def _published(run: Run, served: ManifestName | None) -> FollowerGoal:
     live = run.live_line()
     newest = live[0] if live else None
     names: list[ManifestName] = []
@@ -183,7 +183,7 @@ def _published(run: Run, served: ManifestName | None) -> Wanted:
             names.append(name)
         if served is not None:
             break
-    return Wanted(
+    return FollowerGoal(
         names=names,
         skipped=(),
         newest=newest,
@@ -219,7 +219,7 @@ def find_pinned(run: Run, step: int, generation: int | None) -> ManifestName:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class FollowerStanding:
     """What a look has found, seen from one version.
 
     Attributes:
@@ -230,7 +230,7 @@ class Standing:
     """
 
     served: ManifestName | None
-    wanted: Wanted
+    wanted: FollowerGoal
     waiting_since_ms: int | None
     doubt: str | None
 
@@ -249,15 +249,15 @@ class Standings:
     """
 
     def __init__(self) -> None:
-        self._known: tuple[Standing, ...] = ()  # replaced, never changed
+        self._known: tuple[FollowerStanding, ...] = ()  # replaced, never changed
         self._committed_ms: dict[ManifestName, int] = {}
 
     @property
-    def last(self) -> Standing | None:
+    def last(self) -> FollowerStanding | None:
         """The standing of the served version; None: nobody has looked."""
         return self._known[0] if self._known else None
 
-    def of(self, served: ManifestName | None) -> Standing | None:
+    def of(self, served: ManifestName | None) -> FollowerStanding | None:
         """Return the standing of this version; if it is unknown, of the served version."""
         standings = self._known
         return next(
@@ -265,11 +265,13 @@ class Standings:
             standings[0] if standings else None,
         )
 
-    def note(self, served: ManifestName | None, wanted: Wanted, run: Run, updater: Updater) -> None:
+    def note(
+        self, served: ManifestName | None, wanted: FollowerGoal, run: Run, updater: Updater
+    ) -> None:
         """Take over what a look has found, seen from the version that is served now."""
         self._known = (self._standing(served, wanted, run, updater),)
 
-    def moving(self, to: ManifestName, wanted: Wanted, run: Run, updater: Updater) -> None:
+    def moving(self, to: ManifestName, wanted: FollowerGoal, run: Run, updater: Updater) -> None:
         """Note that from now until `moved` either of two versions may be served."""
         self._known = (*self._known[:1], self._standing(to, wanted, run, updater))
 
@@ -278,16 +280,16 @@ class Standings:
         self._known = self._known[-1:] if well else self._known[:1]
 
     def _standing(
-        self, served: ManifestName | None, wanted: Wanted, run: Run, updater: Updater
-    ) -> Standing:
-        return Standing(
+        self, served: ManifestName | None, wanted: FollowerGoal, run: Run, updater: Updater
+    ) -> FollowerStanding:
+        return FollowerStanding(
             served=served,
             wanted=wanted,
             waiting_since_ms=self._since(wanted, run, updater),
             doubt=None if served is None else wanted.doubts.against(served),
         )
 
-    def _since(self, wanted: Wanted, run: Run, updater: Updater) -> int | None:
+    def _since(self, wanted: FollowerGoal, run: Run, updater: Updater) -> int | None:
         if wanted.published_ms is not None:
             return wanted.published_ms
         names = wanted.names
@@ -445,7 +447,7 @@ class Follower:
             memory_bytes=self._copies.nbytes,
         )
 
-    def _at_once(self) -> tuple[Version | None, Standing | None]:
+    def _at_once(self) -> tuple[Version | None, FollowerStanding | None]:
         """Return the served version with its own standing, even if a move happens meanwhile."""
         while True:
             version = self._copies.version
@@ -595,7 +597,7 @@ class Follower:
         self._note_failed(goal)
         self._standings.note(served, goal, run, updater)
 
-    def _wanted_from(self, run: Run, served: ManifestName | None) -> Wanted:
+    def _wanted_from(self, run: Run, served: ManifestName | None) -> FollowerGoal:
         goal = find_wanted(run, self._channel, served)
         if self._pinned is not None and served is not None and self._channel != "published":
             return goal.after(served)
@@ -626,7 +628,7 @@ class Follower:
         run: Run,
         updater: Updater,
         name: ManifestName,
-        ahead: Wanted,
+        ahead: FollowerGoal,
         on_progress: OnProgress | None,
     ) -> None:
         """Serve a checkpoint; `ahead` is what is wanted once it is served."""
@@ -646,12 +648,12 @@ class Follower:
         self._note_failed(ahead)
 
     @property
-    def _wanted(self) -> Wanted:
+    def _wanted(self) -> FollowerGoal:
         standing = self._standings.last
         assert standing is not None  # there is a look before every move
         return standing.wanted
 
-    def _note_failed(self, wanted: Wanted) -> None:
+    def _note_failed(self, wanted: FollowerGoal) -> None:
         self._failed = {
             name: reason for name, reason in self._failed.items() if name in wanted.names
         }

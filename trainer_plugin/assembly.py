@@ -24,7 +24,7 @@ from recpoint.trainer_plugin.ranks.agreement import Replicas, agree_on_settings
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.ranks.sharding import (
     HeldPiece,
-    Shard,
+    StoredShard,
     copies_of,
     held_pieces,
     lay_out,
@@ -82,7 +82,7 @@ class Assembly(NamedTuple):
         replicas: checks the state that is equal on all ranks.
     """
 
-    shards: tuple[Shard, ...]
+    shards: tuple[StoredShard, ...]
     trackers: dict[str, Tracker]
     watch: OptimizerWatch
     state: TrainingState

@@ -47,10 +47,10 @@ from recpoint.trainer_plugin.pipeline.reader_pace import Pace
 from recpoint.trainer_plugin.policy import Policy, PolicyName, as_policy
 from recpoint.trainer_plugin.ranks.ranks import AgreedEnd, Ranks
 from recpoint.trainer_plugin.restore.start import (
-    Job,
     StagedParts,
     Start,
-    Wanted,
+    StartRequest,
+    TrainingJob,
     announce_start,
     open_run,
     start_training,
@@ -298,7 +298,7 @@ class Checkpointer:
                 validated_only=validated_only,
                 validated_within=validated_within,
             )
-            wanted = Wanted(selection, fresh, partial, seed)
+            wanted = StartRequest(selection, fresh, partial, seed)
             wanted.check()
             self._state.refuse_unwritable()  # states may have been created since __init__
             self._state.warn_of_schedulers()
@@ -331,7 +331,7 @@ class Checkpointer:
             if self._close_wanted is not None:
                 self._stop(final=self._close_wanted)
 
-    def _restore(self, wanted: Wanted, hold: Hold) -> RestoreReport | None:
+    def _restore(self, wanted: StartRequest, hold: Hold) -> RestoreReport | None:
         generators, gradients = rng.capture(), torch.is_grad_enabled()
         try:
             staged = take_area(self._area, self._ranks)
@@ -383,16 +383,16 @@ class Checkpointer:
         self._untrack()
         self._cutter.unmarked.forget()
         self._area.close()
-        wanted = Wanted(Selection(), fresh=False, partial=None, seed=None)
+        wanted = StartRequest(Selection(), fresh=False, partial=None, seed=None)
         if self._restore(wanted, hold) is None:
             # The run would begin anew, and the model has been trained: this is the end.
             self._close_wanted = False
             raise lost
 
-    def _taken_over(self, wanted: Wanted, staged: StagedParts) -> tuple[Run, Start]:
+    def _taken_over(self, wanted: StartRequest, staged: StagedParts) -> tuple[Run, Start]:
         drain_seconds = self._settings.timeouts.drain_seconds
         run = open_run(self._store, self._area, self._ranks, staged, drain_seconds)
-        job = Job(
+        job = TrainingJob(
             ranks=self._ranks,
             tables=self._tables,
             names=frozenset(shard.name for shard in self._shards),

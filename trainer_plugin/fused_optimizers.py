@@ -75,7 +75,7 @@ class Trainers(NamedTuple):
     elsewhere: Collection[str]
 
 
-class _Trained(NamedTuple):
+class _TrainingGroup(NamedTuple):
     """The torch optimizer that trains a parameter, and the parameter's group in it."""
 
     optimizer: Mapping[str, Any]
@@ -105,7 +105,7 @@ class _There:
                 if (state["iter"] or 0) >= (self.fused.get(table, state)["iter"] or 0):
                     self.fused[table] = state
         self.own = _trained(saved["optimizers"])
-        self.all: dict[str, _Trained] = {}
+        self.all: dict[str, _TrainingGroup] = {}
         for optimizers in saved["other_optimizers"]:
             # The tree of the lowest rank holds the state that all ranks share, so it has priority.
             self.all = _trained(optimizers) | self.all
@@ -210,9 +210,9 @@ def same_rate(one: float, other: float) -> bool:
     return bool(rates[0] == rates[1])
 
 
-def _trained(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, _Trained]:
+def _trained(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, _TrainingGroup]:
     return {
-        name: _Trained(optimizer, group)
+        name: _TrainingGroup(optimizer, group)
         for optimizer in optimizers
         for group in optimizer["groups"]
         for name in group["params"]
@@ -220,7 +220,7 @@ def _trained(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, _Trained]:
 
 
 def _differences(
-    table: str, state: Mapping[str, Any], trained: _Trained, *, fused: str, torch: str
+    table: str, state: Mapping[str, Any], trained: _TrainingGroup, *, fused: str, torch: str
 ) -> list[Mismatch]:
     twin, kind = _TWINS.get(state["optimizer"]), trained.optimizer["class"]
     both_updates = (
@@ -242,7 +242,7 @@ def _acts(hyperparameter: Any) -> bool:
     return bool(hyperparameter != 0)
 
 
-def _fused_state(here: Mapping[str, Any], trained: _Trained, parameter: str) -> _Tree:
+def _fused_state(here: Mapping[str, Any], trained: _TrainingGroup, parameter: str) -> _Tree:
     """Return a fused state like `fbgemm.Kernel.state`; what torch does not store is kept."""
     rate = float(trained.group["lr"])
     steps = trained.entry(parameter)["values"].get("step")

@@ -19,7 +19,7 @@ __all__ = [
     "Continuous",
     "FULL",
     "Intermittent",
-    "Link",
+    "ChainLink",
     "OneShot",
     "POLICIES",
     "Policy",
@@ -343,7 +343,7 @@ class Tip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class ChainLink:
     """The place of a checkpoint in its chain.
 
     Attributes:
@@ -380,7 +380,7 @@ class Link:
         )
 
 
-FULL = Link(kind="full", base=None, parent=None, chain_length=1)
+FULL = ChainLink(kind="full", base=None, parent=None, chain_length=1)
 
 
 def next_link(
@@ -390,7 +390,7 @@ def next_link(
     step: int,
     tables: Sequence[TableSpec],
     policy: Policy,
-) -> Link:
+) -> ChainLink:
     """Return the link of a checkpoint at `step` with these tables.
 
     Args:
@@ -409,7 +409,9 @@ def next_link(
         return FULL
     if policy.full_is_due(tip, history):
         return FULL
-    return Link(kind="increment", base=tip.base, parent=tip.ref, chain_length=tip.chain_length + 1)
+    return ChainLink(
+        kind="increment", base=tip.base, parent=tip.ref, chain_length=tip.chain_length + 1
+    )
 
 
 def _error_class(error_type: str) -> type | None:

@@ -216,7 +216,7 @@ def _offset(tensor: DTensor) -> tuple[int, ...]:
 # Finding a model's tables and their optimizers, and refusing models that cannot be stored.
 
 
-class Found(NamedTuple):
+class ModelTables(NamedTuple):
     """The result of `find_tables`.
 
     Attributes:
@@ -230,7 +230,7 @@ class Found(NamedTuple):
     sources: tuple[TableSource, ...]
 
 
-def find_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Found:
+def find_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> ModelTables:
     """Find all tables of `model`.
 
     Raises:
@@ -255,7 +255,7 @@ def find_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Found:
     for table in tables:
         _refuse_untrained(table, optimizers)
         _refuse_unwatched(table, optimizers)
-    return Found(tuple(tables), tuple(optimizers), sources)
+    return ModelTables(tuple(tables), tuple(optimizers), sources)
 
 
 def _refuse_unnamed_shards(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

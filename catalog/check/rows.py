@@ -23,7 +23,7 @@ from recpoint.kernels import quantize, row_digest
 
 __all__ = [
     "DecodedRows",
-    "ExactRows",
+    "TrainedRows",
     "RowValidation",
     "Sampled",
     "Unequal",
@@ -49,7 +49,7 @@ _HALF_UNITS: Final = {"F16": (2.0**-11, 2.0**-25), "BF16": (2.0**-8, 2.0**-134)}
 _SUMS: Final = 1e-6
 
 
-class ExactRows(NamedTuple):
+class TrainedRows(NamedTuple):
     """Rows as a trainer had them: values [n, dim] of the table's dtype, row states [n, …]."""
 
     values: Tensor
@@ -108,7 +108,7 @@ class Compared(NamedTuple):
     worst: float
 
 
-def compare(spec: TableSpec, exact: ExactRows, stored: DecodedRows) -> Compared:
+def compare(spec: TableSpec, exact: TrainedRows, stored: DecodedRows) -> Compared:
     """Compare n rows of the trainer with the same rows as stored."""
     if stored.scale is None or stored.offset is None:
         values = Compared(_bits_differ("values", exact.values, stored.values), 0.0)
@@ -514,7 +514,7 @@ class RowValidation:
         self._left[sample] = positions[~is_in_chunk]
         if sample > link:
             return
-        exact = ExactRows(
+        exact = TrainedRows(
             sampled.values[positions_here],
             tuple(state[positions_here] for state in sampled.row_states),
         )

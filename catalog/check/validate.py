@@ -48,7 +48,7 @@ Damage = FormatError | ChainError | ObjectNotFound
 DAMAGE = (FormatError, ChainError, ObjectNotFound)
 
 
-class Found(NamedTuple):
+class JudgedFinding(NamedTuple):
     """A finding, and the result it implies; `"passed"` if it makes the checkpoint no worse."""
 
     finding: ValidationFinding
@@ -68,7 +68,7 @@ class Found(NamedTuple):
         return cls(finding, result)
 
 
-def passed_over(text: PassedOver) -> Found:
+def passed_over(text: PassedOver) -> JudgedFinding:
     """Return the finding for a damaged representation that a reader can do without."""
     finding = ValidationFinding(
         subject=text.key[:MAX_TEXT],
@@ -78,7 +78,7 @@ def passed_over(text: PassedOver) -> Found:
         expected="a sound manifest; another one of the checkpoint is used instead",
         bound="",
     )
-    return Found(finding, "passed")
+    return JudgedFinding(finding, "passed")
 
 
 class ChainValidation:
@@ -109,7 +109,7 @@ class ChainValidation:
         self._on_progress = on_progress
         self._links = newest_first if level == "full" else newest_first[:1]
         self._bytes_to_read = 0
-        self.found: list[Found] = []
+        self.found: list[JudgedFinding] = []
         self.damage: Damage | None = None
         self._rows_damaged = False
         merged = any(link.stands_for is not None for link in self._links)
@@ -292,7 +292,7 @@ class ChainValidation:
                     return record
         return None
 
-    def _not_told_apart(self, error: RecpointError) -> Found:
+    def _not_told_apart(self, error: RecpointError) -> JudgedFinding:
         merged = next(link for link in self._links if link.stands_for is not None)
         finding = ValidationFinding(
             subject=Representation.of(merged).key[:MAX_TEXT],
@@ -303,7 +303,7 @@ class ChainValidation:
             f"validation; but {error.subject}: {error.found}"[:MAX_TEXT],
             bound="",
         )
-        return Found(finding, "passed")
+        return JudgedFinding(finding, "passed")
 
     def _account(self, entry: ChunkEntry) -> None:
         self.chunks_read += 1
@@ -323,7 +323,7 @@ class ChainValidation:
             expected=expected,
             bound=bound,
         )
-        self.found.append(Found(finding, "failed"))
+        self.found.append(JudgedFinding(finding, "failed"))
 
     def _damaged(self, error: Damage, what: str, result: ValidationResult) -> None:
         if isinstance(error, UnsupportedVersion):
@@ -331,7 +331,7 @@ class ChainValidation:
         if result != "passed" and self.damage is None:
             self.damage = error
         self._rows_damaged |= result == "failed"
-        damage = Found.of(error, what, result)
+        damage = JudgedFinding.of(error, what, result)
         # A missing chunk fails again when its bytes are read; that error names the URL, which ends
         # with the key.
         findings = (entry.finding for entry in self.found if entry.finding.what == what)
@@ -441,7 +441,7 @@ def validate(
             raise look.damage  # another representation may not need the damaged object
         return look
 
-    findings: list[Found] = []
+    findings: list[JudgedFinding] = []
     try:
         _, chain = read_with_chain(run, name, read)
         findings += [passed_over(text) for text in chain.passed_over]
@@ -452,7 +452,7 @@ def validate(
         if not looks:
             if not run.representations().get(name):
                 raise  # there is no such checkpoint
-            findings.append(Found.of(error, "chain", "failed"))
+            findings.append(JudgedFinding.of(error, "chain", "failed"))
         looks = looks[:1]
     if looks and looks[-1].passed and not looks[-1].tells_links_apart:
         _look_at_original(run, name, looks[-1], threads, on_progress)
@@ -527,7 +527,7 @@ def _outcome(
     name: ManifestName,
     started_ms: int,
     look: ChainValidation | None,
-    also: Sequence[Found],
+    also: Sequence[JudgedFinding],
 ) -> Validation:
     entries = [*(look.found if look else ()), *also]
     results = {entry.result for entry in entries}

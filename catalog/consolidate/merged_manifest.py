@@ -34,7 +34,7 @@ _PARAMETER_DTYPES: Final = 2
 
 
 @dataclass
-class _Table:
+class _SourceTable:
     """What the sources have of one table.
 
     Attributes:
@@ -68,7 +68,7 @@ class MergedManifest:
 
     def __init__(self, specs: Sequence[TableSpec]) -> None:
         self._specs = specs
-        self._tables = [_Table() for _ in specs]
+        self._tables = [_SourceTable() for _ in specs]
         self._quantizers: dict[tuple[int, int], int] = {}
         # Everything of the newest manifest but its rows' chunks, which the merge copies.
         self._rest_bytes = 0

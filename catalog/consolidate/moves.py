@@ -131,7 +131,7 @@ class ChunkBuilder:
         self._table = table
         self._spec = manifest.tables[table]
         self._emit = emit
-        self._waiting: dict[RowKind, _Waiting] = {}
+        self._waiting: dict[RowKind, _PendingRows] = {}
         self._numbers: dict[int, int] = {}
 
     def add(self, moved: MovedRows, first: int, stop: int, positions: Tensor | None) -> None:
@@ -166,7 +166,7 @@ class ChunkBuilder:
         """Add as many rows as the chunk of their kind has room for; return their number."""
         waiting = self._waiting.get(moved.kind)
         if waiting is None:
-            waiting = self._waiting[moved.kind] = _Waiting(moved.kind, self._spec)
+            waiting = self._waiting[moved.kind] = _PendingRows(moved.kind, self._spec)
         count = min(total - done, waiting.room)
         if positions is None:
             waiting.append_range(moved, first + done, count)
@@ -232,7 +232,7 @@ class ChunkBuilder:
         self._emit(entry, data)
 
 
-class _Waiting:
+class _PendingRows:
     """The rows of one kind that wait until they fill a chunk.
 
     It allocates a memory mapping of its own. Pages that are never written take no memory, and all

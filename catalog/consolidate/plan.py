@@ -117,7 +117,7 @@ def merge_sizes(manifests: Sequence[Manifest]) -> tuple[MergeSizes, ...]:
     bytes_before = sum(table_sizes.size_bytes for table_sizes in sizes) + state
     left_rows = sum(table_sizes.rows for table_sizes in sizes)
     left_bytes, merged_rows = bytes_before - state, 0
-    reading, live, record = _Reading(specs), LiveRows(), MergedManifest(specs)
+    reading, live, record = _RowReads(specs), LiveRows(), MergedManifest(specs)
     sizes_of_merges = []
     for merged, (manifest, size) in enumerate(
         zip(reversed(manifests), reversed(sizes), strict=True), 1
@@ -151,7 +151,7 @@ def merge_sizes(manifests: Sequence[Manifest]) -> tuple[MergeSizes, ...]:
     return tuple(sizes_of_merges)
 
 
-class _Reading:
+class _RowReads:
     """Counts the bytes of rows that a merge reads; it reads some chunks of large tables again."""
 
     def __init__(self, specs: Sequence[TableSpec]) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from recpoint.catalog.persist.plan import (
     PARAMETER_DTYPES,
-    Group,
+    ChunkGroup,
     RowBlock,
     StateBlock,
 )
@@ -102,7 +102,7 @@ class _Chosen(NamedTuple):
         return None if mask.all() else cls(mask, write_bits(mask, spool), int(mask.sum()))
 
 
-class _Planned(NamedTuple):
+class _PlannedChunk(NamedTuple):
     """A chunk before its bytes are assembled; `ends`: ids of its first and its last row."""
 
     key: str
@@ -111,7 +111,7 @@ class _Planned(NamedTuple):
     ends: tuple[int, int] | None = None
 
 
-def encode_group(staged: StagedJob, group: Group) -> str:
+def encode_group(staged: StagedJob, group: ChunkGroup) -> str:
     """Write the recipes of a group's chunks; `quantize_group` has run if the group needs it.
 
     Returns:
@@ -134,8 +134,8 @@ def encode_group(staged: StagedJob, group: Group) -> str:
 
 
 def _planned(
-    block: RowBlock | StateBlock, staged: StagedJob, spool: SpoolFile, group: Group
-) -> list[_Planned]:
+    block: RowBlock | StateBlock, staged: StagedJob, spool: SpoolFile, group: ChunkGroup
+) -> list[_PlannedChunk]:
     if isinstance(block, StateBlock):
         return [_tensor_chunk(staged, block)]
     if not staged.job.tables[block.table].is_quantized:
@@ -149,7 +149,7 @@ def _planned(
     raise ValueError(f"group {group.index} of {staged.path} lacks table {block.table}")
 
 
-def _finished(planned: _Planned) -> dict[str, Any]:
+def _finished(planned: _PlannedChunk) -> dict[str, Any]:
     meta = planned.meta
     # With the widest items first each array is aligned, and a reader need not copy it.
     arrays = sorted(planned.arrays, key=lambda array: -item_bytes(array.dtype))
@@ -186,7 +186,7 @@ def _absent(parts: tuple[Part, ...]) -> np.ndarray[Any, Any]:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _exact_chunk(staged: StagedJob, block: RowBlock, spool: SpoolFile) -> _Planned:
+def _exact_chunk(staged: StagedJob, block: RowBlock, spool: SpoolFile) -> _PlannedChunk:
     table = staged.job.tables[block.table]
     spec = table.spec
     values = staged.extent(values_name(block.table), first=block.first, count=block.rows)
@@ -208,7 +208,7 @@ def _exact_chunk(staged: StagedJob, block: RowBlock, spool: SpoolFile) -> _Plann
 
 def _quantized_chunks(
     staged: StagedJob, block: RowBlock, quantized: dict[str, Any], spool: SpoolFile
-) -> Iterator[_Planned]:
+) -> Iterator[_PlannedChunk]:
     """Yield at most one chunk for each dtype of row parameters, then the chunks of exact rows."""
     table = staged.job.tables[block.table]
     exactly, wide = (read_bits(extent_from(quantized[name]), block.rows) for name in _FORMS)
@@ -279,7 +279,7 @@ def _row_chunk(
     rows: int,
     arrays: list[_Array],
     spool: SpoolFile,
-) -> _Planned:
+) -> _PlannedChunk:
     """Plan one row chunk; `ids`: the first id of a contiguous range, or all ids (whole table)."""
     job, table = staged.job, staged.job.tables[block.table]
     coding = RowSetCoding(coding="range", first=ids) if isinstance(ids, int) else None
@@ -307,7 +307,7 @@ def _row_chunk(
         job.step, job.generation, job.attempt, rank=job.rank, table=block.table, number=number
     )
     ends = (ids, ids + rows - 1) if isinstance(ids, int) else (int(ids[0]), int(ids[-1]))
-    return _Planned(key, meta, arrays, ends)
+    return _PlannedChunk(key, meta, arrays, ends)
 
 
 def _read_ids(staged: StagedJob, block: RowBlock) -> _Ids | None:
@@ -384,7 +384,7 @@ def _read_array(extent: Extent, dtype: type[np.generic]) -> np.ndarray[Any, Any]
 # --- state and samples ---------------------------------------------------------------------------
 
 
-def _tensor_chunk(staged: StagedJob, block: StateBlock) -> _Planned:
+def _tensor_chunk(staged: StagedJob, block: StateBlock) -> _PlannedChunk:
     job = staged.job
     arrays = []
     for piece in block.pieces:
@@ -406,7 +406,7 @@ def _tensor_chunk(staged: StagedJob, block: StateBlock) -> _Planned:
     )
     name = state_chunk_key if block.content == "state" else sample_chunk_key
     key = name(job.step, job.generation, job.attempt, rank=job.rank, number=block.number)
-    return _Planned(key, meta, arrays)
+    return _PlannedChunk(key, meta, arrays)
 
 
 # --- upload ---------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def _tensor_chunk(staged: StagedJob, block: StateBlock) -> _Planned:
 _PERSIST_UPLOADS = WriteBudget(4)
 
 
-def upload_group(store: Store, staged: StagedJob, group: Group) -> int:
+def upload_group(store: Store, staged: StagedJob, group: ChunkGroup) -> int:
     """Write the chunks of an encoded group, several at once; all are durable when it returns.
 
     After a failure, the next call continues where the failed one stopped. At the end the group's
@@ -461,12 +461,12 @@ def upload_group(store: Store, staged: StagedJob, group: Group) -> int:
     return sum(int(chunk["entry"]["bytes"]) for chunk in chunks)
 
 
-def encoded_entries(staged: StagedJob, group: Group) -> list[ChunkEntry]:
+def encoded_entries(staged: StagedJob, group: ChunkGroup) -> list[ChunkEntry]:
     """Return the manifest entries of the chunks of an encoded group."""
     return [ChunkEntry.model_validate(chunk["entry"]) for chunk in _chunks(staged, group)]
 
 
-def _chunks(staged: StagedJob, group: Group) -> list[dict[str, Any]]:
+def _chunks(staged: StagedJob, group: ChunkGroup) -> list[dict[str, Any]]:
     result = load_result(result_path(staged, group.index, "encoded"), staged)
     if result is None:
         raise ValueError(f"group {group.index} of {staged.path} has not been encoded")

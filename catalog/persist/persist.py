@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple, Protocol, Self
 from pydantic import ValidationError
 
 from recpoint.catalog.persist.encode import encode_group, encoded_entries, upload_group
-from recpoint.catalog.persist.plan import GROUP_BYTES, Group, plan_groups
+from recpoint.catalog.persist.plan import GROUP_BYTES, ChunkGroup, plan_groups
 from recpoint.catalog.persist.quantize import Choice, quantization_of, quantize_group
 from recpoint.catalog.persist.ranks import (
     commit_parts,
@@ -69,7 +69,7 @@ from recpoint.format.rejections import Rejection
 __all__ = [
     "Answer",
     "Committed",
-    "Found",
+    "StoredJob",
     "PersistJob",
     "Steps",
     "classify",
@@ -90,7 +90,7 @@ _NOTHING: Final = Committed(0, 0, 0, 0, 0, ())
 _REJECTED: Final = "nothing: the job is rejected, and the trainer stages its rows again"
 
 
-class Found(NamedTuple):
+class StoredJob(NamedTuple):
     """What the store already holds of a job.
 
     Attributes:
@@ -163,7 +163,7 @@ class PersistJob:
         return open_slot(self.path, self.job)
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[ChunkGroup, ...]:
         """The groups of the job: each is quantized if `group.quantized`, encoded and uploaded.
 
         Raises:
@@ -210,7 +210,7 @@ class PersistJob:
             )
         return run
 
-    def find_done(self) -> Found:
+    def find_done(self) -> StoredJob:
         """Find what is already done of the job; this is the first step.
 
         Raises:
@@ -228,7 +228,7 @@ class PersistJob:
         # The part is looked for before the manifest: if a commit has just removed the part, the
         # manifest is found next.
         stored = self.job.parts > 1 and own_part(run, self.job) is not None
-        return Found(stored, self._committed(run))
+        return StoredJob(stored, self._committed(run))
 
     def ranks_awaited(self) -> tuple[int, ...]:
         """Numbers of the parts that a job still waits for after its own; if none, it can proceed.
@@ -297,17 +297,17 @@ class PersistJob:
         """
         self.staged.verify()
 
-    def quantize(self, group: Group) -> str:
+    def quantize(self, group: ChunkGroup) -> str:
         """Call `quantize_group` unless the job is cancelled; return the path of the result."""
         self.raise_if_cancelled()
         return quantize_group(self.staged, group, self._chosen)
 
-    def encode(self, group: Group) -> str:
+    def encode(self, group: ChunkGroup) -> str:
         """Call `encode_group` unless the job is cancelled; return the path of the result."""
         self.raise_if_cancelled()
         return encode_group(self.staged, group)
 
-    def upload(self, group: Group) -> int:
+    def upload(self, group: ChunkGroup) -> int:
         """Call `upload_group` unless the job is cancelled; return the bytes of its chunks."""
         self.raise_if_cancelled()
         return upload_group(self.store, self.staged, group)
@@ -430,19 +430,19 @@ class Steps(Protocol):
     the same name does. `drive` calls `verify` and `upload` from threads of their own.
     """
 
-    def find_done(self) -> Found:
+    def find_done(self) -> StoredJob:
         """Run the first step."""
 
     def verify(self) -> object:
         """Verify the slot, in parallel with the groups."""
 
-    def quantize(self, group: Group) -> object:
+    def quantize(self, group: ChunkGroup) -> object:
         """Quantize a group; called only for groups that have something to quantize."""
 
-    def encode(self, group: Group) -> object:
+    def encode(self, group: ChunkGroup) -> object:
         """Encode a group, after its `quantize`."""
 
-    def upload(self, group: Group) -> object:
+    def upload(self, group: ChunkGroup) -> object:
         """Upload a group, after its `encode`."""
 
     def commit(self) -> Committed:

@@ -24,7 +24,7 @@ __all__ = [
     "GROUP_SPOOL_BYTES",
     "PARAMETER_DTYPES",
     "TENSORS_EACH",
-    "Group",
+    "ChunkGroup",
     "RowBlock",
     "StateBlock",
     "StatePiece",
@@ -102,7 +102,7 @@ class StateBlock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class ChunkGroup:
     """Blocks that are quantized, encoded and uploaded together.
 
     Attributes:
@@ -124,13 +124,13 @@ def exact_row_bytes(table: StagedTable) -> int:
     return table.spec.dim * item_bytes(table.spec.dtype) + states
 
 
-def plan_groups(staged: StagedJob) -> list[Group]:
+def plan_groups(staged: StagedJob) -> list[ChunkGroup]:
     """Return the groups of a job, in the order in which they are persisted.
 
     Raises:
         MalformedObject: a chunk of one row would exceed the format's bound.
     """
-    groups: list[Group] = []
+    groups: list[ChunkGroup] = []
     blocks: list[RowBlock | StateBlock] = []
     quantized, total, spooled = False, 0, 0
 
@@ -138,7 +138,7 @@ def plan_groups(staged: StagedJob) -> list[Group]:
         nonlocal blocks, quantized, total, spooled
         if blocks:
             groups.append(
-                Group(
+                ChunkGroup(
                     index=len(groups),
                     blocks=tuple(blocks),
                     quantized=quantized,

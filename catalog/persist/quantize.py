@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpoint.catalog.persist.plan import PARAMETER_DTYPES, Group, RowBlock
+from recpoint.catalog.persist.plan import PARAMETER_DTYPES, ChunkGroup, RowBlock
 from recpoint.catalog.persist.spool import (
     SpoolFile,
     extent_list,
@@ -63,7 +63,7 @@ class Quantization(NamedTuple):
     implementation: str
 
 
-def quantize_group(staged: StagedJob, group: Group, chosen: dict[int, Choice]) -> str:
+def quantize_group(staged: StagedJob, group: ChunkGroup, chosen: dict[int, Choice]) -> str:
     """Quantize and pack the group's rows into the spool.
 
     Rows that cannot be quantized are left out and noted in the result; the next step stores them
@@ -106,7 +106,7 @@ def quantize_group(staged: StagedJob, group: Group, chosen: dict[int, Choice]) -
     return str(path)
 
 
-def quantization_of(staged: StagedJob, groups: Sequence[Group]) -> Quantization:
+def quantization_of(staged: StagedJob, groups: Sequence[ChunkGroup]) -> Quantization:
     """Return what the groups of a job were quantized with; all of them must be quantized."""
     quantizers: dict[int, Quantizer] = {}
     implementations: set[str] = set()

@@ -41,7 +41,7 @@ class WantedChunk(NamedTuple):
 
     manifest: Manifest
     entry: ChunkEntry
-    table: TableRows
+    table: ChainRows
     link: int
     is_last: bool  # the last chunk of its link
     is_needed: bool  # will be needed no matter which rows the chunks before it hold
@@ -52,7 +52,7 @@ class WantedChunk(NamedTuple):
         return self.entry.bytes + 8 * (self.entry.row_count or 0)
 
 
-class TableRows:
+class ChainRows:
     """Goes through the chunks of a table from the newest checkpoint of a chain to its full.
 
     A row that a newer checkpoint has brought is not decoded again. After every row has been
@@ -158,7 +158,7 @@ def _links(
 
     The list ends with the first checkpoint that holds every row. It relies on the first and last
     row that the manifest states for a chunk: these are compared when the chunk is read, and
-    `TableRows.finish` counts whether all wanted rows have come.
+    `ChainRows.finish` counts whether all wanted rows have come.
     """
     links: list[tuple[Manifest, list[ChunkEntry]]] = []
     for manifest in reversed(chain.manifests):
@@ -206,7 +206,7 @@ class ChainReading:
         self._chain = chain
         self._damaged = damaged
         self._on_progress = on_progress
-        self._tables: list[TableRows] = []
+        self._tables: list[ChainRows] = []
         self._bytes_to_read = 0
         self.bytes_read = 0
         self.chunks_read = 0
@@ -228,7 +228,7 @@ class ChainReading:
         targets = tuple(target.begin(newest))
         check_targets(newest, targets)
         self._tables = [
-            TableRows(self._chain, table, target)
+            ChainRows(self._chain, table, target)
             for table, target in enumerate(targets)
             if target is not None
         ]
@@ -252,7 +252,7 @@ class ChainReading:
                 if entry.key in self._damaged:
                     raise self._damaged[entry.key]
 
-    def _write_rows(self, reads: ReadScheduler, tables: Sequence[TableRows]) -> None:
+    def _write_rows(self, reads: ReadScheduler, tables: Sequence[ChainRows]) -> None:
         """Read and check chunks in threads, decode them in this one; newest checkpoint first."""
         chunks = (chunk for table in tables for chunk in table.chunks())
         buffers = ReadBuffers()

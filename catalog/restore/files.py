@@ -196,7 +196,7 @@ class ShardTensor(NamedTuple):
         return len(json.dumps(self.name)) + 128 + 24 * len(self.shape)
 
 
-class Shard(NamedTuple):
+class ShardFile(NamedTuple):
     """A file: its tensors in order, the widest items first, which keeps all of them aligned."""
 
     file: str
@@ -248,7 +248,7 @@ class ShardPlan:
     run: str
     include: Include
     report: RestoreReport
-    shards: tuple[Shard, ...]
+    shards: tuple[ShardFile, ...]
 
     @property
     def name(self) -> ManifestName:
@@ -371,10 +371,10 @@ def _metadata(run: str, restored: CheckpointRef, include: Include) -> dict[str, 
     }
 
 
-def _shard(file: str, tensors: Iterable[ShardTensor]) -> Shard:
+def _shard(file: str, tensors: Iterable[ShardTensor]) -> ShardFile:
     """Return a file of these tensors, sorted into its order."""
     ordered = sorted(tensors, key=lambda tensor: (-item_bytes(tensor.dtype), tensor.name))
-    return Shard(file, tuple(ordered))
+    return ShardFile(file, tuple(ordered))
 
 
 def _of_table(table: LogicalTable, tied: Mapping[str, str], include: Include) -> list[ShardTensor]:
@@ -540,7 +540,7 @@ def _has_index(into: Store) -> bool:
     return True
 
 
-def shard_is_there(into: Store, plan: ShardPlan, shard: Shard) -> bool:
+def shard_is_there(into: Store, plan: ShardPlan, shard: ShardFile) -> bool:
     """Tell whether a file of the plan exists, by its header, which names its origin, and length."""
     header = shard.header(plan.metadata)
     return _is_there(into, plan, shard.file, header, len(header) + shard.size_bytes)
@@ -731,7 +731,7 @@ def write_shard(
     run: Run,
     into: Store,
     plan: ShardPlan,
-    shard: Shard,
+    shard: ShardFile,
     *,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RestoreReport | None:
@@ -763,7 +763,7 @@ def write_shard(
 class _ShardTarget(PartsTarget):
     """Restores the tensors of one file into the bytes that follow its header."""
 
-    def __init__(self, shard: Shard, body: Tensor, include: Include) -> None:
+    def __init__(self, shard: ShardFile, body: Tensor, include: Include) -> None:
         self._include: Include = include
         self._of_no_table: dict[str, Tensor] = {}
         values: dict[str, list[Tensor]] = {}  # one for each name of a table

@@ -82,7 +82,7 @@ def open_store(url: str, *, timeouts: S3Timeouts | None = None) -> Store:
         bucket=parsed.bucket,
         prefix=parsed.path + "/" if parsed.path else "",
         timeouts=timeouts,
-        client=PerProcess(partial(_S3Client, parsed, timeouts)),
+        client=PerProcess(partial(_FsspecS3Client, parsed, timeouts)),
     )
     if timeouts.refused_seconds == 0:
         return store
@@ -145,7 +145,7 @@ def _package_advice(package: str | None) -> str:
     return install_command("s3") if package == "s3fs" else f"pip install {package}"
 
 
-class _S3Client:
+class _FsspecS3Client:
     """The client of s3fs, with its credentials, its event loop and its connections.
 
     Each process makes its client at its first request, so no fork or pickle carries one.

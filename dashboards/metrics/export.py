@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from recpoint.catalog.overview.overview import HistogramReading
 from recpoint.dashboards.metrics import table
-from recpoint.dashboards.metrics.samples import Sample, Samples
+from recpoint.dashboards.metrics.samples import MetricSample, Samples
 from recpoint.errors import SettingsError
 
 __all__ = ["MetricsExport", "SampleCollector", "require_registry"]
@@ -41,7 +41,9 @@ class SampleCollector(Collector):
         look: adds the current samples; called from the threads of scrapes.
     """
 
-    def __init__(self, metrics: Sequence[table.Metric], look: Callable[[Samples], None]) -> None:
+    def __init__(
+        self, metrics: Sequence[table.ExposedMetric], look: Callable[[Samples], None]
+    ) -> None:
         self._metrics = metrics
         self._look = look
 
@@ -184,7 +186,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _family(metric: table.Metric) -> _Family:
+def _family(metric: table.ExposedMetric) -> _Family:
     if metric.kind == "counter":
         return CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
     if metric.kind == "gauge":
@@ -192,7 +194,7 @@ def _family(metric: table.Metric) -> _Family:
     return HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
 
 
-def _add(family: _Family, metric: table.Metric, sample: Sample) -> None:
+def _add(family: _Family, metric: table.ExposedMetric, sample: MetricSample) -> None:
     labels = [_writable(sample.labels[name]) for name in metric.labels]
     if isinstance(family, HistogramMetricFamily):
         assert isinstance(sample.value, HistogramReading)

@@ -10,10 +10,10 @@ from recpoint.catalog.overview.overview import HistogramReading
 from recpoint.errors import SettingsError
 from recpoint.installation import install_command
 
-__all__ = ["Sample", "Samples", "require_prometheus"]
+__all__ = ["MetricSample", "Samples", "require_prometheus"]
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """One value of a metric, or one histogram."""
 
     labels: Mapping[str, str]
@@ -24,12 +24,12 @@ class Samples:
     """Samples by the name of their metric."""
 
     def __init__(self) -> None:
-        self.by_metric: dict[str, list[Sample]] = {}
+        self.by_metric: dict[str, list[MetricSample]] = {}
 
     def add(self, name: str, value: float | HistogramReading | None, **labels: str) -> None:
         """Add a sample of a metric, unless `value` is None."""
         if value is not None:
-            self.by_metric.setdefault(name, []).append(Sample(labels, value))
+            self.by_metric.setdefault(name, []).append(MetricSample(labels, value))
 
     def add_each(
         self, name: str, values: Iterable[tuple[str, float]], *, label: str, **labels: str

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
-__all__ = ["AGENT_METRICS", "METRICS", "Metric", "TRAINER_METRICS"]
+__all__ = ["AGENT_METRICS", "METRICS", "ExposedMetric", "TRAINER_METRICS"]
 
 
-class Metric(NamedTuple):
+class ExposedMetric(NamedTuple):
     """One metric; `name` is as exposed, without a histogram's `_bucket`, `_sum`, `_count`."""
 
     name: str
@@ -23,9 +23,9 @@ class Metric(NamedTuple):
 
 def _table(
     prefix: str, *rows: tuple[str, Literal["counter", "gauge", "histogram"], str, str]
-) -> tuple[Metric, ...]:
+) -> tuple[ExposedMetric, ...]:
     return tuple(
-        Metric(f"{prefix}_{name}", kind, tuple(labels.split()), text)
+        ExposedMetric(f"{prefix}_{name}", kind, tuple(labels.split()), text)
         for name, kind, labels, text in rows
     )
 

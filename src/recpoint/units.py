@@ -56,7 +56,7 @@ def counted(count: int, what: str) -> str:
     return f"{count:,} {what if count == 1 else plural}"
 
 
-class _CacheUse(Protocol):
+class _CacheCounts(Protocol):
     """What `cache_text` reads of `format.manifest.CacheUse`."""
 
     hits: int
@@ -69,7 +69,7 @@ class _CacheUse(Protocol):
     window: int
 
 
-def cache_text(use: _CacheUse) -> str:
+def cache_text(use: _CacheCounts) -> str:
     """What a cache did between two checkpoints."""
     ids = use.hits + use.misses
     share = use.hits / ids if ids else 1.0

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recpoint.catalog.check.rows import DecodedRows, ExactRows, compare
+from recpoint.catalog.check.rows import DecodedRows, TrainedRows, compare
 from recpoint.format.dtypes import dtype_name
 from recpoint.format.manifest import RowStateSpec, TableSpec
 from recpoint.format.row_state import to_bfloat16
@@ -79,7 +79,7 @@ def test_what_was_quantized_is_never_reported(
         rows = rows.to(DTYPES[dtype])
     rows = rows.to(DTYPES[dtype])
     kept, there = stored(rows, bits, method_of(name, bits), half)
-    compared = compare(spec(16, dim, dtype), ExactRows(rows[kept], ()), there)
+    compared = compare(spec(16, dim, dtype), TrainedRows(rows[kept], ()), there)
     assert compared.differences == []
     assert compared.worst <= 1
 
@@ -126,7 +126,7 @@ def test_one_wrong_code_is_reported(
         symmetric=name == "symmetric",
         narrow=(),
     )
-    compared = compare(spec(8, dim, dtype), ExactRows(rows, ()), there)
+    compared = compare(spec(8, dim, dtype), TrainedRows(rows, ()), there)
     assert [difference.position for difference in compared.differences] == [row]
     assert compared.worst > 1
     assert compared.differences[0].what == f"values[{column}]"
@@ -147,7 +147,7 @@ def test_scales_that_cut_rows_off_are_reported() -> None:
         symmetric=True,
         narrow=(),
     )
-    compared = compare(spec(8, 16, "F32"), ExactRows(rows, ()), there)
+    compared = compare(spec(8, 16, "F32"), TrainedRows(rows, ()), there)
     assert len(compared.differences) == 8 and compared.worst <= 1
     assert "squared errors" in compared.differences[0].found
 
@@ -156,7 +156,7 @@ def test_rows_restored_from_codes_and_left_alone_are_equal() -> None:
     rows = torch.randn(30, 7, generator=torch.Generator().manual_seed(2))
     for bits in (2, 3, 4, 8):
         _, there = stored(rows, bits, default_method(bits), True)
-        compared = compare(spec(30, 7, "F32"), ExactRows(there.values, ()), there)
+        compared = compare(spec(30, 7, "F32"), TrainedRows(there.values, ()), there)
         assert compared == ([], 0.0)
 
 
@@ -199,10 +199,10 @@ def test_exact_rows_are_compared_bit_by_bit(at: int) -> None:
     states = (torch.arange(4), SPECIAL.repeat(4, 1))
     table = with_states(values, states)
     same = exactly(values.clone(), tuple(s.clone() for s in states), (False, False))
-    assert compare(table, ExactRows(values, states), same) == ([], 0.0)
+    assert compare(table, TrainedRows(values, states), same) == ([], 0.0)
     same.values.view(torch.int32)[2, at] ^= 1
     same.row_states[0][3] += 1
-    found = compare(table, ExactRows(values, states), same).differences
+    found = compare(table, TrainedRows(values, states), same).differences
     assert [(d.position, d.what, d.bound) for d in found] == [
         (2, f"values[{at}]", ""),
         (3, "row state s0", ""),
@@ -214,7 +214,7 @@ def test_rounded_row_states_are_those_of_the_rule() -> None:
     states = (torch.cat([SPECIAL, torch.rand(8)]).reshape(2, 8),)
     table = with_states(values, states)
     rounded = to_bfloat16(states[0])
-    exact = ExactRows(values, states)
+    exact = TrainedRows(values, states)
     assert compare(table, exact, exactly(values, (rounded.float(),), (True,))).differences == []
     for column in range(8):
         other = rounded.clone()

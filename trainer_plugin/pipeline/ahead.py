@@ -10,7 +10,7 @@ from recpoint.embeddings.tables.marks import Tracker
 from recpoint.format.dtypes import array_bytes
 from recpoint.format.job import StagedTable
 from recpoint.interrupts import came_from_handler
-from recpoint.trainer_plugin.policy import Link
+from recpoint.trainer_plugin.policy import ChainLink
 from recpoint.trainer_plugin.schedule.ledger import CopiedRows, Ledger
 from recpoint.trainer_plugin.snapshot.cut import Cutter
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
@@ -118,7 +118,7 @@ class Ahead:
             least_bytes=self._full_bytes(),
         )
 
-    def link_at_cut(self, link: Link, tables: Sequence[LiveTable]) -> Link:
+    def link_at_cut(self, link: ChainLink, tables: Sequence[LiveTable]) -> ChainLink:
         """Return the link of the checkpoint that is cut now: the window's, if it still fits.
 
         Args:

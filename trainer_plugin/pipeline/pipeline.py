@@ -16,7 +16,7 @@ from recpoint.interrupts import is_interrupted
 from recpoint.trainer_plugin.pipeline.ahead import Ahead
 from recpoint.trainer_plugin.pipeline.handoff import Handoff
 from recpoint.trainer_plugin.pipeline.outcomes import Outcomes, WaitingLog
-from recpoint.trainer_plugin.policy import FULL, Link
+from recpoint.trainer_plugin.policy import FULL, ChainLink
 from recpoint.trainer_plugin.ranks.agreement import (
     LOST_AT_ONCE,
     NO_NEEDS,
@@ -66,7 +66,7 @@ _log = logging.getLogger("recpoint")
 _SUPERSEDED = "StaleWriter: another trainer has started on the run"
 
 
-class Plan(NamedTuple):
+class CheckpointPlan(NamedTuple):
     """The plan of a checkpoint, made in the stall that cuts it.
 
     Attributes:
@@ -76,7 +76,7 @@ class Plan(NamedTuple):
         needs: what this rank would write into records.
     """
 
-    link: Link
+    link: ChainLink
     tables: tuple[LiveTable, ...]
     sketch: Sketch
     needs: RecordNeeds
@@ -92,7 +92,7 @@ class _Agreed(NamedTuple):
             failure has been noted.
     """
 
-    plan: Plan | None
+    plan: CheckpointPlan | None
     again: bool
     refused: bool = False
 
@@ -274,7 +274,7 @@ class Pipeline:
         with ExitStack() as stall:
             return self._cut(batches_done, plan, started_ns, stall)
 
-    def _plan(self, batches_done: int) -> Plan | None:
+    def _plan(self, batches_done: int) -> CheckpointPlan | None:
         """Plan a checkpoint at this batch; None: that failed, and the failure is noted."""
         try:
             for tracker in self._trackers.values():
@@ -297,9 +297,9 @@ class Pipeline:
             # An error here must not stop training, as in _cut.
             self.outcomes.note_failure(error)
             return None
-        return Plan(link, tables, sketch, needs)
+        return CheckpointPlan(link, tables, sketch, needs)
 
-    def _agreed(self, plan: Plan | None, batches_done: int, *, again: bool) -> _Agreed:
+    def _agreed(self, plan: CheckpointPlan | None, batches_done: int, *, again: bool) -> _Agreed:
         """Agree with the other ranks on whether all cut, and on full or increment."""
         agreed = agree_on_cut(
             self._ranks,
@@ -392,7 +392,9 @@ class Pipeline:
         self._cancelled_at = self.outcomes.last_safe
         self._due_until = time.monotonic() + self._settings.staging.busy_wait_seconds
 
-    def _cut(self, batches_done: int, plan: Plan, started_ns: int, stall: ExitStack) -> bool:
+    def _cut(
+        self, batches_done: int, plan: CheckpointPlan, started_ns: int, stall: ExitStack
+    ) -> bool:
         """Copy everything into a slot and hand it over.
 
         Args:

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from recpoint.errors import SettingsError, StagingError
 from recpoint.format.records import CheckpointRef
-from recpoint.trainer_plugin.policy import Link, Tip
+from recpoint.trainer_plugin.policy import ChainLink, Tip
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.ranks.sharding import HeldPiece, balance, stored_elsewhere
 from recpoint.trainer_plugin.schedule.schedule import Schedule
@@ -353,7 +353,7 @@ def agree_on_cut(
     ranks: Ranks,
     step: int,
     *,
-    link: Link | None,
+    link: ChainLink | None,
     tip: Tip | None,
     again: bool,
     cuts: int,

@@ -19,7 +19,7 @@ from recpoint.trainer_plugin.tables import is_piece, piece_of
 
 __all__ = [
     "HeldPiece",
-    "Shard",
+    "StoredShard",
     "balance",
     "copies_of",
     "held_pieces",
@@ -33,7 +33,7 @@ __all__ = [
 # Which rank stores which rows of the tables.
 
 
-class _Held(NamedTuple):
+class _HeldTable(NamedTuple):
     """A rank's description of one of its tables, for the other ranks."""
 
     key: str
@@ -51,7 +51,7 @@ class _Held(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Shard:
+class StoredShard:
     """A table of the job, or some of its columns, and the rows of it that this rank stores.
 
     Attributes:
@@ -62,7 +62,7 @@ class Shard:
             or the job has one rank.
     """
 
-    seen: _Held
+    seen: _HeldTable
     table: Table | None
     copy: Table | None
 
@@ -122,7 +122,7 @@ class Shard:
         return torch.empty((0, self.dim), dtype=torch_dtype(self.dtype), device="cpu")
 
 
-def lay_out(ranks: Ranks, tables: Sequence[Table]) -> tuple[Shard, ...]:
+def lay_out(ranks: Ranks, tables: Sequence[Table]) -> tuple[StoredShard, ...]:
     """Lay out all tables of the job, in the same order on each rank. Collective.
 
     Args:
@@ -139,7 +139,7 @@ def lay_out(ranks: Ranks, tables: Sequence[Table]) -> tuple[Shard, ...]:
     tables_of_ranks = [
         dict(pairs) for pairs in ranks.gather([(key, _held(t)) for key, t in own_tables.items()])
     ]
-    shards: list[Shard] = []
+    shards: list[StoredShard] = []
     for key in dict.fromkeys(key for tables_of_rank in tables_of_ranks for key in tables_of_rank):
         by_rank = {
             rank: tables_of_rank[key]
@@ -154,18 +154,18 @@ def lay_out(ranks: Ranks, tables: Sequence[Table]) -> tuple[Shard, ...]:
             for rank in range(ranks.count)
         )
         copy = own_tables[key] if everywhere else None
-        shards.append(Shard(seen=first, table=table, copy=copy))
+        shards.append(StoredShard(seen=first, table=table, copy=copy))
     return tuple(shards)
 
 
-def copies_of(shards: Sequence[Shard]) -> dict[str, Tensor]:
+def copies_of(shards: Sequence[StoredShard]) -> dict[str, Tensor]:
     """Return the live values of the tables that every rank holds whole, by key."""
     return {shard.key: shard.copy.weight for shard in shards if shard.copy is not None}
 
 
-def _held(table: Table) -> _Held:
+def _held(table: Table) -> _HeldTable:
     columns = table.columns
-    return _Held(
+    return _HeldTable(
         key=table.key,
         name=table.name,
         table_rows=table.table_rows,
@@ -177,7 +177,7 @@ def _held(table: Table) -> _Held:
     )
 
 
-def _owners(key: str, by_rank: dict[int, _Held]) -> set[int]:
+def _owners(key: str, by_rank: dict[int, _HeldTable]) -> set[int]:
     """Return the ranks that store a table: for each range of rows, the lowest rank that holds it.
 
     A rank that lists the table without rows stores nothing, wherever its shard would begin.

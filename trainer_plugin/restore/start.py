@@ -52,9 +52,9 @@ from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.state.training_state import TrainingState
 
 __all__ = [
-    "Job",
+    "TrainingJob",
     "Start",
-    "Wanted",
+    "StartRequest",
     "announce_start",
     "open_run",
     "restore_together",
@@ -134,7 +134,7 @@ def tell_left(run: Run, record: GenerationRecord) -> int:
 # The arguments of `Checkpointer.restore`.
 
 
-class Wanted(NamedTuple):
+class StartRequest(NamedTuple):
     """The arguments of `Checkpointer.restore`.
 
     Attributes:
@@ -212,7 +212,7 @@ class RestoreOne(Protocol):
         """
 
 
-class _Order(NamedTuple):
+class _RankOrder(NamedTuple):
     """An order of rank 0: restore a checkpoint, or stop.
 
     Attributes:
@@ -288,7 +288,7 @@ def restore_together(
             doubts = Doubts(run, validated_only=selection.validated_only)
         order = RestoreOrder(names, doubts, selection)
         for name in order:
-            ranks.first(_Order("restore", name=name))
+            ranks.first(_RankOrder("restore", name=name))
             restored = _restore(ranks, restore_one, name)
             if isinstance(restored, CheckpointRef):
                 for skipped_name, reason in order.skipped:
@@ -310,15 +310,15 @@ def _leading(ranks: Ranks, claim: Callable[[], GenerationRecord]) -> GenerationR
     except _KnownToAll as failed:
         raise failed.failure from None
     except BaseException as error:
-        ranks.first(_Order("failed", error=f"{type(error).__name__}: {error}"))
+        ranks.first(_RankOrder("failed", error=f"{type(error).__name__}: {error}"))
         raise
-    ranks.first(_Order("claimed", record=record))
+    ranks.first(_RankOrder("claimed", record=record))
     return record
 
 
 def _follow(ranks: Ranks, restore_one: RestoreOne | None) -> GenerationRecord:
     while True:
-        order: _Order = ranks.first()
+        order: _RankOrder = ranks.first()
         if order.kind == "restore":
             assert restore_one is not None and order.name is not None
             try:
@@ -417,7 +417,7 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Job:
+class TrainingJob:
     """The model that is restored, and the ranks that train it.
 
     Attributes:
@@ -528,9 +528,9 @@ def open_run(
 
 def start_training(
     run: Run,
-    job: Job,
+    job: TrainingJob,
     policy: Policy,
-    wanted: Wanted,
+    wanted: StartRequest,
 ) -> Start:
     """Restore what is wanted, and take over the run. Collective.
 
@@ -573,7 +573,7 @@ def start_training(
     return _start_seeded(tables, state, wanted.seed, started.generation)
 
 
-def _start_restored(run: Run, job: Job, policy: Policy, selection: Selection) -> Start:
+def _start_restored(run: Run, job: TrainingJob, policy: Policy, selection: Selection) -> Start:
     """Restore the selected checkpoint, and go on from it.
 
     If the run has no checkpoint, training starts from nothing. If all checkpoints are damaged or
@@ -638,7 +638,7 @@ class _ModelRestore:
     """
 
     def __init__(
-        self, run: Run, job: Job, policy: Policy, selection: Selection, *, leased: bool
+        self, run: Run, job: TrainingJob, policy: Policy, selection: Selection, *, leased: bool
     ) -> None:
         self._run, self._job, self._policy, self._selection = run, job, policy, selection
         self._leased = leased

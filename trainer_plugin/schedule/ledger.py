@@ -14,7 +14,7 @@ from recpoint.embeddings.tables.marks import Dirty, Tracker
 from recpoint.format.history import ChosenPrecision
 from recpoint.format.manifest import Kind
 from recpoint.format.records import CheckpointRef
-from recpoint.trainer_plugin.policy import BaseHistory, Link, Tip, breaks_chain
+from recpoint.trainer_plugin.policy import BaseHistory, ChainLink, Tip, breaks_chain
 from recpoint.trainer_plugin.schedule.schedule import Interval
 
 __all__ = ["CopiedRows", "Ledger", "Pending", "Statistics", "Stats"]
@@ -42,7 +42,7 @@ class Pending:
     """
 
     ref: CheckpointRef
-    link: Link
+    link: ChainLink
     dirty: Mapping[str, Dirty]
     tip_before: Tip | None
     tip_after: Tip

@@ -17,8 +17,8 @@ from recpoint.format.manifest import CopiedAhead
 from recpoint.kernels import dirty_bitmap, dirty_rows, row_gather
 from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
 from recpoint.trainer_plugin.snapshot.plan import (
+    CutTable,
     MarkedRows,
-    TablePart,
     full_bytes,
     place_state,
 )
@@ -75,7 +75,7 @@ class BehindTables(NamedTuple):
 
 
 def behind_tables(
-    parts: Sequence[TablePart],
+    parts: Sequence[CutTable],
     end: int,
     tree: bytes,
     tensors: list[Tensor],
@@ -127,7 +127,7 @@ def live_rows(values: Tensor, row_states: Sequence[Tensor]) -> tuple[Tensor, ...
     return values.detach(), *(state.detach() for state in row_states)
 
 
-def copy_sample(sample: Sample, parts: Sequence[TablePart], device: DeviceDrain) -> None:
+def copy_sample(sample: Sample, parts: Sequence[CutTable], device: DeviceDrain) -> None:
     """Copy the rows of a sample that were drawn from all rows held here.
 
     Those of a GPU or a cache arrive when `device` is drained.
@@ -161,7 +161,7 @@ def copy_sample(sample: Sample, parts: Sequence[TablePart], device: DeviceDrain)
 def copy_tables(
     placed: Sequence[Placed],
     data: Tensor,
-    parts: Sequence[TablePart],
+    parts: Sequence[CutTable],
     marked: MarkedRows,
     device: DeviceDrain,
     meanwhile: Callable[[], None],
@@ -216,7 +216,7 @@ def copy_tables(
 
 def _from_cache(
     index: int,
-    part: TablePart,
+    part: CutTable,
     by_name: Mapping[str, Placed],
     data: Tensor,
     device: DeviceDrain,
@@ -238,7 +238,7 @@ def _from_cache(
 
 
 def _ids_of(
-    index: int, part: TablePart, together: dict[int, dirty_rows.Destination]
+    index: int, part: CutTable, together: dict[int, dirty_rows.Destination]
 ) -> Tensor | None:
     """Return memory that the ids of a table's marked rows will be copied to; None: all rows."""
     if part.bitmap is None:

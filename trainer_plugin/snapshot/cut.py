@@ -28,8 +28,8 @@ from recpoint.format.dtypes import item_bytes
 from recpoint.format.history import ChosenPrecision
 from recpoint.format.manifest import CODE_BITS, CacheUse, CopiedAhead, Quantizer
 from recpoint.kernels import dirty_bitmap
-from recpoint.trainer_plugin.policy import BaseHistory, Link, Tip, next_link
-from recpoint.trainer_plugin.ranks.sharding import Shard
+from recpoint.trainer_plugin.policy import BaseHistory, ChainLink, Tip, next_link
+from recpoint.trainer_plugin.ranks.sharding import StoredShard
 from recpoint.trainer_plugin.schedule.ledger import CopiedRows, Pending
 from recpoint.trainer_plugin.schedule.outlook import in_bits, table_widths
 from recpoint.trainer_plugin.settings import Settings
@@ -45,15 +45,15 @@ from recpoint.trainer_plugin.snapshot.live_tables import LiveTable, LiveTables
 from recpoint.trainer_plugin.snapshot.plan import (
     CutPlan,
     CutRequest,
+    CutTable,
     MarkedRows,
-    TablePart,
     place_state,
     place_tables,
 )
 from recpoint.trainer_plugin.snapshot.seal import ServedTables, Snapshot
 from recpoint.trainer_plugin.snapshot.unmarked_rows import UnmarkedRows
 from recpoint.trainer_plugin.snapshot.warm_up import compile_kernels
-from recpoint.trainer_plugin.snapshot.window import Frozen, Window
+from recpoint.trainer_plugin.snapshot.window import OpeningState, Window
 from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.state.training_state import TrainingState
 
@@ -112,7 +112,7 @@ class Cutter:
     def __init__(
         self,
         *,
-        shards: Sequence[Shard],
+        shards: Sequence[StoredShard],
         trackers: Mapping[str, Tracker],
         watch: OptimizerWatch,
         state: TrainingState,
@@ -191,7 +191,7 @@ class Cutter:
 
     def parts_of_full(
         self, tables: Sequence[LiveTable] | None, precision: ChosenPrecision | None
-    ) -> list[TablePart]:
+    ) -> list[CutTable]:
         """Return the parts of this rank in a full; embedding servers stage theirs.
 
         Args:
@@ -232,7 +232,7 @@ class Cutter:
 
     def link(
         self, *, step: int, tip: Tip | None, base_history: BaseHistory | None
-    ) -> tuple[Link, tuple[LiveTable, ...]]:
+    ) -> tuple[ChainLink, tuple[LiveTable, ...]]:
         """Return the link of a checkpoint that is cut now, and the tables that it holds.
 
         Args:
@@ -244,7 +244,9 @@ class Cutter:
         self.unmarked.check(frozen.tables, self._trackers)
         return frozen.link, frozen.tables
 
-    def freeze(self, *, step: int, tip: Tip | None, base_history: BaseHistory | None) -> Frozen:
+    def freeze(
+        self, *, step: int, tip: Tip | None, base_history: BaseHistory | None
+    ) -> OpeningState:
         """Return link and tables as `link` does, for a checkpoint at `step`, which may be later."""
         for tracker in self._trackers.values():
             tracker.follow_weight()
@@ -253,12 +255,12 @@ class Cutter:
         self._follow_row_states(tables)
         specs = [live.spec for live in tables]
         link = next_link(tip, base_history, step=step, tables=specs, policy=self._policy)
-        return Frozen(link, tip, tables)
+        return OpeningState(link, tip, tables)
 
     def open_window(
         self,
         slot: Slot,
-        frozen: Frozen,
+        frozen: OpeningState,
         batches: Sequence[Mapping[str, Tensor]],
         *,
         opened_at: int,
@@ -534,7 +536,7 @@ class Cutter:
         )
         return Cut(snapshot, pending)
 
-    def _served(self, parts: Sequence[TablePart], attempt: str) -> ServedTables | None:
+    def _served(self, parts: Sequence[CutTable], attempt: str) -> ServedTables | None:
         """Return what embedding servers stage of the checkpoint; None: nothing, on all ranks."""
         cache = self._cache
         if cache is None or not self._at_home:
@@ -565,7 +567,7 @@ class Cutter:
             window=now.window,
         )
 
-    def _keeps_marks(self, link: Link) -> bool:
+    def _keeps_marks(self, link: ChainLink) -> bool:
         """Whether the rows that a cut at this link holds stay dirty."""
         return link.kind == "increment" and self._policy.cumulative
 
@@ -584,14 +586,14 @@ class Cutter:
         row_count: int,
         dirty: Dirty | None = None,
         precision: ChosenPrecision | None = None,
-    ) -> TablePart:
+    ) -> CutTable:
         width: int = 8 * item_bytes(live.spec.dtype)
         if live.table is not None:
             chosen = in_bits(self._widths[live.key], precision)
             # Exact means the width of the present dtype: `model.half()` may have changed it.
             width = chosen if chosen in CODE_BITS else width
         in_cache = live.table.key_in_cache if isinstance(live.table, CachedTable) else None
-        return TablePart(
+        return CutTable(
             spec=live.spec,
             held=live.held,
             values=live.weight,
@@ -605,7 +607,7 @@ class Cutter:
             at_servers=in_cache in self._at_home,
         )
 
-    def _name_methods(self, parts: list[TablePart], link: Link, step: int) -> None:
+    def _name_methods(self, parts: list[CutTable], link: ChainLink, step: int) -> None:
         """Set the method of each part whose quantization method is known."""
         for index, (shard, part) in enumerate(zip(self._shards, parts, strict=True)):
             if shard.table is not None:
@@ -613,7 +615,7 @@ class Cutter:
                 if method is not None:
                     parts[index] = replace(part, method=method)
 
-    def _quantize(self, parts: list[TablePart]) -> None:
+    def _quantize(self, parts: list[CutTable]) -> None:
         """Give parts codes instead of values if their rows are quantized in this process."""
         requests: dict[int, RowsToCode] = {}
         for index, (shard, part) in enumerate(zip(self._shards, parts, strict=True)):

@@ -14,7 +14,7 @@ from recpoint.embeddings.tables.tables import TABLE_DTYPES, Table
 from recpoint.format.dtypes import dtype_name
 from recpoint.format.manifest import RowStateSpec, TableSpec
 from recpoint.trainer_plugin.policy import Tip
-from recpoint.trainer_plugin.ranks.sharding import Shard
+from recpoint.trainer_plugin.ranks.sharding import StoredShard
 from recpoint.trainer_plugin.state.optimizers import OptimizerState
 
 __all__ = ["LiveTable", "LiveTables"]
@@ -24,7 +24,7 @@ class LiveTable(NamedTuple):
     """One table of the job as it is in a stall.
 
     Attributes:
-        key: `Shard.key`.
+        key: `StoredShard.key`.
         table: the table with the rows that this rank stores; None: it stores no row.
         spec: the table as it is stored.
         held: the rows of the table that this rank stores.
@@ -48,7 +48,7 @@ class LiveTables:
         optimizers: the state of the optimizers, which hold the row states.
     """
 
-    def __init__(self, shards: Sequence[Shard], optimizers: OptimizerState) -> None:
+    def __init__(self, shards: Sequence[StoredShard], optimizers: OptimizerState) -> None:
         self._shards = tuple(shards)
         self._optimizers = optimizers
         self._specs: dict[str, tuple[object, TableSpec]] = {}
@@ -64,7 +64,7 @@ class LiveTables:
             for shard in self._shards
         )
 
-    def _here(self, shard: Shard, table: Table) -> LiveTable:
+    def _here(self, shard: StoredShard, table: Table) -> LiveTable:
         weight, first_row = table.weight, table.first_row
         row_state = self._optimizers.row_states(table)
         form = [(name, t.dtype, tuple(t.shape[1:])) for name, t in row_state.tensors.items()]
@@ -92,7 +92,7 @@ class LiveTables:
             row_states=tuple(row_state.tensors.values()),
         )
 
-    def _elsewhere(self, shard: Shard, tip: Tip | None) -> LiveTable:
+    def _elsewhere(self, shard: StoredShard, tip: Tip | None) -> LiveTable:
         """Describe a table of which this rank holds no row, and so does not know the row states.
 
         The row states in the tip are assumed unchanged; if they changed, a rank that holds rows
@@ -108,7 +108,7 @@ class LiveTables:
         return LiveTable(shard.key, None, spec, shard.held, shard.weight, ())
 
 
-def _spec_of(shard: Shard, row_states: tuple[RowStateSpec, ...]) -> TableSpec:
+def _spec_of(shard: StoredShard, row_states: tuple[RowStateSpec, ...]) -> TableSpec:
     return TableSpec(
         name=shard.name,
         rows=shard.rows,

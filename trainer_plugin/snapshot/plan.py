@@ -20,7 +20,7 @@ from recpoint.format.job import QuantizerName, StagedTable
 from recpoint.format.manifest import ChosenMethod, TableSpec
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import dirty_bitmap, dirty_rows
-from recpoint.trainer_plugin.policy import Link, Tip
+from recpoint.trainer_plugin.policy import ChainLink, Tip
 from recpoint.trainer_plugin.snapshot.codes import Codes
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
 
@@ -28,7 +28,7 @@ __all__ = [
     "CutPlan",
     "CutRequest",
     "MarkedRows",
-    "TablePart",
+    "CutTable",
     "full_bytes",
     "new_attempt",
     "place_state",
@@ -54,7 +54,7 @@ class CutRequest:
     step: int
     generation: int
     attempt: str
-    link: Link
+    link: ChainLink
     tables: tuple[LiveTable, ...]
     tip: Tip | None
     interval_batches: int
@@ -121,7 +121,7 @@ class MarkedRows:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TablePart:
+class CutTable:
     """The part of one table that one snapshot holds.
 
     Attributes:
@@ -211,7 +211,7 @@ class CutPlan:
             captured before the marks were counted; None: they are captured while rows are copied.
     """
 
-    parts: tuple[TablePart, ...]
+    parts: tuple[CutTable, ...]
     marked: MarkedRows
     placed: tuple[Placed, ...]
     tables_end: int
@@ -226,7 +226,7 @@ def new_attempt() -> str:
     return os.urandom(16).hex()
 
 
-def full_bytes(parts: Sequence[TablePart], tree: bytes, tensors: Sequence[Tensor]) -> int:
+def full_bytes(parts: Sequence[CutTable], tree: bytes, tensors: Sequence[Tensor]) -> int:
     """Return the bytes of this rank's part of a full, exact checkpoint."""
     total = len(tree) + sum(tensor.nbytes for tensor in tensors)
     for part in parts:
@@ -237,7 +237,7 @@ def full_bytes(parts: Sequence[TablePart], tree: bytes, tensors: Sequence[Tensor
     return total
 
 
-def place_tables(parts: Sequence[TablePart]) -> tuple[tuple[Placed, ...], int]:
+def place_tables(parts: Sequence[CutTable]) -> tuple[tuple[Placed, ...], int]:
     """Return the places of the tables' arrays, and the byte behind them (format §7, segments)."""
     placed: list[Placed] = []
     end = 0

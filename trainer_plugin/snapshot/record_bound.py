@@ -18,7 +18,7 @@ from recpoint.format import records
 from recpoint.format.history import ChosenPrecision
 from recpoint.format.job import StagedTable
 from recpoint.format.manifest import CODE_BITS, Kind, TableSpec
-from recpoint.trainer_plugin.policy import FULL, Link
+from recpoint.trainer_plugin.policy import FULL, ChainLink
 from recpoint.trainer_plugin.ranks.agreement import RecordNeeds
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.snapshot.cut import Cutter
@@ -74,7 +74,7 @@ _OR_FEWER: Final = f"store fewer bits: bits=, Precision(state=16). Or {_FEWER}"
 _TOO_LARGE: Final = 1 << 40
 
 
-class _Fault(NamedTuple):
+class _TooLarge(NamedTuple):
     """What is too large, and what a person can do about it."""
 
     found: str
@@ -170,7 +170,7 @@ class RecordBound:
             _log.error("%s", _too_large(fault))
 
     def needs(
-        self, link: Link, tables: Sequence[LiveTable], precision: ChosenPrecision | None
+        self, link: ChainLink, tables: Sequence[LiveTable], precision: ChosenPrecision | None
     ) -> RecordNeeds:
         """Return what this rank would write into records at a cut now.
 
@@ -202,7 +202,7 @@ class RecordBound:
             full.parts_bytes if self._has_parts else 0,
         )
 
-    def fitting(self, link: Link, needs: Sequence[RecordNeeds]) -> Link:
+    def fitting(self, link: ChainLink, needs: Sequence[RecordNeeds]) -> ChainLink:
         """Return the link, or that of a full if an increment would be too large.
 
         Args:
@@ -228,7 +228,7 @@ class RecordBound:
         elif parts_bytes > MAX_PARTS_BYTES:
             fault = f"a full with parts of about {parts_bytes:,} bytes together"
         if fault:
-            raise _too_large(_Fault(fault, _OR_FEWER))
+            raise _too_large(_TooLarge(fault, _OR_FEWER))
         return FULL
 
     def rejected(self, kind: Kind) -> None:
@@ -259,14 +259,14 @@ class RecordBound:
     def _has_parts(self) -> bool:
         return self._ranks.several or self._cutter.staging_home is not None
 
-    def _fault(self, sizes: PartSizes) -> _Fault | None:
+    def _fault(self, sizes: PartSizes) -> _TooLarge | None:
         """Return what is too large in the records of a full; None: nothing is."""
         if sizes.manifest_bytes > records.MAX_RECORD_BYTES:
             description = f"a full of {sizes.chunks:,} chunks or more, with a manifest of about "
-            return _Fault(description + f"{sizes.manifest_bytes:,} bytes", _OR_FEWER)
+            return _TooLarge(description + f"{sizes.manifest_bytes:,} bytes", _OR_FEWER)
         if self._has_parts and sizes.parts_bytes > MAX_PARTS_BYTES:
             description = f"a full with parts of about {sizes.parts_bytes:,} bytes together"
-            return _Fault(description, _OR_FEWER)
+            return _TooLarge(description, _OR_FEWER)
         return _fault_of_job(sizes)
 
     def _joined(self, narrower: _Narrower) -> tuple[PartSizes, PartSizes]:
@@ -347,16 +347,16 @@ def _expected() -> str:
     )
 
 
-def _fault_of_job(sizes: PartSizes) -> _Fault | None:
+def _fault_of_job(sizes: PartSizes) -> _TooLarge | None:
     if sizes.job_bytes <= records.MAX_RECORD_BYTES:
         return None
     description = (
         f"a full with a job file of about {sizes.job_bytes:,} bytes, which describes its tables"
     )
-    return _Fault(description, "train fewer tables, for instance one for several features")
+    return _TooLarge(description, "train fewer tables, for instance one for several features")
 
 
-def _too_large(fault: _Fault) -> RecordTooLarge:
+def _too_large(fault: _TooLarge) -> RecordTooLarge:
     return RecordTooLarge(
         "the next checkpoint",
         found=fault.found,

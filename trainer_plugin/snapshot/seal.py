@@ -21,7 +21,7 @@ from recpoint.format.job import Job, StagedTable
 from recpoint.format.manifest import CacheUse, CopiedAhead
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import implementation
-from recpoint.trainer_plugin.policy import Link, PolicyName
+from recpoint.trainer_plugin.policy import ChainLink, PolicyName
 from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
 from recpoint.trainer_plugin.snapshot.settle import Move, settle
 
@@ -70,7 +70,7 @@ class Snapshot:
     """
 
     ref: CheckpointRef
-    link: Link
+    link: ChainLink
     policy: PolicyName
     tables: tuple[StagedTable, ...]
     slot: Slot

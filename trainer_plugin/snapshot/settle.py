@@ -74,7 +74,7 @@ def settle(data: Tensor, moves: Sequence[Move]) -> None:
             places are in the same order. Each has room for its rows.
     """
     tables = {id(move.table): move.table for move in moves if move.table is not None}
-    order = {key: _Order(data, table) for key, table in tables.items()}
+    order = {key: _RowOrder(data, table) for key, table in tables.items()}
     for move in moves:
         if move.table is not None:
             _drop_holes(data, move, order[id(move.table)])
@@ -89,7 +89,7 @@ def settle(data: Tensor, moves: Sequence[Move]) -> None:
             table.ids.view(data).copy_(order[key].ids)
 
 
-class _Order:
+class _RowOrder:
     """Which places of a table are no holes, and where the rows of the tail belong.
 
     Attributes:
@@ -136,7 +136,7 @@ def _row_bytes(move: Move) -> int:
     return move.target.size_bytes // move.target.shape[0]
 
 
-def _drop_holes(data: Tensor, move: Move, order: _Order) -> None:
+def _drop_holes(data: Tensor, move: Move, order: _RowOrder) -> None:
     """Move the rows that are no holes to the front of the array, in place."""
     if order.kept is None or not order.kept_rows:
         return
@@ -148,7 +148,7 @@ def _drop_holes(data: Tensor, move: Move, order: _Order) -> None:
         rows[part] = block
 
 
-def _bring(data: Tensor, move: Move, order: _Order | None) -> None:
+def _bring(data: Tensor, move: Move, order: _RowOrder | None) -> None:
     """Move the array, without holes now, to its final place, and merge the tail in."""
     source, target, start = move.source.offset, move.target.offset, data.data_ptr()
     if order is None:

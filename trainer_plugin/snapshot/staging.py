@@ -175,7 +175,7 @@ class SmallStagingArea(RuntimeWarning):
     """Warns of a staging area that is too small for the checkpoints that may be staged there."""
 
 
-class _Room(NamedTuple):
+class _AreaMemory(NamedTuple):
     """The room of a staging area.
 
     Attributes:
@@ -589,7 +589,7 @@ class StagingArea:
         except OSError:
             return None  # `create` reports what is wrong with the area
 
-    def _room(self) -> _Room | None:
+    def _room(self) -> _AreaMemory | None:
         """Return the room of the staging area, which need not exist yet. None: unknown."""
         place = self.run_directory
         try:
@@ -600,7 +600,7 @@ class StagingArea:
             return None  # `create` reports what is wrong with the area
         memory = host_memory() if is_in_memory(place) else None
         unit = system.f_frsize
-        return _Room(system.f_blocks * unit, system.f_bavail * unit, memory)
+        return _AreaMemory(system.f_blocks * unit, system.f_bavail * unit, memory)
 
     def refuse_if_small(self, share: HostShare, *, jobs: int) -> None:
         """Refuse a file system, or memory, that is too small for even the first snapshots.

@@ -26,20 +26,20 @@ from recpoint.embeddings.tables.marks import Dirty, Tracker
 from recpoint.kernels import dirty_bitmap, row_gather
 from recpoint.kernels.copy_ahead import Copier, TableAhead
 from recpoint.lookahead.plan import TablePlan, plan_table
-from recpoint.trainer_plugin.policy import Link, Tip
+from recpoint.trainer_plugin.policy import ChainLink, Tip
 from recpoint.trainer_plugin.schedule.ledger import CopiedRows
 from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
 from recpoint.trainer_plugin.snapshot.copy import BehindTables, copy_state, copy_tables
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
 from recpoint.trainer_plugin.snapshot.plan import (
     CutPlan,
-    TablePart,
+    CutTable,
     place_state,
     place_tables,
 )
 from recpoint.trainer_plugin.snapshot.settle import Move, SettledTable
 
-__all__ = ["Frozen", "Window"]
+__all__ = ["OpeningState", "Window"]
 
 #: The most bytes of rows without a place. More make the cut a plain one.
 _TAIL_BYTES = 16 << 20
@@ -48,7 +48,7 @@ _TAIL_BYTES = 16 << 20
 _SPARE_BYTES = 1 << 20
 
 
-class Frozen(NamedTuple):
+class OpeningState(NamedTuple):
     """What must be the same at the cut as when the window opened.
 
     Attributes:
@@ -57,7 +57,7 @@ class Frozen(NamedTuple):
         tables: the tables.
     """
 
-    link: Link
+    link: ChainLink
     tip: Tip | None
     tables: tuple[LiveTable, ...]
 
@@ -70,7 +70,7 @@ class Frozen(NamedTuple):
         return None
 
 
-class _Ahead(NamedTuple):
+class _TableAhead(NamedTuple):
     """A table whose rows are copied ahead; its tracker marks into `fresh` meanwhile."""
 
     number: int
@@ -102,8 +102,8 @@ class Window:
     def __init__(
         self,
         *,
-        frozen: Frozen,
-        parts: Sequence[TablePart],
+        frozen: OpeningState,
+        parts: Sequence[CutTable],
         slot: Slot,
         trackers: Mapping[str, Tracker],
         batches: Sequence[Mapping[str, Tensor]],
@@ -125,16 +125,16 @@ class Window:
         self._tails: list[_Tail] = []
         self._placed: tuple[Placed, ...] = ()
         self._end = 0
-        self._tables: list[_Ahead] = []
+        self._tables: list[_TableAhead] = []
         # Tables whose marks are aside.
-        self._open: dict[str, _Ahead] = {}
+        self._open: dict[str, _TableAhead] = {}
         self.copied: CopiedRows | None = None
         try:
             for index, live in enumerate(frozen.tables):
                 tracker = trackers.get(live.key)
                 if tracker is not None and not tracker.all_rows:
                     aside = tracker.set_aside()
-                    ahead = _Ahead(index, live, tracker, aside, tracker.bitmap)
+                    ahead = _TableAhead(index, live, tracker, aside, tracker.bitmap)
                     self._open[live.key] = ahead
                     self._tables.append(ahead)
         except BaseException:  # there is no memory for one more bitmap
@@ -190,10 +190,10 @@ class Window:
             self._copier = Copier([self._ahead(ahead, plan) for ahead, plan in self._pairs()])
             return self._copier
 
-    def _pairs(self) -> list[tuple[_Ahead, TablePlan]]:
+    def _pairs(self) -> list[tuple[_TableAhead, TablePlan]]:
         return list(zip(self._tables, self._plans, strict=True))
 
-    def _ahead(self, one: _Ahead, plan: TablePlan) -> TableAhead:
+    def _ahead(self, one: _TableAhead, plan: TablePlan) -> TableAhead:
         by_name = {spot.name: spot for spot in self._placed}
         data, index = self.slot.data, one.number
         arrays = []
@@ -394,7 +394,7 @@ class Window:
                 moves[name] = Move(source=spot, target=at_last[name])
         return [moves[spot.name] for spot in plan.placed if spot.name in moves]
 
-    def _counted(self, others: Sequence[TablePart]) -> CopiedRows:
+    def _counted(self, others: Sequence[CutTable]) -> CopiedRows:
         assert self._copier is not None
         rows_before, bytes_before, rows_in_stall, bytes_after = self._copier.copied()
         for part in others:
@@ -425,18 +425,18 @@ class _Tail(NamedTuple):
     arrays: tuple[Tensor, ...]
 
 
-def _array_names(one: _Ahead) -> list[str]:
+def _array_names(one: _TableAhead) -> list[str]:
     return [
         f"t{one.number}.values",
         *(f"t{one.number}.state.{number}" for number in range(len(one.live.row_states))),
     ]
 
 
-def _arrays(one: _Ahead) -> tuple[Tensor, ...]:
+def _arrays(one: _TableAhead) -> tuple[Tensor, ...]:
     return (one.live.weight.detach(), *one.live.row_states)
 
 
-def _tail(one: _Ahead, ids: Tensor) -> _Tail:
+def _tail(one: _TableAhead, ids: Tensor) -> _Tail:
     arrays = []
     for source in _arrays(one):
         out = torch.empty((ids.numel(), *source.shape[1:]), dtype=source.dtype, device="cpu")

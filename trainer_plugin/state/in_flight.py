@@ -15,11 +15,11 @@ from typing import Any, Protocol, runtime_checkable
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.settings import MOST_IN_FLIGHT
 
-__all__ = ["CountedReader", "InFlight", "Taken"]
+__all__ = ["CountedReader", "InFlight", "TakenBatch"]
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenBatch:
     """A batch that was taken and not trained.
 
     Attributes:
@@ -51,13 +51,13 @@ class InFlight:
         self.is_counted = self.reads_ahead = False
         self.has_ended = True
         self.thread = threading.get_ident()
-        self._taken: deque[Taken] = deque()
+        self._taken: deque[TakenBatch] = deque()
 
     def __len__(self) -> int:
         return len(self._taken)
 
     @property
-    def oldest(self) -> Taken:
+    def oldest(self) -> TakenBatch:
         """The batch that is trained next."""
         return self._taken[0]
 
@@ -72,7 +72,7 @@ class InFlight:
         """Whether this is the training thread, so that it draws when training does not."""
         return threading.get_ident() == self.thread
 
-    def take(self, taken: Taken) -> None:
+    def take(self, taken: TakenBatch) -> None:
         """Add a batch that is about to be read; nothing happens if batches are not counted.
 
         Raises:

@@ -27,7 +27,7 @@ from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.setting_checks import checked_whole
 from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.state.batch_ids import Ids, bytes_of, check_names, ids_of, tables_of
-from recpoint.trainer_plugin.state.in_flight import InFlight, Taken
+from recpoint.trainer_plugin.state.in_flight import InFlight, TakenBatch
 from recpoint.trainer_plugin.state.reader import (
     Divisible,
     ResumableLoader,
@@ -192,7 +192,7 @@ class _Anchor(NamedTuple):
 
 
 @dataclass
-class _Held:
+class _HeldBatch:
     """A batch that was read and not handed out.
 
     Attributes:
@@ -302,7 +302,7 @@ class Lookahead:
         """Forget the open epoch and what is held of it."""
         if self._cache is not None:
             self._cache.forget()
-        self._held: deque[_Held] = deque()
+        self._held: deque[_HeldBatch] = deque()
         self._held_bytes = 0
         self._anchors: deque[_Anchor] = deque()
         # Positions: number of batches since the last load_state_dict.
@@ -579,16 +579,16 @@ class Lookahead:
         finally:
             del last  # its traceback refers to this frame: a cycle
 
-    def _taken(self) -> Taken:
+    def _taken(self) -> TakenBatch:
         """Return the batch that is about to be handed out, with its position if it is kept."""
         if not self.in_flight.reads_ahead:
-            return Taken(None)
+            return TakenBatch(None)
         try:
-            return Taken(self._position())
+            return TakenBatch(self._position())
         except Exception as error:  # raised by the user's reader
             if came_from_handler(error):
                 raise
-            return Taken(error)  # `state_dict` raises it if it is called
+            return TakenBatch(error)  # `state_dict` raises it if it is called
 
     def _turn_to(self, epoch: _Epoch) -> None:
         """Hand out by another iterator from now on: begin an epoch, if the reader does then."""
@@ -705,7 +705,7 @@ class Lookahead:
             if batch is _END:
                 self._last = _END
                 return
-            held_batch = _Held(batch, None, 0)
+            held_batch = _HeldBatch(batch, None, 0)
             self._find_ids(held_batch)
         except Exception as error:
             self._is_torn = True
@@ -720,7 +720,7 @@ class Lookahead:
         self._held_bytes += held_batch.bytes
         self._read += 1
 
-    def _find_ids(self, one: _Held) -> None:
+    def _find_ids(self, one: _HeldBatch) -> None:
         if self._ids is not None or self._tables is not None:
             one.ids = ids_of(one.batch, self._ids, self._tables)
         one.bytes = bytes_of(one.batch, one.ids or {})

@@ -35,7 +35,7 @@ __all__ = ["ModelState", "nearest", "optimizers_for", "own_part", "tree_for"]
 # The state of a model outside its tables: dense layers, buffers, extra state of modules.
 
 
-class _Named(NamedTuple):
+class _NamedTensors(NamedTuple):
     """Live tensors of a model by name.
 
     Attributes:
@@ -93,7 +93,7 @@ class ModelState:
         """Return the names of the modules that have extra state."""
         return [name for name, module in self._modules() if _has_extra_state(module)]
 
-    def _named(self) -> _Named:
+    def _named(self) -> _NamedTensors:
         hold_pieces(self._model)
         own_weights = {id(table.weight) for table in self._own_tables}
         names_seen: dict[int, str | None] = {
@@ -126,7 +126,7 @@ class ModelState:
                         tied[full] = first
                     if name in unsaved:
                         transient.append(full)
-        return _Named(parameters, buffers, lookups, own_weights, tied, transient)
+        return _NamedTensors(parameters, buffers, lookups, own_weights, tied, transient)
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         return modules_of(self._model, self._sources)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from recpoint.errors import SettingsError
 from recpoint.interrupts import came_from_handler, let_into
 from recpoint.trainer_plugin.state import rng
-from recpoint.trainer_plugin.state.in_flight import InFlight, Taken
+from recpoint.trainer_plugin.state.in_flight import InFlight, TakenBatch
 
 __all__ = [
     "Divisible",
@@ -403,7 +403,7 @@ class ResumableLoader:
         if not self.in_flight.is_counted:
             self.in_flight.is_counted = True
             for _ in range(self._given - self._given_before):
-                self.in_flight.take(Taken(None))
+                self.in_flight.take(TakenBatch(None))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batches that were trained.
@@ -479,7 +479,7 @@ class ResumableLoader:
         state = {**self._place(fetch), "then": now}
         return {**state, "fetches": later_generators} if later_generators else state
 
-    def _taken(self, asked: Mapping[str, Any] | None, *, is_first: bool) -> Taken:
+    def _taken(self, asked: Mapping[str, Any] | None, *, is_first: bool) -> TakenBatch:
         """Return the batch that is about to be read, with its position if positions are kept.
 
         Args:
@@ -487,14 +487,14 @@ class ResumableLoader:
             is_first: whether the loader was iterated since `asked`, and may have drawn for that.
         """
         if asked is None:
-            return Taken(None)
+            return TakenBatch(None)
         generators = asked if self.in_flight.is_asked_in_training else None
         try:
-            return Taken(self._place(rng.capture() if is_first else asked), generators)
+            return TakenBatch(self._place(rng.capture() if is_first else asked), generators)
         except Exception as error:  # raised by the user's loader
             if came_from_handler(error):
                 raise
-            return Taken(error, asked)  # `state_dict` raises it if it is called
+            return TakenBatch(error, asked)  # `state_dict` raises it if it is called
 
     def _place(self, fetch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the position; `fetch`: the generators that the next batch is read with."""

@@ -44,7 +44,7 @@ __all__ = ["UnknownOptimizers"]
 _MOST_NAMES = 5
 
 
-class _Held(NamedTuple):
+class _HeldParameter(NamedTuple):
     """A parameter of the model that an unknown optimizer holds.
 
     Attributes:
@@ -71,10 +71,10 @@ class _Looked(NamedTuple):
 
     optimizer: weakref.ref[Optimizer]
     form: tuple[object, ...]
-    held: tuple[_Held, ...]
+    held: tuple[_HeldParameter, ...]
 
 
-class _Found(NamedTuple):
+class _UnknownOptimizer(NamedTuple):
     """An unknown optimizer that has trained the model.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Found(NamedTuple):
     idle: set[int]
 
 
-class _Begun(NamedTuple):
+class _StepBegun(NamedTuple):
     """A step of an unknown optimizer that has not ended.
 
     Attributes:
@@ -133,8 +133,8 @@ class UnknownOptimizers:
         self._extras = tuple(extras)
         # By id of the optimizer. Another optimizer may get the id of a deleted one.
         self._looked: dict[int, _Looked] = {}
-        self._found: dict[int, _Found] = {}
-        self._begun: list[_Begun] = []
+        self._found: dict[int, _UnknownOptimizer] = {}
+        self._begun: list[_StepBegun] = []
         self._trained: set[int] = set()
         self._handles: list[RemovableHandle] = []
 
@@ -193,7 +193,7 @@ class UnknownOptimizers:
 
     def _before_step(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._known:
-            self._begun.append(_Begun(weakref.ref(optimizer), set()))
+            self._begun.append(_StepBegun(weakref.ref(optimizer), set()))
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if id(optimizer) in self._known:
@@ -244,9 +244,11 @@ class UnknownOptimizers:
         self, optimizer: Optimizer, names: list[str], idle: Collection[int]
     ) -> None:
         kind = type(optimizer).__name__
-        self._found[id(optimizer)] = _Found(weakref.ref(optimizer), kind, names, set(idle))
+        self._found[id(optimizer)] = _UnknownOptimizer(
+            weakref.ref(optimizer), kind, names, set(idle)
+        )
 
-    def _trained_at_a_loss(self, optimizer: Optimizer) -> tuple[_Held, ...]:
+    def _trained_at_a_loss(self, optimizer: Optimizer) -> tuple[_HeldParameter, ...]:
         """Return the parameters of the model whose state this optimizer may hold alone."""
         names = {key: repr(name) for key, name in parameter_names(self._model).items()}
         tables = {id(table.weight): f"table {table.name!r}" for table in self._tables}
@@ -276,11 +278,13 @@ class UnknownOptimizers:
                     for optimizer_given in with_same_state
                 ):
                     held_parameters.append(
-                        _Held(names[id(parameter)], parameter, group, tuple(own_holders))
+                        _HeldParameter(names[id(parameter)], parameter, group, tuple(own_holders))
                     )
         return tuple(held_parameters)
 
-    def _note_lost(self, optimizer: Optimizer, held: Sequence[_Held], inner: set[int]) -> None:
+    def _note_lost(
+        self, optimizer: Optimizer, held: Sequence[_HeldParameter], inner: set[int]
+    ) -> None:
         """Note the parameters in `held` whose state no given optimizer has."""
         lost = [
             parameter
@@ -315,7 +319,7 @@ def _form(optimizer: Optimizer) -> tuple[object, ...]:
     )
 
 
-def _is_lost(optimizer: Optimizer, one: _Held) -> bool:
+def _is_lost(optimizer: Optimizer, one: _HeldParameter) -> bool:
     """Whether the optimizer trains this parameter, and no given optimizer has the same state."""
     state = optimizer.state.get(one.parameter)
     if state is None or (

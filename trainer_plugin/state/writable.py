@@ -19,7 +19,7 @@ from recpoint.trainer_plugin.tables import is_piece
 __all__ = ["refuse_unwritable"]
 
 
-class _Fault(NamedTuple):
+class _Unwritable(NamedTuple):
     """Why a tensor cannot be written, and what would be right; see `RecpointError`."""
 
     found: str
@@ -27,35 +27,35 @@ class _Fault(NamedTuple):
     next_step: str
 
 
-_LAZY = _Fault(
+_LAZY = _Unwritable(
     "a tensor without a shape, of a lazy module",
     "a tensor with a shape",
     "run one batch through the model before you build the Checkpointer",
 )
-_INFERENCE = _Fault(
+_INFERENCE = _Unwritable(
     "a tensor made under torch.inference_mode(), which cannot be restored in place, and whose "
     "changes torch does not count",
     "a tensor made outside torch.inference_mode()",
     "build the model and its optimizers outside torch.inference_mode(), or replace the tensor by a "
     "clone that is made outside it",
 )
-_NESTED = _Fault(
+_NESTED = _Unwritable(
     "a nested tensor, which cannot be stored",
     "a dense or sparse COO tensor",
     "keep its values and offsets in two tensors",
 )
-_OVERLAP = _Fault(
+_OVERLAP = _Unwritable(
     "a tensor whose elements share memory (expand()), which load_state_dict() cannot write",
     "elements with memory of their own",
     "replace the tensor by its clone()",
 )
-_ONE_OF_SEVERAL_VIEWS = _Fault(
+_ONE_OF_SEVERAL_VIEWS = _Unwritable(
     "one of several views that one call returned (unbind(), split()), of a tensor that requires "
     "gradients; torch refuses its use after a restore has written it",
     "a tensor of its own, or a view without gradients",
     "replace the tensor by its detach().clone()",
 )
-_READ_ONLY = _Fault(
+_READ_ONLY = _Unwritable(
     "a tensor in read-only memory, such as a file that numpy has mapped; a restore could not write "
     "into it",
     "a tensor in memory that can be written",
@@ -96,7 +96,7 @@ def refuse_unwritable(named: Mapping[str, Tensor], extras: Mapping[str, object])
             )
 
 
-def _fault(tensor: Tensor, read_only: _ReadOnlyMemory) -> _Fault | None:
+def _fault(tensor: Tensor, read_only: _ReadOnlyMemory) -> _Unwritable | None:
     if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
         return _LAZY
     if tensor.is_inference():

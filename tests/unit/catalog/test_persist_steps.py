@@ -10,8 +10,8 @@ import pytest
 
 from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import plan
-from recpoint.catalog.persist.persist import Committed, Found, PersistJob, drive
-from recpoint.catalog.persist.plan import Group
+from recpoint.catalog.persist.persist import Committed, PersistJob, StoredJob, drive
+from recpoint.catalog.persist.plan import ChunkGroup
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.errors import DigestMismatch, StoreUnavailable
@@ -32,7 +32,7 @@ class Watched:
         self._unfinished: set[int] = set()
         self._lock = threading.Lock()
 
-    def _note(self, step: str, group: Group | None = None) -> None:
+    def _note(self, step: str, group: ChunkGroup | None = None) -> None:
         with self._lock:
             self.seen.append(step if group is None else f"{step} {group.index}")
             if group is not None:
@@ -40,7 +40,7 @@ class Watched:
             self.most_at_once = max(self.most_at_once, len(self._unfinished))
         self._before(self.seen[-1])
 
-    def find_done(self) -> Found:
+    def find_done(self) -> StoredJob:
         self._note("find_done")
         return self.job.find_done()
 
@@ -48,15 +48,15 @@ class Watched:
         self._before("verify")
         self.job.verify()
 
-    def quantize(self, group: Group) -> None:
+    def quantize(self, group: ChunkGroup) -> None:
         self._note("quantize", group)
         self.job.quantize(group)
 
-    def encode(self, group: Group) -> None:
+    def encode(self, group: ChunkGroup) -> None:
         self._note("encode", group)
         self.job.encode(group)
 
-    def upload(self, group: Group) -> None:
+    def upload(self, group: ChunkGroup) -> None:
         self._note("upload", group)
         self.job.upload(group)
         with self._lock:

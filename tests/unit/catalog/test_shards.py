@@ -22,7 +22,7 @@ from recpoint.catalog.restore.files import (
     INDEX,
     MAX_HEADER_BYTES,
     Include,
-    Shard,
+    ShardFile,
     ShardTensor,
     finish_shards,
     plan_shards,
@@ -542,7 +542,9 @@ def test_a_header_that_safetensors_would_not_read_is_refused(
         prefix = (MAX_HEADER_BYTES + beyond).to_bytes(8, "little")
         with pytest.raises(SafetensorError, match=refusal):
             load(prefix + b"{}")
-    shard = Shard("many.safetensors", (ShardTensor("x", "U8", (1,)), ShardTensor("y", "U8", (1,))))
+    shard = ShardFile(
+        "many.safetensors", (ShardTensor("x", "U8", (1,)), ShardTensor("y", "U8", (1,)))
+    )
     header_bytes = len(shard.header({})) - 8
     monkeypatch.setattr(files, "MAX_HEADER_BYTES", header_bytes)
     assert load(shard.header({}) + bytes(2)).keys() == {"x", "y"}

@@ -28,7 +28,7 @@ from recpoint.catalog.overview.overview import (
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.run.run import Run
 from recpoint.dashboards import page, texts
-from recpoint.dashboards.watched_runs import Seen, WatchedRun, WatchedRuns
+from recpoint.dashboards.watched_runs import RunView, WatchedRun, WatchedRuns
 from recpoint.format.manifest import CopiedAhead
 from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY
 from recpoint.format.retention_records import Plan, PlannedManifest, PlannedRules, RuleBest
@@ -358,7 +358,7 @@ def test_rows_have_a_cell_for_each_heading() -> None:
     assert texts.failure_row(failure) == (texts.NONE, "a", "b", "c")
 
 
-def said_of(seen: Seen, now: float = 0.0) -> list[str]:
+def said_of(seen: RunView, now: float = 0.0) -> list[str]:
     """What a page says is wrong with a run, each with what to do."""
     return [f"{cause} Next: {step}" for cause, step in texts.alerts(seen, now)]
 
@@ -468,7 +468,7 @@ def test_a_credential_in_a_url_is_not_shown() -> None:
 
 
 def test_nothing_seen_has_no_age() -> None:
-    assert Seen().age_seconds() is None
+    assert RunView().age_seconds() is None
 
 
 def test_a_window_decides_the_time_axis_and_what_is_drawn() -> None:
@@ -508,11 +508,11 @@ def test_commands_are_told_from_words(words: str, commands: list[str]) -> None:
 
 def test_an_alarm_says_cause_and_next_step_once() -> None:
     cause = "m.json: m.json: found no JSON; expected JSON. Next: recpoint check /a, and go back"
-    seen = Seen(alarms=(Alarm("manifest_damaged", cause, "recpoint check /a"),))
+    seen = RunView(alarms=(Alarm("manifest_damaged", cause, "recpoint check /a"),))
     assert texts.alerts(seen, 0.0) == [
         ("m.json: found no JSON; expected JSON.", "recpoint check /a, and go back")
     ]
     chain = Alarm("chain_broken", "chain of 7: it ends. Next: look", "recpoint check /a --step 7")
-    assert texts.alerts(Seen(alarms=(chain,)), 0.0) == [
+    assert texts.alerts(RunView(alarms=(chain,)), 0.0) == [
         ("Chain of 7: it ends.", "recpoint check /a --step 7; look")
     ]

@@ -12,15 +12,15 @@ from recpoint.format.manifest import TableSpec
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
 from recpoint.trainer_plugin.snapshot.copy import copy_tables
-from recpoint.trainer_plugin.snapshot.plan import MarkedRows, TablePart, place_tables
+from recpoint.trainer_plugin.snapshot.plan import CutTable, MarkedRows, place_tables
 
 ROWS = 100
 
 
-def _part(values: torch.Tensor, marked: list[int]) -> TablePart:
+def _part(values: torch.Tensor, marked: list[int]) -> CutTable:
     bitmap = dirty_bitmap.new(ROWS)
     dirty_bitmap.mark(bitmap, torch.tensor(marked), rows=ROWS)
-    return TablePart(
+    return CutTable(
         spec=TableSpec(name="t", rows=ROWS, dim=3, dtype="F32", row_states=(), columns=None),
         held=range(ROWS),
         values=values,
@@ -33,7 +33,7 @@ def _part(values: torch.Tensor, marked: list[int]) -> TablePart:
     )
 
 
-def _copied(part: TablePart, spare_bytes: int) -> torch.Tensor:
+def _copied(part: CutTable, spare_bytes: int) -> torch.Tensor:
     placed, end = place_tables([part])
     data = torch.full((end + spare_bytes,), 7, dtype=torch.uint8)
     marked = MarkedRows([part.bitmap], [ROWS])

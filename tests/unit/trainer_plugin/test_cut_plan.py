@@ -8,17 +8,17 @@ from torch import Tensor
 from recpoint.catalog.staging.slot import ALIGNMENT_BYTES, Placed
 from recpoint.format.dtypes import array_bytes
 from recpoint.format.manifest import RowStateSpec, TableSpec
-from recpoint.trainer_plugin.snapshot.plan import TablePart, place_state, place_tables
+from recpoint.trainer_plugin.snapshot.plan import CutTable, place_state, place_tables
 
 ROWS = 50
 
 
-def _part(row_count: int, *, whole: bool = False) -> TablePart:
+def _part(row_count: int, *, whole: bool = False) -> CutTable:
     """A table on no device: only its sizes are there."""
     state = RowStateSpec(name="sum", dtype="F32", shape=(3,), optimizer=0)
     spec = TableSpec(name="t", rows=ROWS, dim=3, dtype="F32", row_states=(state,), columns=None)
     values = torch.empty(ROWS, 3, device="meta")
-    return TablePart(
+    return CutTable(
         spec=spec,
         held=range(ROWS),
         values=values,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from recpoint.errors import SettingsError
-from recpoint.trainer_plugin.ranks.sharding import _Held, _owners
+from recpoint.trainer_plugin.ranks.sharding import _HeldTable, _owners
 
 
-def held(first_row: int, rows: int) -> _Held:
-    return _Held("t", "t", 10, 4, "F32", None, first_row, rows)
+def held(first_row: int, rows: int) -> _HeldTable:
+    return _HeldTable("t", "t", 10, 4, "F32", None, first_row, rows)
 
 
 def test_the_lowest_of_those_that_hold_the_same_rows_stores_them() -> None:
@@ -32,6 +32,6 @@ def test_a_rank_without_rows_stores_nothing_wherever_its_shard_would_begin() -> 
         ({0: held(0, 0)}, "the first 0 rows of 10"),
     ],
 )
-def test_each_row_has_to_be_stored_once(by_rank: dict[int, _Held], found: str) -> None:
+def test_each_row_has_to_be_stored_once(by_rank: dict[int, _HeldTable], found: str) -> None:
     with pytest.raises(SettingsError, match=found):
         _owners("t", by_rank)
