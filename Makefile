@@ -9,10 +9,14 @@ DOCS_INSTALLED := $(DOCS_VENV)/.installed
 # More workers than two cores: a test that waits for a server or for a poll leaves its core to others.
 # They go in the order of tests/conftest.py: xdist would put all groups first.
 TEST_WORKERS ?= 4
-# Of how many bytes, places and steps `make faults` takes one.
-FAULTS_EVERY ?= 1
-# What takes a sample of them in `make test`.
-FAULT_TESTS = $(shell grep -rlE 'FAULTS_EVERY|\bat_steps\b' tests --include='test_*.py' | sort)
+# Parts of `make nightly`; none named: all.
+PART ?=
+# 1: tests take every place and step of a fault, where `make test` takes a sample; 10: every tenth.
+FAULTS ?=
+# 1: property tests draw all their examples, where `make test` draws half of them.
+ALL_EXAMPLES ?=
+# How long each fuzzer runs.
+FUZZ_SECONDS ?= 300
 # Which tutorials `make tutorials` plays; none named: all.
 TUTORIALS ?=
 # `make check` looks at what changed since this commit.
@@ -31,7 +35,7 @@ NATIVE := kernels/native/_native.abi3.so
 NATIVE_SOURCES := $(wildcard kernels/*/*.cpp kernels/*/*.h) build_backend/recpoint_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint style types format unit docs fuzz sanitize faults tutorials installations clean
+.PHONY: help install demo test check lint style types format unit docs fuzz sanitize nightly byte-flips tutorials installations clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,17 +58,21 @@ demo: $(NATIVE) ## train on real purchases, kill the trainer with SIGKILL, resto
 	@$(BIN)/recpoint demo
 
 # Types take a core for a minute: beside the tests, and what was found after them.
-test: style ## everything that has to pass: linters, types, all tests
+test: style ## what has to pass before a change lands: linters, types, tests by day
 	@said=$$(mktemp); $(MAKE) --no-print-directory types >$$said 2>&1 & types=$$!; \
 	$(MAKE) --no-print-directory unit; unit=$$?; \
 	wait $$types; types=$$?; cat $$said; rm -f $$said; test $$unit$$types = 00
-	@$(BIN)/python tests/sanitized/run.py
+	@$(BIN)/python tests/sanitized/run.py --sampled
+
+nightly: $(NATIVE) ## all that `make test` leaves out, one line a part (PART=ray: that part)
+	@$(BIN)/python -m tests.nightly $(PART)
 
 # It lists the tests that it leaves out.
 check: style ## linters, types, and the tests nearest to what changed since main
 	@said=$$(mktemp); $(MAKE) --no-print-directory types >$$said 2>&1 & types=$$!; unit=0; \
 	tests=$$($(BIN)/python tests/changed.py $(SINCE)) || exit 1; \
 	if [ -n "$$tests" ]; then $(BIN)/python -m pytest -n $(TEST_WORKERS) $$tests $(PYTEST_ARGS); unit=$$?; fi; \
+	test $$unit != 5 || unit=0; \
 	wait $$types; types=$$?; cat $$said; rm -f $$said; test $$unit$$types = 00
 
 # Modules and tests, which dozens of processes import, are compiled once and not by each worker: a
@@ -73,13 +81,15 @@ check: style ## linters, types, and the tests nearest to what changed since main
 # take the cores from the tests of other workers.
 unit: export PYTHONDONTWRITEBYTECODE =
 unit: export OMP_WAIT_POLICY = passive
+unit: export RECPOINT_FAULTS_EVERY = $(or $(FAULTS),0)
+unit: export RECPOINT_ALL_EXAMPLES = $(ALL_EXAMPLES)
 unit: $(NATIVE)
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
 	@files=$$(mktemp -d "$(or $(TEST_FILES),$${TMPDIR:-/tmp})/recpoint-tests.XXXXXX") || exit 1; \
 	trap 'rm -rf "$$files"' INT TERM; \
 	chmod 711 "$$files"; \
 	TMPDIR=$$files $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder \
-		--basetemp="$$files/tests" $(PYTEST_ARGS); code=$$?; \
+		--basetemp="$$files/tests" $(if $(FAULTS),-o faulthandler_timeout=0) $(PYTEST_ARGS); code=$$?; \
 	if [ $$code = 0 ]; then rm -rf "$$files"; else echo "what the tests wrote: $$files"; fi; exit $$code
 
 lint: style types ## ruff, mypy --strict, import-linter
@@ -99,18 +109,17 @@ format: $(NATIVE) ## let ruff put the code in order
 docs: $(DOCS_INSTALLED) ## build the documentation site into site/, without torch
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src $(DOCS_VENV)/bin/mkdocs build --strict
 
-fuzz: $(NATIVE) ## fuzz each parser a million times, outside CI (tests/fuzz)
+fuzz: $(NATIVE) ## fuzz each parser for FUZZ_SECONDS, outside CI (tests/fuzz)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt atheris
 	for target in records chunk tree; do \
-		$(BIN)/python tests/fuzz/fuzz_parsers.py $$target -runs=1000000 -max_len=8192 -rss_limit_mb=6000 || exit 1; done
-	$(BIN)/python tests/fuzz/fuzz_parsers.py row_set -runs=1000000 -max_len=512 -rss_limit_mb=6000
+		$(BIN)/python tests/fuzz/fuzz_parsers.py $$target -max_total_time=$(FUZZ_SECONDS) -max_len=8192 -rss_limit_mb=6000 || exit 1; done
+	$(BIN)/python tests/fuzz/fuzz_parsers.py row_set -max_total_time=$(FUZZ_SECONDS) -max_len=512 -rss_limit_mb=6000
 
 sanitize: $(NATIVE) ## run the kernels' tests under sanitizers, where there is g++ (tests/sanitized)
 	$(BIN)/python tests/sanitized/run.py
 
-faults: $(NATIVE) ## flip every byte, interrupt each call, kill at each step, outside CI (tests/fault)
-	$(BIN)/python -m tests.fault.byte_flips --every $(FAULTS_EVERY)
-	RECPOINT_FAULTS_EVERY=$(FAULTS_EVERY) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -o faulthandler_timeout=0 $(FAULT_TESTS) $(PYTEST_ARGS)
+byte-flips: $(NATIVE)
+	$(BIN)/python -m tests.fault.byte_flips --every $(or $(FAULTS),1)
 
 tutorials: ## play the tutorials in new environments, outside CI (tests/tutorials.py)
 	$(PYTHON) -u tests/tutorials.py $(TUTORIALS)

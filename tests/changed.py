@@ -88,6 +88,19 @@ def nearest_tests(graph: grimp.ImportGraph, changed: Iterable[str]) -> tuple[set
     return near, far - near
 
 
+def touched_tests(changed: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Return the test files to run, and those that depend on the change less directly.
+
+    Args:
+        changed: paths from the root.
+    """
+    sys.path[:0] = [str(_ROOT), str(_ROOT / "examples")]
+    graph = grimp.build_graph(*_PACKAGES, cache_dir=None)
+    modules = [module_of(path) for path in changed if path.endswith((".py", *_NATIVE))]
+    near, far = nearest_tests(graph, modules)
+    return set(map(_file_of, near)), set(map(_file_of, far))
+
+
 def _is_test(module: str) -> bool:
     return module.startswith("tests.") and module.rsplit(".", 1)[1].startswith("test_")
 
@@ -105,18 +118,14 @@ def _git(*arguments: str) -> str:
 def main(since: str = "main") -> None:
     """Print the files to run, and on stderr the files that are left out."""
     files = changed_files(since)
-    imported = [path for path in files if path.endswith((".py", *_NATIVE))]
     unknown_files = [path for path in files if not path.endswith((".py", *_NATIVE, ".md"))]
-    sys.path[:0] = [str(_ROOT), str(_ROOT / "examples")]
-    graph = grimp.build_graph(*_PACKAGES, cache_dir=None)
-    near, far = nearest_tests(graph, map(module_of, imported))
-    for module in sorted(near):
-        print(_file_of(module))
+    near, far = touched_tests(files)
     if any(path.endswith(".md") for path in files):
-        print(*_TESTS_OF_DOCUMENTS, sep="\n")
+        near.update(_TESTS_OF_DOCUMENTS)
+    print(*sorted(near), sep="\n")
     if far:
         print(f"left out, {len(far)} test files that depend less directly:", file=sys.stderr)
-        print(*(f"  {_file_of(module)}" for module in sorted(far)), sep="\n", file=sys.stderr)
+        print(*(f"  {file}" for file in sorted(far)), sep="\n", file=sys.stderr)
     if unknown_files:
         print(f"no test is known for {', '.join(unknown_files)}. Next: make test", file=sys.stderr)
 

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 gc.disable()  # until collection ends: nothing that is imported until then becomes garbage
@@ -14,6 +15,10 @@ gc.disable()  # until collection ends: nothing that is imported until then becom
 pytest.register_assert_rewrite("recpoint.testing.homes", "recpoint.testing.store_suite")
 
 from recpoint.testing.seaweed import SeaweedServer  # noqa: E402  (after the rewriting is set up)
+from tests.example_counts import examples  # noqa: E402
+
+hypothesis.settings.register_profile("recpoint", max_examples=examples(100))
+hypothesis.settings.load_profile("recpoint")
 
 # A shell makes background processes ignore Ctrl-C, and child processes inherit that: processes that
 # tests interrupt would ignore it too.
@@ -75,14 +80,52 @@ def _use(server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests: the slowest first, tests that use Prefect in their own process last.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that selects tests marked `nightly`."""
+    parser.addoption(
+        "--nightly",
+        metavar="PART",
+        help="run the tests of this part of `make nightly`; all: of every part, and those of none",
+    )
+
+
+def _deselect_nightly(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests of the part that `--nightly` names; without it, those of no part."""
+    chosen = config.getoption("--nightly")
+    if chosen == "all":
+        return
+    selected: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
+    for item in items:
+        mark = item.get_closest_marker("nightly")
+        part = None if mark is None else mark.args[0]
+        (selected if part == chosen else deselected).append(item)
+    config.stash[_DESELECTED] = len(deselected)
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = selected
+
+
+_DESELECTED = pytest.StashKey[int]()
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str:
+    """Say how many tests are left out, and how they are run."""
+    count = config.stash.get(_DESELECTED, 0)
+    chosen = config.getoption("--nightly")
+    if not count or chosen is not None:
+        return ""
+    return f"left to `make nightly`: {count} tests (here: --nightly PART, or --nightly all)"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select the tests by their part, and order them: those with Prefect in process last.
 
     Prefect's client leaves threads in the process that sometimes draw from Python's generator. A
     training process never has them (`test_structure`). Tests of bit-identical resumption compare
     that generator, so they must not have these threads either. One worker runs a whole group; if it
-    began a group last, the other workers would wait for it.
+    began a group last, the other workers would wait for it. So the slowest tests are first.
     """
+    _deselect_nightly(config, items)
 
     def order(item: pytest.Item) -> tuple[bool, bool, bool]:
         uses_prefect = "prefect_api" in getattr(item, "fixturenames", ())

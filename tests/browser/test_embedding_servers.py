@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 pytest.importorskip("nicegui", reason="nicegui is not installed")
 T = TypeVar("T")
 
-pytestmark = pytest.mark.xdist_group("browser")
+pytestmark = [pytest.mark.nightly("browser"), pytest.mark.xdist_group("browser")]
 
 #: So many that a server is rebuilt for more than a second, in which the trainer says so.
 ROWS = 2_400_000

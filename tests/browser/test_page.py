@@ -53,7 +53,7 @@ STYLE = (Path(__file__).parents[2] / "dashboards" / "page.css").read_text()
 T = TypeVar("T")
 
 # One machine runs page, browser, trainer and agent: all tests of this file on one worker.
-pytestmark = pytest.mark.xdist_group("browser")
+pytestmark = [pytest.mark.nightly("browser"), pytest.mark.xdist_group("browser")]
 
 TRAINER = """
 import sys, time

@@ -23,7 +23,7 @@ from tests.prefect_database import place_database
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
+pytestmark = [pytest.mark.nightly("browser"), pytest.mark.xdist_group("browser")]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = next(filter(None, map(shutil.which, ("qemu-aarch64", "qemu-aarch64-static"))), None)
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly("aarch64"),
     pytest.mark.skipif(EMULATOR is None, reason="not run: qemu-user is not installed"),
     pytest.mark.skipif(
         importlib.util.find_spec("ziglang") is None, reason="not run: ziglang is not installed"

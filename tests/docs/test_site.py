@@ -13,7 +13,7 @@ import pytest
 
 import recpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly("site")
 
 ROOT = Path(__file__).resolve().parents[2]
 _SECONDS = 240

@@ -1,7 +1,7 @@
 """Goes through the steps at which a process can be killed, several at once.
 
 `make test` kills at a fixed sample of the steps: the first, the last, and one of each kind.
-`make faults` kills at all of them. Most of a killed life is waiting: for disks, a server, another
+`make nightly` kills at all of them. Most of a killed life is waiting: for disks, a server, another
 process. So several lives go on side by side, each with a run of its own.
 """
 
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 LONGEST_LIFE_SECONDS = 240.0
-#: For `make faults`: of how many steps one is taken; 0: this is `make test`.
+#: For `make nightly`: of how many steps one is taken; 0: this is `make test`.
 FAULTS_EVERY = int(os.environ.get("RECPOINT_FAULTS_EVERY", "0"))
 _AT_ONCE = 4
 # Far more steps than any of these lives takes: a life that never ends is a failure, not a loop.
@@ -63,7 +63,7 @@ def at_steps(
     at_once: int = _AT_ONCE,
     kind: Callable[[str], str] | None = None,
 ) -> int:
-    """Kills a life at a sample of its steps, or at all for `make faults`.
+    """Kills a life at a sample of its steps, or at all for `make nightly`.
 
     For the sample, one life is counted first.
 

@@ -1,6 +1,6 @@
 """A flipped bit is found by the check, whatever object it is in, and is never restored.
 
-`make faults` flips a bit of every byte (`byte_flips.py`).
+`make nightly` flips a bit of every byte (`byte_flips.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """SIGKILL at boundaries of fetches, write-backs, cuts and refills of a cache with a home in files.
 
-`make test` kills at a fixed sample of boundaries; `make faults` at all of them (`RUNS.md`).
+`make test` kills at a fixed sample of boundaries; `make nightly` at all of them (`RUNS.md`).
 """
 
 from __future__ import annotations

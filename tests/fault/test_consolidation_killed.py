@@ -2,7 +2,7 @@
 
 Whatever was killed, wherever: everything restores to the same bits at every moment, the next call
 finishes it, and a sweep leaves nothing that no manifest names. `make test` kills at a fixed sample
-of the steps; `make faults` at all of them (`RUNS.md`).
+of the steps; `make nightly` at all of them (`RUNS.md`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,11 @@ def _named(run: Run) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "links", "swept"),
-    [("local", None, False), ("local", 2, True), ("s3", None, True)],
+    [
+        pytest.param("local", None, False, marks=pytest.mark.nightly("kills")),
+        ("local", 2, True),
+        pytest.param("s3", None, True, marks=pytest.mark.nightly("kills")),
+    ],
     indirect=["place"],
 )
 def test_killed_at_any_step(tmp_path: Path, place: _Place, links: int | None, swept: bool) -> None:

@@ -3,7 +3,7 @@
 The points are the steps that a rank takes on disk and its exchanges with the others: those of a
 start on a run that has a checkpoint, and those from the batch before a checkpoint to the end of
 training. A rank that hangs is one more way to be gone. `make test` kills at a fixed sample of the
-points; `make faults` at all of them (`RUNS.md`).
+points; `make nightly` at all of them (`RUNS.md`).
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ _UNSEEN = frozenset({"fsync", "mkdir", "open", "reserve", "unlink", "write"})
 _STARTS_AT_ONCE = 8
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly("kills")), 1])
 def test_a_rank_of_two_is_killed_at_any_point_of_a_start(
     tmp_path: Path, reference: dict[int, Reference], rank: int
 ) -> None:
@@ -361,6 +361,7 @@ def require_each_once(samples: Sequence[list[int]], first: int, last: int) -> No
     assert sorted(sum(samples, [])) == sorted(order[first * BATCH : last * BATCH].tolist())
 
 
+@pytest.mark.nightly("kills")
 def test_torchrun_goes_on_with_more_ranks_when_a_node_joins(tmp_path: Path) -> None:
     # Kept here, so that no node has to be the one that never goes.
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """A signal's handler that raises, at each place of a call of ours, harms no checkpoint.
 
-`make test` takes a fixed sample of the places; `make faults` takes all of them, and the first visit
+`make test` takes a fixed sample of the places; `make nightly` all of them, and the first visit
 of each once more in a process that is killed with SIGKILL afterwards (`RUNS.md`).
 """
 
@@ -25,7 +25,7 @@ from tests.training_builder import Place
 
 #: Of how many places `make test` takes one.
 _EVERY = {"step": 73, "batch": 29, "restore": 307, "close": 127}
-#: Of `make faults`: so many tests share the places of a call, since each waits for its agent most
+#: Of `make nightly`: so many tests share the places of a call, since each waits for its agent most
 #: of the time.
 _PARTS = 4 if FAULTS_EVERY else 1
 #: Chains grow with each checkpoint, and are read for each.
@@ -130,7 +130,7 @@ def test_starts_and_ends_that_are_interrupted(
     assert arrived > len(wanted) // 2
 
 
-@pytest.mark.skipif(not FAULTS_EVERY, reason="make faults")
+@pytest.mark.skipif(not FAULTS_EVERY, reason="make nightly")
 @pytest.mark.parametrize("call", CALLS)
 def test_each_place_with_a_kill_afterwards(
     tmp_path: Path, places: Iterator[Place], stored: StoredRun, call: str

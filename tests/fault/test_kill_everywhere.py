@@ -6,7 +6,7 @@ everything committed restores, and a sweep leaves nothing that no manifest names
 With a run on a local disk they die at each of their steps. With one on S3 they die after each
 request that changes what is stored: steps in the staging area are the same ones again.
 
-`make test` kills at a fixed sample of the steps; `make faults` at all of them (`RUNS.md`).
+`make test` kills at a fixed sample of the steps; `make nightly` at all of them (`RUNS.md`).
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ from tests.fault.lives import (
 from tests.forked import ForkedProcess
 from tests.polling import until
 from tests.stored_run import StoredRun
+
+BY_NIGHT = pytest.mark.nightly("kills")
 
 
 class _Place:
@@ -173,6 +175,7 @@ def _require_sound(run: Run, truth: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", [pytest.param("local", marks=BY_NIGHT), "s3"], indirect=True)
 def test_a_trainer_killed_at_any_step(place: _Place) -> None:
     truth = _uninterrupted(place)
 
@@ -223,6 +226,7 @@ def test_a_trainer_killed_at_any_step_of_a_cancel(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", ["local", pytest.param("s3", marks=BY_NIGHT)], indirect=True)
 def test_an_agent_killed_at_any_step(place: _Place) -> None:
     truth = _uninterrupted(place)
 

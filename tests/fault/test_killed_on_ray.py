@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-    pytest.mark.slow,
+    pytest.mark.nightly("ray"),
     pytest.mark.xdist_group("ray"),  # one cluster after another
 ]
 
@@ -310,7 +310,7 @@ _FEWEST, _MOST = 4 * INTERVAL, 400 * INTERVAL  # batches of a life
 def test_a_server_killed_at_any_boundary_is_recovered(
     servers_on_ray: ServersOnRay, tmp_path: Path
 ) -> None:
-    """In `make test` before and after a call of each kind; in `make faults` also at all of them."""
+    """In `make test` before and after a call of each kind; in `make nightly` at all of them."""
 
     def life(name: str, **deaths: Any) -> Life:
         place = Place(str(tmp_path / name / "run"), tmp_path / name / "staging")

@@ -128,7 +128,7 @@ def is_quiet(server: PrometheusServer) -> bool:
 
 
 @needs_prometheus
-@pytest.mark.slow
+@pytest.mark.nightly("prometheus")
 def test_panels_answer_rules_work_and_alerts_fire_for_what_they_are_for(tmp_path: Path) -> None:
     run, staging = tmp_path / "run", tmp_path / "staging"
     trainer_port, agent_port = free_port(), free_port()

@@ -1,7 +1,7 @@
 """Retention killed at its steps, and beside a trainer that commits and readers that restore.
 
 Real processes, real SIGKILL, on a local disk and, after requests, on the real S3 server.
-`make test` kills at a fixed sample of the steps; `make faults` at all of them (`RUNS.md`).
+`make test` kills at a fixed sample of the steps; `make nightly` at all of them (`RUNS.md`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from tests.fault.retention_lives import (
 )
 from tests.polling import until
 from tests.stored_run import StoredRun
+
+BY_NIGHT = pytest.mark.nightly("kills")
 
 
 class _Place:
@@ -66,6 +68,7 @@ def keys(run: Run) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", ["local", pytest.param("s3", marks=BY_NIGHT)], indirect=True)
 def test_a_retention_killed_at_any_step(place: _Place) -> None:
     # On S3 a link less: each kind of request is there, and some of them again and again.
     start = StoredRun(filled(place.run_url("start"), links=3 if place.is_local else 2))

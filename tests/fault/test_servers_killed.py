@@ -1,6 +1,6 @@
 """SIGKILL of embedding servers while their rows are trained, at boundaries of requests.
 
-`make test` kills at a fixed sample of boundaries; `make faults` at all of them (`RUNS.md`).
+`make test` kills at a fixed sample of boundaries; `make nightly` at all of them (`RUNS.md`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def generations(place: Place) -> list[int]:
     return list(Run.open(open_store(place.run)).generation_numbers())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly("kills")), 2])
 def test_training_goes_on_bit_for_bit(ranks: int, tmp_path: Path) -> None:
     cases = [
         Case(servers=3, parity=(2, 1), kills=(8, 17), optimizer="adagrad", lr_factor=0.95),
@@ -37,7 +37,9 @@ def test_training_goes_on_bit_for_bit(ranks: int, tmp_path: Path) -> None:
         assert len(found.losses) == case.batches, "no batch is trained again"
 
 
-@pytest.mark.parametrize("at_servers", [False, True])
+@pytest.mark.parametrize(
+    "at_servers", [pytest.param(False, marks=pytest.mark.nightly("kills")), True]
+)
 def test_checkpoints_go_on_and_are_restored(at_servers: bool, tmp_path: Path) -> None:
     """Checkpoints that are due during a recovery are taken later, and none is wrong."""
     place = Place(str(tmp_path / "run"), tmp_path / "staging")

@@ -1,7 +1,7 @@
 """Slots are removed while sweeps are killed and trainers start: none that anybody still needs.
 
-Real processes, real SIGKILL. `make test` kills at a fixed sample of the steps; `make faults` at all
-of them (`RUNS.md`).
+Real processes, real SIGKILL. `make test` kills at a fixed sample of the steps; `make nightly` at
+all of them (`RUNS.md`).
 """
 
 from __future__ import annotations

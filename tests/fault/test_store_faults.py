@@ -161,7 +161,7 @@ def test_who_waits_out_refusals_hears_of_one_that_stays(store: Store, proxy: Fau
         assert len(proxy.requests) > 1
 
 
-@pytest.mark.parametrize("status", [403, 409])
+@pytest.mark.parametrize("status", [pytest.param(403, marks=pytest.mark.nightly("kills")), 409])
 def test_a_trainer_starts_whichever_of_its_requests_is_refused_once(
     s3_environment: SeaweedServer,
     proxy: FaultProxy,

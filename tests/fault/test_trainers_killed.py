@@ -1,6 +1,6 @@
 """SIGKILL of one of two trainers at boundaries of what it does: the tables end as without it.
 
-`make test` kills at a fixed sample of boundaries; `make faults` at all of them (`RUNS.md`).
+`make test` kills at a fixed sample of boundaries; `make nightly` at all of them (`RUNS.md`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """SIGKILL at random moments of window, copier and cut: the run goes on as if nothing had happened.
 
-`make test` kills a fixed sample of lives; `make faults` some hundreds (`RUNS.md`).
+`make test` kills a fixed sample of lives; `make nightly` some hundreds (`RUNS.md`).
 """
 
 from __future__ import annotations

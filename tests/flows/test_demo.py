@@ -1,6 +1,6 @@
 """The demo, end to end: real training, a real Prefect server, a real SIGKILL.
 
-`make test` plays it once with each option; `make faults` plays it without any, too.
+`make test` plays it without options, `make nightly` with each.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from recpoint.catalog.check.check import check
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.store.store import open_store
-from tests.fault.kill_points import FAULTS_EVERY
 
-_FAULTS_ONLY = pytest.mark.skipif(not FAULTS_EVERY, reason="make faults")
+_BY_NIGHT = pytest.mark.nightly("demo")
 
 
 @pytest.mark.slow
@@ -28,11 +27,11 @@ _FAULTS_ONLY = pytest.mark.skipif(not FAULTS_EVERY, reason="make faults")
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        pytest.param(1, [], marks=_FAULTS_ONLY),
-        pytest.param(2, [], marks=_FAULTS_ONLY),
-        (1, ["--lookahead"]),
-        (1, ["--servers=3", "--parity=2+1"]),
-        (2, ["--servers=2"]),
+        (1, []),
+        pytest.param(2, [], marks=_BY_NIGHT),
+        pytest.param(1, ["--lookahead"], marks=_BY_NIGHT),
+        pytest.param(1, ["--servers=3", "--parity=2+1"], marks=_BY_NIGHT),
+        pytest.param(2, ["--servers=2"], marks=_BY_NIGHT),
     ],
 )
 def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(

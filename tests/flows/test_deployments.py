@@ -46,7 +46,7 @@ from tests.polling import SERVER_SECONDS, until
 from tests.prefect_api import ask
 from tests.prefect_database import place_database
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployments")]
+pytestmark = [pytest.mark.nightly("deployments"), pytest.mark.xdist_group("deployments")]
 
 
 @pytest.fixture(scope="module")

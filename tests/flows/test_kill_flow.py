@@ -1,6 +1,6 @@
 """SIGKILL of the flow `persist` at its steps, one after another, beside a real Prefect server.
 
-`make test` kills at a fixed sample of the steps; `make faults` at all of them
+`make test` kills at a fixed sample of the steps; `make nightly` at all of them
 (`tests/fault/RUNS.md`).
 """
 

@@ -35,7 +35,7 @@ from tests.flows.test_persist_flow import flow_runs, task_runs
 __all__ = ["chain"]
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly("dask"),
     pytest.mark.usefixtures("prefect_api"),
     pytest.mark.xdist_group("dask"),  # one cluster for all of them
 ]

@@ -23,7 +23,7 @@ from tests.polling import until
 from tests.rank_jobs import RankJobs
 from tests.retained_run import age_file, make_old
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly("runbook")
 
 ENTRIES = entries()
 

@@ -21,6 +21,7 @@ from recpoint.format.records import (
     unpack_record,
 )
 from recpoint.format.servers import ServersRecord
+from tests.example_counts import examples
 from tests.hostile.forged import MANIFEST, V1, body_text, envelope, golden_chunk, mutations, parse
 
 
@@ -36,7 +37,7 @@ from tests.hostile.forged import MANIFEST, V1, body_text, envelope, golden_chunk
         (ServersRecord, "staging/servers.json"),
     ],
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_mutated_records(kind: type[Any], path: str, data: st.DataObject) -> None:
     written = (V1 / path).read_bytes()
@@ -50,7 +51,7 @@ def test_mutated_records(kind: type[Any], path: str, data: st.DataObject) -> Non
 
 
 @pytest.mark.parametrize("path", ["run.json", MANIFEST, "staging/job.json"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_mutated_bodies_with_a_right_digest(path: str, data: st.DataObject) -> None:
     kind: type[Any] = {"run.json": RunRecord, MANIFEST: Manifest}.get(path, Job)
@@ -66,7 +67,7 @@ def test_mutated_bodies_with_a_right_digest(path: str, data: st.DataObject) -> N
         assert len(str(error)) < 1000
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_mutated_chunks_with_a_right_digest(data: st.DataObject) -> None:
     index = data.draw(st.integers(0, 5))
@@ -88,7 +89,7 @@ def _forms(chunk: Chunk) -> dict[str, object]:
     return {s.name: (s.dtype, s.shape) for s in sections if s.name != "row_set"}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_mutated_chunks_as_the_manifest_knows_them(data: st.DataObject) -> None:
     manifest, entry, written = golden_chunk()

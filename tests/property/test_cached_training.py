@@ -39,6 +39,7 @@ from tests.cached_training import (
     plain_model,
     rows_of_plain,
 )
+from tests.example_counts import examples
 
 MOST = 6  # users in a batch; each has two items
 UNFINISHED = 3  # batches whose gradients no step has applied yet
@@ -444,6 +445,6 @@ class FilePlay(Play):
 
 
 TestInMemory = MemoryPlay.TestCase
-TestInMemory.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestInMemory.settings = settings(max_examples=examples(80), stateful_step_count=30, deadline=None)
 TestInFiles = FilePlay.TestCase
-TestInFiles.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestInFiles.settings = settings(max_examples=examples(50), stateful_step_count=30, deadline=None)

@@ -25,6 +25,7 @@ from recpoint.errors import GenerationRecordLost, NothingToRestore, StaleWriter
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import GENERATION_KEY, ManifestName, generation_in_key
 from tests.catalog_builder import Checkpoint, Table, build, new_run, tables, upload
+from tests.example_counts import examples
 
 ROWS = 8
 seeds = st.integers(0, 2**16)
@@ -322,7 +323,7 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=20,
+    max_examples=examples(20),
     stateful_step_count=15,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -23,6 +23,7 @@ from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MANIFEST_KEY
 from tests.catalog_builder import Table, new_run, tables
 from tests.consolidation import chain_of, merge, require_same, restored, trained
+from tests.example_counts import examples
 
 BITS: list[int | None] = [None, 2, 3, 4, 8]
 
@@ -96,7 +97,7 @@ class History:
 @given(
     operations=st.lists(st.one_of(trainings, merges, others), min_size=3, max_size=14),
 )
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_checkpoint_gives_back_what_was_taken(
     small: bool, operations: list[tuple[str, int | None, float | int | None, int]]
 ) -> None:

@@ -19,6 +19,7 @@ from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
 from tests.catalog_builder import Table, build, new_run, publish, tables
 from tests.consolidation import merge
+from tests.example_counts import examples
 from tests.fault.retention_lives import retain_once
 
 OPERATIONS = st.lists(
@@ -117,7 +118,7 @@ def restored(world: World) -> None:
     world.at[name] = [target.tables[table].values for table in ("items", "users")]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     operations=OPERATIONS,
     bits=st.sampled_from([None, 4]),

@@ -25,6 +25,7 @@ from recpoint.embeddings.server.home import ServedHome
 from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.errors import HomeError
 from recpoint.testing.homes import fetched, ids_of, records_of
+from tests.example_counts import examples
 from tests.simulated_network import Repeating, Unreliable, repeated
 
 ROWS = 400
@@ -174,8 +175,8 @@ class ServedPlay(HomePlay):
 
 
 TestMemoryHome = MemoryPlay.TestCase
-TestMemoryHome.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestMemoryHome.settings = settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
 TestServedHome = ServedPlay.TestCase
-TestServedHome.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestServedHome.settings = settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
 TestFileHome = FilePlay.TestCase
-TestFileHome.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestFileHome.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

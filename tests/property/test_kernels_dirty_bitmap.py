@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from recpoint.kernels import dirty_bitmap
+from tests.example_counts import examples
 
 
 class TwoBitmaps(RuleBasedStateMachine):
@@ -53,4 +54,4 @@ class TwoBitmaps(RuleBasedStateMachine):
 
 
 TestTwoBitmaps = TwoBitmaps.TestCase
-TestTwoBitmaps.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestTwoBitmaps.settings = settings(max_examples=examples(40), stateful_step_count=20, deadline=None)

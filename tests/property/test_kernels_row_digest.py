@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from recpoint.kernels import row_digest
 from recpoint.kernels.row_digest import cpu, reference
+from tests.example_counts import examples
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     n=st.integers(0, 40),
     dim=st.integers(0, 19),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from recpoint.kernels import row_set
 from recpoint.kernels.row_set import reference
 from recpoint.kernels.row_set.frame import compress
+from tests.example_counts import examples
 
 SPANS = st.sampled_from([60, 10_000, 2**32 + 5, 2**48])
 CODINGS = st.sampled_from(["bitmap", "delta", "runs"])
@@ -59,7 +60,7 @@ def test_damaged_payloads_never_give_a_wrong_kind_of_set(
     _decodes_to_a_set_or_is_refused(coding, first, bytes(damaged), count, rows)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(CODINGS, SYMBOLS, st.integers(0, 8), st.integers(0, 8), st.integers(2, 12), SPANS, st.data())
 def test_arbitrary_content_agrees_with_the_reference(
     coding: str,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recpoint.kernels.slot_map import SlotMap, reference
+from tests.example_counts import examples
 
 _IDS = st.lists(st.integers(0, 60) | st.sampled_from([2**40, 2**63 - 1]), max_size=14)
 _USES = st.integers(0, 9)
@@ -69,7 +70,7 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(capacity=st.integers(1, 20), calls=st.lists(_CALLS, max_size=40))
 def test_it_is_the_reference(capacity: int, calls: list[Any]) -> None:
     both = _Both(capacity)
@@ -80,7 +81,7 @@ def test_it_is_the_reference(capacity: int, calls: list[Any]) -> None:
     both.call("evictable", both.released)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     capacity=st.sampled_from([64, 100, 1_000]),
     seed=st.integers(0, 2**32),
@@ -109,7 +110,7 @@ def test_long_streams_are_those_of_the_reference(
     both.call("rows")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(0, 2**63 - 1), unique=True, max_size=200))
 def test_rows_come_and_go_in_any_order(ids: list[int]) -> None:
     """Removals leave a table in which each row is found, and only the rows that are there."""

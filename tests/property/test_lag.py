@@ -26,6 +26,7 @@ from recpoint.format.record_kinds import END
 from recpoint.format.records import EndRecord, pack_record
 from recpoint.format.validation import ValidationFinding, ValidationRecord
 from tests.catalog_builder import build, new_run, tables
+from tests.example_counts import examples
 
 START_MS = 1_760_000_000_000
 DAY_MS = 86_400_000
@@ -207,7 +208,9 @@ def played(batch_ms: int, told: list[Life]) -> Iterator[Played]:
         shutil.rmtree(directory)
 
 
-quickly = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quickly = settings(
+    max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 def lost(history: Played) -> tuple[int, float]:

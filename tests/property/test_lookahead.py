@@ -18,6 +18,7 @@ from recpoint import Lookahead, ResumableLoader
 from recpoint.format import state_tree
 from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.state.lookahead import load_without
+from tests.example_counts import examples
 from tests.training_builder import Batches, seed_everything
 
 _SAMPLES, _BATCH = 70, 2  # 35 batches: two anchors and a rest
@@ -172,7 +173,7 @@ _LEAVE = st.tuples(st.just("leave"), st.just(0))
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("kind", _KINDS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     windows=st.tuples(_WINDOWS, _WINDOWS),
     does=st.lists(_TRAIN | _LEAVE | st.tuples(st.just("restart"), _WINDOWS), max_size=6),
@@ -208,7 +209,7 @@ def _drawn_without_reader(count: int) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("kind", _KINDS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     does=st.lists(
         _TRAIN | _LEAVE | st.tuples(st.just("restart"), st.none() | _WINDOWS), max_size=6

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from recpoint.lookahead.oracle import CapacityError, Oracle, Step
+from tests.example_counts import examples
 
 _ROWS = st.integers(0, 30)
 _BATCH = st.lists(_ROWS, max_size=12)
@@ -189,10 +190,10 @@ class OracleMachine(RuleBasedStateMachine):
 
 
 TestOracle = OracleMachine.TestCase
-TestOracle.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestOracle.settings = settings(max_examples=examples(300), stateful_step_count=40, deadline=None)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     batches=st.lists(_BATCH, max_size=30),
     window=st.integers(1, 8),
@@ -236,7 +237,7 @@ def test_a_cached_run_sees_the_rows_of_an_uncached_one(
     assert store == expected
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(batches=st.lists(_BATCH, max_size=20))
 def test_with_room_for_all_rows_each_is_fetched_once(batches: list[list[int]]) -> None:
     oracle = Oracle(31)

@@ -39,6 +39,7 @@ from recpoint.embeddings.parity.stripe_check import Verdict
 from recpoint.embeddings.parity.stripes import Parity, Stripes, TablesStripes, stripes_of
 from recpoint.errors import ServerLost
 from recpoint.kernels import erasure
+from tests.example_counts import examples
 
 T = TypeVar("T")
 
@@ -766,5 +767,6 @@ class ParityMachine(RuleBasedStateMachine):
 
 def test_no_acknowledged_row_is_lost() -> None:
     run_state_machine_as_test(
-        ParityMachine, settings=settings(max_examples=100, stateful_step_count=20, deadline=None)
+        ParityMachine,
+        settings=settings(max_examples=examples(100), stateful_step_count=20, deadline=None),
     )

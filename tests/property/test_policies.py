@@ -28,6 +28,7 @@ from recpoint.catalog.staging.agent import AgentLock
 from recpoint.format.naming import ManifestName
 from recpoint.trainer_plugin.policy import POLICIES, Policy
 from recpoint.trainer_plugin.settings import WhenBusy
+from tests.example_counts import examples
 from tests.staged_plays import StagedPlay
 
 ROWS, DIM = 40, 3
@@ -239,7 +240,7 @@ class Trainings(StagedPlay):
 
 
 Trainings.TestCase.settings = settings(
-    max_examples=15,
+    max_examples=examples(15),
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -16,6 +16,7 @@ from recpoint.format.manifest import Manifest
 from recpoint.kernels import quantize
 from tests.catalog_builder import Table, build, new_run, publish
 from tests.consolidation import merge
+from tests.example_counts import examples
 from tests.resharding import empty_part, rank_of_rows
 
 DTYPES = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float64])
@@ -103,7 +104,7 @@ def expected_of(name: str, pieces: list[Table]) -> tuple[torch.Tensor, ...]:
 STATES = ("state0", "state1", "state2")
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(st.data())
 def test_any_part_of_any_sharding(data: Any) -> None:
     tables, pieces, owners = data.draw(sharded_tables())

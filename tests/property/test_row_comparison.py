@@ -16,6 +16,7 @@ from recpoint.format.manifest import RowStateSpec, TableSpec
 from recpoint.format.row_state import to_bfloat16
 from recpoint.kernels import bit_packing, quantize
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method, default_method
+from tests.example_counts import examples
 
 GREEDY = Method(name="greedy", bins=20, ratio_permille=500)
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -50,7 +51,7 @@ def stored(rows: Tensor, bits: int, method: Method, half: bool) -> tuple[Tensor,
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     dim=st.integers(1, 40),
@@ -84,7 +85,7 @@ def test_what_was_quantized_is_never_reported(
     assert compared.worst <= 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     dim=st.integers(2, 40),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recpoint.lookahead.oracle import CapacityError
 from recpoint.lookahead.shared_oracle import Exchange, Planned, Rows, SharedOracle
+from tests.example_counts import examples
 
 ROWS = 24
 
@@ -172,4 +173,4 @@ def _agree(borrowed: Rows, lent: Rows) -> None:
 
 
 TestJob = Job.TestCase
-TestJob.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestJob.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)

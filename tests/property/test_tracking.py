@@ -15,6 +15,7 @@ from recpoint.embeddings.tables.marks import Tracker
 from recpoint.embeddings.tables.optimizers import OptimizerWatch
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.tables import find_tables
+from tests.example_counts import examples
 
 ROWS = 40
 
@@ -104,7 +105,7 @@ class _Loop:
     ],
     ids=["SGD-sparse", "Adagrad-sparse", "SparseAdam-sparse", "SGD-dense", "Adagrad-dense"],
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(max_norm=st.sampled_from([None, 0.5]), program=st.lists(_actions, max_size=14))
 def test_no_changed_row_is_missed(
     make: Callable[[list[Tensor]], Optimizer],

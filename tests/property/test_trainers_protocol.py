@@ -46,6 +46,7 @@ from tests.cached_training import (
     rows_of_cache,
     uncached_model,
 )
+from tests.example_counts import examples
 from tests.fault.kill_points import FAULTS_EVERY
 from tests.several_trainers import (
     Case,
@@ -557,7 +558,7 @@ def histories(draw: st.DrawFn) -> History:
 
 @pytest.mark.slow
 @settings(
-    max_examples=int(os.environ.get("RECPOINT_TRAINERS_EXAMPLES", "100")),
+    max_examples=int(os.environ.get("RECPOINT_TRAINERS_EXAMPLES", examples(100))),
     deadline=None,
     # `make test` plays the histories below. Shrinking would take minutes, and threads do not run
     # alike twice.

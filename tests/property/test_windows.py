@@ -30,6 +30,7 @@ from recpoint.catalog.staging.agent import AgentLock
 from recpoint.format.naming import ManifestName
 from recpoint.trainer_plugin.policy import Consecutive, Continuous, Intermittent, OneShot, Policy
 from recpoint.trainer_plugin.snapshot.window import Window
+from tests.example_counts import examples
 from tests.staged_plays import StagedPlay
 from tests.training_builder import until
 
@@ -370,7 +371,7 @@ def _machine(policy: Policy) -> Any:
     machine: Any = type("Windows", (Windows,), {"policy": policy})
     case = machine.TestCase
     case.settings = settings(
-        max_examples=int(os.environ.get("RECPOINT_WINDOWS_EXAMPLES", "10")),
+        max_examples=int(os.environ.get("RECPOINT_WINDOWS_EXAMPLES", examples(10))),
         stateful_step_count=12,
         # Shrinking would take minutes; the steps are in the message as they are.
         phases=[Phase.explicit, Phase.reuse, Phase.generate],

@@ -9,7 +9,7 @@ import pytest
 
 from tests.wheel import ROOT, InstalledWheel
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+pytestmark = [pytest.mark.nightly("wheel"), pytest.mark.xdist_group("wheel")]
 
 
 @pytest.fixture(scope="module")

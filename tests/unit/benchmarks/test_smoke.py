@@ -1,4 +1,4 @@
-"""Every benchmark with tiny sizes.
+"""Every benchmark with tiny sizes: five by day, all others by night.
 
 No figure's value is looked at. Whether results are correct, each benchmark checks before it
 measures, and it ends with an error if they are not.
@@ -23,23 +23,8 @@ from tests.torch_interpreter import run_program
 
 ROOT = Path(__file__).resolve().parents[3]
 
-#: They start servers or processes, or train for a while: ten seconds of a processor and more.
-SLOW = {
-    "accuracy",
-    "bytes",
-    "cache",
-    "consolidate",
-    "faults",
-    "follow",
-    "lookahead",
-    "parity",
-    "persist",
-    "prefect_overhead",
-    "restore",
-    "servers",
-    "soak",
-    "tracking",
-}
+#: By day; they start no process and train little. `make nightly` runs all others.
+BY_DAY = {"policy", "quantize", "retention", "row_set", "snapshot"}
 #: On a busy machine, those that start a dozen processes for each comparison take minutes.
 PATIENCE_SECONDS = 900.0
 #: They count, and compare no times.
@@ -95,7 +80,11 @@ def _has_network() -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in NAMES]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in BY_DAY else [pytest.mark.nightly("benchmarks")])
+        for name in NAMES
+    ],
 )
 def test_it_runs_and_has_its_figures(name: str) -> None:
     done = run(name, "--smoke")

@@ -15,7 +15,7 @@ from tests.training_builder import InlineAgent
 pytest.importorskip("accelerate", reason="the example needs accelerate")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly("accelerate")
 def test_it_ends_with_the_same_weights(tmp_path: Path) -> None:
     script = Path(__file__).parents[3] / "examples" / "accelerate_loop.py"
 

@@ -17,6 +17,7 @@ from batches import Batch, Reader
 from criteo import CriteoReader, CriteoShapeReader, MalformedLine, load_shape
 from recpoint.format.state_tree import flatten, unflatten
 from retail import RetailReader
+from tests.example_counts import examples
 
 
 def criteo_line(number: int, *, label: str | None = None, hexadecimal: str | None = None) -> str:
@@ -228,7 +229,7 @@ def test_criteo_malformed_lines_are_named_or_left_out(tmp_path: Path, bad: str, 
     assert same(one_batch(tmp_path, text, skip_malformed=True), one_batch(tmp_path, "".join(good)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=400))
 def test_criteo_never_fails_otherwise(
     tmp_path_factory: pytest.TempPathFactory, data: bytes

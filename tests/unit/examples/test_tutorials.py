@@ -73,7 +73,7 @@ def tutorial(tmp_path: Path) -> Tutorial:
     return Tutorial(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly("tutorials")
 @pytest.mark.parametrize(
     ("script", "run", "batches"),
     [
@@ -102,14 +102,14 @@ def test_a_killed_training_ends_as_one_that_was_not(
         assert last == ended(whole).splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly("tutorials")
 def test_rows_are_read_from_the_store(tutorial: Tutorial) -> None:
     with InlineAgent(tutorial.staging):
         said = ended(tutorial.start("s3_store.py", RUN="runs/s3"))
     assert said.splitlines()[-1].endswith("are the trained ones: True"), said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly("tutorials")
 def test_a_follower_serves_the_last_version(tutorial: Tutorial) -> None:
     with InlineAgent(tutorial.staging):
         follower = tutorial.start("serving_follow.py", "newest", "1600")
@@ -117,14 +117,14 @@ def test_a_follower_serves_the_last_version(tutorial: Tutorial) -> None:
         assert missing_line(["step 1600: score …"], ended(follower)) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly("tutorials")
 def test_a_training_for_months_ends_after_its_seconds(tutorial: Tutorial) -> None:
     with InlineAgent(tutorial.staging):
         ended(tutorial.start("prefect_months.py", "6"))
     assert tutorial.committed("runs/months") >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly("tutorials")
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_sharded_tables_go_on_with_another_number_of_ranks(tutorial: Tutorial) -> None:
     def train(ranks: int, batches: int) -> str:

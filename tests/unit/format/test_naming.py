@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from recpoint.format import naming
 from recpoint.format.record_kinds import kind_of
+from tests.example_counts import examples
 
 ATTEMPT = "ab" * 16
 STEPS = st.integers(0, naming.MAX_STEP)
@@ -232,7 +233,7 @@ def near_keys(draw: st.DrawFn) -> str:
     return key + draw(st.sampled_from(["", "", "", ".bak", "\n", "/"]))
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(near_keys() | st.text(max_size=60))
 def test_what_a_parser_lets_through_is_built_again(key: str) -> None:
     kinds = {kind: again for kind, parse in AGAIN.items() if (again := parse(key)) is not None}

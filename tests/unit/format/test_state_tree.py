@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from recpoint.errors import MalformedObject, SettingsError
 from recpoint.format.state_tree import flatten, unflatten
 from recpoint.format.state_values import unflatten_keys
+from tests.example_counts import examples
 
 
 def back(value: object) -> Any:
@@ -53,7 +54,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(VALUES)
 def test_python_values_come_back_exactly(value: object) -> None:
     assert same(back(value), value) or "nan" in repr(value)
@@ -309,7 +310,7 @@ def strange_tensors(draw: st.DrawFn) -> Any:
         return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(strange_tensors())
 def test_what_flatten_takes_comes_back(value: Any) -> None:
     try:

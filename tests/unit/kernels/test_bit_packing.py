@@ -7,12 +7,13 @@ import torch
 from recpoint.kernels import bit_packing
 from recpoint.kernels.bit_packing import reference
 from recpoint.kernels.native import library
+from tests.unit.kernels.every import every
 
 DIMS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 64, 65, 128]
 
 
 @pytest.mark.parametrize("bits", bit_packing.BITS)
-@pytest.mark.parametrize("dim", DIMS)
+@every("dim", DIMS)
 def test_both_directions_equal_the_reference(dim: int, bits: int, threads: int) -> None:
     draw = torch.Generator().manual_seed(dim)
     # Higher bits of a code are dropped, spare bits of a row's last byte ignored.
@@ -28,7 +29,7 @@ def test_both_directions_equal_the_reference(dim: int, bits: int, threads: int) 
 
 
 @pytest.mark.parametrize("bits", bit_packing.BITS)
-@pytest.mark.parametrize("dim", [1, 5, 8, 13, 16])
+@every("dim", [1, 5, 8, 13, 16])
 def test_nothing_beside_a_row_is_touched(dim: int, bits: int) -> None:
     width = bit_packing.packed_width(dim, bits)
     codes = (np.arange(dim) % 2**bits).astype(np.uint8)

@@ -14,6 +14,7 @@ from recpoint.kernels import copy_ahead, dirty_bitmap
 from recpoint.kernels.copy_ahead import TableAhead, reference
 from recpoint.kernels.dirty_rows.destination import Room
 from recpoint.lookahead.plan import plan_table
+from tests.unit.kernels.every import every
 
 
 def _bitmap(rows: int, ids: set[int]) -> Tensor:
@@ -111,8 +112,8 @@ class Scene:
         return [one.unplaced.tolist() for one in left]
 
 
-@pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("share", [0.3, 1.0])
+@every("seed", range(60))
 def test_every_row_lies_in_its_place(seed: int, share: float, threads: int) -> None:
     expected = Scene(seed, reference, tables=1 + seed % 3)
     found = Scene(seed, copy_ahead, tables=1 + seed % 3)
@@ -174,7 +175,7 @@ def test_what_does_not_fit_is_refused() -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(40))
+@every("seed", range(40))
 def test_the_plan_says_after_which_batch_a_row_is_final(seed: int) -> None:
     """Against brute force: a row is final after the last batch that looks it up."""
     draw = random.Random(seed)

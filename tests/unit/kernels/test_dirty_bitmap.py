@@ -8,6 +8,7 @@ import torch
 from recpoint.kernels import dirty_bitmap
 from recpoint.kernels.dirty_bitmap import reference
 from recpoint.kernels.native import library
+from tests.unit.kernels.every import every
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -155,8 +156,8 @@ def test_a_marker_marks_like_mark(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.int8])
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (16,), (2, 5)])
-@pytest.mark.parametrize("rows", [1, 31, 64, 1_000])
+@every("shape", [(), (1,), (3,), (16,), (2, 5)])
+@every("rows", [1, 31, 64, 1_000])
 def test_rows_that_are_not_zero_are_marked(
     rows: int, shape: tuple[int, ...], dtype: torch.dtype, threads: int
 ) -> None:
@@ -237,8 +238,8 @@ def test_what_mark_new_cannot_take_is_refused() -> None:
         dirty_bitmap.mark_new(bitmap, range(3), rows=70)
 
 
-@pytest.mark.parametrize("density", [0.0, 0.004, 0.02, 0.1, 0.9, 1.0])
 @pytest.mark.parametrize("words", [1, 2, 15, 16, 17, 31, 33, 129])
+@every("density", [0.0, 0.004, 0.02, 0.1, 0.9, 1.0])
 def test_no_id_is_written_past_its_room(words: int, density: float) -> None:
     """A bitmap may have come to more bits than were counted, wherever its blocks end."""
     generator = torch.Generator().manual_seed(words)

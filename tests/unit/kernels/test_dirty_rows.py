@@ -9,6 +9,7 @@ import torch
 
 from recpoint.kernels import dirty_bitmap, dirty_rows
 from recpoint.kernels.dirty_rows import into, reference
+from tests.unit.kernels.every import every
 
 
 def _bitmap(rows: int, ids: torch.Tensor) -> torch.Tensor:
@@ -22,8 +23,8 @@ def _room(source: torch.Tensor, count: int) -> torch.Tensor:
     return torch.full((count + 1, *source.shape[1:]), 77, dtype=source.dtype)
 
 
-@pytest.mark.parametrize("density", [0.0, 0.001, 0.02, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize("rows", [1, 31, 63, 64, 65, 200_000])
+@every("density", [0.0, 0.001, 0.02, 0.3, 0.9, 1.0])
 def test_rows_of_several_tables_are_copied(rows: int, density: float, threads: int) -> None:
     torch.manual_seed(rows)
     lengths = [rows, 5_000, rows]

@@ -14,6 +14,7 @@ from torch import Tensor
 from recpoint.kernels import erasure
 from recpoint.kernels.erasure import reference
 from recpoint.kernels.erasure.field import coefficient, inverse, multiply
+from tests.unit.kernels.every import every
 
 #: Rows and bytes of a row: nothing, less than a register, odd widths, several parts of a thread.
 SHAPES = [(0, 8), (4, 0), (1, 1), (3, 5), (7, 131), (40, 512), (9, 2000)]
@@ -30,7 +31,7 @@ def encoded(data: Sequence[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 255])
+@every("count", [1, 2, 3, 10, 255])
 def test_parities_and_sums_equal_the_reference(
     shape: tuple[int, int], count: int, threads: int
 ) -> None:

@@ -5,12 +5,13 @@ import torch
 
 from recpoint.kernels import bit_packing, quantize
 from recpoint.kernels.quantize import reference
+from tests.unit.kernels.every import every
 
 NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize(
+@every(
     "row",
     [
         [NAN, 1.0],
@@ -37,8 +38,8 @@ def test_rows_that_cannot_be_quantized_are_left_to_be_stored_exactly(
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("value", [0.0, 1.0, -1.5, 1e-45, -1e-40, 3.4e38, -3.4e38, 1e30])
-@pytest.mark.parametrize("dim", [1, 2, 17])
+@every("value", [0.0, 1.0, -1.5, 1e-45, -1e-40, 3.4e38, -3.4e38, 1e30])
+@every("dim", [1, 2, 17])
 def test_constant_rows_come_back_bit_for_bit(value: float, dim: int, bits: int) -> None:
     rows = torch.full((3, dim), value)
     packed, scale, offset, exact, _ = quantize.quantize_packed(rows, bits)
@@ -74,7 +75,7 @@ def test_a_negative_zero_minimum_is_kept_as_offset() -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("dim", [1, 2, 3, 5, 8, 15, 16, 17, 32, 33, 64, 100, 112, 128])
+@every("dim", [1, 2, 3, 5, 8, 15, 16, 17, 32, 33, 64, 100, 112, 128])
 def test_any_number_of_threads_gives_the_bytes_of_the_reference(
     dim: int, bits: int, threads: int
 ) -> None:

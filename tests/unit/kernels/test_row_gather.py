@@ -5,6 +5,7 @@ import torch
 
 from recpoint.kernels import row_gather
 from recpoint.kernels.row_gather import reference
+from tests.unit.kernels.every import every
 
 DTYPES = [
     torch.float32,
@@ -18,7 +19,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 7), (16,), (64,), (300,), (0,)])
+@every("shape", [(), (1,), (3,), (5, 7), (16,), (64,), (300,), (0,)])
 def test_every_dtype_and_shape_of_row(
     dtype: torch.dtype, shape: tuple[int, ...], threads: int
 ) -> None:
@@ -115,7 +116,7 @@ def test_no_ids_copy_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (3,), (5, 7), (16,), (300,), (0,)])
+@every("shape", [(), (3,), (5, 7), (16,), (300,), (0,)])
 def test_chosen_rows_are_moved_to_their_places(
     dtype: torch.dtype, shape: tuple[int, ...], threads: int
 ) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recpoint.kernels import quantize
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method, default_method, reference
+from tests.unit.kernels.every import every
 
 ROWS = 40  # blocks of 16, and some behind them
 SUBNORMAL = 1e-40
@@ -34,8 +35,8 @@ def _bits(rows: quantize.PackedRows) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("dim", [2, 8, 16, 17, 48])
 @pytest.mark.parametrize("method", [ASYMMETRIC, SYMMETRIC, default_method(4)])
+@every("dim", [2, 8, 16, 17, 48])
 def test_what_a_row_is_stored_as_does_not_hang_on_the_thread(
     method: Method, dim: int, half: bool
 ) -> None:

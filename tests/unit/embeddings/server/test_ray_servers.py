@@ -52,7 +52,7 @@ from tests.ray_cluster import (
 
 needs_ray = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly("ray"),
     pytest.mark.xdist_group("ray"),  # one cluster for all of them
 ]
 

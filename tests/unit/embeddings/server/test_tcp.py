@@ -42,6 +42,7 @@ from recpoint.embeddings.server.tcp_peer import TcpPeer, reach_with
 from recpoint.embeddings.server.transport import Value
 from recpoint.errors import HomeError, ServerLost
 from recpoint.testing.homes import HomeSuite, fetched, ids_of, records_of
+from tests.example_counts import examples
 from tests.no_threads import no_threads
 from tests.polling import until
 
@@ -644,7 +645,7 @@ TEXTS = st.sampled_from(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     garbage=st.binary(max_size=300) | st.tuples(FIELDS, PARTS, TEXTS).map(b"".join),
     proved=st.booleans(),
