@@ -33,7 +33,7 @@ class Together(Protocol):
         """Return the calls' results once all have ended. Raises what the first raises."""
 
 
-class _Answer(NamedTuple):
+class _MemberAnswer(NamedTuple):
     """What one server has sent.
 
     Attributes:
@@ -80,8 +80,8 @@ class Gathering:
         self._row_bytes = CONDENSED_BYTES if is_condensed else batch.tables[0].coded_bytes
         self._moments: dict[int, Moment] = {}
         self._generations: list[set[int]] = [set() for _ in batch.tables]
-        self._answers: list[_Answer] = []
-        self._parity: dict[int, list[_Answer]] = {}  # by number of the parity row
+        self._answers: list[_MemberAnswer] = []
+        self._parity: dict[int, list[_MemberAnswer]] = {}  # by number of the parity row
         self._ask_for_rows(recover)
 
     def _ask_for_rows(self, recover: bool) -> None:
@@ -106,7 +106,7 @@ class Gathering:
         answers = self._together(calls)
         for (number, stripe, member, tables), members in zip(questions, answers, strict=True):
             self._moments[number] = members.moment
-            self._answers.append(self._heard(tables, _Answer(stripe, member, members)))
+            self._answers.append(self._heard(tables, _MemberAnswer(stripe, member, members)))
 
     def ask_for_parity(self, number: int) -> None:
         """Ask for a parity row of each stripe, as of the rows' moments.
@@ -131,11 +131,11 @@ class Gathering:
                 calls.append(partial(ask, table_slots, self.seen_by(server)))
         member = batch.stripes.data + number
         self._parity[number] = [
-            self._heard(tables, _Answer(chosen, torch.full_like(chosen, member), members))
+            self._heard(tables, _MemberAnswer(chosen, torch.full_like(chosen, member), members))
             for (chosen, tables), members in zip(questions, self._together(calls), strict=True)
         ]
 
-    def _heard(self, tables: Sequence[int], answer: _Answer) -> _Answer:
+    def _heard(self, tables: Sequence[int], answer: _MemberAnswer) -> _MemberAnswer:
         for table, generation in zip(tables, answer.members.generations, strict=True):
             self._generations[table].add(generation)
         return answer
@@ -229,7 +229,7 @@ class Gathering:
                 erasure.apply(out, stripes[chosen], chosen_rows(members.rows, chosen), times)
         return out
 
-    def _sum(self, answers: Sequence[_Answer]) -> Tensor:
+    def _sum(self, answers: Sequence[_MemberAnswer]) -> Tensor:
         out = self._zeros(len(self._stripes))
         for stripes, _, members in answers:
             erasure.apply(out, stripes, members.rows)
@@ -259,7 +259,7 @@ class Gathering:
         return torch.zeros(count, self._row_bytes, dtype=torch.uint8, device="cpu")
 
 
-def _are_known(answers: Sequence[_Answer]) -> bool:
+def _are_known(answers: Sequence[_MemberAnswer]) -> bool:
     return all(bool(answer.members.is_known.all()) for answer in answers)
 
 

@@ -1,6 +1,6 @@
 """Leads the servers of a training: finds lost ones, and has them replaced.
 
-One process of a training, the leader, does this. For each server it knows a `State`:
+One process of a training, the leader, does this. For each server it knows a `LedState`:
 
     WHOLE ──► LOST ──► FORGOTTEN ──► BEGUN ──► OPEN ──► WHOLE
 
@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 
 from recpoint.catalog.store.contract import now_ms
 from recpoint.embeddings.parity.peers import OutOfStep
-from recpoint.embeddings.parity.replacement import LedServer, Replacement, State
+from recpoint.embeddings.parity.replacement import LedServer, LedState, Replacement
 from recpoint.errors import ClusterLost, HomeError
 
 __all__ = ["Leader", "Loss"]
@@ -72,7 +72,7 @@ class Leader:
     def __init__(self, servers: Sequence[LedServer], parity: int) -> None:
         self._servers = tuple(servers)
         self._parity = parity
-        self._states = [State.WHOLE] * len(self._servers)
+        self._states = [LedState.WHOLE] * len(self._servers)
         self._lost_at: dict[int, float] = {}
         self._replacement = Replacement(self._servers)
         self.has_given_up = False
@@ -90,7 +90,7 @@ class Leader:
         self._replacement.protect_all()
 
     @property
-    def states(self) -> tuple[State, ...]:
+    def states(self) -> tuple[LedState, ...]:
         """The state of each server."""
         return tuple(self._states)
 
@@ -98,7 +98,7 @@ class Leader:
     def not_whole(self) -> tuple[int, ...]:
         """Numbers of servers that have not all their rows, ascending."""
         return tuple(
-            number for number, state in enumerate(self._states) if state is not State.WHOLE
+            number for number, state in enumerate(self._states) if state is not LedState.WHOLE
         )
 
     @property
@@ -147,7 +147,7 @@ class Leader:
         try:
             newly_lost = self._find_lost()
             self._note_progress()
-            lost = self._in_state(State.LOST)
+            lost = self._in_state(LedState.LOST)
             if not lost and (cut_off := self._cut_off()) is not None:
                 self._note_lost(cut_off)
                 newly_lost, lost = [cut_off], [cut_off]
@@ -172,7 +172,7 @@ class Leader:
 
     def _find_lost(self) -> list[int]:
         """Have all servers in state WHOLE, OPEN or LOST; return those that answered before."""
-        answered = self._in_state(State.WHOLE, State.OPEN)
+        answered = self._in_state(LedState.WHOLE, LedState.OPEN)
         newly_lost = [
             number
             for number, lives in zip(answered, self._live(answered), strict=True)
@@ -180,9 +180,9 @@ class Leader:
         ]
         for number in newly_lost:
             self._note_lost(number)
-        for number in self._in_state(State.FORGOTTEN, State.BEGUN):
+        for number in self._in_state(LedState.FORGOTTEN, LedState.BEGUN):
             # A replacement that was not finished begins again, with another successor.
-            self._states[number] = State.LOST
+            self._states[number] = LedState.LOST
         return newly_lost
 
     def _live(self, numbers: Sequence[int]) -> list[bool]:
@@ -198,7 +198,7 @@ class Leader:
         return [*(answer.result() for answer in answers), last_lives]
 
     def _note_lost(self, number: int) -> None:
-        self._states[number] = State.LOST
+        self._states[number] = LedState.LOST
         self._lost_at[number] = time.monotonic()
         loss = self.losses.get(number)
         if loss is None or loss.whole_ms is not None:
@@ -255,7 +255,7 @@ class Leader:
     def _note_progress(self) -> None:
         """Learn how far recoveries are, and say so in the log."""
         missing_rows: dict[int, int] = {}
-        for number in self._in_state(State.OPEN):
+        for number in self._in_state(LedState.OPEN):
             try:
                 count = self._servers[number].known()
             except (HomeError, OutOfStep):
@@ -263,7 +263,7 @@ class Leader:
             if count.known < count.all:
                 missing_rows[number] = count.all - count.known
                 continue
-            self._states[number] = State.WHOLE
+            self._states[number] = LedState.WHOLE
             for pair in [pair for pair in self._cuts if number in pair]:
                 del self._cuts[pair]
             loss = self.losses[number]._replace(whole_ms=now_ms())
@@ -286,7 +286,7 @@ class Leader:
     def _give_up(self) -> None:
         """Have all trainers raise ServerLost; those that do not lead ask the living servers."""
         self.has_given_up = True
-        for number in self._in_state(State.WHOLE, State.OPEN):
+        for number in self._in_state(LedState.WHOLE, LedState.OPEN):
             with suppress(HomeError, OutOfStep):
                 self._servers[number].give_up()
         _LOG.error(
@@ -296,7 +296,7 @@ class Leader:
             self._parity,
         )
 
-    def _in_state(self, *states: State) -> list[int]:
+    def _in_state(self, *states: LedState) -> list[int]:
         return [number for number, state in enumerate(self._states) if state in states]
 
     def _tell(self, topic: str, text: str, *values: object) -> None:
@@ -323,7 +323,9 @@ class Leader:
         with self._leading:
             if not self.has_given_up:
                 self._look()
-            if self.has_given_up or self._in_state(State.LOST, State.FORGOTTEN, State.BEGUN):
+            if self.has_given_up or self._in_state(
+                LedState.LOST, LedState.FORGOTTEN, LedState.BEGUN
+            ):
                 self._begin_anew()
             self._replacement.clear(table)
 
@@ -331,7 +333,7 @@ class Leader:
         """Have all servers begin without rows."""
         self.has_given_up = True  # until all have begun
         self._replacement.begin_anew(self._live(range(len(self._servers))))
-        self._states = [State.WHOLE] * len(self._servers)
+        self._states = [LedState.WHOLE] * len(self._servers)
         self._lost_at.clear()
         self._cuts.clear()
         self.missing_rows, self.losses = {}, {}

@@ -32,7 +32,7 @@ from recpoint.embeddings.parity.peers import (
     TableSlots,
 )
 from recpoint.embeddings.parity.recover import Recovery, in_step
-from recpoint.embeddings.parity.stripe_check import Verdict, condensed, verdicts
+from recpoint.embeddings.parity.stripe_check import StripeVerdict, condensed, verdicts
 from recpoint.embeddings.parity.stripes import Stripes, TablesStripes
 from recpoint.kernels import erasure
 
@@ -302,7 +302,7 @@ class StripeMember(HasMembers):
             slots: of these parity rows, int64 [n], ascending.
 
         Returns:
-            `Verdict`s, uint8 [n].
+            `StripeVerdict`s, uint8 [n].
 
         Raises:
             ServerLost, OutOfStep: a server does not answer, or has moved on too often.
@@ -310,7 +310,7 @@ class StripeMember(HasMembers):
         """
         own_table = self._rows.table(table)
         require_slots(slots, own_table.parity_slots)
-        all_verdicts = torch.full_like(slots, int(Verdict.UNKNOWN), dtype=torch.uint8)
+        all_verdicts = torch.full_like(slots, int(StripeVerdict.UNKNOWN), dtype=torch.uint8)
         for first in range(0, len(slots), own_table.batch_rows):
             part = slice(first, first + own_table.batch_rows)
             in_step(partial(self._check, own_table, slots[part], all_verdicts[part]))

@@ -24,10 +24,10 @@ from typing import Protocol
 from recpoint.embeddings.parity.differences import Unsettled, taken_back
 from recpoint.embeddings.parity.own_tables import Known
 
-__all__ = ["LedServer", "Replacement", "State"]
+__all__ = ["LedServer", "Replacement", "LedState"]
 
 
-class State(Enum):
+class LedState(Enum):
     """What the leader knows of a server. The value says it in words."""
 
     WHOLE = "has all its rows and parity rows"
@@ -137,7 +137,7 @@ class Replacement:
             server.add_table(table, generation, is_lost=False)
             server.clear(table, generation)
 
-    def replace(self, lost: Sequence[int], note: Callable[[int, State], None]) -> None:
+    def replace(self, lost: Sequence[int], note: Callable[[int, LedState], None]) -> None:
         """Have living servers forget lost ones, and start successors that recover their rows.
 
         Args:
@@ -154,7 +154,7 @@ class Replacement:
         }
         for number in lost:
             self._forget(number, living)
-            note(number, State.FORGOTTEN)
+            note(number, LedState.FORGOTTEN)
         for server in living.values():
             # Another trainer may have written to a table that this one has not added yet. It had
             # added the table at all servers before, and no lost server acknowledges writes now.
@@ -162,7 +162,7 @@ class Replacement:
                 self._generations.setdefault(table, generation)
         for number in lost:
             self._succeed(number)
-            note(number, State.BEGUN)
+            note(number, LedState.BEGUN)
         for number in lost:
             self._servers[number].protect()
             self._add_tables(number, are_lost=True)
@@ -172,7 +172,7 @@ class Replacement:
                     server.join(number)
         for number in lost:
             self._servers[number].open()
-            note(number, State.OPEN)
+            note(number, LedState.OPEN)
 
     def _forget(self, number: int, living: Mapping[int, LedServer]) -> None:
         """Have all living servers forget a lost one.

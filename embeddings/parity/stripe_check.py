@@ -16,12 +16,12 @@ from torch import Tensor
 
 from recpoint.kernels import erasure
 
-__all__ = ["CONDENSED_BYTES", "Verdict", "condensed", "verdicts"]
+__all__ = ["CONDENSED_BYTES", "StripeVerdict", "condensed", "verdicts"]
 
 CONDENSED_BYTES: Final = 8
 
 
-class Verdict(IntEnum):
+class StripeVerdict(IntEnum):
     """What a check says of a stripe, as a byte. `DAMAGED + m`: only member m does not fit.
 
     Members are numbered as in `kernels.erasure`: data members, then P and Q.
@@ -62,18 +62,18 @@ def verdicts(members: Sequence[Tensor], data: int) -> Tensor:
         data: number of data members.
 
     Returns:
-        `Verdict`s, uint8 [n]. With two parity members, one damaged member is named, unless more
-        than one is damaged.
+        `StripeVerdict`s, uint8 [n]. With two parity members, one damaged member is named, unless
+        more than one is damaged.
     """
     expected = erasure.encode(members[:data], len(members) - data)
     off = [parity ^ members[data + number] for number, parity in enumerate(expected)]
     is_off = [(difference != 0).any(1) for difference in off]
-    verdict_bytes = torch.full_like(is_off[0], int(Verdict.FITS), dtype=torch.uint8)
-    verdict_bytes[torch.stack(is_off).any(0)] = Verdict.DIFFERS
+    verdict_bytes = torch.full_like(is_off[0], int(StripeVerdict.FITS), dtype=torch.uint8)
+    verdict_bytes[torch.stack(is_off).any(0)] = StripeVerdict.DIFFERS
     if len(off) == 2:
         p_is_off, q_is_off = is_off
-        verdict_bytes[p_is_off & ~q_is_off] = Verdict.DAMAGED + data
-        verdict_bytes[q_is_off & ~p_is_off] = Verdict.DAMAGED + data + 1
+        verdict_bytes[p_is_off & ~q_is_off] = StripeVerdict.DAMAGED + data
+        verdict_bytes[q_is_off & ~p_is_off] = StripeVerdict.DAMAGED + data + 1
         both_off = (p_is_off & q_is_off).nonzero().view(-1)
         for member in range(data if len(both_off) else 0):
             # What would be wrong with Q if this member alone had what is wrong with P.
@@ -84,6 +84,6 @@ def verdicts(members: Sequence[Tensor], data: int) -> Tensor:
             rows = torch.arange(len(both_off), dtype=torch.int64, device="cpu")
             erasure.apply(expected_q, rows, off[0][both_off], positions)
             verdict_bytes[both_off[(expected_q == off[1][both_off]).all(1)]] = (
-                Verdict.DAMAGED + member
+                StripeVerdict.DAMAGED + member
             )
     return verdict_bytes

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recpoint.embeddings.home.contract import Checked
 from recpoint.embeddings.parity.peers import OutOfStep
-from recpoint.embeddings.parity.stripe_check import Verdict
+from recpoint.embeddings.parity.stripe_check import StripeVerdict
 from recpoint.embeddings.parity.stripes import Stripes
 from recpoint.embeddings.server.links import ServerLinks
 from recpoint.embeddings.server.placed_rows import ServerTable
@@ -41,7 +41,7 @@ def checked_stripes(
     assert isinstance(placement, Stripes)
     stripes = torch.div(ids, placement.data, rounding_mode="floor").unique_consecutive()
     servers, slots = placement.parity_in(stripes, 0)
-    verdicts = torch.full_like(stripes, int(Verdict.UNKNOWN), dtype=torch.uint8)
+    verdicts = torch.full_like(stripes, int(StripeVerdict.UNKNOWN), dtype=torch.uint8)
     errors: list[HomeError | OutOfStep] = []
 
     def check(server: int) -> None:
@@ -67,11 +67,11 @@ def checked_stripes(
             table.form.table,
             errors[0],
         )
-    misfits = (verdicts >= Verdict.DIFFERS).nonzero().view(-1)
+    misfits = (verdicts >= StripeVerdict.DIFFERS).nonzero().view(-1)
     if len(misfits):
         first = misfits[0]
         _refuse_damaged(table, placement, int(stripes[first]), int(verdicts[first]), len(misfits))
-    fits = int((verdicts == Verdict.FITS).sum())
+    fits = int((verdicts == StripeVerdict.FITS).sum())
     return Checked(stripes=fits, unknown=len(verdicts) - fits)
 
 
@@ -83,8 +83,8 @@ def _refuse_damaged(
     servers = [*member_servers[: len(rows)], *member_servers[placement.data :]]
     server_names = ", ".join(str(server + 1) for server in servers)
     finding = f"rows {rows.start} to {rows.stop - 1} that do not fit their parity"
-    if verdict >= Verdict.DAMAGED:
-        member = verdict - Verdict.DAMAGED
+    if verdict >= StripeVerdict.DAMAGED:
+        member = verdict - StripeVerdict.DAMAGED
         member_name = f"row {rows.start + member}" if member < len(rows) else "a parity row"
         if member < len(rows) or placement.data <= member < len(member_servers):
             server_name = member_servers[member] + 1

@@ -135,7 +135,7 @@ class Transport(ABC):
             incarnation: of the server that is meant.
 
         Returns:
-            `Verdict`s, uint8 [n].
+            `StripeVerdict`s, uint8 [n].
         """
 
     @abstractmethod

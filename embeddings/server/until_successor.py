@@ -22,7 +22,7 @@ from recpoint.embeddings.home.forms import TableForm
 from recpoint.embeddings.parity.differences import KEPT_BYTES
 from recpoint.embeddings.parity.leader import Leader
 from recpoint.embeddings.parity.peers import OutOfStep
-from recpoint.embeddings.parity.replacement import State
+from recpoint.embeddings.parity.replacement import LedState
 from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
 from recpoint.embeddings.server.calls import CallPolicy
 from recpoint.embeddings.server.checked_stripes import checked_stripes
@@ -42,7 +42,7 @@ _PAUSE_SECONDS: Final = 0.05
 #: How long a successor may take to start and to take the place of a lost server.
 _START_SECONDS: Final = 60.0
 #: What people are told of a server; in all other states it is lost.
-_STATES: Final[dict[State, ServerState]] = {State.WHOLE: "up", State.OPEN: "recovering"}
+_STATES: Final[dict[LedState, ServerState]] = {LedState.WHOLE: "up", LedState.OPEN: "recovering"}
 
 
 class UntilSuccessor(CallPolicy):
@@ -312,14 +312,14 @@ class UntilSuccessor(CallPolicy):
         return ServerTable(form, stripes, len(self._links))
 
 
-def _as_led(server: ServerFacts, state: State, leader: Leader) -> ServerFacts:
+def _as_led(server: ServerFacts, state: LedState, leader: Leader) -> ServerFacts:
     """Return what is known of a server, as its leader knows it."""
     number = server.number - 1
     loss = leader.losses.get(number)
     known_rows = server.rows
-    if state is State.OPEN:
+    if state is LedState.OPEN:
         known_rows -= min(known_rows, leader.missing_rows.get(number, known_rows))
-    elif state is not State.WHOLE:
+    elif state is not LedState.WHOLE:
         known_rows = 0
     return server.model_copy(
         update={

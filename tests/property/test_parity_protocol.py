@@ -34,8 +34,8 @@ from recpoint.embeddings.parity.leader import Leader
 from recpoint.embeddings.parity.member import StripeMember
 from recpoint.embeddings.parity.own_tables import Known
 from recpoint.embeddings.parity.peers import Differences, Members, OutOfStep, Peer, Sent, TableSlots
-from recpoint.embeddings.parity.replacement import LedServer, State
-from recpoint.embeddings.parity.stripe_check import Verdict
+from recpoint.embeddings.parity.replacement import LedServer, LedState
+from recpoint.embeddings.parity.stripe_check import StripeVerdict
 from recpoint.embeddings.parity.stripes import Parity, Stripes, TablesStripes, stripes_of
 from recpoint.errors import ServerLost
 from recpoint.kernels import erasure
@@ -682,7 +682,10 @@ class ParityMachine(RuleBasedStateMachine):
             self.require_open(server)
             for table, stripes in self.stripes.items():
                 found = server.protects.check(table, first_parity(stripes, number))
-                assert set(found.tolist()) <= {Verdict.FITS, Verdict.UNKNOWN}, (table, found)
+                assert set(found.tolist()) <= {StripeVerdict.FITS, StripeVerdict.UNKNOWN}, (
+                    table,
+                    found,
+                )
         except (ServerLost, OutOfStep, Killed):
             pass
 
@@ -723,7 +726,7 @@ class ParityMachine(RuleBasedStateMachine):
                 self.check_stripe(table, stripes, stripe)
             for number, server in enumerate(self.servers):
                 found = server.protects.check(table, first_parity(stripes, number))
-                assert bool((found == Verdict.FITS).all()), (table, number, found)
+                assert bool((found == StripeVerdict.FITS).all()), (table, number, found)
 
     def check_stripe(self, table: str, stripes: Stripes, stripe: int) -> None:
         at = torch.tensor([stripe])
@@ -753,7 +756,7 @@ class ParityMachine(RuleBasedStateMachine):
             one.protects.other_servers.flush()
         assert all(one.is_whole for one in self.servers)
         self.leader.look()
-        assert set(self.leader.states) == {State.WHOLE} and self.leader.lost_rows == 0
+        assert set(self.leader.states) == {LedState.WHOLE} and self.leader.lost_rows == 0
         self.check_stripes()
         # Writes that failed are made again, and are then there.
         for (table, row), record in list(self.pending.items()):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recpoint.embeddings.home.contract import Checked, TableRows
 from recpoint.embeddings.parity.peers import OutOfStep, TableSlots
-from recpoint.embeddings.parity.stripe_check import Verdict, condensed, verdicts
+from recpoint.embeddings.parity.stripe_check import StripeVerdict, condensed, verdicts
 from recpoint.embeddings.parity.stripes import Parity, Stripes, stripes_of
 from recpoint.embeddings.server.home import ServedHome
 from recpoint.embeddings.server.server import EmbeddingServer
@@ -47,13 +47,13 @@ def test_any_changed_bit_is_found_and_named(
         for _ in range(data)
     ]
     members = [*rows, *erasure.encode(rows, parity)]
-    assert verdicts(list(map(condensed, members)), data).tolist() == [Verdict.FITS] * 5
+    assert verdicts(list(map(condensed, members)), data).tolist() == [StripeVerdict.FITS] * 5
     member, stripe = choice.randrange(len(members)), choice.randrange(5)
     members[member] = members[member].clone()
     members[member][stripe, choice.randrange(row_bytes)] ^= 1 << choice.randrange(8)
     found = verdicts(list(map(condensed, members)), data)
-    expected = torch.full((5,), int(Verdict.FITS), dtype=torch.uint8)
-    expected[stripe] = Verdict.DIFFERS if parity == 1 else Verdict.DAMAGED + member
+    expected = torch.full((5,), int(StripeVerdict.FITS), dtype=torch.uint8)
+    expected[stripe] = StripeVerdict.DIFFERS if parity == 1 else StripeVerdict.DAMAGED + member
     assert torch.equal(found, expected)
 
 
@@ -119,7 +119,7 @@ def test_a_server_that_others_take_for_lost_compares_and_decodes_nothing() -> No
     stripes = stripes_of("items", rows=30, parity=Parity(data=2), hosts="abc")
     holder = 2
     slots = torch.arange(stripes.parity_slots(holder))
-    assert set(members[holder].check("items", slots).tolist()) == {Verdict.FITS}
+    assert set(members[holder].check("items", slots).tolist()) == {StripeVerdict.FITS}
     for number in (0, 1):
         members[number].other_servers.lose(holder, holder + 1)
         rows = torch.arange(len(stripes.slots_of(number, range(30))))

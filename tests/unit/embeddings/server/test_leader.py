@@ -23,7 +23,7 @@ from recpoint.embeddings.parity.peers import (
     TableShare,
     TableSlots,
 )
-from recpoint.embeddings.parity.replacement import State
+from recpoint.embeddings.parity.replacement import LedState
 from recpoint.embeddings.parity.stripes import Parity, stripes_of
 from recpoint.embeddings.server.home import ServedHome
 from recpoint.embeddings.server.led_server import CommandedServer, Servers
@@ -312,14 +312,14 @@ def test_a_clear_needs_no_thread_that_waits_for_it() -> None:
 def test_states_follow_each_other() -> None:
     with running() as (hosts, home):
         leader = leader_of(home)
-        assert set(leader.states) == {State.WHOLE}
+        assert set(leader.states) == {LedState.WHOLE}
         gate = threading.Event()
         hosts.reach = disturbed(lambda: None if gate.wait(60.0) else None)
         hosts.lose(1)
-        until(lambda: leader.states == (State.WHOLE, State.OPEN, State.WHOLE))
+        until(lambda: leader.states == (LedState.WHOLE, LedState.OPEN, LedState.WHOLE))
         assert home.lost_servers == 1
         gate.set()
-        until(lambda: set(leader.states) == {State.WHOLE})
+        until(lambda: set(leader.states) == {LedState.WHOLE})
         assert home.lost_servers == home.lost_rows == 0
 
 
@@ -367,7 +367,7 @@ def test_a_call_that_waits_for_another_server_holds_up_no_release_and_no_clear()
         gate = threading.Event()
         hosts.reach = disturbed(lambda: None if gate.wait(60.0) else None)
         hosts.lose(1)
-        until(lambda: leader.states[1] is State.OPEN)
+        until(lambda: leader.states[1] is LedState.OPEN)
         for table in ("later", "empty"):
             home.add_table(table, rows=ROWS, record_bytes=RECORD_BYTES)
         home.write_back("later", ids_of(WRITTEN), records_of(WRITTEN, RECORD_BYTES), batch=1)
