@@ -103,7 +103,7 @@ class FileHome(Home):
     ) -> None:
         self._limits = limits or FileLimits()
         self._directory = HomeDirectory(directory)
-        self._tables: HomeTables[_Table] = HomeTables(f"the home in {self._directory.path}")
+        self._tables: HomeTables[_TableInFiles] = HomeTables(f"the home in {self._directory.path}")
         self._channels = _Channels()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="recpoint-home-read")
         self._numbers = itertools.count(1)  # of generations
@@ -111,7 +111,7 @@ class FileHome(Home):
         # Guards what follows, and is notified when a merge may begin or has ended.
         self._changed = threading.Condition()
         self._merger: threading.Thread | None = None
-        self._merging: _Table | None = None
+        self._merging: _TableInFiles | None = None
         self._is_closing = False
         self._failure: HomeError | None = None
         self._waiting = 0  # write-backs that wait for a merge
@@ -121,7 +121,7 @@ class FileHome(Home):
         """Make the base file of a table, without room on the disk."""
         self._tables.add(TableForm(table, rows, record_bytes), self._made)
 
-    def _made(self, form: TableForm) -> _Table:
+    def _made(self, form: TableForm) -> _TableInFiles:
         number = next(self._tables_made)
         layout = Layout.of(
             form,
@@ -129,7 +129,7 @@ class FileHome(Home):
             buffer_bytes=self._limits.buffer_bytes,
             segment_bytes=self._limits.segment_bytes,
         )
-        return _Table(layout, self._directory, self._channels, self._numbers, self._wake)
+        return _TableInFiles(layout, self._directory, self._channels, self._numbers, self._wake)
 
     def fetch(self, table: str, ids: Tensor, out: Tensor) -> Tensor:
         """Read records from the newest generation that has them, or from the base."""
@@ -198,7 +198,7 @@ class FileHome(Home):
 
     # --- bounds and merges -----------------------------------------------------------------------
 
-    def _use(self, tables: list[_Table], *, newest_only: bool) -> float:
+    def _use(self, tables: list[_TableInFiles], *, newest_only: bool) -> float:
         """Return the used part of the bound that is nearest to its end."""
         rows = log_bytes = 0
         for table in tables:
@@ -249,7 +249,7 @@ class FileHome(Home):
                 )
                 self._merger.start()
 
-    def _next_merge(self) -> tuple[_Table, Generation] | None:
+    def _next_merge(self) -> tuple[_TableInFiles, Generation] | None:
         """Return the oldest generation that should be merged now, and may be."""
         try:
             tables = self._tables.all()
@@ -371,9 +371,9 @@ class _PacedChannels:
         return self._made[lanes]
 
 
-class _Frozen(FrozenRows):
-    def __init__(self, table: _Table, rows: range, generations: list[Generation]) -> None:
-        self._table: _Table | None = table
+class _FrozenInFiles(FrozenRows):
+    def __init__(self, table: _TableInFiles, rows: range, generations: list[Generation]) -> None:
+        self._table: _TableInFiles | None = table
         self._form = table.layout.form
         self._rows = rows
         self.generations = generations  # the newest first, pinned
@@ -404,7 +404,7 @@ class _Frozen(FrozenRows):
         self.generations = []
 
 
-class _Table:
+class _TableInFiles:
     """One table.
 
     Locks are taken in this order: `_merges`, `_writes`, `lock`. `lock` guards the lists, and the
@@ -439,7 +439,7 @@ class _Table:
         self._newest = self._new_generation()
         self._sealed: list[Generation] = []  # the newest first
         self._retired: list[Generation] = []  # merged, kept by readers
-        self._frozen: list[_Frozen] = []
+        self._frozen: list[_FrozenInFiles] = []
 
     def _new_generation(self) -> Generation:
         number = next(self._numbers)
@@ -513,12 +513,12 @@ class _Table:
             self._seal()
             for generation in self._sealed:
                 generation.pin()
-            frozen = _Frozen(self, rows, list(self._sealed))
+            frozen = _FrozenInFiles(self, rows, list(self._sealed))
             self._frozen.append(frozen)
         self._wake()
         return frozen
 
-    def release(self, frozen: _Frozen) -> None:
+    def release(self, frozen: _FrozenInFiles) -> None:
         with self.lock:
             self._frozen.remove(frozen)
             self._unpin(frozen.generations)

@@ -30,11 +30,11 @@ class MemoryHome(Home):
     """Keeps rows in memory. A write-back copies the records, and a fetch copies them out."""
 
     def __init__(self) -> None:
-        self._tables: HomeTables[_Table] = HomeTables("a home in memory")
+        self._tables: HomeTables[_TableInMemory] = HomeTables("a home in memory")
 
     def add_table(self, table: str, *, rows: int, record_bytes: int) -> None:
         """Reserve addresses for a table, without memory."""
-        self._tables.add(TableForm(table, rows, record_bytes), _Table)
+        self._tables.add(TableForm(table, rows, record_bytes), _TableInMemory)
 
     def fetch(self, table: str, ids: Tensor, out: Tensor) -> Tensor:
         """Copy records out of the table."""
@@ -150,9 +150,9 @@ class _Region:
             row_gather.move(self._records, ids[positions], out, positions)
 
 
-class _Frozen(FrozenRows):
-    def __init__(self, table: _Table, rows: range) -> None:
-        self._table: _Table | None = table
+class _FrozenInMemory(FrozenRows):
+    def __init__(self, table: _TableInMemory, rows: range) -> None:
+        self._table: _TableInMemory | None = table
         self._form = table.form
         self.rows = rows
         self._saved = _Region(max(1, len(rows)), table.form.record_bytes)
@@ -210,14 +210,14 @@ class _Frozen(FrozenRows):
         del self._saved, self._is_saved
 
 
-class _Table:
+class _TableInMemory:
     """One table. `lock` is held while records are copied, which takes microseconds a thousand."""
 
     def __init__(self, form: TableForm) -> None:
         self.form = form
         self.lock = threading.Lock()
         self.live = _Region(form.rows, form.record_bytes)
-        self.frozen: set[_Frozen] = set()
+        self.frozen: set[_FrozenInMemory] = set()
         self._batches = BatchOrder(form.table)
 
     def fetch(self, ids: Tensor, out: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ class _Table:
     def freeze(self, rows: range) -> FrozenRows:
         self.form.require_rows(rows)
         with self.lock:
-            frozen = _Frozen(self, rows)
+            frozen = _FrozenInMemory(self, rows)
             self.frozen.add(frozen)
         return frozen
 
