@@ -161,13 +161,13 @@ class _Clock:
     """Measures the nanoseconds of the hooks registered between the calls of `open` and `close`."""
 
     def __init__(self) -> None:
-        self.ns = self._since = 0
+        self.ns = self._start_ns = 0
 
     def _start(self, *_: object) -> None:
-        self._since = perf_counter_ns()
+        self._start_ns = perf_counter_ns()
 
     def _stop(self, *_: object) -> None:
-        self.ns += perf_counter_ns() - self._since
+        self.ns += perf_counter_ns() - self._start_ns
 
     def open(self, optimizers: list[Optimizer]) -> None:
         for optimizer in optimizers:

@@ -48,7 +48,7 @@ from recpoint.errors import CheckpointCancelled, RanksMissing, RecpointError, Se
 from recpoint.flows.parameters import NO_RESULTS, JobPath
 from recpoint.format.job import Job, Outcome
 from recpoint.tasks.job_name import job_log, job_name, run_tag
-from recpoint.tasks.persist import Waiting, commit, encode, quantize, upload
+from recpoint.tasks.persist import AwaitedRanks, commit, encode, quantize, upload
 from recpoint.tasks.reports import TAG, ProgressBar, artifact_key, emit, report
 from recpoint.tasks.run_tags import tag_flow_run
 from recpoint.units import bytes_text, counted
@@ -124,7 +124,7 @@ class _Tasks:
     """
 
     def __init__(self, begun: _OpenJob) -> None:
-        self._begun = begun
+        self._open_job = begun
         self._loop = asyncio.get_running_loop()
         self._context = copy_context()  # which flow run this is
         self._bar = _bar(begun.job.job)
@@ -133,11 +133,11 @@ class _Tasks:
 
     def find_done(self) -> StoredJob:
         # The next steps may write or remove the files that are being prepared.
-        wait([self._begun.prepared])
-        return self._begun.looked.result()
+        wait([self._open_job.prepared])
+        return self._open_job.looked.result()
 
     def verify(self) -> None:
-        self._begun.verified.result()
+        self._open_job.verified.result()
 
     def quantize(self, group: ChunkGroup) -> None:
         self._run(quantize, group.index)
@@ -149,9 +149,9 @@ class _Tasks:
         self._run(upload, group.index)
 
     def commit(self) -> Committed:
-        committed: Committed | Waiting = self._run(commit)
-        if isinstance(committed, Waiting):
-            raise ranks_missing(self._begun.job.job, committed.ranks)
+        committed: Committed | AwaitedRanks = self._run(commit)
+        if isinstance(committed, AwaitedRanks):
+            raise ranks_missing(self._open_job.job.job, committed.ranks)
         return committed
 
     def advanced(self, done_bytes: int, total_bytes: int) -> None:
@@ -169,7 +169,7 @@ class _Tasks:
                 raise asyncio.CancelledError
             self._running.add(running := asyncio.current_task())
             try:
-                return await task(self._begun.job, *group)
+                return await task(self._open_job.job, *group)
             finally:
                 self._running.discard(running)
 
@@ -265,7 +265,7 @@ async def _persist(begun: _OpenJob, log: LoggerAdapter[Logger]) -> State[Any]:
     except RanksMissing as error:
         text = f"stored, waits for {parts_text(error.ranks, job.ranks)}"
         log.info("%s", text)
-        return Completed(name="Waiting", message=text)
+        return Completed(name="AwaitedRanks", message=text)
     except RecpointError as error:
         _tell_lag(job, error)
         raise

@@ -76,7 +76,7 @@ class Oracle:
     def __init__(self, capacity: int) -> None:
         self._map = SlotMap(capacity)
         self._planned = self._released = self._expected = 0
-        self._kept = 0  # last expected batch for which rows are kept; 0: none
+        self._kept_until = 0  # last expected batch for which rows are kept; 0: none
         self._dropped = 0  # last expected batch for which rows are no longer kept; 0: none
 
     @property
@@ -128,9 +128,9 @@ class Oracle:
         """
         batch = self._planned + 1
         step = self._map.take(ids, use=batch, released=self._released)
-        if step is None and self._kept > self._planned:
+        if step is None and self._kept_until > self._planned:
             self._map.lower(self._planned)
-            self._kept, self._dropped = 0, self._expected
+            self._kept_until, self._dropped = 0, self._expected
             step = self._map.take(ids, use=batch, released=self._released)
         if step is None:
             if ids.numel() > self.capacity:
@@ -155,7 +155,7 @@ class Oracle:
         # Not before all batches that had to give way are planned: each plan would drop some anew.
         if self._planned >= self._dropped:
             self._map.expect(ids, self._expected)
-            self._kept = self._expected
+            self._kept_until = self._expected
 
     def release(self, batch: int) -> None:
         """Say that all batches up to `batch` are trained: their rows may be evicted from now on.
@@ -221,7 +221,7 @@ class Oracle:
             )
         self._map.lower(keep)
         self._planned = self._expected = keep
-        self._kept = self._dropped = 0
+        self._kept_until = self._dropped = 0
 
     def drop(self, ids: Tensor) -> Tensor:
         """Take the slots from rows at once, whatever holds them. The slots become free.

@@ -92,15 +92,17 @@ class SharedOracle:
         self._rank = rank
         self._rows = rows
         self._planned = self._released = self._expected = 0
-        self._kept = self._dropped = 0  # as in Oracle
-        self._done: dict[int, Taken] = {}  # ranks that have room for the batch that is planned next
+        self._kept_until = self._dropped = 0  # as in Oracle
+        self._taken_by_rank: dict[
+            int, Taken
+        ] = {}  # ranks that have room for the batch that is planned next
         # For each slot of this rank, the last planned batch that needs its row.
         self._used = torch.zeros(self.capacity, dtype=torch.int64, device="cpu")
         #: By planned batch that is not released: slots of the rows that this rank has for it.
         self._needed: dict[int, Tensor] = {}
         # Whether each slot has a row for the batch that was asked for last.
         self._is_needed = torch.zeros(self.capacity, dtype=torch.bool, device="cpu")
-        self._asked, self._asked_slots = 0, _NONE
+        self._asked_batch, self._asked_slots = 0, _NONE
 
     @property
     def capacity(self) -> int:
@@ -147,15 +149,15 @@ class SharedOracle:
                 raise CapacityError(needed_ids.numel(), slot_map.capacity)
         step = None
         for rank, (_, _, needed_ids) in enumerate(needs):
-            if rank in self._done:
+            if rank in self._taken_by_rank:
                 continue
             plan_of_rank = self._take(rank, needed_ids, batch)
             if plan_of_rank is None:
                 return Planned(step=step, exchange=None)
-            self._done[rank] = plan_of_rank
+            self._taken_by_rank[rank] = plan_of_rank
             if rank == self._rank:
                 step = self._step(batch, plan_of_rank)
-        self._done.clear()
+        self._taken_by_rank.clear()
         self._planned = batch
         self._expected = max(self._expected, batch)
         return Planned(step=step, exchange=self._exchange(batch, needs))
@@ -197,11 +199,11 @@ class SharedOracle:
     def _take(self, rank: int, wanted: Tensor, batch: int) -> Taken | None:
         slot_map = self._maps[rank]
         step = slot_map.take(wanted, use=batch, released=self._released)
-        if step is None and self._kept > self._planned:
+        if step is None and self._kept_until > self._planned:
             # As in Oracle: rows stay no longer for batches that are only expected.
             for peer, peer_map in enumerate(self._maps):
-                peer_map.lower(batch if peer in self._done else self._planned)
-            self._kept, self._dropped = 0, self._expected
+                peer_map.lower(batch if peer in self._taken_by_rank else self._planned)
+            self._kept_until, self._dropped = 0, self._expected
             step = slot_map.take(wanted, use=batch, released=self._released)
         return step
 
@@ -246,7 +248,7 @@ class SharedOracle:
             for slot_map in self._maps:
                 for part in ids:
                     slot_map.expect(part, self._expected)
-            self._kept = self._expected
+            self._kept_until = self._expected
 
     def release(self, batch: int) -> None:
         """Say that all batches up to `batch` are trained on all ranks.
@@ -294,9 +296,9 @@ class SharedOracle:
             int64 [k]; -1 where the row is neither borrowed for the batch nor owned by this rank and
             looked up by any rank, even if it has a slot for another batch.
         """
-        if batch != self._asked:
+        if batch != self._asked_batch:
             self._is_needed[self._asked_slots] = False
-            self._asked, self._asked_slots = batch, self._needed.get(batch, _NONE)
+            self._asked_batch, self._asked_slots = batch, self._needed.get(batch, _NONE)
             self._is_needed[self._asked_slots] = True
         slots = self.slots_of(ids)
         slots[(slots >= 0) & ~self._is_needed[slots]] = -1
@@ -324,9 +326,9 @@ class SharedOracle:
             )
         for slot_map in self._maps:
             slot_map.lower(keep)
-        self._done.clear()
+        self._taken_by_rank.clear()
         self._planned = self._expected = keep
-        self._kept = self._dropped = 0
+        self._kept_until = self._dropped = 0
         self._used.clamp_(max=keep)
         self._drop_needed(lambda number: number > keep)
-        self._asked = 0
+        self._asked_batch = 0

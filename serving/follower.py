@@ -249,17 +249,17 @@ class Standings:
     """
 
     def __init__(self) -> None:
-        self._known: tuple[FollowerStanding, ...] = ()  # replaced, never changed
+        self._standings: tuple[FollowerStanding, ...] = ()  # replaced, never changed
         self._committed_ms: dict[ManifestName, int] = {}
 
     @property
     def last(self) -> FollowerStanding | None:
         """The standing of the served version; None: nobody has looked."""
-        return self._known[0] if self._known else None
+        return self._standings[0] if self._standings else None
 
     def of(self, served: ManifestName | None) -> FollowerStanding | None:
         """Return the standing of this version; if it is unknown, of the served version."""
-        standings = self._known
+        standings = self._standings
         return next(
             (standing for standing in standings if standing.served == served),
             standings[0] if standings else None,
@@ -269,15 +269,15 @@ class Standings:
         self, served: ManifestName | None, wanted: FollowerGoal, run: Run, updater: Updater
     ) -> None:
         """Take over what a look has found, seen from the version that is served now."""
-        self._known = (self._standing(served, wanted, run, updater),)
+        self._standings = (self._standing(served, wanted, run, updater),)
 
     def moving(self, to: ManifestName, wanted: FollowerGoal, run: Run, updater: Updater) -> None:
         """Note that from now until `moved` either of two versions may be served."""
-        self._known = (*self._known[:1], self._standing(to, wanted, run, updater))
+        self._standings = (*self._standings[:1], self._standing(to, wanted, run, updater))
 
     def moved(self, *, well: bool) -> None:
         """The move has ended. If `well`, the new version is served; else still the one before."""
-        self._known = self._known[-1:] if well else self._known[:1]
+        self._standings = self._standings[-1:] if well else self._standings[:1]
 
     def _standing(
         self, served: ManifestName | None, wanted: FollowerGoal, run: Run, updater: Updater

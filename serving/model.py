@@ -428,7 +428,7 @@ class Loading:
     ) -> None:
         self._copy = copy
         self._chain = chain
-        self._wanted = wanted
+        self._wanted_tables = wanted
         self._coded = coded
         self._from_full = chain.manifests[0].parent is None
         self.changed: Bitmaps = {}
@@ -437,7 +437,7 @@ class Loading:
         """See `RestoreTarget.begin`."""
         self.changed.clear()
         tables = logical_tables(manifest.tables)
-        for name in sorted(set(self._wanted or ()) - tables.keys()):
+        for name in sorted(set(self._wanted_tables or ()) - tables.keys()):
             raise IncompatibleModel(
                 f"table {name!r}",
                 found=f"no such table in {manifest.ref}",
@@ -450,7 +450,9 @@ class Loading:
         if self._from_full:
             for name in self._copy.tables.keys() - tables.keys():
                 del self._copy.tables[name]
-        chosen = [t for n, t in tables.items() if self._wanted is None or n in self._wanted]
+        chosen = [
+            t for n, t in tables.items() if self._wanted_tables is None or n in self._wanted_tables
+        ]
         coded: dict[int, CodedTable] = {}
         parts: list[TablePart] = []
         for table in chosen:

@@ -16,7 +16,7 @@ from recpoint.tasks.job_name import job_name
 
 __all__ = [
     "RETRIES",
-    "Waiting",
+    "AwaitedRanks",
     "commit",
     "encode",
     "may_heal",
@@ -66,7 +66,7 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-class Waiting(NamedTuple):
+class AwaitedRanks(NamedTuple):
     """Its part is stored; the checkpoint is not committed, since parts of `ranks` are missing."""
 
     ranks: tuple[int, ...]
@@ -91,10 +91,10 @@ async def upload(job: PersistJob, group: int) -> int:
 
 
 @task(timeout_seconds=600, **_OPTIONS)
-async def commit(job: PersistJob) -> Committed | Waiting:
+async def commit(job: PersistJob) -> Committed | AwaitedRanks:
     """Commit the checkpoint; its bytes, chunks and time."""
     try:
         return await asyncio.to_thread(job.commit)
     except RanksMissing as error:
         # Nothing has failed: with several ranks all but one come here.
-        return Waiting(error.ranks)
+        return AwaitedRanks(error.ranks)

@@ -160,7 +160,7 @@ class ProgressBar:
         self._key = key
         self._description = description
         self._artifact: UUID | None = None
-        self._told = time.monotonic()
+        self._told_seconds = time.monotonic()
         self._ended = False
         self._teller: threading.Thread | None = None
 
@@ -189,9 +189,9 @@ class ProgressBar:
 
     def _is_due(self) -> bool:
         now = time.monotonic()
-        if self._ended or now - self._told < _EVERY_SECONDS:
+        if self._ended or now - self._told_seconds < _EVERY_SECONDS:
             return False
-        self._told = now
+        self._told_seconds = now
         return True
 
     def _meanwhile(self, tell: Callable[[], None]) -> None:

@@ -80,15 +80,15 @@ class TorchInterpreter:
     ) -> None:
         self.returncode: int | None = None
         self._folder = tempfile.TemporaryDirectory()
-        self._said = [Path(self._folder.name) / name for name in ("out", "err")]
-        for path in self._said:
+        self._output_files = [Path(self._folder.name) / name for name in ("out", "err")]
+        for path in self._output_files:
             path.touch()
         request = {
             "program": program,
             "arguments": arguments,
             "environment": dict(os.environ if environment is None else environment),
             "directory": str(Path.cwd() if directory is None else directory),
-            "files": [os.devnull, *map(str, self._said)],
+            "files": [os.devnull, *map(str, self._output_files)],
         }
         self.pid: int = _answer(request)
 
@@ -116,7 +116,7 @@ class TorchInterpreter:
                 self._folder.cleanup()
                 raise subprocess.TimeoutExpired("a program after torch", timeout)
             time.sleep(0.005)
-        out, err = (path.read_text() for path in self._said)
+        out, err = (path.read_text() for path in self._output_files)
         self._folder.cleanup()
         return out, err
 

@@ -160,7 +160,7 @@ class Terminal:
             errors="replace",
             start_new_session=True,
         )
-        self._said = ""
+        self._output = ""
         self._number = 0
         self._news = threading.Condition()
         threading.Thread(target=self._read, daemon=True).start()
@@ -174,12 +174,12 @@ class Terminal:
         """
         self._number += 1
         mark = f"<ended {self._number}:"
-        start = len(self._said)
+        start = len(self._output)
         # What it starts must not read the commands that follow.
         self._type(f"{{\n{command}\n}} </dev/null; echo '{mark}'$?'>'\n")
         pattern = re.compile(re.escape(mark) + r"(\d+)>")
         ended = self._wait(lambda output: pattern.search(output, start), command, seconds)
-        output = self._said[start : ended.start()]
+        output = self._output[start : ended.start()]
         missing = missing_line(expected, output)
         if missing is not None:
             raise AssertionError(f"$ {command}\nnot printed: {missing}\nprinted:\n{output}")
@@ -192,7 +192,7 @@ class Terminal:
         Raises:
             TimeoutError: it does not print it.
         """
-        start = len(self._said)
+        start = len(self._output)
         self._type(f"{{\n{command}\n}} </dev/null\n")
         self._wait(
             lambda output: None if missing_line(expected, output[start:]) else output,
@@ -219,16 +219,18 @@ class Terminal:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with self._news:
-                self._said += line
+                self._output += line
                 self._news.notify_all()
 
     def _wait(self, look: Callable[[str], T | None], command: str, seconds: float) -> T:
         deadline = time.monotonic() + seconds
         with self._news:
-            while (value := look(self._said)) is None:
+            while (value := look(self._output)) is None:
                 seconds_left = deadline - time.monotonic()
                 if seconds_left <= 0:
-                    raise TimeoutError(f"$ {command}\nafter {seconds:.0f} s:\n{self._said[-5000:]}")
+                    raise TimeoutError(
+                        f"$ {command}\nafter {seconds:.0f} s:\n{self._output[-5000:]}"
+                    )
                 self._news.wait(seconds_left)
         return value
 

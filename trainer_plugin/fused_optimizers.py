@@ -24,7 +24,7 @@ from recpoint.catalog.restore.restore import weight_name
 from recpoint.trainer_plugin import mismatches
 from recpoint.trainer_plugin.mismatches import Mismatch
 
-__all__ = ["Trainers", "adopt", "lacks", "same_rate"]
+__all__ = ["TableOptimizers", "adopt", "lacks", "same_rate"]
 
 
 #: The source whose fused optimizers are known here.
@@ -59,7 +59,7 @@ _SHARED = ("lr", "eps")
 _Tree = dict[str, Any]
 
 
-class Trainers(NamedTuple):
+class TableOptimizers(NamedTuple):
     """The optimizers that train the tables of this process.
 
     Attributes:
@@ -112,7 +112,7 @@ class _There:
         self.all |= self.own
 
 
-def lacks(saved: _Tree, here: Trainers) -> bool:
+def lacks(saved: _Tree, here: TableOptimizers) -> bool:
     """Whether trees of more ranks than `saved` holds may say what trained a table."""
     saved_state = _There(saved)
     trained = _trained(here.optimizers).keys() | {
@@ -122,7 +122,7 @@ def lacks(saved: _Tree, here: Trainers) -> bool:
     return bool(unknown & trained - saved_state.all.keys())
 
 
-def adopt(saved: _Tree, here: Trainers) -> tuple[_Tree, list[Mismatch]]:
+def adopt(saved: _Tree, here: TableOptimizers) -> tuple[_Tree, list[Mismatch]]:
     """Rewrite a tree as if the optimizers here had trained its tables.
 
     Tables that the same kind of optimizer trains on both sides do not change, and neither does the
@@ -186,7 +186,7 @@ def adopt(saved: _Tree, here: Trainers) -> tuple[_Tree, list[Mismatch]]:
 
 def _sources(
     stored: Mapping[str, list[Any]],
-    here: Trainers,
+    here: TableOptimizers,
     states: Mapping[str, Any],
     arrivals: Mapping[str, _Arrival],
 ) -> dict[str, list[Any]]:

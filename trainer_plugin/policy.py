@@ -86,20 +86,20 @@ class BaseHistory:
         self._settled = Sizes()
         self._settled_links = links_to_read
         # The other increments, in the order of their cuts -> size and links, once known.
-        self._others: dict[CheckpointRef, tuple[int, int] | None] = {}
+        self._other_links: dict[CheckpointRef, tuple[int, int] | None] = {}
 
     def __len__(self) -> int:
         """Number of checkpoints on this base, including the base, without those that failed."""
-        return 1 + self._settled.number + len(self._others)
+        return 1 + self._settled.number + len(self._other_links)
 
     @property
     def waiting(self) -> int:
         """Number of increments that are remembered one by one."""
-        return len(self._others)
+        return len(self._other_links)
 
     def cut(self, ref: CheckpointRef) -> None:
         """Record that an increment was cut; its size is not known yet."""
-        self._others[ref] = None
+        self._other_links[ref] = None
 
     def stored(self, ref: CheckpointRef, stored_bytes: int, *, links_to_read: int) -> None:
         """Record that the base, or an increment that was cut, is committed.
@@ -113,20 +113,20 @@ class BaseHistory:
             self.base_bytes = stored_bytes
             if not self._settled.number:
                 self._settled_links = links_to_read
-        elif ref in self._others:
-            self._others[ref] = (stored_bytes, links_to_read)
+        elif ref in self._other_links:
+            self._other_links[ref] = (stored_bytes, links_to_read)
             self._fold_outcomes()
 
     def lost(self, ref: CheckpointRef) -> None:
         """Record that an increment that waited for its outcome failed or was dropped."""
-        self._others.pop(ref, None)
+        self._other_links.pop(ref, None)
         self._fold_outcomes()
 
     @property
     def known(self) -> Sizes:
         """Sizes of the increments whose outcome is known."""
         sizes = self._settled
-        for outcome in self._others.values():
+        for outcome in self._other_links.values():
             if outcome is not None:
                 sizes = sizes.then(outcome[0])
         return sizes
@@ -139,17 +139,17 @@ class BaseHistory:
         one for each increment cut after that.
         """
         links_after = 0
-        for outcome in reversed(self._others.values()):
+        for outcome in reversed(self._other_links.values()):
             if outcome is not None:
                 return outcome[1] + links_after
             links_after += 1
         return self._settled_links + links_after
 
     def _fold_outcomes(self) -> None:
-        for ref, outcome in list(self._others.items()):
+        for ref, outcome in list(self._other_links.items()):
             if outcome is None:
                 return
-            del self._others[ref]
+            del self._other_links[ref]
             self._settled = self._settled.then(outcome[0])
             self._settled_links = outcome[1]
 

@@ -197,7 +197,7 @@ class _Job:
 
     def __init__(self, costs: Costs, interval_seconds: float, *, speed: float) -> None:
         self._costs, self._interval, self._speed = costs, interval_seconds, speed
-        self._wall = self._stored = self._since = self._clock = 0.0
+        self._wall = self._stored = self._unsaved = self._clock = 0.0
 
     def train(self, seconds: float, *, speed: float | None = None) -> None:
         """Let time pass in which the job trains, and take checkpoints that are due."""
@@ -206,28 +206,28 @@ class _Job:
         seconds_to_cut = self._interval - self._clock
         if seconds < seconds_to_cut:
             self._clock += seconds
-            self._since += speed * seconds
+            self._unsaved += speed * seconds
             return
         # From the checkpoint that is due, whole intervals with a stall before each.
         stall = self._costs.stall_seconds
         whole, remainder = divmod(seconds - seconds_to_cut, self._interval + stall)
-        self._stored += self._since + speed * (seconds_to_cut + whole * self._interval)
+        self._stored += self._unsaved + speed * (seconds_to_cut + whole * self._interval)
         self._clock = max(0.0, remainder - stall)
-        self._since = speed * self._clock
+        self._unsaved = speed * self._clock
 
     def go_back(self, mtbf_seconds: float) -> None:
         """Forget the work since the last checkpoint, and restore it.
 
         What a restore takes on average, with failures that begin it again, has a closed form.
         """
-        self._since = self._clock = 0.0
+        self._unsaved = self._clock = 0.0
         tries = math.expm1(min(self._costs.restore_seconds / mtbf_seconds, _MOST_EXPONENT))
         self._wall += mtbf_seconds * tries
 
     @property
     def overhead(self) -> float:
         """Time over work, minus 1; infinite if no work is left."""
-        work = self._stored + self._since
+        work = self._stored + self._unsaved
         return self._wall / work - 1 if work else math.inf
 
 

@@ -187,7 +187,7 @@ class _Part:
         )
         start_s = time.perf_counter()
         self._checkpointer.restore()
-        self._taken = 0
+        self._checkpoints_taken = 0
         self._parts = self._ranks
         if at_servers:
             assert isinstance(trained, CachedPeer) and isinstance(trained.home, ServedHome)
@@ -200,9 +200,9 @@ class _Part:
         self._checkpointer.step()
         if not self._checkpointer.checkpoint():
             raise RuntimeError(f"no checkpoint was cut: {self._checkpointer.stats}")
-        self._taken += 1
+        self._checkpoints_taken += 1
         (run,) = area.run_directories(self._staging)
-        staged = self._taken * self._parts
+        staged = self._checkpoints_taken * self._parts
         wait_for(lambda: len(area.staged_jobs(run)) >= staged or None)
         settle_ms = self._settles_ms[-1] if self._ranks > 1 else 0.0
         whole_ms = list(self._checkpointer.stats.stalls_ms)[-1]

@@ -196,7 +196,7 @@ class Trainers:
                 trainer.process.pid for trainer in self._all if trainer.process.pid is not None
             ]
             self._answers(self._all)
-            self._asked = self._all[:asked]
+            self._trainers_asked = self._all[:asked]
         except BaseException:
             self.close()
             raise
@@ -258,9 +258,9 @@ class Trainers:
         return float(seconds)
 
     def _ask(self, order: str, **arguments: Any) -> list[Any]:
-        for trainer in self._asked:
+        for trainer in self._trainers_asked:
             trainer.told.send((order, arguments))
-        return self._answers(self._asked)
+        return self._answers(self._trainers_asked)
 
     def _answers(self, asked: Sequence[Forked]) -> list[Any]:
         answers = []

@@ -78,7 +78,7 @@ class RepresentationGraph:
 
     def __init__(self, run: Run, there: Mapping[ManifestName, Sequence[Representation]]) -> None:
         self._run = run
-        self._there = there
+        self._representations = there
         self._manifests: dict[Representation, Manifest | Damage] = {}
         self._follows: dict[Representation, list[Representation]] = {}
         self.broken: dict[Representation, Damage] = {}
@@ -97,7 +97,7 @@ class RepresentationGraph:
 
         `on_step` is called after each manifest, with the number read and the total in the run.
         """
-        total = sum(map(len, self._there.values()))
+        total = sum(map(len, self._representations.values()))
         waiting = [link for name in names for link in self.of(name)]
         loaded: set[Representation] = set()
         while waiting:
@@ -116,7 +116,7 @@ class RepresentationGraph:
 
     def of(self, name: ManifestName) -> Sequence[Representation]:
         """Return the representations of a checkpoint, the cheapest to read first."""
-        return self._there.get(name, ())
+        return self._representations.get(name, ())
 
     def sound(self) -> Iterator[tuple[Representation, Manifest]]:
         """Yield every loaded representation that leads to a full, ascending."""
@@ -301,11 +301,13 @@ class _Checking:
         numbers = run.generation_numbers()
         # Lists manifests before chunks: a manifest's chunks are written before it, so a checkpoint
         # that is committed meanwhile cannot look damaged. At worst its chunks look unnamed.
-        self._there = run.representations()
+        self._representations = run.representations()
         self._live = self._live_line(numbers)
-        self._graph = RepresentationGraph(run, self._there)
+        self._graph = RepresentationGraph(run, self._representations)
         self._sizes = {info.key: info.size_bytes for info in run.store.list()}
-        self._chosen = [name for name in reversed(self._there) if step in (None, name.step)]
+        self._chosen = [
+            name for name in reversed(self._representations) if step in (None, name.step)
+        ]
         if step is not None and not self._chosen:
             raise NothingToRestore(
                 f"{run.url}, step {step}",
@@ -319,7 +321,7 @@ class _Checking:
     def _live_line(self, numbers: list[int]) -> frozenset[ManifestName] | None:
         """Return the checkpoints on the live line; None if the lineage cannot be followed."""
         try:
-            return frozenset(self._run.line_of(numbers, self._there))
+            return frozenset(self._run.line_of(numbers, self._representations))
         except DAMAGE as error:
             self._add("error", error.subject, f"the lineage cannot be followed: {error}")
             return None
@@ -367,7 +369,7 @@ class _Checking:
         """Warn if there are checkpoints but none counts yet; nothing is damaged then."""
         if self._step is not None or self._live is None or self._live:
             return
-        if not self._there:
+        if not self._representations:
             self._nothing_counts = True
             return
         # Asks once more, because a first checkpoint may have been committed after `_live` was read.
@@ -409,7 +411,7 @@ class _Checking:
             return  # the other checkpoints' manifests, which may name the chunks, were not read
         named: set[str] = set()
         links: list[Link] = []
-        for link in (link for several in self._there.values() for link in several):
+        for link in (link for several in self._representations.values() for link in several):
             manifest = self._graph.read(link)
             if not isinstance(manifest, Manifest):
                 return  # this manifest may name any of the chunks
@@ -431,7 +433,7 @@ class _Checking:
                 pins.setdefault(ManifestName(pin.step, pin.generation), []).append(pin.name)
             elif kind_of(key) is None and not is_probe_key(key):
                 self._add("info", key, "not an object of recpoint; ignored")
-        lost = LostManifests(links, pins, gone=why_gone(self._run, self._there))
+        lost = LostManifests(links, pins, gone=why_gone(self._run, self._representations))
         self._look_at_parts(orphans, lost)
         for attempt, count in orphans.items():
             chunks = "1 chunk" if count == 1 else f"{count} chunks"
@@ -450,7 +452,7 @@ class _Checking:
             needed = _why_needed(lost, attempt)
             if needed:
                 text = f"{part_text} and {chunks} chunks that no manifest names{needed}"
-            elif ManifestName(attempt.step, attempt.generation) in self._there:
+            elif ManifestName(attempt.step, attempt.generation) in self._representations:
                 text = f"{part_text} of a committed step; recpoint sweep removes it"
             else:
                 text = (

@@ -405,10 +405,12 @@ class RowValidation:
         self._samples = samples
         self._whole = whole
         # For each sample, the positions of its rows that no chunk so far has held.
-        self._left = [torch.arange(0 if s is None else len(s.ids), device="cpu") for s in samples]
+        self._uncompared = [
+            torch.arange(0 if s is None else len(s.ids), device="cpu") for s in samples
+        ]
         # Within one link no row comes twice, so only several links need to remember rows.
         several = whole and len(links) > 1
-        self._seen = SeenRows(self._spec.rows) if several else None
+        self._seen_rows = SeenRows(self._spec.rows) if several else None
         self._sums = [0] * (1 + len(self._spec.row_states))
         self.rows_compared = 0
         self.worst = 0.0
@@ -428,9 +430,9 @@ class RowValidation:
                 good = False
                 yield unequal
         if self._whole and good:
-            for position in self._left[0].tolist():
+            for position in self._uncompared[0].tolist():
                 newest = self._samples[0]
-                assert newest is not None  # `_left` is empty without a sample
+                assert newest is not None  # `_uncompared` is empty without a sample
                 yield Unequal(int(newest.ids[position]), "row", "no such row", "each row once", "")
             self.digests = TableDigests(
                 table=self._table,
@@ -456,7 +458,7 @@ class RowValidation:
             except (FormatError, ObjectNotFound) as error:
                 good = False
                 # The rows of this chunk are unknown, so older versions of them cannot be told.
-                self._left = [positions[:0] for positions in self._left]
+                self._uncompared = [positions[:0] for positions in self._uncompared]
                 yield error
                 continue
             coverage.add(read.rows)
@@ -497,7 +499,7 @@ class RowValidation:
 
         Rows sampled before this link are not compared, because this link has replaced them.
         """
-        sampled, positions = self._samples[sample], self._left[sample]
+        sampled, positions = self._samples[sample], self._uncompared[sample]
         if sampled is None or not len(positions):
             return
         ids = sampled.ids[positions]
@@ -511,7 +513,7 @@ class RowValidation:
         if not bool(is_in_chunk.any()):
             return
         positions_here = positions[is_in_chunk]
-        self._left[sample] = positions[~is_in_chunk]
+        self._uncompared[sample] = positions[~is_in_chunk]
         if sample > link:
             return
         exact = TrainedRows(
@@ -529,7 +531,7 @@ class RowValidation:
         """Digest the rows that no newer link has brought, which are the rows of a restore."""
         ids: Tensor | int = read.rows.start if isinstance(read.rows, range) else read.rows
         arrays: Sequence[Tensor] = (read.decoded.values, *read.decoded.row_states)
-        claimed = None if self._seen is None else self._seen.claim(read.rows)
+        claimed = None if self._seen_rows is None else self._seen_rows.claim(read.rows)
         if claimed is not None:
             ids = claimed + ids if isinstance(ids, int) else ids[claimed]
             arrays = [array[claimed] for array in arrays]

@@ -81,7 +81,7 @@ class Uploads:
         self._store = store
         self._prefix = prefix
         self._trust = trust
-        self._there: dict[str, int] | None = None
+        self._stored_sizes: dict[str, int] | None = None
         self._writes = WriteScheduler(WriteBudget(_MERGE_UPLOADS))
         self._entries: list[ChunkEntry] = []
 
@@ -99,12 +99,12 @@ class Uploads:
     def put(self, entry: ChunkEntry, data: bytes) -> None:
         """Begin to write a chunk; raises the error of an earlier chunk, if there was one."""
         self._entries.append(entry)
-        if self._there is None:
+        if self._stored_sizes is None:
             self._store.put(entry.key, data)
-            self._there = {}
+            self._stored_sizes = {}
             if self._trust:
                 infos = self._store.list(self._prefix)
-                self._there = {info.key: info.size_bytes for info in infos}
+                self._stored_sizes = {info.key: info.size_bytes for info in infos}
             return
         room = self._writes.reserve(len(data))
         self._writes.begin(room, partial(self._write, entry, data))
@@ -115,8 +115,8 @@ class Uploads:
         return tuple(self._entries)
 
     def _write(self, entry: ChunkEntry, data: bytes) -> None:
-        assert self._there is not None
-        if self._there.get(entry.key) == len(data) and self._is_good(entry, len(data)):
+        assert self._stored_sizes is not None
+        if self._stored_sizes.get(entry.key) == len(data) and self._is_good(entry, len(data)):
             return
         self._store.put(entry.key, data)
 

@@ -158,7 +158,7 @@ class _RowReads:
         self._specs = specs
         self._once = 0
         self._stored: dict[int, int] = {}
-        self._again: dict[int, int] = {}  # bytes read again, of chunks in several sections
+        self._repeated_bytes: dict[int, int] = {}  # bytes read again, of chunks in several sections
 
     def add(self, entries: Iterable[ChunkEntry]) -> None:
         for entry in entries:
@@ -168,13 +168,15 @@ class _RowReads:
             self._once += entry.bytes
             self._stored[table] = self._stored.get(table, 0) + (entry.row_count or 0)
             if (touched := sections_touched(first, last)) > 1:
-                self._again[table] = self._again.get(table, 0) + entry.bytes * (touched - 1)
+                self._repeated_bytes[table] = self._repeated_bytes.get(table, 0) + entry.bytes * (
+                    touched - 1
+                )
 
     @property
     def bytes(self) -> int:
         return self._once + sum(
             repeated_bytes
-            for table, repeated_bytes in self._again.items()
+            for table, repeated_bytes in self._repeated_bytes.items()
             if not kept_by_ids(self._specs[table].rows, self._stored[table])
         )
 

@@ -1,8 +1,8 @@
 """Runs the steps that turn a staged job into a committed checkpoint.
 
 `PersistJob` holds a job file that was opened once; its methods are the steps. `drive` runs them,
-overlapped, until the job is answered. It calls them through `Steps`: either the job itself, or a
-workflow engine that runs each step of the job as a task.
+overlapped, until the job is answered. It calls them through `PersistSteps`: either the job itself,
+or a workflow engine that runs each step of the job as a task.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ from recpoint.format.naming import MANIFEST_KEY, attempt_prefix, parse_job_stem
 from recpoint.format.rejections import Rejection
 
 __all__ = [
-    "Answer",
+    "JobAnswer",
     "Committed",
     "StoredJob",
     "PersistJob",
-    "Steps",
+    "PersistSteps",
     "classify",
     "drive",
     "persist_job",
@@ -103,7 +103,7 @@ class StoredJob(NamedTuple):
     committed: Committed | None
 
 
-class Answer(NamedTuple):
+class JobAnswer(NamedTuple):
     """The answer to a job; `committed` is None if the job was rejected."""
 
     outcome: Outcome
@@ -126,7 +126,7 @@ class PersistJob:
     def __init__(self, path: Path, job: Job, store: Store | None = None) -> None:
         self.path = path
         self.job = job
-        self._given = store
+        self._given_store = store
         self._chosen: dict[int, Choice] = {}
 
     @classmethod
@@ -148,8 +148,8 @@ class PersistJob:
     @cached_property
     def store(self) -> Store:
         """The store of the run; kept, because a new client of an object store takes 0.2 s."""
-        if self._given is not None:
-            return self._given
+        if self._given_store is not None:
+            return self._given_store
         return open_store(self.job.run_url, timeouts=_TIMEOUTS)
 
     @cached_property
@@ -423,7 +423,7 @@ class PersistJob:
         return outcome
 
 
-class Steps(Protocol):
+class PersistSteps(Protocol):
     """Runs the steps of a job for `drive`, and is told the progress.
 
     Each method returns when its step is over, and returns or raises what the `PersistJob` method of
@@ -474,7 +474,7 @@ def persist_job(job_file: Path | str, *, store: Store | None = None) -> Outcome:
     return drive(job).outcome
 
 
-def drive(job: PersistJob, steps: Steps | None = None) -> Answer:
+def drive(job: PersistJob, steps: PersistSteps | None = None) -> JobAnswer:
     """Run the steps of a job until it is answered; then remove it.
 
     No step is running any more when this returns or raises.
@@ -499,11 +499,11 @@ def drive(job: PersistJob, steps: Steps | None = None) -> Answer:
     except RecpointError as error:
         if classify(error) == "deferred":
             raise
-        return Answer(job.reject(error))
-    return Answer(job.finish(outcome), outcome)
+        return JobAnswer(job.reject(error))
+    return JobAnswer(job.finish(outcome), outcome)
 
 
-def _store_groups(job: PersistJob, steps: Steps) -> None:
+def _store_groups(job: PersistJob, steps: PersistSteps) -> None:
     job.refuse_too_large()
     total = sum(group.staged_bytes for group in job.groups)
     done_bytes = 0

@@ -67,13 +67,13 @@ class ChainRows:
 
     def __init__(self, chain: Chain, table: int, into: TableTarget | RowSink) -> None:
         self._spec = chain.newest.tables[table]
-        self._into = into
-        self._wanted = range(self._spec.rows) if into.wanted is None else into.wanted
-        self._links = _links(chain, table, self._spec.rows, self._wanted)
+        self._sink = into
+        self._wanted_rows = range(self._spec.rows) if into.wanted is None else into.wanted
+        self._links = _links(chain, table, self._spec.rows, self._wanted_rows)
         self._full = chain.manifests[0]
         self._from_full = self._full.kind == "full"
         self._brought = 0
-        self._seen: SeenRows | None = None
+        self._seen_rows: SeenRows | None = None
         self._coverage: RowCoverage | None = None
         self._complete_at: int | None = None  # the link that brought the last missing row
         self.left_out_bytes = 0
@@ -87,7 +87,7 @@ class ChainRows:
         """Yield the chunks to read, in order; leaves out chunks that `take` found not needed."""
         newer = 0  # rows in the newer checkpoints; a row in several of them counts several times
         for link, (manifest, entries) in enumerate(self._links):
-            needed = newer < len(self._wanted)
+            needed = newer < len(self._wanted_rows)
             for entry in entries:
                 chunk = WantedChunk(manifest, entry, self, link, entry is entries[-1], needed)
                 if not self.leaves_out(chunk):
@@ -110,27 +110,29 @@ class ChainRows:
         manifest, entries = self._links[chunk.link]
         if self._coverage is None:
             counts = [entry.row_count or 0 for entry in entries]
-            self._coverage = RowCoverage(rows=len(self._wanted), row_counts=counts)
-        stored = stored.within(self._wanted)
+            self._coverage = RowCoverage(rows=len(self._wanted_rows), row_counts=counts)
+        stored = stored.within(self._wanted_rows)
         if len(stored.rows):
             self._coverage.add(stored.rows)
         positions = None
         if len(self._links) > 1:
-            if self._seen is None:  # created late, so that only one or two tables have one at once
-                self._seen = SeenRows(len(self._wanted))
-            positions = self._seen.claim(stored.rows)
-            if self._seen.all and self._complete_at is None:
+            if (
+                self._seen_rows is None
+            ):  # created late, so that only one or two tables have one at once
+                self._seen_rows = SeenRows(len(self._wanted_rows))
+            positions = self._seen_rows.claim(stored.rows)
+            if self._seen_rows.all and self._complete_at is None:
                 self._complete_at = chunk.link
         self._brought += len(stored.rows) if positions is None else positions.numel()
         if chunk.is_last:
             self._coverage.finish(key=Representation.of(manifest).key, table=self._spec.name)
             self._coverage = None
-        if isinstance(self._into, TableTarget):
-            place(stored, positions, self._into)
+        if isinstance(self._sink, TableTarget):
+            place(stored, positions, self._sink)
         else:
-            self._into.take(stored, positions)
+            self._sink.take(stored, positions)
         if manifest.kind == "increment":
-            self._into.mark(stored.rows)
+            self._sink.mark(stored.rows)
 
     def finish(self) -> None:
         """Check, after the last chunk, that every row has come.
@@ -141,12 +143,12 @@ class ChainRows:
         Raises:
             MalformedObject: the full of the chain lacks a wanted row.
         """
-        if self._from_full and self._brought != len(self._wanted):
+        if self._from_full and self._brought != len(self._wanted_rows):
             raise MalformedObject(
                 Representation.of(self._full).key,
                 found=f"{self._brought} rows of table {self._spec.name!r} from row "
-                f"{self._wanted.start} on",
-                expected=f"all {len(self._wanted)} to row {self._wanted.stop - 1}",
+                f"{self._wanted_rows.start} on",
+                expected=f"all {len(self._wanted_rows)} to row {self._wanted_rows.stop - 1}",
                 next_step="restore an older checkpoint: recpoint list URL",
             )
 

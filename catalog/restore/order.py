@@ -209,7 +209,7 @@ class RestoreOrder:
         damaged: Mapping[ManifestName, str] | None = None,
     ) -> None:
         self._selection = selection
-        self._left = list(names)
+        self._names_left = list(names)
         self._doubts = doubts
         self._known_damaged = damaged or {}
         self._unvalidated = self._damaged = False
@@ -218,17 +218,17 @@ class RestoreOrder:
 
     def __iter__(self) -> Iterator[ManifestName]:
         """Yield the best remaining checkpoint; call `damaged` before asking for the next one."""
-        while self._left:
-            newest = self._left[0]
+        while self._names_left:
+            newest = self._names_left[0]
             if self._is_out(newest):
-                self._left.pop(0)
+                self._names_left.pop(0)
                 continue
             name = self._validated_near(newest) or newest
-            newer = self._left[: self._left.index(name)]
+            newer = self._names_left[: self._names_left.index(name)]
             self._preferred = [
                 Skipped(newer_name, self._why_not(newer_name, name)) for newer_name in newer
             ]
-            self._left.remove(name)
+            self._names_left.remove(name)
             yield name
             self._preferred = []
 
@@ -262,7 +262,7 @@ class RestoreOrder:
         doubts, most_batches = self._doubts, self._selection.validated_within
         if doubts is None or most_batches is None:
             return None
-        for name in self._left:
+        for name in self._names_left:
             if newest.step - name.step > most_batches:
                 break
             verdict = doubts.known(name)

@@ -194,12 +194,12 @@ class PieceSink:
     def __init__(self, parts: Sequence[PartOfPiece]) -> None:
         self._parts = parts
         first = min(part.wanted.start for part in parts)
-        self._wanted = range(first, max(part.wanted.stop for part in parts))
+        self._wanted_rows = range(first, max(part.wanted.stop for part in parts))
 
     @property
     def wanted(self) -> range:
         """See `RowSink.wanted`."""
-        return self._wanted
+        return self._wanted_rows
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
         """See `RowSink.take`."""
@@ -225,7 +225,7 @@ class PieceSink:
 
     def _of(self, part: PartOfPiece) -> range:
         """Return the rows of a part, counted from the sink's first row."""
-        first = part.wanted.start - self._wanted.start
+        first = part.wanted.start - self._wanted_rows.start
         return range(first, first + len(part.values))
 
 

@@ -75,7 +75,7 @@ class MemoryTarget:
     """
 
     def __init__(self, tables: Iterable[str] | None = None, *, row_states: bool = True) -> None:
-        self._wanted = None if tables is None else frozenset(tables)
+        self._wanted_tables = None if tables is None else frozenset(tables)
         self._row_states = row_states
         self.manifest: Manifest | None = None
         self.tables: dict[str, TableTarget] = {}
@@ -85,7 +85,7 @@ class MemoryTarget:
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
         """See `RestoreTarget.begin`."""
         tables = logical_tables(manifest.tables)
-        for name in sorted((self._wanted or frozenset()) - tables.keys()):
+        for name in sorted((self._wanted_tables or frozenset()) - tables.keys()):
             raise IncompatibleModel(
                 f"table {name!r}",
                 found=f"no such table in {manifest.ref}",
@@ -95,7 +95,7 @@ class MemoryTarget:
         self.specs = {
             name: table
             for name, table in tables.items()
-            if self._wanted is None or name in self._wanted
+            if self._wanted_tables is None or name in self._wanted_tables
         }
         self.tables = {
             name: _empty(table, row_states=self._row_states) for name, table in self.specs.items()

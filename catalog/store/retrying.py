@@ -249,7 +249,7 @@ class _Failures:
     def __init__(self, retries: Retries) -> None:
         self._retries = retries
         self._count = 0
-        self._until = 0.0
+        self._deadline = 0.0
         self._pause_seconds = retries.first_pause_seconds
 
     def pause_after(self, error: StoreError) -> bool:
@@ -258,9 +258,9 @@ class _Failures:
         if not retries.failures(error):
             return False
         if self._count == 0:
-            self._until = now + retries.seconds
+            self._deadline = now + retries.seconds
         self._count += 1
-        if self._count >= retries.tries or now + self._pause_seconds > self._until:
+        if self._count >= retries.tries or now + self._pause_seconds > self._deadline:
             return False
         if self._count == 1:
             times = "" if math.isinf(retries.tries) else f" {retries.tries - 1:.0f} times"

@@ -63,21 +63,21 @@ class PerProcess(Generic[_Made]):
 
     def __init__(self, make: Callable[[], _Made]) -> None:
         self._make = make
-        self._made: tuple[int, _Made] | None = None
+        self._made_in: tuple[int, _Made] | None = None
 
     def __getstate__(self) -> dict[str, object]:
         return {"_make": self._make, "_made": None}
 
     def get(self) -> _Made:
         """Return this process's object."""
-        cached = self._made
+        cached = self._made_in
         if cached is None or cached[0] != os.getpid():
             with _making:
-                cached = self._made
+                cached = self._made_in
                 if cached is None or cached[0] != os.getpid():
                     if cached is not None:
                         _inherited.append(cached[1])
-                    cached = self._made = (os.getpid(), self._make())
+                    cached = self._made_in = (os.getpid(), self._make())
         return cached[1]
 
 

@@ -181,7 +181,7 @@ class WriteBudget:
         self._budget_bytes = at_once * WHOLE_CHUNK_BYTES if budget_bytes is None else budget_bytes
         self._changed = threading.Condition()
         self._asking: deque[object] = deque()
-        self._held: list[tuple[object, int]] = []
+        self._held_bytes: list[tuple[object, int]] = []
 
     def take(self, holder: object, size_bytes: int, *, given_up: Callable[[], bool]) -> bool:
         """Wait for room and take it; returns False if `given_up` became true before."""
@@ -194,7 +194,7 @@ class WriteBudget:
                 )
                 if given_up():
                     return False
-                self._held.append((holder, size_bytes))
+                self._held_bytes.append((holder, size_bytes))
                 return True
             finally:
                 self._asking.remove(ticket)
@@ -203,20 +203,20 @@ class WriteBudget:
     def give_back(self, holder: object, size_bytes: int) -> None:
         """Give back the room of one write; does nothing if it was given back before."""
         with self._changed:
-            if (holder, size_bytes) in self._held:
-                self._held.remove((holder, size_bytes))
+            if (holder, size_bytes) in self._held_bytes:
+                self._held_bytes.remove((holder, size_bytes))
             self._changed.notify_all()
 
     def give_all_back(self, holder: object) -> None:
         """Give back all room of `holder`, which must have no write under way."""
         with self._changed:
-            self._held = [entry for entry in self._held if entry[0] is not holder]
+            self._held_bytes = [entry for entry in self._held_bytes if entry[0] is not holder]
             self._changed.notify_all()
 
     def _has_room(self, size_bytes: int) -> bool:
-        taken_bytes = sum(size for _, size in self._held)
-        return not self._held or (
-            len(self._held) < self.at_once and taken_bytes + size_bytes <= self._budget_bytes
+        taken_bytes = sum(size for _, size in self._held_bytes)
+        return not self._held_bytes or (
+            len(self._held_bytes) < self.at_once and taken_bytes + size_bytes <= self._budget_bytes
         )
 
 
@@ -242,7 +242,7 @@ class WriteScheduler:
         self._budget = budget
         self._on_written = on_written
         self._pool = ThreadPoolExecutor(budget.at_once, thread_name_prefix=name)
-        self._begun: deque[tuple[Future[None], int]] = deque()
+        self._running: deque[tuple[Future[None], int]] = deque()
         self._errors: list[BaseException] = []
 
     def __enter__(self) -> Self:
@@ -270,7 +270,7 @@ class WriteScheduler:
         Raises:
             BaseException: the first error of an earlier write.
         """
-        while self._begun and self._begun[0][0].done():
+        while self._running and self._running[0][0].done():
             self._account()
         if not self._budget.take(self, size_bytes, given_up=lambda: bool(self._errors)):
             raise self._errors[0]
@@ -279,7 +279,7 @@ class WriteScheduler:
     def begin(self, room: int, write: Callable[[], object]) -> None:
         """Begin a write in the room that `reserve` returned; does not wait for the write."""
         try:
-            self._begun.append((_submit(self._pool, partial(self._run, room, write)), room))
+            self._running.append((_submit(self._pool, partial(self._run, room, write)), room))
         except BaseException as error:  # no thread started; the queued write must not run later
             self._errors.append(error)
             raise
@@ -290,13 +290,13 @@ class WriteScheduler:
         Raises:
             BaseException: the first error of a write.
         """
-        while self._begun:
+        while self._running:
             self._account()
         if self._errors:
             raise self._errors[0]
 
     def _account(self) -> None:
-        outcome, size_bytes = self._begun.popleft()
+        outcome, size_bytes = self._running.popleft()
         outcome.result()
         if self._errors:
             raise self._errors[0]

@@ -95,7 +95,7 @@ class Copier:
     def __init__(self, tables: Sequence[TableAhead]) -> None:
         self._address = 0
         self._tables = tuple(tables)
-        self._kept: list[object] = []  # what the copier has addresses of
+        self._kept_alive: list[object] = []  # what the copier has addresses of
         described: list[int] = []
         arrays: list[int] = []
         for table in self._tables:
@@ -128,9 +128,9 @@ class Copier:
         sizes = row_bytes(destination, count=table.placed, rows=table.rows)
         for size, (source, room) in zip(sizes, table.arrays, strict=True):
             # Training may give a source other memory, so its present memory is kept.
-            self._kept += source.untyped_storage(), room.owner
+            self._kept_alive += source.untyped_storage(), room.owner
             arrays += source.data_ptr(), room.address, size, 0
-        self._kept.append(table)
+        self._kept_alive.append(table)
         return [
             table.fresh.data_ptr(), table.taken.data_ptr(), table.seen.data_ptr(),
             table.seen.numel(), table.rows, int(table.first_places is None),
@@ -207,7 +207,7 @@ class Copier:
         """
         for index, (ids, places, _) in enumerate(left):
             if ids.numel():
-                self._kept += ids, places
+                self._kept_alive += ids, places
                 if not library.add_rows(
                     self._address, index, ids.data_ptr(), places.data_ptr(), ids.numel()
                 ):

@@ -25,7 +25,7 @@ class SlotMap:
         self.capacity = capacity
         self._slots: dict[int, int] = {}
         self._last: dict[int, int] = {}
-        self._held: dict[int, int] = {}
+        self._uses_held: dict[int, int] = {}
 
     @property
     def size(self) -> int:
@@ -40,7 +40,7 @@ class SlotMap:
         """`find`, and raise the last uses of the rows that are found."""
         require_use("use", use)
         for row in self._slots.keys() & set(ids.tolist()):
-            self._held[row] = max(self._held[row], use)
+            self._uses_held[row] = max(self._uses_held[row], use)
             self._last[row] = max(self._last[row], use)
         return self.find(ids)
 
@@ -65,7 +65,7 @@ class SlotMap:
             raise ValueError("ids: a row that has a slot, or comes twice; expected new rows")
         slots = self._take(ids, use=use, released=released)
         if slots is not None:
-            self._held.update(dict.fromkeys(rows, use))
+            self._uses_held.update(dict.fromkeys(rows, use))
         return slots
 
     def _take(self, ids: Tensor, *, use: int, released: int) -> Taken | None:
@@ -88,7 +88,7 @@ class SlotMap:
         for row, _ in evicted:
             self._remove(row)
         for row, slot in zip(absent, slots, strict=True):
-            self._slots[row], self._last[row], self._held[row] = slot, use, 0
+            self._slots[row], self._last[row], self._uses_held[row] = slot, use, 0
         for row in rows:
             self._last[row] = max(self._last[row], use)
         evicted.sort()
@@ -100,14 +100,14 @@ class SlotMap:
         )
 
     def _remove(self, row: int) -> int:
-        del self._last[row], self._held[row]
+        del self._last[row], self._uses_held[row]
         return self._slots.pop(row)
 
     def lower(self, use: int) -> None:
         """Lower later last uses to `use`, or to the use until which a row is held."""
         require_use("use", use)
         for row, last in self._last.items():
-            self._last[row] = min(last, max(use, self._held[row]))
+            self._last[row] = min(last, max(use, self._uses_held[row]))
 
     def drop(self, ids: Tensor) -> Tensor:
         """Take the slots from the rows. Return the slot that each row had, or -1."""

@@ -57,7 +57,7 @@ class Ahead:
         self._area = area
         self._is_free = is_free
         self._full_bytes = full_bytes
-        self._why = _NOT_PLANNED
+        self._reason = _NOT_PLANNED
         self._process = os.getpid()
         self.window: Window | None = None
         # As in `Handoff`: Python would end the thread in the middle of a call.
@@ -94,18 +94,18 @@ class Ahead:
             elif left is not None and 0 < left <= self._reach:
                 self._open(batches_done, left)
         except Exception as error:
-            self._why = str(error) or type(error).__name__
+            self._reason = str(error) or type(error).__name__
             if self.window is not None:
-                self.window.void(self._why)
+                self.window.void(self._reason)
             if came_from_handler(error):
                 raise
 
     def _open(self, batches_done: int, left: int) -> None:
         if any(tracker.unapplied for tracker in self._trackers.values()):
-            self._why = "no optimizer step had followed the last lookups"
+            self._reason = "no optimizer step had followed the last lookups"
             return
         if not self._is_free():
-            self._why = "no slot was free: earlier checkpoints were not stored yet"
+            self._reason = "no slot was free: earlier checkpoints were not stored yet"
             return
         frozen = self._cutter.freeze(
             step=batches_done + left, tip=self._ledger.tip, base_history=self._ledger.base_history
@@ -145,7 +145,7 @@ class Ahead:
         Args:
             tables: the tables of the checkpoint; None: it failed.
         """
-        window, reason, self.window, self._why = self.window, self._why, None, _NOT_PLANNED
+        window, reason, self.window, self._reason = self.window, self._reason, None, _NOT_PLANNED
         if window is not None and window.copied is not None:
             return window.copied
         reason = reason if window is None or window.reason is None else window.reason

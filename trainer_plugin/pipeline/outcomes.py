@@ -55,7 +55,7 @@ class WaitingLog:
         self._area = area
         self._statistics = statistics
         # The last cause that was logged, and the number of commits before it.
-        self._told: tuple[tuple[str, str], int] | None = None
+        self._last_news: tuple[tuple[str, str], int] | None = None
         # Due checkpoints that were not cut since the last commit, and whether a warning said so.
         self._missed = 0
         self._warned = False
@@ -173,8 +173,8 @@ class WaitingLog:
     def _is_news(self, trouble: AgentTrouble | None) -> bool:
         if trouble is None:
             return False
-        last_news, self._told = self._told, (trouble.cause, self._statistics.committed)
-        return last_news != self._told
+        last_news, self._last_news = self._last_news, (trouble.cause, self._statistics.committed)
+        return last_news != self._last_news
 
     def _why(self, trouble: AgentTrouble | None, *, agent: bool) -> tuple[str, str]:
         if not agent:

@@ -457,7 +457,7 @@ class AgreedSchedule:
     """
 
     def __init__(self, own: Schedule, ranks: Ranks) -> None:
-        self._own = own
+        self._own_schedule = own
         self._ranks = ranks
 
     @property
@@ -467,11 +467,11 @@ class AgreedSchedule:
 
     def restart(self, now_seconds: float, *, in_parts: bool = False) -> int:
         """Begin an interval; see `schedule.Schedule`. Collective."""
-        return self._first(self._own.restart(now_seconds, in_parts=in_parts))
+        return self._first(self._own_schedule.restart(now_seconds, in_parts=in_parts))
 
     def extend(self, now_seconds: float, *, batches: int) -> int:
         """Grant more batches if time is left; see `schedule.Schedule`. Collective."""
-        return self._first(self._own.extend(now_seconds, batches=batches))
+        return self._first(self._own_schedule.extend(now_seconds, batches=batches))
 
     def batches_left(self, now_seconds: float, *, batches: int) -> None:
         """Return None: ranks do not look ahead."""

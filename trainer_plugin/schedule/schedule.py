@@ -141,7 +141,7 @@ class BatchInterval:
     """Schedules a checkpoint every `batches` batches, exactly."""
 
     def __init__(self, batches: int) -> None:
-        self._batches = self._left = self._part = batches
+        self._batches = self._batches_to_come = self._part = batches
 
     @property
     def due_seconds(self) -> float:
@@ -150,18 +150,18 @@ class BatchInterval:
 
     def restart(self, now_seconds: float, *, in_parts: bool = False) -> int:
         """Grant all batches of the interval at once, or the first part of them."""
-        self._left = self._batches
+        self._batches_to_come = self._batches
         self._part = -(-self._batches // _PARTS) if in_parts else self._batches
         return self._part
 
     def extend(self, now_seconds: float, *, batches: int) -> int:
         """Grant the next part; 0 if a checkpoint is due."""
-        self._left -= batches
-        return max(0, min(self._part, self._left))
+        self._batches_to_come -= batches
+        return max(0, min(self._part, self._batches_to_come))
 
     def batches_left(self, now_seconds: float, *, batches: int) -> int:
         """Return what is left of the interval, exactly."""
-        return self._left - batches
+        return self._batches_to_come - batches
 
 
 class SecondsInterval:

@@ -108,7 +108,7 @@ class RecordBound:
     def __init__(self, ranks: Ranks, cutter: Cutter) -> None:
         self._ranks = ranks
         self._cutter = cutter
-        self._known: _Estimates | None = None
+        self._estimate: _Estimates | None = None
         # By kind: tables, precision and state of a checkpoint that the agent rejected as too large.
         self._rejected: dict[Kind, object] = {}
         # Whether an increment of all rows may be too large, so that marked rows are counted.
@@ -151,7 +151,7 @@ class RecordBound:
         """Estimate the records of the next checkpoint now, so that its stall need not."""
         parts = self._cutter.parts_of_full(None, precision)
         key = self._key([part.spec for part in parts], precision)
-        self._known = self._estimated(key, [part.staged for part in parts])
+        self._estimate = self._estimated(key, [part.staged for part in parts])
 
     def warn_if_large(self, precision: ChosenPrecision | None) -> None:
         """Measure again, and log an error if no full of this rank can be committed. Never raises.
@@ -164,8 +164,8 @@ class RecordBound:
             # A user's state or a driver failed. The cut meets the same error and counts it.
             _log.warning("the sizes of records could not be estimated: %s", error)
             return
-        assert self._known is not None
-        fault = self._fault(self._known.full)
+        assert self._estimate is not None
+        fault = self._fault(self._estimate.full)
         if fault is not None:
             _log.error("%s", _too_large(fault))
 
@@ -184,9 +184,9 @@ class RecordBound:
                 stage so many tables.
         """
         key = self._key([live.spec for live in tables], precision)
-        estimate = self._known
+        estimate = self._estimate
         if estimate is None or estimate.key != key:
-            estimate = self._known = self._estimated(key, self._staged(tables, precision))
+            estimate = self._estimate = self._estimated(key, self._staged(tables, precision))
         full, increment = estimate.full, estimate.largest_increment
         if estimate.refusal is not None:
             raise estimate.refusal
@@ -237,8 +237,8 @@ class RecordBound:
         Estimates are the least sizes, so a checkpoint with quantized rows may turn out larger. No
         further one of this kind is taken while tables, precision and state stay as they are.
         """
-        if self._known is not None:
-            self._rejected[kind] = self._known.key
+        if self._estimate is not None:
+            self._rejected[kind] = self._estimate.key
 
     def _key(self, specs: Sequence[TableSpec], precision: ChosenPrecision | None) -> object:
         """Return what the estimates follow from. The same objects are compared by identity."""

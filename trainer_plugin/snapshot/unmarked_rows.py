@@ -61,12 +61,12 @@ class UnmarkedRows:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._kept: dict[str, _Kept] = {}
+        self._kept_digests: dict[str, _Kept] = {}
         self.found = 0
 
     def forget(self) -> None:
         """Forget the rows that were kept: a restore has replaced them."""
-        self._kept.clear()
+        self._kept_digests.clear()
 
     def check(self, tables: Sequence[LiveTable], trackers: Mapping[str, Tracker]) -> None:
         """Compare the rows that were kept, and keep other rows for the next cut.
@@ -83,7 +83,7 @@ class UnmarkedRows:
         for live in tables:
             if live.table is None or live.table.cached:  # a cache has no writes but its own
                 continue
-            tracker, earlier = trackers[live.key], self._kept.get(live.key)
+            tracker, earlier = trackers[live.key], self._kept_digests.get(live.key)
             tracker.notice_changes(
                 live.row_states
             )  # changes that torch has counted make the table dirty without this check
@@ -92,7 +92,7 @@ class UnmarkedRows:
             # From the system, so that no random generator of the training advances.
             seed = int.from_bytes(os.urandom(8))
             ids = spread_rows(len(live.held), self._count, seed)
-            self._kept[live.key] = _Kept(_form(live), ids, _digests(live, ids))
+            self._kept_digests[live.key] = _Kept(_form(live), ids, _digests(live, ids))
 
     def _compare(self, live: LiveTable, tracker: Tracker, kept: _Kept) -> None:
         unmarked = ~tracker.is_marked(kept.ids)

@@ -70,7 +70,7 @@ class OpeningState(NamedTuple):
         return None
 
 
-class _TableAhead(NamedTuple):
+class _WindowTable(NamedTuple):
     """A table whose rows are copied ahead; its tracker marks into `fresh` meanwhile."""
 
     number: int
@@ -125,16 +125,16 @@ class Window:
         self._tails: list[_Tail] = []
         self._placed: tuple[Placed, ...] = ()
         self._end = 0
-        self._tables: list[_TableAhead] = []
+        self._tables: list[_WindowTable] = []
         # Tables whose marks are aside.
-        self._open: dict[str, _TableAhead] = {}
+        self._open: dict[str, _WindowTable] = {}
         self.copied: CopiedRows | None = None
         try:
             for index, live in enumerate(frozen.tables):
                 tracker = trackers.get(live.key)
                 if tracker is not None and not tracker.all_rows:
                     aside = tracker.set_aside()
-                    ahead = _TableAhead(index, live, tracker, aside, tracker.bitmap)
+                    ahead = _WindowTable(index, live, tracker, aside, tracker.bitmap)
                     self._open[live.key] = ahead
                     self._tables.append(ahead)
         except BaseException:  # there is no memory for one more bitmap
@@ -190,10 +190,10 @@ class Window:
             self._copier = Copier([self._ahead(ahead, plan) for ahead, plan in self._pairs()])
             return self._copier
 
-    def _pairs(self) -> list[tuple[_TableAhead, TablePlan]]:
+    def _pairs(self) -> list[tuple[_WindowTable, TablePlan]]:
         return list(zip(self._tables, self._plans, strict=True))
 
-    def _ahead(self, one: _TableAhead, plan: TablePlan) -> TableAhead:
+    def _ahead(self, one: _WindowTable, plan: TablePlan) -> TableAhead:
         by_name = {spot.name: spot for spot in self._placed}
         data, index = self.slot.data, one.number
         arrays = []
@@ -425,18 +425,18 @@ class _Tail(NamedTuple):
     arrays: tuple[Tensor, ...]
 
 
-def _array_names(one: _TableAhead) -> list[str]:
+def _array_names(one: _WindowTable) -> list[str]:
     return [
         f"t{one.number}.values",
         *(f"t{one.number}.state.{number}" for number in range(len(one.live.row_states))),
     ]
 
 
-def _arrays(one: _TableAhead) -> tuple[Tensor, ...]:
+def _arrays(one: _WindowTable) -> tuple[Tensor, ...]:
     return (one.live.weight.detach(), *one.live.row_states)
 
 
-def _tail(one: _TableAhead, ids: Tensor) -> _Tail:
+def _tail(one: _WindowTable, ids: Tensor) -> _Tail:
     arrays = []
     for source in _arrays(one):
         out = torch.empty((ids.numel(), *source.shape[1:]), dtype=source.dtype, device="cpu")

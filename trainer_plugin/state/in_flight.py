@@ -51,20 +51,20 @@ class InFlight:
         self.is_counted = self.reads_ahead = False
         self.has_ended = True
         self.thread = threading.get_ident()
-        self._taken: deque[TakenBatch] = deque()
+        self._taken_batches: deque[TakenBatch] = deque()
 
     def __len__(self) -> int:
-        return len(self._taken)
+        return len(self._taken_batches)
 
     @property
     def oldest(self) -> TakenBatch:
         """The batch that is trained next."""
-        return self._taken[0]
+        return self._taken_batches[0]
 
     @property
     def later_generators(self) -> list[Any]:
         """States of the generators when each batch but the oldest was asked for, where known."""
-        generators = [taken_batch.generators for taken_batch in list(self._taken)[1:]]
+        generators = [taken_batch.generators for taken_batch in list(self._taken_batches)[1:]]
         return [] if None in generators else generators
 
     @property
@@ -81,29 +81,29 @@ class InFlight:
         self.has_ended = False
         if not self.is_counted:
             return
-        if len(self._taken) > MOST_IN_FLIGHT:
+        if len(self._taken_batches) > MOST_IN_FLIGHT:
             raise SettingsError(
                 "the training dataloader",
-                found=f"{len(self._taken)} batches that were read and not trained",
+                found=f"{len(self._taken_batches)} batches that were read and not trained",
                 expected=f"at most {MOST_IN_FLIGHT} beside the one in training",
                 next_step="have the training loop read fewer batches ahead, or count each batch "
                 "that is trained",
             )
-        self._taken.append(taken)
+        self._taken_batches.append(taken)
 
     def drop_newest(self) -> None:
         """Forget the batch that was added last, because there was none to read."""
-        if self._taken:
-            self._taken.pop()
+        if self._taken_batches:
+            self._taken_batches.pop()
 
     def land(self) -> None:
         """Count the oldest batch as trained."""
-        if self._taken:
-            self._taken.popleft()
+        if self._taken_batches:
+            self._taken_batches.popleft()
 
     def forget(self) -> None:
         """Forget all batches: the position was set, or the training loop has dropped them."""
-        self._taken.clear()
+        self._taken_batches.clear()
 
     def read_ahead(self, thread: int) -> None:
         """Keep the positions of batches from now on, and count those that are trained.

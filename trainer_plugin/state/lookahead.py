@@ -291,9 +291,9 @@ class Lookahead:
         self._ids = ids
         self._tables = None if model is None else tables_of(model)
         self._cache: PlannedCache | None = None if model is None else planned_cache(model)
-        self._own = rng.OwnGenerators()
+        self._own_generators = rng.OwnGenerators()
         self._follows_global = False
-        self._told: int | None = None
+        self._told_epoch: int | None = None
         self._loaded: dict[str, Any] | None = None  # until the first batch after it is handed out
         self._is_touched = False  # the reader was iterated since it has loaded that
         self._forget()
@@ -302,15 +302,15 @@ class Lookahead:
         """Forget the open epoch and what is held of it."""
         if self._cache is not None:
             self._cache.forget()
-        self._held: deque[_HeldBatch] = deque()
+        self._held_batches: deque[_HeldBatch] = deque()
         self._held_bytes = 0
         self._anchors: deque[_Anchor] = deque()
         # Positions: number of batches since the last load_state_dict.
-        self._given = self._read = 0
+        self._batches_given = self._read = 0
         self._batches: Iterator[Any] | None = None  # the open epoch of the reader inside
         self._open: _Epoch | None = None  # the iterator that this epoch is handed out by
         self._is_new = True  # no batch of the epoch was handed out
-        self._before: dict[str, Any] | Exception | None = None  # the state until that
+        self._state_before: dict[str, Any] | Exception | None = None  # the state until that
         self._last: Any = None  # follows the batches that are held: `_END`, or an error
         self._is_torn = False  # a read has failed since the last anchor
         self._epochs: dict[str, Any] = {"epochs": {}}
@@ -333,7 +333,7 @@ class Lookahead:
         Args:
             epoch: number of the epoch that begins next.
         """
-        self._told = epoch
+        self._told_epoch = epoch
         tell_epoch(self.reader, epoch)
 
     # For the Checkpointer.
@@ -351,7 +351,7 @@ class Lookahead:
         """
         self._tables = dict(tables)
         self._cache = cache
-        for batch in self._held:
+        for batch in self._held_batches:
             if batch.ids is None:
                 self._find_ids(batch)
             else:
@@ -360,7 +360,7 @@ class Lookahead:
     @property
     def held(self) -> int:
         """Number of batches that were read and not handed out yet."""
-        return len(self._held)
+        return len(self._held_batches)
 
     @property
     def held_bytes(self) -> int:
@@ -382,10 +382,10 @@ class Lookahead:
             SettingsError: the names of tables are not known: neither a model nor a Checkpointer was
                 given, and batches are mappings.
         """
-        if not 0 <= n <= len(self._held):
-            raise ValueError(f"{n} batches are asked for, and {len(self._held)} are held")
+        if not 0 <= n <= len(self._held_batches):
+            raise ValueError(f"{n} batches are asked for, and {len(self._held_batches)} are held")
         coming_ids = []
-        for batch in islice(self._held, n):
+        for batch in islice(self._held_batches, n):
             if batch.ids is None:
                 raise SettingsError(
                     "Lookahead.coming()",
@@ -417,25 +417,30 @@ class Lookahead:
 
     def _position(self) -> dict[str, Any]:
         """Return the position after the batches that were handed out."""
-        position = self._before if self._loaded is None else self._loaded
+        position = self._state_before if self._loaded is None else self._loaded
         if isinstance(position, Exception):
             raise position
         if position is not None:
             return position
         anchor = next(
-            (anchor for anchor in reversed(self._anchors) if anchor.position <= self._given), None
+            (
+                anchor
+                for anchor in reversed(self._anchors)
+                if anchor.position <= self._batches_given
+            ),
+            None,
         )
-        is_here = self._read == self._given and self._last is None and not self._is_torn
-        if anchor is None or (is_here and anchor.position < self._given):
+        is_here = self._read == self._batches_given and self._last is None and not self._is_torn
+        if anchor is None or (is_here and anchor.position < self._batches_given):
             return self._here()
         if isinstance(anchor.state, Exception):
             raise anchor.state
-        return _form(anchor.state, self._given - anchor.position, anchor.generators)
+        return _form(anchor.state, self._batches_given - anchor.position, anchor.generators)
 
     def _here(self) -> dict[str, Any]:
         """Return the position of the reader."""
         # Copied, because the reader goes on before this is stored.
-        return self._own.run_beside_gpus(
+        return self._own_generators.run_beside_gpus(
             lambda: _form(deepcopy(self.reader.state_dict()), 0, rng.capture_cpu())
         )
 
@@ -452,7 +457,7 @@ class Lookahead:
             _check_version(state_dict)
         self.in_flight.forget()
         self._forget()
-        self._told = None
+        self._told_epoch = None
         self._follows_global = not ahead
         generators = state_dict["generators"] if ahead else rng.capture_cpu()
         inner = without_lookahead(state_dict)
@@ -471,8 +476,10 @@ class Lookahead:
         """
         self.in_flight.forget()
         self._forget()
-        self._told = self._loaded = None
-        self._own.run_beside_gpus(lambda: self.reader.load_state_dicts(states, rank, ranks))
+        self._told_epoch = self._loaded = None
+        self._own_generators.run_beside_gpus(
+            lambda: self.reader.load_state_dicts(states, rank, ranks)
+        )
         self._follow_global()
         self._follows_global = True
 
@@ -488,7 +495,7 @@ class Lookahead:
     def _follow_global(self) -> None:
         """Set the reader's own generators to the states that the global ones have now."""
         generators = rng.capture_cpu()
-        self._own.restore(generators)
+        self._own_generators.restore(generators)
         if self._loaded is not None:
             self._loaded = {**self._loaded, "generators": generators}
 
@@ -498,9 +505,9 @@ class Lookahead:
             # A lazy reader (torchdata's loader) draws when it starts its iterator; it does now.
             self.reader.state_dict()
 
-        self._own.restore(generators)
-        self._own.run_beside_gpus(load)
-        self._own.restore(generators)
+        self._own_generators.restore(generators)
+        self._own_generators.run_beside_gpus(load)
+        self._own_generators.restore(generators)
         self._is_touched = False
 
     # Reading.
@@ -517,15 +524,15 @@ class Lookahead:
         if self._is_new:
             # One only: after it the reader is exactly where training is, and its state is taken
             # inside the epoch. A state from before an epoch may begin another one.
-            if not self._held and self._last is None:
+            if not self._held_batches and self._last is None:
                 # Beside GPUs, because the reader may go on from a loaded state.
-                self._own.run_beside_gpus(self._read_one)
+                self._own_generators.run_beside_gpus(self._read_one)
                 self._epochs = capture(self._inside)
         elif self._has_room:
-            self._own.run(self._read_two)
+            self._own_generators.run(self._read_two)
         if self._cache is not None:
             self._cache.plan(
-                [batch.ids or {} for batch in self._held],
+                [batch.ids or {} for batch in self._held_batches],
                 fetched=fetched_batches(self.window),
                 window=self.window,
             )
@@ -550,27 +557,27 @@ class Lookahead:
     @property
     def _has_room(self) -> bool:
         """Whether another batch may be read, before one is handed out."""
-        return self._last is None and len(self._held) <= self.window
+        return self._last is None and len(self._held_batches) <= self.window
 
     def _hand_out(self) -> Any:
-        if self._held:
+        if self._held_batches:
             if self._cache is not None:
                 self._cache.begin_batch()
             self.in_flight.take(self._taken())
-            batch = self._held.popleft()
+            batch = self._held_batches.popleft()
             self._held_bytes -= batch.bytes
-            self._given += 1
+            self._batches_given += 1
             self._is_new = False
-            self._loaded = self._before = None
+            self._loaded = self._state_before = None
             # Keep the newest anchor before the position too: `_rewind` needs it.
-            while len(self._anchors) > 1 and self._anchors[1].position < self._given:
+            while len(self._anchors) > 1 and self._anchors[1].position < self._batches_given:
                 self._anchors.popleft()
             return batch.batch
         last, self._last = self._last, None
         if last is _END:
             self.in_flight.has_ended = True
             self._anchors.clear()
-            self._batches = self._open = self._loaded = self._before = None
+            self._batches = self._open = self._loaded = self._state_before = None
             self._is_torn = False
             raise StopIteration
         self._is_torn = True
@@ -605,20 +612,20 @@ class Lookahead:
 
     def _begin(self) -> None:
         _refuse_counted(self.reader)
-        if self._loaded is None and self._held and self._before is not None:
+        if self._loaded is None and self._held_batches and self._state_before is not None:
             # No batch of the open epoch was handed out, because rows of the first did not come.
-            if isinstance(self._before, Exception):
-                raise self._before
-            self._loaded = self._before
+            if isinstance(self._state_before, Exception):
+                raise self._state_before
+            self._loaded = self._state_before
         loaded = self._loaded
         if loaded is None:
             if self._batches is not None:
                 self._rewind()
-            self._before = self._now()
+            self._state_before = self._now()
         elif self._is_touched:  # no batch was handed out since the load: repeat it
             self._forget()
             self._load(loaded["reader"], loaded["generators"])
-        self._is_touched, self._told = True, None
+        self._is_touched, self._told_epoch = True, None
         forward = 0 if loaded is None else loaded["forward"]
         batches = self._iterate(
             forward, reads=forward + 1, generators=loaded and loaded["generators"]
@@ -631,24 +638,26 @@ class Lookahead:
         At least one batch is read after the load, so that the next `iter` begins an epoch instead
         of going on with the loaded one.
         """
-        is_here = self._read == self._given and self._last is None
+        is_here = self._read == self._batches_given and self._last is None
         if not is_here:
             anchor = next(
-                anchor for anchor in reversed(self._anchors) if anchor.position < self._given
+                anchor
+                for anchor in reversed(self._anchors)
+                if anchor.position < self._batches_given
             )
             if isinstance(anchor.state, Exception):
                 raise anchor.state
-            now, forward = capture(self._inside), self._given - anchor.position
+            now, forward = capture(self._inside), self._batches_given - anchor.position
             # The script may have told the samplers the next epoch.
             set_epochs(self._inside, self._epochs)
             self._load(anchor.state, anchor.generators)
             self._iterate(forward, reads=forward, generators=anchor.generators)
             set_epochs(self._inside, now)
-            if self._told is not None:
-                tell_epoch(self.reader, self._told)
-        epochs = self._told
+            if self._told_epoch is not None:
+                tell_epoch(self.reader, self._told_epoch)
+        epochs = self._told_epoch
         self._forget()
-        self._told = epochs
+        self._told_epoch = epochs
 
     def _iterate(
         self, forward: int, *, reads: int, generators: Mapping[str, Any] | None
@@ -665,12 +674,12 @@ class Lookahead:
             announce(self.reader, reads)
             return iter(self.reader)
 
-        batches = self._own.run_beside_gpus(begin)
+        batches = self._own_generators.run_beside_gpus(begin)
         if forward:
             assert generators is not None  # a state was loaded
             # The reader did not begin to iterate at that position, so it drew nothing for that.
-            self._own.restore(generators)
-            self._own.run_beside_gpus(lambda: _drop(batches, forward))
+            self._own_generators.restore(generators)
+            self._own_generators.run_beside_gpus(lambda: _drop(batches, forward))
         return batches
 
     def _now(self) -> dict[str, Any] | Exception:
@@ -716,7 +725,7 @@ class Lookahead:
         except BaseException:
             self._is_torn = True
             raise
-        self._held.append(held_batch)
+        self._held_batches.append(held_batch)
         self._held_bytes += held_batch.bytes
         self._read += 1
 

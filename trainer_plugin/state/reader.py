@@ -350,7 +350,7 @@ class ResumableLoader:
         self.resumed_from: dict[str, Any] | None = None
         self.in_flight = InFlight()
         self.begun = self.used = False
-        self._given = self._given_before = 0
+        self._batches_given = self._given_before = 0
         self._began: dict[str, Any] | None = None
         self._loaded: dict[str, Any] | None = None
         # States of the global generators for batches that are read again after a restore.
@@ -402,7 +402,7 @@ class ResumableLoader:
         """
         if not self.in_flight.is_counted:
             self.in_flight.is_counted = True
-            for _ in range(self._given - self._given_before):
+            for _ in range(self._batches_given - self._given_before):
                 self.in_flight.take(TakenBatch(None))
 
     def state_dict(self) -> dict[str, Any]:
@@ -468,7 +468,7 @@ class ResumableLoader:
             restore(self.loader, state["drawing"])
 
     def _forget_epoch(self) -> None:
-        self._given, self._given_before, self._began = 0, 0, None
+        self._batches_given, self._given_before, self._began = 0, 0, None
 
     def _here(self) -> dict[str, Any]:
         """Return the position after all batches that were given out."""
@@ -509,7 +509,7 @@ class ResumableLoader:
             # Needed if an epoch begins at this position:
             "keeps_workers": self._keeps_workers,
             "drawing": None if own_state is not None else capture(self.loader),
-            "given": self._given,
+            "given": self._batches_given,
             "fetch": fetch,
         }
 
@@ -540,7 +540,7 @@ class ResumableLoader:
             resumed, is_first = None, False
             if batch is self:
                 return
-            self._given += 1
+            self._batches_given += 1
             yield batch
             self._tell()
             models, is_asked = self._replay(), self._asked()
@@ -579,7 +579,7 @@ class ResumableLoader:
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             self._forget_epoch()
-            self._given = self._given_before = loaded["given"]
+            self._batches_given = self._given_before = loaded["given"]
         if isinstance(self.loader, Stateful):
             return iter(self.loader), loaded
         if loaded is not None and loaded["began"] is not None:

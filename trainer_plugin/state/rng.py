@@ -145,11 +145,11 @@ class OwnGenerators:
         chance = torch.Generator().manual_seed(int.from_bytes(words[:8], "little") >> 1)
         self._bits = bits
         #: States of Python's and torch's generator, and numpy's second normal number, if any.
-        self._own: tuple[Any, torch.Tensor, float | None]
-        self._own = random.Random(words).getstate(), chance.get_state(), None
-        self._others: tuple[Any, torch.Tensor, Any, float | None] | None = None
+        self._own_states: tuple[Any, torch.Tensor, float | None]
+        self._own_states = random.Random(words).getstate(), chance.get_state(), None
+        self._global_states: tuple[Any, torch.Tensor, Any, float | None] | None = None
         self._is_taken = True
-        self._known: tuple[bytes, float | None] | None = None
+        self._known_states: tuple[bytes, float | None] | None = None
         self._began = b""
 
     def run(self, call: Callable[[], T]) -> T:
@@ -186,10 +186,15 @@ class OwnGenerators:
 
     def _put_in_place(self) -> None:
         numpy = _UNTYPED.get_bit_generator()
-        global_states = random.getstate(), torch.get_rng_state(), numpy, _kept_normal(self._known)
-        python, chance, normal = self._own
+        global_states = (
+            random.getstate(),
+            torch.get_rng_state(),
+            numpy,
+            _kept_normal(self._known_states),
+        )
+        python, chance, normal = self._own_states
         self._is_taken = True  # until all are in place, so that an interrupt here loses nothing
-        self._others = global_states
+        self._global_states = global_states
         random.setstate(python)
         torch.set_rng_state(chance)
         _replace_numpy(self._bits, normal)
@@ -198,18 +203,18 @@ class OwnGenerators:
 
     def _put_back(self) -> None:
         """Put the global generators back, unless that is done; each line may be repeated."""
-        if self._others is None:
+        if self._global_states is None:
             return
         if not self._is_taken:
-            normal = _kept_normal((self._began, self._own[2]))
-            self._own = random.getstate(), torch.get_rng_state(), normal
+            normal = _kept_normal((self._began, self._own_states[2]))
+            self._own_states = random.getstate(), torch.get_rng_state(), normal
             self._is_taken = True
-        python, chance, numpy, normal = self._others
+        python, chance, numpy, normal = self._global_states
         random.setstate(python)
         torch.set_rng_state(chance)
         _replace_numpy(numpy, normal)
-        self._known = _memory(_NUMPY), normal
-        self._others = None
+        self._known_states = _memory(_NUMPY), normal
+        self._global_states = None
 
 
 def _digest(states: Mapping[str, Any]) -> bytes:

@@ -15,7 +15,7 @@ from recpoint.errors import SettingsError
 from recpoint.format.state_values import MAX_TREE_DEPTH
 from recpoint.interrupts import came_from_handler, let_into
 from recpoint.trainer_plugin import mismatches
-from recpoint.trainer_plugin.fused_optimizers import Trainers, adopt, lacks
+from recpoint.trainer_plugin.fused_optimizers import TableOptimizers, adopt, lacks
 from recpoint.trainer_plugin.mismatches import Mismatch, reader_of_ranks
 from recpoint.trainer_plugin.ranks.sharding import without_pieces
 from recpoint.trainer_plugin.setting_checks import several
@@ -425,8 +425,8 @@ class TrainingState:
             return saved, []
         return adopt(saved, self._trainers(elsewhere))
 
-    def _trainers(self, elsewhere: Collection[str]) -> Trainers:
-        return Trainers(
+    def _trainers(self, elsewhere: Collection[str]) -> TableOptimizers:
+        return TableOptimizers(
             optimizers=self.optimizers.capture(),
             fused={name: source.state_dict() for name, source in self._sources.items()},
             tables=self.optimizers.table_names(),

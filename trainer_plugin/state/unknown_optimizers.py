@@ -125,16 +125,16 @@ class UnknownOptimizers:
     ) -> None:
         self._model = model
         self._optimizers = tuple(optimizers)
-        self._known = frozenset(map(id, self._optimizers))  # kept alive by the line above
+        self._known_ids = frozenset(map(id, self._optimizers))  # kept alive by the line above
         #: Ids of the given optimizers whose next step is looked at for a GradScaler.
-        self._unlooked = set(self._known)
+        self._unlooked = set(self._known_ids)
         self._told_scaler = False
         self._tables = tuple(tables)
         self._extras = tuple(extras)
         # By id of the optimizer. Another optimizer may get the id of a deleted one.
         self._looked: dict[int, _Looked] = {}
-        self._found: dict[int, _UnknownOptimizer] = {}
-        self._begun: list[_StepBegun] = []
+        self._unknown: dict[int, _UnknownOptimizer] = {}
+        self._open_steps: list[_StepBegun] = []
         self._trained: set[int] = set()
         self._handles: list[RemovableHandle] = []
 
@@ -158,12 +158,12 @@ class UnknownOptimizers:
 
     def take_trained(self) -> set[int]:
         """Return `id()` of each parameter that unknown optimizers trained since the last call."""
-        for optimizer, inner in self._begun:  # steps that raised or were interrupted
+        for optimizer, inner in self._open_steps:  # steps that raised or were interrupted
             self._judge_step(optimizer(), inner)
-        self._begun.clear()
+        self._open_steps.clear()
         self._looked.clear()  # the model's parameters may have changed, and optimizers may be gone
         if not self._told_scaler:
-            self._unlooked.update(self._known)  # a script may begin to use a scaler at any time
+            self._unlooked.update(self._known_ids)  # a script may begin to use a scaler at any time
         trained, self._trained = self._trained, set()
         return trained
 
@@ -174,9 +174,9 @@ class UnknownOptimizers:
             SettingsError: such an optimizer still exists; or it is deleted, but the given
                 optimizers have not stepped since.
         """
-        for key, unknown in list(self._found.items()):
+        for key, unknown in list(self._unknown.items()):
             if unknown.optimizer() is None and not unknown.idle:
-                del self._found[key]
+                del self._unknown[key]
                 continue
             several = len(unknown.names) > _MOST_NAMES
             names = ", ".join(unknown.names[:_MOST_NAMES]) + (", and others" if several else "")
@@ -192,24 +192,26 @@ class UnknownOptimizers:
             )
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        if id(optimizer) not in self._known:
-            self._begun.append(_StepBegun(weakref.ref(optimizer), set()))
+        if id(optimizer) not in self._known_ids:
+            self._open_steps.append(_StepBegun(weakref.ref(optimizer), set()))
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        if id(optimizer) in self._known:
+        if id(optimizer) in self._known_ids:
             if id(optimizer) in self._unlooked:
                 self._unlooked.discard(id(optimizer))
                 self._look_for_scaler(optimizer)
-            for _, inner in self._begun:
+            for _, inner in self._open_steps:
                 inner.add(id(optimizer))
-            for unknown in self._found.values():
+            for unknown in self._unknown.values():
                 unknown.idle.discard(id(optimizer))
             return
         # From the end, because a step that calls its base class's step has begun twice.
-        for position in range(len(self._begun) - 1, -1, -1):
-            if self._begun[position].optimizer() is optimizer:
-                self._judge_step(optimizer, self._begun[position].inner)
-                del self._begun[position]  # last, so that an interrupted step is inspected later
+        for position in range(len(self._open_steps) - 1, -1, -1):
+            if self._open_steps[position].optimizer() is optimizer:
+                self._judge_step(optimizer, self._open_steps[position].inner)
+                del self._open_steps[
+                    position
+                ]  # last, so that an interrupted step is inspected later
                 return
 
     def _look_for_scaler(self, optimizer: Optimizer) -> None:
@@ -238,13 +240,13 @@ class UnknownOptimizers:
             # A user's optimizer may raise any error on access to its attributes. It is safe to
             # assume that it trains parameters of all given optimizers.
             names = f"parameters that cannot be determined ({type(error).__name__}: {error})"
-            self._note_optimizer(optimizer, [names], self._known)
+            self._note_optimizer(optimizer, [names], self._known_ids)
 
     def _note_optimizer(
         self, optimizer: Optimizer, names: list[str], idle: Collection[int]
     ) -> None:
         kind = type(optimizer).__name__
-        self._found[id(optimizer)] = _UnknownOptimizer(
+        self._unknown[id(optimizer)] = _UnknownOptimizer(
             weakref.ref(optimizer), kind, names, set(idle)
         )
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from recpoint.trainer_plugin import mismatches
-from recpoint.trainer_plugin.fused_optimizers import Trainers, adopt, lacks
+from recpoint.trainer_plugin.fused_optimizers import TableOptimizers, adopt, lacks
 from recpoint.trainer_plugin.mismatches import Mismatch
 from recpoint.trainer_plugin.state.optimizers import OptimizerState
 from recpoint.trainer_plugin.tables import find_tables
@@ -64,9 +64,9 @@ def here(
     *,
     tables: Sequence[str] = TABLES,
     elsewhere: Sequence[str] = (),
-) -> Trainers:
+) -> TableOptimizers:
     sources = {} if fused is None else {"torchrec": fused}
-    return Trainers(optimizers, sources, tables, elsewhere)
+    return TableOptimizers(optimizers, sources, tables, elsewhere)
 
 
 def dense(model: Model) -> list[Optimizer]:
