@@ -103,8 +103,8 @@ def marker(bitmap: Tensor, *, rows: int) -> Callable[[Tensor], None]:
 
 def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequence[int]) -> None:
     """`mark` for several tables. If an id is out of range, the tables before it are marked."""
-    for bitmap, some, length in zip(bitmaps, ids, rows, strict=True):
-        mark(bitmap, some, rows=length)
+    for bitmap, table_ids, length in zip(bitmaps, ids, rows, strict=True):
+        mark(bitmap, table_ids, rows=length)
 
 
 def mark_features(
@@ -121,12 +121,14 @@ def mark_features(
     for bitmap, (start, stop), limit in zip(bitmaps, bounds, rows, strict=True):
         if stop <= start:
             continue
-        own = ids[start:stop]
+        feature_ids = ids[start:stop]
         try:
-            mark(bitmap, own, rows=limit)
+            mark(bitmap, feature_ids, rows=limit)
         except IndexError:  # nothing is marked yet
-            own = own[own != -1]
-            mark(bitmap, own.where((own >= 0) & (own < limit), 0), rows=limit)
+            feature_ids = feature_ids[feature_ids != -1]
+            mark(
+                bitmap, feature_ids.where((feature_ids >= 0) & (feature_ids < limit), 0), rows=limit
+            )
 
 
 def mark_new(bitmap: Tensor, ids: Tensor | range, *, rows: int) -> Tensor:
@@ -168,11 +170,15 @@ def mark_nonzero(bitmap: Tensor, values: Tensor, *, rows: int) -> None:
     if rows == 0:
         return
     values = values.contiguous()
-    found = torch.empty_like(bitmap)
+    nonzero_bits = torch.empty_like(bitmap)
     library.find_nonzero(
-        values.data_ptr(), values.nbytes // rows, rows, found.data_ptr(), team_size(values.nbytes)
+        values.data_ptr(),
+        values.nbytes // rows,
+        rows,
+        nonzero_bits.data_ptr(),
+        team_size(values.nbytes),
     )
-    library.merge_bits(bitmap.data_ptr(), found.data_ptr(), bitmap.numel())
+    library.merge_bits(bitmap.data_ptr(), nonzero_bits.data_ptr(), bitmap.numel())
 
 
 def merge(into: Tensor, other: Tensor) -> None:

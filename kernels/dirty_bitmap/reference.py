@@ -38,17 +38,17 @@ def _write(bitmap: Tensor, marked: set[int]) -> None:
 
 def mark(bitmap: Tensor, ids: Tensor, *, rows: int) -> None:
     """Set the bits of `ids` (int32 or int64, any shape)."""
-    wanted = ids.reshape(-1).tolist()
-    for row in wanted:
+    row_ids = ids.reshape(-1).tolist()
+    for row in row_ids:
         if not 0 <= row < rows:
             raise IndexError(f"ids: {row}, expected 0 <= id < {rows}")
-    _write(bitmap, _read(bitmap) | set(wanted))
+    _write(bitmap, _read(bitmap) | set(row_ids))
 
 
 def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequence[int]) -> None:
     """`mark` for several tables; at an id out of range, the tables before it are marked."""
-    for bitmap, some, length in zip(bitmaps, ids, rows, strict=True):
-        mark(bitmap, some, rows=length)
+    for bitmap, table_ids, length in zip(bitmaps, ids, rows, strict=True):
+        mark(bitmap, table_ids, rows=length)
 
 
 def mark_features(
@@ -65,33 +65,33 @@ def mark_features(
     `offsets[b + 1]`. The features of one call are those of one lookup in many tables. An id of -1
     marks nothing. Any other id out of range marks row 0, which FBGEMM trains in its place.
     """
-    wanted, starts = ids.tolist(), offsets.tolist()
+    row_ids, starts = ids.tolist(), offsets.tolist()
     for bitmap, (first, end), limit in zip(bitmaps, bags, rows, strict=True):
-        of_feature = wanted[starts[first] : starts[end]]
-        found = {row if 0 <= row < limit else 0 for row in of_feature if row != -1}
-        _write(bitmap, _read(bitmap) | found)
+        of_feature = row_ids[starts[first] : starts[end]]
+        rows_marked = {row if 0 <= row < limit else 0 for row in of_feature if row != -1}
+        _write(bitmap, _read(bitmap) | rows_marked)
 
 
 def mark_new(bitmap: Tensor, ids: Tensor | range, *, rows: int) -> Tensor:
     """Set the bits of `ids`; the positions of those that were not set."""
-    seen = _read(bitmap)
-    wanted = list(ids) if isinstance(ids, range) else ids.tolist()
+    marked = _read(bitmap)
+    row_ids = list(ids) if isinstance(ids, range) else ids.tolist()
     new: list[int] = []
-    for position, row in enumerate(wanted):
+    for position, row in enumerate(row_ids):
         if not 0 <= row < rows:
             raise IndexError(f"ids: {row}, expected 0 <= id < {rows}")
-        if row not in seen:
+        if row not in marked:
             new.append(position)
-            seen.add(row)
-    _write(bitmap, seen)
+            marked.add(row)
+    _write(bitmap, marked)
     return torch.tensor(new, dtype=torch.int64, device="cpu")
 
 
 def mark_nonzero(bitmap: Tensor, values: Tensor, *, rows: int) -> None:
     """Set the bits of the rows of `values` that have a bit set."""
     data = values.contiguous().reshape(rows, -1).view(torch.uint8)
-    found = {row for row, row_bytes in enumerate(data.tolist()) if any(row_bytes)}
-    _write(bitmap, _read(bitmap) | found)
+    rows_nonzero = {row for row, row_bytes in enumerate(data.tolist()) if any(row_bytes)}
+    _write(bitmap, _read(bitmap) | rows_nonzero)
 
 
 def merge(into: Tensor, other: Tensor) -> None:

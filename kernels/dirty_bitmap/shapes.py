@@ -45,8 +45,8 @@ def require_features(
             raise ValueError(
                 f"{name}: {tensor.dtype} {tuple(tensor.shape)}, expected a vector of int32 or int64"
             )
-    within = all(0 <= first <= end < offsets.numel() for first, end in bags)
-    if len(bags) != len(bitmaps) or not within:
+    are_inside = all(0 <= first <= end < offsets.numel() for first, end in bags)
+    if len(bags) != len(bitmaps) or not are_inside:
         raise ValueError(
             f"bags: {list(bags)!s:.200}, expected two ascending indexes of {offsets.numel()} "
             f"offsets for each of {len(bitmaps)} features"

@@ -49,9 +49,9 @@ def _set_bits(bitmap, row, rows, inside, BLOCK: tl.constexpr):
     bit = tl.full([BLOCK], 1, tl.int32) << (row & 31).to(tl.int32)
     # Past the first-level cache, which would go on showing a word as it was. A bit that is seen set
     # stays set; one that is not yet seen is set again, which is the same.
-    seen = tl.load(word, mask=inside, other=0, cache_modifier=".cg")
+    old_word = tl.load(word, mask=inside, other=0, cache_modifier=".cg")
     # Order between the marks of one bitmap does not matter, only that none is lost.
-    tl.atomic_or(word, bit, mask=inside & ((seen & bit) == 0), sem="relaxed")
+    tl.atomic_or(word, bit, mask=inside & ((old_word & bit) == 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["n", "rows"], do_not_specialize_on_alignment=["ids"])
@@ -59,9 +59,9 @@ def _mark(bitmap, ids, n, rows, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * (BLOCK * ROUNDS)
     rounds = tl.minimum(ROUNDS, tl.cdiv(n - first, BLOCK)).to(tl.int32)
     for number in range(rounds):
-        at = first + number * BLOCK + tl.arange(0, BLOCK)
-        row = tl.load(ids + at, mask=at < n, other=-1).to(tl.int64)
-        _set_bits(bitmap, row, rows, at < n, BLOCK)
+        index = first + number * BLOCK + tl.arange(0, BLOCK)
+        row = tl.load(ids + index, mask=index < n, other=-1).to(tl.int64)
+        _set_bits(bitmap, row, rows, index < n, BLOCK)
 
 
 @triton.jit
@@ -80,17 +80,17 @@ def _mark_many(
     first = part * (BLOCK * ROUNDS)
     rounds = tl.minimum(ROUNDS, tl.cdiv(n - first, BLOCK)).to(tl.int32)
     for number in range(rounds):
-        at = first + number * BLOCK + tl.arange(0, BLOCK)
-        inside = at < n
+        index = first + number * BLOCK + tl.arange(0, BLOCK)
+        valid = index < n
         row = tl.full([BLOCK], -1, tl.int64)
         if WIDE:
-            long = ids.to(tl.pointer_type(tl.int64)) + at * stride
-            row = tl.load(long, mask=inside & wide, other=-1)
+            long = ids.to(tl.pointer_type(tl.int64)) + index * stride
+            row = tl.load(long, mask=valid & wide, other=-1)
         if NARROW:
-            short = ids.to(tl.pointer_type(tl.int32)) + at * stride
-            narrow = tl.load(short, mask=inside & (wide == 0), other=-1).to(tl.int64)
+            short = ids.to(tl.pointer_type(tl.int32)) + index * stride
+            narrow = tl.load(short, mask=valid & (wide == 0), other=-1).to(tl.int64)
             row = tl.where(wide, row, narrow)
-        _set_bits(bitmap, row, rows, inside, BLOCK)
+        _set_bits(bitmap, row, rows, valid, BLOCK)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids"])
@@ -109,20 +109,20 @@ def _mark_features(
     parts = (stop - start + (BLOCK * ROUNDS - 1)) // (BLOCK * ROUNDS)
     ends = tl.cumsum(parts, axis=0)
     program = tl.program_id(0).to(tl.int64)
-    own = (ends > program) & (ends - parts <= program)
-    if tl.sum(own.to(tl.int32), axis=0) > 0:
+    is_own_feature = (ends > program) & (ends - parts <= program)
+    if tl.sum(is_own_feature.to(tl.int32), axis=0) > 0:
         begin = start + (program - (ends - parts)) * (BLOCK * ROUNDS)
-        first = tl.sum(tl.where(own, begin, 0), axis=0)
-        end = tl.sum(tl.where(own, stop, 0), axis=0)
-        feature = table + SLOTS + tl.sum(tl.where(own, slot, 0), axis=0)
+        first = tl.sum(tl.where(is_own_feature, begin, 0), axis=0)
+        end = tl.sum(tl.where(is_own_feature, stop, 0), axis=0)
+        feature = table + SLOTS + tl.sum(tl.where(is_own_feature, slot, 0), axis=0)
         bitmap = tl.load(feature + 2 * SLOTS).to(tl.pointer_type(tl.int32))
         rows = tl.load(feature + 3 * SLOTS)
         rounds = tl.minimum(ROUNDS, tl.cdiv(end - first, BLOCK)).to(tl.int32)
         for number in range(rounds):
-            at = first + number * BLOCK + tl.arange(0, BLOCK)
-            row = tl.load(ids + at, mask=at < end, other=-1).to(tl.int64)
+            index = first + number * BLOCK + tl.arange(0, BLOCK)
+            row = tl.load(ids + index, mask=index < end, other=-1).to(tl.int64)
             row = tl.where((row < -1) | (row >= rows), 0, row)
-            _set_bits(bitmap, row, rows, at < end, BLOCK)
+            _set_bits(bitmap, row, rows, index < end, BLOCK)
 
 
 @triton.jit
@@ -140,8 +140,8 @@ def _count_many(table, counts, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     entry, part = entry_and_part(table, SLOTS)
     fields = table + SLOTS + entry
     bitmap = tl.load(fields).to(tl.pointer_type(tl.int32))
-    at = part * BLOCK + tl.arange(0, BLOCK)
-    words = tl.load(bitmap + at, mask=at < tl.load(fields + SLOTS), other=0)
+    index = part * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(bitmap + index, mask=index < tl.load(fields + SLOTS), other=0)
     ones = _ones(words.to(tl.uint32, bitcast=True))
     tl.store(counts + tl.program_id(0), tl.sum(ones, axis=0))
 
@@ -155,22 +155,24 @@ def _collect_many(table, ends, ids, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     room = (tl.load(ends + program) - first).to(tl.int32)
     if room > 0:
         bitmap = tl.load(fields).to(tl.pointer_type(tl.int32))
-        at = part * BLOCK + tl.arange(0, BLOCK)
-        words = tl.load(bitmap + at, mask=at < tl.load(fields + SLOTS), other=0)
+        index = part * BLOCK + tl.arange(0, BLOCK)
+        words = tl.load(bitmap + index, mask=index < tl.load(fields + SLOTS), other=0)
         ones = _ones(words.to(tl.uint32, bitcast=True))
         place = tl.cumsum(ones, axis=0) - ones
         for bit in tl.static_range(32):
             marked = (words >> bit) & 1
             # Never more than was counted, even if a bit is set in between.
-            tl.store(ids + first + place, at * 32 + bit, mask=(marked != 0) & (place < room))
+            tl.store(ids + first + place, index * 32 + bit, mask=(marked != 0) & (place < room))
             place += marked
 
 
 @triton.jit
 def _merge(into, other, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    words = tl.load(into + at, mask=at < n, other=0) | tl.load(other + at, mask=at < n, other=0)
-    tl.store(into + at, words, mask=at < n)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(into + index, mask=index < n, other=0) | tl.load(
+        other + index, mask=index < n, other=0
+    )
+    tl.store(into + index, words, mask=index < n)
 
 
 def _require_ids(ids: Tensor) -> None:
@@ -193,25 +195,25 @@ def mark_many(bitmaps: Sequence[Tensor], ids: Sequence[Tensor], *, rows: Sequenc
     """`mark` for each table, in one launch; a column of a batch is read where it lies."""
     entries: list[tuple[int, ...]] = []
     programs: list[int] = []
-    held: list[Tensor] = []  # copies stay until the kernel is in the stream
+    copies: list[Tensor] = []  # copies stay until the kernel is in the stream
     wide = narrow = False
-    for bitmap, given, limit in zip(bitmaps, ids, rows, strict=True):
+    for bitmap, table_ids, limit in zip(bitmaps, ids, rows, strict=True):
         require_fit(bitmap, limit)
-        _require_ids(given)
+        _require_ids(table_ids)
         _require_same_device(bitmap, bitmaps[0])
-        if given.device != bitmap.device:
-            given = given.to(bitmap.device, non_blocking=True)
+        if table_ids.device != bitmap.device:
+            table_ids = table_ids.to(bitmap.device, non_blocking=True)
         # Positions in a tensor that is not one sequence have no single stride.
-        if given.dim() != 1 and not given.is_contiguous():
-            given = given.contiguous()
-        n = given.numel()
+        if table_ids.dim() != 1 and not table_ids.is_contiguous():
+            table_ids = table_ids.contiguous()
+        n = table_ids.numel()
         if n == 0:
             continue
-        held.append(given)
-        stride = given.stride(0) if given.dim() == 1 else 1
-        is_wide = given.dtype == torch.int64
+        copies.append(table_ids)
+        stride = table_ids.stride(0) if table_ids.dim() == 1 else 1
+        is_wide = table_ids.dtype == torch.int64
         wide, narrow = wide or is_wide, narrow or not is_wide
-        entries.append((bitmap.data_ptr(), given.data_ptr(), n, limit, stride, int(is_wide)))
+        entries.append((bitmap.data_ptr(), table_ids.data_ptr(), n, limit, stride, int(is_wide)))
         programs.append(triton.cdiv(n, _IDS_BLOCK * _ROUNDS))
     if entries:
         launch = plan(entries, programs, bitmaps[0].device)
@@ -293,8 +295,8 @@ def _scan(bitmaps: Sequence[Tensor]) -> _Scan | None:
     programs = [triton.cdiv(bitmap.numel(), _SCAN_WORDS) for bitmap in filled]
     entries = []
     last = -1
-    for bitmap, own in zip(filled, programs, strict=True):
-        last += own
+    for bitmap, own_programs in zip(filled, programs, strict=True):
+        last += own_programs
         entries.append((bitmap.data_ptr(), bitmap.numel(), last))
     launch = plan(entries, programs, device)
     counts = torch.empty(launch.programs, dtype=torch.int32, device=device)
@@ -308,11 +310,11 @@ def _totals(bitmaps: Sequence[Tensor], scan: _Scan | None) -> list[int]:
         return [0] * len(bitmaps)
     filled = sum(bitmap.numel() > 0 for bitmap in bitmaps)
     ends = iter(scan.ends.index_select(0, scan.launch.table[3, :filled]).tolist())
-    totals, before = [], 0
+    totals, last_end = [], 0
     for bitmap in bitmaps:
-        end = next(ends) if bitmap.numel() else before
-        totals.append(end - before)
-        before = end
+        end = next(ends) if bitmap.numel() else last_end
+        totals.append(end - last_end)
+        last_end = end
     return totals
 
 

@@ -74,20 +74,20 @@ class Tally:
         arrays: list[int] = []  # three integers for each array, as in native.cpp
         places: list[int] = []
         # `meanwhile` may give a source other memory, so the old memory is kept until the end.
-        kept: list[torch.UntypedStorage] = []
+        storages: list[torch.UntypedStorage] = []
         total_bytes = 0
-        for count, rows, to in zip(self.counts, self._rows, destinations, strict=True):
-            if to is None or count == 0:
+        for count, rows, destination in zip(self.counts, self._rows, destinations, strict=True):
+            if destination is None or count == 0:
                 places += _NO_ROW
                 continue
             first = len(arrays) // 3
             for size, (source, room) in zip(
-                row_bytes(to, count=count, rows=rows), to.arrays, strict=True
+                row_bytes(destination, count=count, rows=rows), destination.arrays, strict=True
             ):
-                kept.append(source.untyped_storage())
+                storages.append(source.untyped_storage())
                 arrays += source.data_ptr(), room.address, size
                 total_bytes += 2 * count * size
-            places += to.ids.address, first, len(arrays) // 3
+            places += destination.ids.address, first, len(arrays) // 3
         all_places, all_arrays = array("q", places), array("q", arrays)
         # This is one call. Signal handlers can run only inside `meanwhile`, so they cannot end the
         # call early. After the call no thread writes to the caller's memory.
@@ -96,7 +96,7 @@ class Tally:
             _address(all_places), _address(all_arrays), len(arrays) // 3, team_size(total_bytes),
             meanwhile,
         )  # fmt: skip
-        del kept
+        del storages
         if changed:
             raise RuntimeError(f"dirty bitmap: {changed} parts have changed while they were read")
 

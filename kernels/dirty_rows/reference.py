@@ -29,13 +29,15 @@ class Tally:
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Copy the rows out."""
-        for (bitmap, rows), count, to in zip(self._tables, self.counts, destinations, strict=True):
-            if to is None:
+        for (bitmap, rows), count, destination in zip(
+            self._tables, self.counts, destinations, strict=True
+        ):
+            if destination is None:
                 continue
-            row_bytes(to, count=count, rows=rows)
+            row_bytes(destination, count=count, rows=rows)
             ids = dirty_bitmap.collect(bitmap, rows=rows)
-            _fill(to.ids, ids)
-            for source, room in to.arrays:
+            _fill(destination.ids, ids)
+            for source, room in destination.arrays:
                 out = torch.empty((count, *source.shape[1:]), dtype=source.dtype, device="cpu")
                 row_gather.gather(source, ids, out)
                 _fill(room, out)

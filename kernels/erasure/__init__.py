@@ -91,11 +91,11 @@ def encode(
         raise ValueError(f"parity: {parity}, expected 1 or 2")
     if not data:
         raise ValueError(f"data: no members, expected 1 to {MOST_DATA}")
-    found = [torch.empty_like(data[0]) for _ in range(parity)] if outs is None else list(outs)
-    if len(found) != parity:
-        raise ValueError(f"outs: {len(found)}, expected {parity} as the parity")
-    cpu.encode(data, found)
-    return found
+    parities = [torch.empty_like(data[0]) for _ in range(parity)] if outs is None else list(outs)
+    if len(parities) != parity:
+        raise ValueError(f"outs: {len(parities)}, expected {parity} as the parity")
+    cpu.encode(data, parities)
+    return parities
 
 
 def combine(
@@ -136,8 +136,8 @@ def decode(survivors: Mapping[int, Tensor], data: int, lost: Iterable[int]) -> d
         ValueError: the survivors do not determine the lost members, or a number or tensor does not
             fit (see `decoding_coefficients` and `combine`).
     """
-    found = {}
+    decoded = {}
     for member, combination in decoding_coefficients(data, lost, survivors).items():
         rows = [survivors[k] for k in combination]
-        found[member] = combine(rows, list(combination.values()))
-    return found
+        decoded[member] = combine(rows, list(combination.values()))
+    return decoded

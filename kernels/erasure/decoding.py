@@ -47,22 +47,22 @@ def decoding_coefficients(
             or the present members do not determine the lost ones.
     """
     _require_data(data)
-    wanted, there = sorted(set(lost)), sorted(set(present))
-    for name, members in (("lost", wanted), ("present", there)):
+    lost_members, present_members = sorted(set(lost)), sorted(set(present))
+    for name, members in (("lost", lost_members), ("present", present_members)):
         for member in members:
             if not 0 <= member < data + 2:
                 raise ValueError(f"{name}: member {member}, expected 0 to {data + 1}")
-    if both := set(wanted) & set(there):
-        raise ValueError(f"lost: members {sorted(both)}, expected none that are present")
-    found: dict[int, Combination] = {k: {k: 1} for k in there if k < data}
-    missing = [k for k in range(data) if k not in found]
-    if missing and any(member in missing or member >= data for member in wanted):
-        found |= _solved(data, missing, there)
+    if overlap := set(lost_members) & set(present_members):
+        raise ValueError(f"lost: members {sorted(overlap)}, expected none that are present")
+    combinations: dict[int, Combination] = {k: {k: 1} for k in present_members if k < data}
+    missing = [k for k in range(data) if k not in combinations]
+    if missing and any(member in missing or member >= data for member in lost_members):
+        combinations |= _solved(data, missing, present_members)
     return {
-        member: found[member]
+        member: combinations[member]
         if member < data
-        else _sum((c, found[k]) for k, c in parity_coefficients(data, member).items())
-        for member in wanted
+        else _sum((c, combinations[k]) for k, c in parity_coefficients(data, member).items())
+        for member in lost_members
     }
 
 

@@ -36,8 +36,8 @@ def encode(data: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
     """outs[0] = P, the sum of the data; outs[1] = Q, the sum of g^k · data[k]."""
     factors = [[1] * len(data), [coefficient(k) for k in range(len(data))]]
     parities = [torch.empty_like(out) for out in outs]
-    for some, parity in zip(factors, parities, strict=False):
-        combine(data, some, parity)
+    for row_factors, parity in zip(factors, parities, strict=False):
+        combine(data, row_factors, parity)
     for parity, out in zip(parities, outs, strict=True):
         out.copy_(parity)
 

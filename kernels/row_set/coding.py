@@ -172,9 +172,9 @@ def open_bitmap(first: int, payload: object, *, count: int, rows: int) -> Bytes:
     bits = decompress(data, smallest=(count + 7) // 8, largest=(_ROWS_PER_RUN * count + 7) // 8)
     if not bits[0] & 1 or not bits[-1]:
         raise ValueError("row set: a bitmap whose ends are not in the set")
-    found = int(np.bitwise_count(bits).sum(dtype=np.int64))
-    if found != count:
-        raise ValueError(f"row set: a bitmap of {found} ids, expected {count}")
+    bit_count = int(np.bitwise_count(bits).sum(dtype=np.int64))
+    if bit_count != count:
+        raise ValueError(f"row set: a bitmap of {bit_count} ids, expected {count}")
     if first + 8 * (bits.size - 1) + int(bits[-1]).bit_length() > rows:
         raise outside(rows)
     return bits
@@ -210,12 +210,12 @@ def open_runs(first: int, payload: object, *, count: int, rows: int) -> tuple[in
         raise ValueError(f"row set: {runs} runs of {count} ids")
     low, low_starts = _planes(data[8:10], 2)
     gaps = runs - 1
-    both = low + low_starts
-    content = decompress(data[10:], smallest=(both + 2) * gaps, largest=(both + 4) * gaps)
-    symbols = content[both * gaps :]
+    low_bytes = low + low_starts
+    content = decompress(data[10:], smallest=(low_bytes + 2) * gaps, largest=(low_bytes + 4) * gaps)
+    symbols = content[low_bytes * gaps :]
     _check_ends(symbols, 2 * gaps)
     offsets = Gaps(low, content[: low * gaps], symbols)
-    return runs, offsets, Gaps(low_starts, content[low * gaps : both * gaps], symbols)
+    return runs, offsets, Gaps(low_starts, content[low * gaps : low_bytes * gaps], symbols)
 
 
 def _payload(first: int, payload: object, *, count: int, rows: int) -> memoryview:
@@ -234,9 +234,9 @@ def _planes(header: memoryview, lists: int) -> bytes:
 
 
 def _check_ends(symbols: Bytes, gaps: int) -> None:
-    found = symbols.size - int(np.count_nonzero(symbols == ESCAPE))
-    if found != gaps or symbols[-1] == ESCAPE:
-        raise ValueError(f"row set: symbols of {found} whole gaps, expected {gaps}")
+    gap_count = symbols.size - int(np.count_nonzero(symbols == ESCAPE))
+    if gap_count != gaps or symbols[-1] == ESCAPE:
+        raise ValueError(f"row set: symbols of {gap_count} whole gaps, expected {gaps}")
 
 
 def _check_counts(first: int, count: int, rows: int) -> None:

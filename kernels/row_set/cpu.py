@@ -110,10 +110,10 @@ def _read_bits(bits: Bytes, first: int, count: int) -> Tensor:
 def _read_runs(first: int, payload: object, *, count: int, rows: int) -> Tensor:
     runs, gaps, lengths = open_runs(first, payload, count=count, rows=rows)
     offsets, starts = np.empty(runs, np.int64), np.empty(runs, np.int64)
-    at = _read_gaps(gaps, 0, first, offsets, limit=rows - count + 1)
-    if at < 0:
+    first_length = _read_gaps(gaps, 0, first, offsets, limit=rows - count + 1)
+    if first_length < 0:
         raise outside(rows)
-    if _read_gaps(lengths, at, 0, starts, limit=count) < 0:
+    if _read_gaps(lengths, first_length, 0, starts, limit=count) < 0:
         raise too_long(count)
     ids = torch.empty(count, dtype=torch.int64, device="cpu")
     library.join_runs(offsets.ctypes.data, starts.ctypes.data, runs, ids.data_ptr(), count)

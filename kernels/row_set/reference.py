@@ -33,7 +33,7 @@ def encode(ids: Tensor) -> RowSet:
     """Code ids int64 [n], ascending and without duplicates."""
     first, span = extent(ids)
     rows: list[int] = ids.tolist()
-    steps = [after - row for row, after in zip(rows, rows[1:], strict=False)]
+    steps = [next_row - row for row, next_row in zip(rows, rows[1:], strict=False)]
     if any(step <= 0 for step in steps):
         raise out_of_order()
     starts = [0, *(i + 1 for i, step in enumerate(steps) if step > 1)]
@@ -79,10 +79,10 @@ def decode(
 
 def _read_runs(first: int, payload: object, *, count: int, rows: int) -> list[int]:
     runs, gaps, lengths = open_runs(first, payload, count=count, rows=rows)
-    offsets, at = _read_gaps(gaps, 0, first, runs)
+    offsets, first_length = _read_gaps(gaps, 0, first, runs)
     if offsets[-1] + count > rows:
         raise outside(rows)
-    starts, _ = _read_gaps(lengths, at, 0, runs)
+    starts, _ = _read_gaps(lengths, first_length, 0, runs)
     if starts[-1] >= count:
         raise too_long(count)
     ends = [*starts[1:], count]
@@ -95,12 +95,14 @@ def _read_runs(first: int, payload: object, *, count: int, rows: int) -> list[in
 
 def _write_gaps(numbers: list[int]) -> Gaps:
     low, _ = gap_room(len(numbers), numbers[-1] - numbers[0] + 1)
-    gaps = [after - number - 1 for number, after in zip(numbers, numbers[1:], strict=False)]
+    gaps = [
+        next_number - number - 1 for number, next_number in zip(numbers, numbers[1:], strict=False)
+    ]
     planes = b"".join(bytes(gap >> 8 * plane & 255 for gap in gaps) for plane in range(low))
     symbols = bytearray()
     for gap in gaps:
-        escapes, rest = divmod(gap >> 8 * low, ESCAPE)
-        symbols += bytes([ESCAPE] * escapes + [rest])
+        escapes, remainder = divmod(gap >> 8 * low, ESCAPE)
+        symbols += bytes([ESCAPE] * escapes + [remainder])
     return Gaps(low, np.frombuffer(planes, np.uint8), np.frombuffer(bytes(symbols), np.uint8))
 
 

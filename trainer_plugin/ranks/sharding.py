@@ -272,11 +272,11 @@ def stored_elsewhere(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> froz
         SettingsError: a rank has no piece of a tensor, or another shape; or the stored pieces would
             not make up the tensor.
     """
-    settled: set[object] = set()  # layouts already checked: layers of one shape are cut alike
+    checked_layouts: set[object] = set()  # layers of one shape are cut alike
     for name in sorted(set().union(*held)):
         by_rank = [of_rank.get(name) for of_rank in held]
         layout = tuple(by_rank)
-        if layout not in settled:
+        if layout not in checked_layouts:
             fault = _fault(by_rank)
             if fault is not None:
                 raise SettingsError(
@@ -286,7 +286,7 @@ def stored_elsewhere(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> froz
                     next_step="give each rank the model that it trains, and divide each layer in "
                     "the same way on all ranks",
                 )
-            settled.add(layout)
+            checked_layouts.add(layout)
     return frozenset(
         name
         for name, piece in held[rank].items()

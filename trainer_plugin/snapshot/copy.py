@@ -16,13 +16,13 @@ from recpoint.format.job import StagedTable
 from recpoint.format.manifest import CopiedAhead
 from recpoint.kernels import dirty_bitmap, dirty_rows, row_gather
 from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
+from recpoint.trainer_plugin.snapshot.final_places import Move
 from recpoint.trainer_plugin.snapshot.plan import (
     CutTable,
     MarkedRows,
     full_bytes,
     place_state,
 )
-from recpoint.trainer_plugin.snapshot.settle import Move
 
 __all__ = [
     "BehindTables",

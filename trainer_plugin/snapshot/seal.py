@@ -23,7 +23,7 @@ from recpoint.format.records import CheckpointRef
 from recpoint.kernels import implementation
 from recpoint.trainer_plugin.policy import ChainLink, PolicyName
 from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
-from recpoint.trainer_plugin.snapshot.settle import Move, settle
+from recpoint.trainer_plugin.snapshot.final_places import Move, move_to_final_places
 
 __all__ = ["ServedTables", "Snapshot", "seal"]
 
@@ -91,7 +91,7 @@ class Snapshot:
 
     @property
     def used_bytes(self) -> int:
-        """The most bytes that the snapshot takes of its slot, before and after it is settled."""
+        """The most bytes that the snapshot takes of its slot, before and after rows move in it."""
         ends = [move.source.end for move in self.moves]
         return max(self.slot_bytes + self.sample.size_bytes, *ends, 0)
 
@@ -141,7 +141,7 @@ def seal(
                 patience_seconds=ranks_seconds,
             )
         )
-    settle(snapshot.slot.data, snapshot.moves)
+    move_to_final_places(snapshot.slot.data, snapshot.moves)
     sampled, slot_bytes = place_sample(
         snapshot.sample, snapshot.tables, snapshot.placed, snapshot.slot.data, snapshot.slot_bytes
     )

@@ -30,6 +30,7 @@ from recpoint.trainer_plugin.policy import ChainLink, Tip
 from recpoint.trainer_plugin.schedule.ledger import CopiedRows
 from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
 from recpoint.trainer_plugin.snapshot.copy import BehindTables, copy_state, copy_tables
+from recpoint.trainer_plugin.snapshot.final_places import Move, MovedTable
 from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
 from recpoint.trainer_plugin.snapshot.plan import (
     CutPlan,
@@ -37,7 +38,6 @@ from recpoint.trainer_plugin.snapshot.plan import (
     place_state,
     place_tables,
 )
-from recpoint.trainer_plugin.snapshot.settle import Move, SettledTable
 
 __all__ = ["OpeningState", "Window"]
 
@@ -336,7 +336,7 @@ class Window:
             behind: what lies behind the tables.
 
         Returns:
-            The moves that `settle` makes; nothing: everything lies where a plain cut would put it.
+            The moves of `move_to_final_places`; nothing: all lies where a plain cut would put it.
 
         Raises:
             StagingFull, StagingError: as `Slot.grow`.
@@ -372,7 +372,7 @@ class Window:
         if self.frozen.link.kind == "increment":
             for (ahead, table), tail in zip(self._pairs(), self._tails, strict=True):
                 index = ahead.number
-                settled = SettledTable(
+                moved_table = MovedTable(
                     rows=table.rows,
                     dirty=ahead.aside.bitmap.clone(),  # training goes on to change it
                     ids=at_last.get(f"t{index}.ids"),
@@ -382,12 +382,15 @@ class Window:
                 for name, rows in zip(_array_names(ahead), tail.arrays, strict=True):
                     if name in at_first and name in at_last:
                         moves[name] = Move(
-                            source=at_first[name], target=at_last[name], table=settled, tail=rows
+                            source=at_first[name],
+                            target=at_last[name],
+                            table=moved_table,
+                            tail=rows,
                         )
                     elif name in at_last:  # every row is in the tail
                         source = at_last[name]._replace(size_bytes=0)
                         moves[name] = Move(
-                            source=source, target=at_last[name], table=settled, tail=rows
+                            source=source, target=at_last[name], table=moved_table, tail=rows
                         )
         for name, spot in at_first.items():
             if name not in moves and name in at_last and not name.endswith(".ids"):

@@ -12,8 +12,8 @@ from torch import Tensor
 from recpoint.catalog.staging.slot import Placed, place_behind
 from recpoint.format.dtypes import Dtype
 from recpoint.kernels import dirty_bitmap
-from recpoint.trainer_plugin.snapshot import settle as settling
-from recpoint.trainer_plugin.snapshot.settle import Move, SettledTable, settle
+from recpoint.trainer_plugin.snapshot import final_places
+from recpoint.trainer_plugin.snapshot.final_places import Move, MovedTable, move_to_final_places
 
 _ROWS_BYTES = (1, 2, 3, 7, 8, 12, 64, 100, 255, 300)
 
@@ -63,7 +63,7 @@ class Table:
 
 
 def check(tables: list[Table], state_bytes: list[int]) -> None:
-    """Build the slot as a window leaves it, settle it, and compare each array."""
+    """Build the slot as a window leaves it, move its rows, and compare each array."""
     first_end = last_end = 0
     for table in tables:
         first_end = table.place(table.first, table.placed, first_end)
@@ -87,7 +87,7 @@ def check(tables: list[Table], state_bytes: list[int]) -> None:
             whole = torch.tensor(rows) if name == ids_name else None
             array = table.array(int(name.split(".")[1]), rows) if whole is None else whole
             spot.view(data).copy_(array)
-        settled = SettledTable(
+        moved_table = MovedTable(
             rows=table.rows,
             dirty=bitmap,
             ids=table.last.get(ids_name),
@@ -102,12 +102,12 @@ def check(tables: list[Table], state_bytes: list[int]) -> None:
                 continue
             source = table.first.get(name, target._replace(size_bytes=0))
             tail = table.array(int(name.split(".")[1]), table.tail)
-            moves.append(Move(source=source, target=target, table=settled, tail=tail))
+            moves.append(Move(source=source, target=target, table=moved_table, tail=tail))
     for source, target in state:
         source.view(data).copy_(content(source.name, n=source.size_bytes))
         moves.append(Move(source=source, target=target))
 
-    settle(data, moves)
+    move_to_final_places(data, moves)
 
     for table in tables:
         rows = sorted(table.dirty)
@@ -145,7 +145,7 @@ def drawn(draw: random.Random, number: int) -> Table:
 @pytest.mark.parametrize("part", range(4))
 def test_random_layouts(part: int, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small buffer has each array moved in many chunks."""
-    monkeypatch.setattr(settling, "_BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(final_places, "_BUFFER_BYTES", buffer_bytes)
     for seed in range(40 * part, 40 * part + 40):
         draw = random.Random(seed)
         tables = [drawn(draw, number) for number in range(draw.randint(1, 4))]
@@ -174,7 +174,7 @@ EVERY = set(range(100))
 def test_each_case_before_and_behind_others(
     rows: tuple[set[int], set[int]], row_bytes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settling, "_BUFFER_BYTES", 650)
+    monkeypatch.setattr(final_places, "_BUFFER_BYTES", 650)
     neighbours = {
         "goes up": ({1}, {1, *range(40, 90)}),
         "goes down": (set(range(60)), {9}),
@@ -207,7 +207,7 @@ def test_tail_rows_of_other_dtypes_and_shapes() -> None:
         end = spots[name].end
     data = torch.zeros(end, dtype=torch.uint8)
     ids.view(data).copy_(torch.tensor(placed))
-    table = SettledTable(
+    table = MovedTable(
         rows=rows, dirty=bitmap, ids=ids, provisional_ids=ids, tail_ids=torch.tensor([0, 39])
     )
     moves = []
@@ -215,7 +215,7 @@ def test_tail_rows_of_other_dtypes_and_shapes() -> None:
         spots[name].view(data).copy_(array[placed])
         spot = spots[name]
         moves.append(Move(source=spot, target=spot, table=table, tail=array[[0, 39]]))
-    settle(data, moves)
+    move_to_final_places(data, moves)
     assert ids.view(data).tolist() == dirty
     for name, _, array in arrays:
         assert torch.equal(spots[name].view(data), array[dirty])

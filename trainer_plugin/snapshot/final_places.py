@@ -2,8 +2,8 @@
 
 Places are chosen when the window opens. At the cut, a place is a hole if its row was predicted and
 never marked. A row that was marked and not predicted has no place; it lies in the tail, outside the
-slot. `settle` drops the holes, merges the tail in, and moves every array to its final place. It
-runs in the background thread, before anything reads the slot.
+slot. `move_to_final_places` drops the holes, merges the tail in, and moves every array to its final
+place. It runs in the background thread, before anything reads the slot.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from recpoint.catalog.staging.slot import Placed
 from recpoint.kernels import dirty_bitmap, row_gather
 
-__all__ = ["Move", "SettledTable", "settle"]
+__all__ = ["Move", "MovedTable", "move_to_final_places"]
 
 #: Rows are moved through a buffer of at most this size.
 _BUFFER_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SettledTable:
+class MovedTable:
     """The rows of a table whose places change, or that has rows in the tail.
 
     Attributes:
@@ -56,7 +56,7 @@ class Move:
 
     source: Placed
     target: Placed
-    table: SettledTable | None = None
+    table: MovedTable | None = None
     tail: Tensor | None = None
 
     @property
@@ -65,7 +65,7 @@ class Move:
         return self.target.offset > self.source.offset
 
 
-def settle(data: Tensor, moves: Sequence[Move]) -> None:
+def move_to_final_places(data: Tensor, moves: Sequence[Move]) -> None:
     """Move arrays to their final places.
 
     Args:
@@ -99,7 +99,7 @@ class _RowOrder:
         merged: bool [n]: whether the row comes from the tail; None: none does.
     """
 
-    def __init__(self, data: Tensor, table: SettledTable) -> None:
+    def __init__(self, data: Tensor, table: MovedTable) -> None:
         self.ids = dirty_bitmap.collect(table.dirty, rows=table.rows)
         tail = table.tail_ids.numel()
         placed: Tensor | None = None
