@@ -12,9 +12,9 @@ from recpoint.catalog.persist import persist
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.store.store import open_store
-from recpoint.format.job import Job, Outcome
+from recpoint.format.job import Job
 from recpoint.format.naming import ManifestName
-from tests.training_builder import until
+from tests.training_builder import reject, until
 
 __all__ = ["StagedPlay"]
 
@@ -73,21 +73,7 @@ class StagedPlay(RuleBasedStateMachine):
     @precondition(lambda self: self.jobs())
     @rule(error_type=st.sampled_from(["StagingError", "MissingLink", "DigestMismatch"]))
     def reject_oldest(self, error_type: str) -> None:
-        path, job = self.jobs()[0]
-        outcome = Outcome(
-            step=job.step,
-            generation=job.generation,
-            attempt=job.attempt,
-            result="rejected",
-            error_type=error_type,
-            error="for the test",
-            stored_bytes=0,
-            rank_bytes=0,
-            links_to_read=0,
-            quantizers=(),
-            finished_ms=0,
-        )
-        area.finish(path, outcome)
+        reject(self.jobs()[0][0], error_type)
         self.settled()
 
     @precondition(lambda self: self.jobs())

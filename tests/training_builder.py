@@ -20,6 +20,7 @@ from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AgentLock
 from recpoint.errors import RanksMissing
 from recpoint.format import state_tree
+from recpoint.format.job import Outcome
 from tests.flat_settings import arguments
 from tests.polling import PATIENCE_SECONDS
 from tests.polling import until as until
@@ -169,6 +170,25 @@ def persist_all(staging: Path) -> int:
     for job in jobs:
         persist.persist_job(job)
     return len(jobs)
+
+
+def reject(job_file: Path, error_type: str) -> None:
+    """Answers a staged job as an agent does that cannot commit it."""
+    job = area.read_job(job_file)
+    outcome = Outcome(
+        step=job.step,
+        generation=job.generation,
+        attempt=job.attempt,
+        result="rejected",
+        error_type=error_type,
+        error="for the test",
+        stored_bytes=0,
+        rank_bytes=0,
+        links_to_read=0,
+        quantizers=(),
+        finished_ms=0,
+    )
+    area.finish(job_file, outcome)
 
 
 @dataclass

@@ -24,12 +24,19 @@ from recpoint.catalog.staging.agent import AgentLock
 from recpoint.catalog.store.store import open_store
 from recpoint.embeddings.tables.optimizers import FullyDirtyTables
 from recpoint.errors import SettingsError, StagingError
-from recpoint.format.job import Outcome
 from recpoint.format.naming import END_KEY, GENERATION_KEY
 from recpoint.trainer_plugin.pipeline import handoff
 from recpoint.trainer_plugin.snapshot.host_memory import is_in_memory
 from recpoint.trainer_plugin.snapshot.staging import SmallStagingArea, StagingArea
-from tests.training_builder import ROWS, Place, checkpointer, simple_training, train, until
+from tests.training_builder import (
+    ROWS,
+    Place,
+    checkpointer,
+    reject,
+    simple_training,
+    train,
+    until,
+)
 
 
 def kinds(place: Place) -> list[tuple[int, str, int]]:
@@ -202,26 +209,6 @@ def test_several_jobs_may_wait(place: Place) -> None:
     ]
 
 
-def reject(place: Place, error_type: str) -> None:
-    """Answer the oldest job as an agent does that cannot commit it."""
-    job_file = area.staged_jobs(place.run_directory)[0]
-    job = area.read_job(job_file)
-    outcome = Outcome(
-        step=job.step,
-        generation=job.generation,
-        attempt=job.attempt,
-        result="rejected",
-        error_type=error_type,
-        error="for the test",
-        stored_bytes=0,
-        rank_bytes=0,
-        links_to_read=0,
-        quantizers=(),
-        finished_ms=0,
-    )
-    area.finish(job_file, outcome)
-
-
 @pytest.mark.parametrize(
     ("error_type", "then"),
     [("MissingLink", "full"), ("DigestMismatch", "full"), ("StagingError", "increment")],
@@ -236,7 +223,7 @@ def test_a_rejected_job_gives_its_rows_back(place: Place, error_type: str, then:
     until(lambda: ckpt.stats.committed == 1)
     train(training, ckpt, 1)
     until(lambda: ckpt.stats.staged == 2)
-    reject(place, error_type)
+    reject(area.staged_jobs(place.run_directory)[0], error_type)
     until(lambda: ckpt.stats.failed == 1)
     assert error_type in (ckpt.stats.last_error or "")
     train(training, ckpt, 1)
@@ -270,7 +257,7 @@ def test_on_error_raise_raises_at_the_next_step(place: Place) -> None:
     ckpt.restore()
     train(training, ckpt, 1)
     until(lambda: ckpt.stats.staged == 1)
-    reject(place, "NoSuchError")
+    reject(area.staged_jobs(place.run_directory)[0], "NoSuchError")
     until(lambda: ckpt.stats.failed == 1)
     training.batch()
     with pytest.raises(Exception, match="rejected by the agent"):
@@ -559,6 +546,7 @@ def test_due_checkpoints_that_nobody_stores_are_told_at_warning_level(
     # Without the option the agent would look at another staging area than this one, for ever.
     agent = f"Next: recpoint agent --staging {place.staging}"
     assert all("no agent is running" in text and agent in text for text in told())
+    until(lambda: ckpt.stats.staged == 1)
     caplog.clear()
     with AgentLock(place.staging):  # an agent that gets nowhere
         train(training, ckpt, 7)

@@ -12,10 +12,17 @@ from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.store.store import open_store
-from recpoint.format.job import Outcome
 from recpoint.format.manifest import Manifest
 from recpoint.trainer_plugin.policy import POLICIES, Sizes
-from tests.training_builder import Place, Training, checkpointer, simple_training, train, until
+from tests.training_builder import (
+    Place,
+    Training,
+    checkpointer,
+    reject,
+    simple_training,
+    train,
+    until,
+)
 
 
 class Stored(NamedTuple):
@@ -201,26 +208,6 @@ def test_a_change_of_policy_takes_over_the_chain(place: Place) -> None:
     ]
 
 
-def answer(place: Place, error_type: str) -> None:
-    """Answer the newest job as an agent does that cannot commit it."""
-    job_file = area.staged_jobs(place.run_directory)[-1]
-    job = area.read_job(job_file)
-    outcome = Outcome(
-        step=job.step,
-        generation=job.generation,
-        attempt=job.attempt,
-        result="rejected",
-        error_type=error_type,
-        error="for the test",
-        stored_bytes=0,
-        rank_bytes=0,
-        links_to_read=0,
-        quantizers=(),
-        finished_ms=0,
-    )
-    area.finish(job_file, outcome)
-
-
 def lose(training: Training, ckpt: Checkpointer, place: Place, *users: int) -> None:
     """One checkpoint that comes to nothing."""
     for user in users:
@@ -228,7 +215,7 @@ def lose(training: Training, ckpt: Checkpointer, place: Place, *users: int) -> N
     before = ckpt.stats.staged, ckpt.stats.failed
     ckpt.step()
     until(lambda: ckpt.stats.staged == before[0] + 1)
-    answer(place, "StagingError")
+    reject(area.staged_jobs(place.run_directory)[-1], "StagingError")
     until(lambda: ckpt.stats.failed == before[1] + 1)
 
 

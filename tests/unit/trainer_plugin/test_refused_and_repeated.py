@@ -16,28 +16,15 @@ from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.store.store import open_store
-from recpoint.format.job import Outcome
-from tests.training_builder import Place, checkpointer, everything, simple_training, train, until
-
-
-def _refuse_oldest(place: Place, error_type: str) -> None:
-    """Answer the oldest job as an agent does that cannot commit it."""
-    job_file = area.staged_jobs(place.run_directory)[0]
-    job = area.read_job(job_file)
-    outcome = Outcome(
-        step=job.step,
-        generation=job.generation,
-        attempt=job.attempt,
-        result="rejected",
-        error_type=error_type,
-        error="for the test",
-        stored_bytes=0,
-        rank_bytes=0,
-        links_to_read=0,
-        quantizers=(),
-        finished_ms=0,
-    )
-    area.finish(job_file, outcome)
+from tests.training_builder import (
+    Place,
+    checkpointer,
+    everything,
+    reject,
+    simple_training,
+    train,
+    until,
+)
 
 
 def _has_committed(ckpt: Checkpointer, count: int) -> bool:
@@ -59,7 +46,7 @@ def test_a_step_that_was_refused_is_stored_after_a_rewind(place: Place, error_ty
     until(lambda: ckpt.stats.committed == 1)
     train(first, ckpt, 1)
     until(lambda: ckpt.stats.staged == 2)
-    _refuse_oldest(place, error_type)
+    reject(area.staged_jobs(place.run_directory)[0], error_type)
     until(lambda: ckpt.stats.failed == 1)
     ckpt.close(final=False)
 

@@ -21,7 +21,6 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.staging.sample import spread_rows
 from recpoint.catalog.store.store import open_store
-from recpoint.format.job import Outcome
 from tests.training_builder import (
     DIM,
     ROWS,
@@ -31,6 +30,7 @@ from tests.training_builder import (
     Training,
     checkpointer,
     everything,
+    reject,
     seed_everything,
     simple_training,
     train,
@@ -203,26 +203,6 @@ def test_few_rows_are_drawn_anew_each_time_until_one_is_found(place: Place) -> N
     assert spread_rows(3, 40, 1).tolist() == [0, 1, 2]
 
 
-def _reject(place: Place) -> None:
-    """As an agent does that cannot commit the oldest job."""
-    job_file = area.staged_jobs(place.run_directory)[0]
-    job = area.read_job(job_file)
-    outcome = Outcome(
-        step=job.step,
-        generation=job.generation,
-        attempt=job.attempt,
-        result="rejected",
-        error_type="StagingError",
-        error="for the test",
-        stored_bytes=0,
-        rank_bytes=0,
-        links_to_read=0,
-        quantizers=(),
-        finished_ms=0,
-    )
-    area.finish(job_file, outcome)
-
-
 @pytest.mark.parametrize("policy", ["consecutive", "one_shot"])
 @pytest.mark.parametrize(
     ("make", "sparse"),
@@ -248,19 +228,19 @@ def test_nothing_else_is_found(
     ckpt = _checkpointer(training, place, policy=policy, when_busy="skip")
     ckpt.restore()
 
-    def one(*, batches: int = 2, reject: bool = False) -> None:
+    def one(*, batches: int = 2, is_rejected: bool = False) -> None:
         train(training, ckpt, batches)
         staged_before, done = ckpt.stats.staged, ckpt.stats.committed + ckpt.stats.failed
         assert ckpt.checkpoint()
         until(lambda: ckpt.stats.staged == staged_before + 1)
-        if reject:
-            _reject(place)
+        if is_rejected:
+            reject(area.staged_jobs(place.run_directory)[0], "StagingError")
         else:
             place.persist_all()
         until(lambda: ckpt.stats.committed + ckpt.stats.failed == done + 1)
 
     one()
-    one(reject=True)
+    one(is_rejected=True)
     one()
     model.users.weight.data[[3, 4]] = 1.0
     ckpt.mark("users", torch.tensor([3, 4]))
@@ -269,7 +249,7 @@ def test_nothing_else_is_found(
     ckpt.mark_all("items")
     one()
     ckpt.delete_rows("users", torch.tensor([5, 6]))
-    one(reject=True)
+    one(is_rejected=True)
     users, items, _ = next(training.reader)
     for optimizer in training.optimizers:
         optimizer.zero_grad()
