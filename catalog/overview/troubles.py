@@ -17,7 +17,13 @@ from recpoint.catalog.run.validations import Verdict
 from recpoint.catalog.store.contract import ObjectInfo
 from recpoint.catalog.store.run_url import naming_run
 from recpoint.catalog.store.scheduler import ReadScheduler
-from recpoint.errors import CheckpointCancelled, FormatError, ObjectNotFound, RecpointError
+from recpoint.errors import (
+    CheckpointCancelled,
+    FormatError,
+    ObjectNotFound,
+    RecpointError,
+    StaleWriter,
+)
 from recpoint.format.naming import (
     DELETION_KEY,
     GENERATION_KEY,
@@ -256,9 +262,9 @@ class Troubles:
                 subject=f"{one.checkpoint}" + (f" of rank {record.rank}" if record.rank else ""),
                 cause=f"{one.error_type}: {one.error}",
                 when_ms=one.rejected_ms,
-                next_step="see the agent's log; the trainer stages its rows again"
-                if one.checkpoint.generation == training
-                else "see the agent's log; its rows are in a later checkpoint, or trained again",
+                next_step=_next_of_rejected(
+                    one.error_type, is_training=one.checkpoint.generation == training
+                ),
             )
             for record in self._rejections.refresh()
             for one in record.newest
@@ -375,3 +381,20 @@ class Troubles:
             return self._run.records(MARK).read(manifest).reason
         except (FormatError, ObjectNotFound):
             return ""
+
+
+def _next_of_rejected(error_type: str, *, is_training: bool) -> str:
+    """Say what to do about a rejected checkpoint.
+
+    Args:
+        error_type: name of the error that the agent rejected it for.
+        is_training: whether its trainer is the newest of the run and has not ended.
+    """
+    if error_type == StaleWriter.__name__:
+        return (
+            "nothing, if the trainer was restarted: its rows are trained again; else stop the "
+            "second trainer: these rows are in no checkpoint"
+        )
+    if is_training:
+        return "see the agent's log; the trainer stages its rows again"
+    return "see the agent's log; its rows are in a later checkpoint, or trained again"

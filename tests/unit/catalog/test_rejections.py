@@ -66,6 +66,17 @@ def test_a_rejected_checkpoint_is_told_of_with_its_cause(run: Run, tmp_path: Pat
     assert plan.unrecognised == () and REJECTIONS_KEY.of(0) not in {one.key for one in plan.objects}
 
 
+def test_what_a_superseded_trainer_staged_is_in_no_later_checkpoint(
+    run: Run, tmp_path: Path
+) -> None:
+    job_file = stage(run, tmp_path / "s", tables(), step=3, generation=1)
+    run.claim(None)
+    assert persist.persist_job(job_file).error_type == "StaleWriter"
+    (failure,) = [one for one in RunWatch(run).refresh().failures if one.kind == "rejected"]
+    assert failure.next_step is not None and "later checkpoint" not in failure.next_step
+    assert "stop the second trainer" in failure.next_step
+
+
 def test_what_a_trainer_wished_dropped_is_no_failure(run: Run, tmp_path: Path) -> None:
     job_file = stage(run, tmp_path / "s", tables(), step=1, generation=1)
     area.write_mark(job_file.parent.parent, area.read_job(job_file).ref, 0)
