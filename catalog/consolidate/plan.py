@@ -310,6 +310,8 @@ class ConsolidationPlan:
         dead_rows: number of these rows that newer ones have replaced; None if only reading chunks
             can tell.
         pays: whether a trigger is reached.
+        is_held_back: whether a trigger is reached, and no merge is sure to have a manifest that
+            readers accept.
         reason: the trigger, or why there is nothing to do.
         passed_over: damaged manifests that a shorter chain would have used.
         merges: all merges that the chain allows, this one included; see `merge_sizes`.
@@ -331,6 +333,7 @@ class ConsolidationPlan:
     stored_rows: int = 0
     dead_rows: int | None = None
     pays: bool = False
+    is_held_back: bool = False
     reason: str
     passed_over: tuple[PassedOver, ...] = ()
     merges: tuple[MergeSizes, ...] = ()
@@ -625,6 +628,7 @@ def choose_consolidation(
         return replace(
             whole,
             pays=False,
+            is_held_back=True,
             reason=f"{whole.reason}, but no merge is sure to have a manifest that readers accept: "
             f"that of a full may have {size_bytes:,} bytes of {records.MAX_RECORD_BYTES:,}",
         )

@@ -47,6 +47,13 @@ _END_SECONDS: Final = 3.0
 _FIRST_PAUSE_SECONDS: Final = 15.0
 _LONGEST_PAUSE_SECONDS: Final = 3600.0
 
+#: What was logged last, if a merge may have too large a manifest.
+_HELD_BACK: Final = "held back"
+_NEXT_OF_HELD_BACK: Final = (
+    "Restores read the whole chain until the trainer takes a full checkpoint. Next: restart the "
+    "trainer with fewer bits (bits=, Precision(state=16)), so that manifests name fewer chunks"
+)
+
 
 @dataclass
 class _Candidate:
@@ -230,6 +237,9 @@ class BackgroundConsolidation:
         if name is None:
             return
         plan = choose_consolidation(run, name, triggers=self._triggers)
+        if plan.is_held_back:
+            self._hold_back(run_dir, candidate, plan.reason)
+            return
         if not plan.pays:
             candidate.last_error = candidate.told = None
             return
@@ -248,6 +258,16 @@ class BackgroundConsolidation:
         else:
             error = str(answer.get("error", "its process ended without an answer"))
             self._failed(run_dir, candidate, error, answer.get("damage"))
+
+    def _hold_back(self, run_dir: Path, candidate: _Candidate, reason: str) -> None:
+        """Note that a merge pays and may have too large a manifest; warn once, until one is made.
+
+        Restores read a longer and longer chain, until the trainer's policy takes a full.
+        """
+        candidate.last_error = reason
+        level = logging.DEBUG if candidate.told == _HELD_BACK else logging.WARNING
+        candidate.told = _HELD_BACK
+        _LOG.log(level, "%s: not consolidated: %s. %s", run_dir.name, reason, _NEXT_OF_HELD_BACK)
 
     def _failed(self, run_dir: Path, candidate: _Candidate, error: str, damage: str | None) -> None:
         """Note a failure: try again after a pause, or, if the chain is damaged, after a commit.

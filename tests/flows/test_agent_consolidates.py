@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from recpoint.catalog.check.check import check
 from recpoint.catalog.check.validate import record, validate
+from recpoint.catalog.consolidate import moves
 from recpoint.catalog.consolidate.merge import consolidate_around_damage
 from recpoint.catalog.consolidate.plan import (
     ConsolidationPlan,
@@ -31,6 +32,7 @@ from recpoint.catalog.staging import area
 from recpoint.cli.application import app
 from recpoint.flows.agent.agent import run_agent
 from recpoint.flows.agent.consolidations import BackgroundConsolidation, Which
+from recpoint.format import records
 from recpoint.format.naming import ManifestName
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import Table, new_run, tables
@@ -227,6 +229,40 @@ def test_a_chain_with_a_link_that_failed_is_told_once_and_waits_for_the_next_com
         until(lambda: status(consolidation, run_dir)["done"] == 1)
     finally:
         consolidation.stop()
+
+
+def test_a_merge_that_may_have_too_large_a_manifest_is_told_once(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging, trained = tmp_path / "staging", tables()
+    jobs = [area.read_job(path) for path in stage_links(run, staging, trained, count=6)]
+    run_agent(staging, once=True, prefect="off", consolidate="off")
+    # So small a buffer may have each chunk of a source become chunks of the merge.
+    monkeypatch.setattr(moves, "BUFFERED_BYTES", 1)
+    whole = plan_consolidation(run, run.live_line()[0], triggers=WHEN)
+    least_bytes = min(merge.most_manifest_bytes for merge in whole.merges)
+    run_dir = area.run_directory(staging, run.url)
+    looked_at: list[Path] = []
+    consolidation = BackgroundConsolidation(
+        which="all", triggers=WHEN, prefect_url=lambda: None, tell=looked_at.append
+    )
+
+    def has_looked(times: int) -> Callable[[], bool]:
+        return lambda: len(looked_at) == times and consolidation.idle
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "MAX_RECORD_BYTES", least_bytes - 1)
+        consolidation.start([])
+        try:
+            for looks, job in enumerate(jobs[-2:], start=1):
+                consolidation.committed(run_dir, job)
+                until(has_looked(looks))
+                assert "no merge is sure" in str(status(consolidation, run_dir)["last_error"])
+        finally:
+            consolidation.stop()
+    (warning,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert "reads 6 manifests" in warning and "fewer bits" in warning
+    assert links_of(run) == 6
 
 
 def test_it_stands_still_while_jobs_are_due(run: Run, tmp_path: Path) -> None:
