@@ -64,7 +64,7 @@ NONE = "–"
 RUN_HEADINGS = (
     *("State", "Run", "Lost by a crash now", "Newest step", "Committed (UTC)"),
     *("Stall", "Of full fp32"),
-    *("A restore reads", "Last validation", "RunView"),
+    *("A restore reads", "Last validation", "Seen"),
 )
 CHECKPOINT_HEADINGS = (
     *("Step", "Kind", "State", "Committed (UTC)", "At risk before it", "Stall", "Cut to commit"),
