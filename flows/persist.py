@@ -265,7 +265,7 @@ async def _persist(begun: _OpenJob, log: LoggerAdapter[Logger]) -> State[Any]:
     except RanksMissing as error:
         text = f"stored, waits for {parts_text(error.ranks, job.ranks)}"
         log.info("%s", text)
-        return Completed(name="AwaitedRanks", message=text)
+        return Completed(name="Waiting", message=text)
     except RecpointError as error:
         _tell_lag(job, error)
         raise
