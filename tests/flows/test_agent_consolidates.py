@@ -383,7 +383,14 @@ def status(consolidation: BackgroundConsolidation, run_dir: Path) -> dict[str, o
     return found
 
 
-@pytest.mark.parametrize("die_at", [1, 4, 9])
+@pytest.mark.parametrize(
+    "die_at",
+    [
+        pytest.param(1, marks=pytest.mark.nightly("kills")),
+        4,
+        pytest.param(9, marks=pytest.mark.nightly("kills")),
+    ],
+)
 def test_its_process_killed_at_a_step_is_followed_by_one_that_finishes(
     run: Run, tmp_path: Path, die_at: int
 ) -> None:

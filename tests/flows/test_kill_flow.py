@@ -30,7 +30,10 @@ from tests.job_builder import stage
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_api")
 # An object in a bucket is one step: three chunks and a manifest. A file is written, synced, linked.
-@pytest.mark.parametrize(("where", "steps"), [("local", 15), ("s3", 4)])
+@pytest.mark.parametrize(
+    ("where", "steps"),
+    [("local", 15), pytest.param("s3", 4, marks=pytest.mark.nightly("kills"))],
+)
 def test_a_flow_killed_at_any_step(
     request: pytest.FixtureRequest, tmp_path: Path, where: str, steps: int
 ) -> None:
