@@ -15,6 +15,8 @@ PART ?=
 FAULTS ?=
 # 1: property tests draw all their examples, where `make test` draws half of them.
 ALL_EXAMPLES ?=
+# 1: compile no tests before the first of them runs, which takes seconds if few run.
+COLLECTED ?=
 # How long each fuzzer runs.
 FUZZ_SECONDS ?= 300
 # Which tutorials `make tutorials` plays; none named: all.
@@ -84,7 +86,7 @@ unit: export OMP_WAIT_POLICY = passive
 unit: export RECPOINT_FAULTS_EVERY = $(or $(FAULTS),0)
 unit: export RECPOINT_ALL_EXAMPLES = $(ALL_EXAMPLES)
 unit: $(NATIVE)
-	@$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
+	@$(if $(COLLECTED),,$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true)
 	@files=$$(mktemp -d "$(or $(TEST_FILES),$${TMPDIR:-/tmp})/recpoint-tests.XXXXXX") || exit 1; \
 	trap 'rm -rf "$$files"' INT TERM; \
 	chmod 711 "$$files"; \

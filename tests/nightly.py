@@ -100,6 +100,7 @@ MARKED: Mapping[str, tuple[str, ...]] = {
     "ray": ("embeddings/",),
     "runbook": ("docs/", "flows/"),
     "site": ("docs/", "mkdocs.yml"),
+    "triton": ("kernels/",),
     "tutorials": ("docs/tutorials/", "examples/"),
     "wheel": ("build_backend/", "pyproject.toml", "MANIFEST.in"),
 }
@@ -230,7 +231,7 @@ def _outcome(part: NightlyPart, log: Path, limit_seconds: float | None) -> str:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         made = subprocess.Popen(
-            ["make", "--no-print-directory", *part.goal],
+            ["make", "--no-print-directory", "COLLECTED=1", *part.goal],
             cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
@@ -286,7 +287,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Runs the parts of `make nightly`.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of: {', '.join(PARTS)}")
     parser.add_argument("--minutes", type=float, help="begin no part that does not fit")
-    parser.add_argument("--since", default="main", help="parts that changes touch come first")
+    parser.add_argument("--since", default="HEAD", help="parts that changes touch come first")
     parser.add_argument("--record", type=Path, default=RECORD)
     options = parser.parse_args(None if arguments is None else list(arguments))
     if unknown := set(options.parts) - PARTS.keys():

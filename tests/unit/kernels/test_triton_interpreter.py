@@ -19,6 +19,7 @@ def test_each_operation_has_a_file_of_parity_tests() -> None:
     assert [f"test_{operation}_gpu.py" for operation in operations] == FILES
 
 
+@pytest.mark.nightly("triton")
 # What takes longest by itself, and the others together: a process takes seconds to begin.
 @pytest.mark.parametrize("files", [FILES[2:3], FILES[:2] + FILES[3:]], ids=["quantize", "others"])
 def test_kernels_equal_their_reference_in_the_interpreter(files: list[str]) -> None:
