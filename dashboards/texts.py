@@ -251,8 +251,10 @@ def figures(overview: RunOverview) -> dict[str, Figure]:
         # Of a loss that is only bounded, the intervals until the last sign of life say too little.
         bounded = value == f"up to {duration_text(BEAT_SECONDS)}" and not note
         notes += [] if lag.intervals is None or bounded else [f"{lag.intervals:.1f} intervals"]
-        notes += [staged_text(overview)] if overview.staged is not None else []
-        figures[FIGURES[0]] = Figure(value, ", ".join(notes))
+        note = ", ".join(notes)
+        if overview.staged is not None:
+            note = "; ".join(filter(None, (note, staged_text(overview))))
+        figures[FIGURES[0]] = Figure(value, note)
     if overview.checkpoints:
         figures[FIGURES[1]] = _newest_figure(overview)
         figures[FIGURES[2]] = _stall_figure(overview)

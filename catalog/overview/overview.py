@@ -13,6 +13,7 @@ from recpoint import errors
 from recpoint.catalog.run.chain import Chain
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import Verdict
+from recpoint.catalog.staging.agent import AgentTrouble
 from recpoint.errors import RecpointError
 from recpoint.format.manifest import CacheUse, CopiedAhead, Manifest
 from recpoint.format.records import EndRecord
@@ -336,11 +337,13 @@ class StagedRisk:
             was lost with the trainer.
         at_risk_batches: the same in batches, at the pace of the newest checkpoints; exact after the
             run has ended. None: not known.
+        trouble: why this host's agent cannot store what is staged; None: it does not say.
     """
 
     step: int
     at_risk_seconds: float
     at_risk_batches: int | None
+    trouble: AgentTrouble | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -657,7 +660,14 @@ def _silence(
         )
     if known is not None:
         what += f"; one is expected every {duration_text(known)}"
-    return Alarm("no_commit", what, f"on {host}: is the trainer alive, and recpoint agent running?")
+    next_step = "is the trainer alive, and recpoint agent running?"
+    staged = overview.staged
+    if staged is not None and staged.trouble is not None:
+        error, next_step, tries = staged.trouble
+        counted_tries = f"{tries} {'try' if tries == 1 else 'tries'}"
+        what += f"; recpoint agent cannot store step {staged.step} ({counted_tries}): {error}"
+        next_step = next_step or "read the log of recpoint agent"
+    return Alarm("no_commit", what, f"on {host}: {next_step}")
 
 
 #: Completes "training has …" by the reason of its end.

@@ -39,6 +39,7 @@ from recpoint.catalog.run.lineage import Representation, by_checkpoint
 from recpoint.catalog.run.pins import pinned
 from recpoint.catalog.run.run import Run, read_end
 from recpoint.catalog.run.validations import Doubts, Verdict, verdicts
+from recpoint.catalog.staging.agent import read_trouble
 from recpoint.catalog.staging.area import (
     TrainerNote,
     read_job,
@@ -201,7 +202,7 @@ class RunWatch:
         staged = None
         if generation is not None and note is not None:
             job = self._staged_job(generation.number, 0 if safe is None else safe.name.step)
-            staged = None if job is None else _staged_risk(job, ended, gone_ms, rate)
+            staged = None if job is None else self._staged_risk(job, ended, gone_ms, rate)
         speed = self._troubles.bytes_per_second(listing.live, listing.verdicts)
         return RunOverview(
             url=self.run.url,
@@ -452,6 +453,26 @@ class RunWatch:
             return None
         return None
 
+    def _staged_risk(
+        self, job: Job, ended: Ended | None, gone_ms: int | None, pace: float | None
+    ) -> StagedRisk:
+        """Return what the trainer of a staged job has trained after its cut."""
+        assert self._staging is not None  # it has the job
+        until_ms = now_ms() if gone_ms is None else gone_ms
+        if ended is not None:
+            until_ms = ended.ended_ms
+        seconds = max(0, until_ms - job.snapshot_ms) / 1000
+        batches = None if pace is None else round(pace * seconds)
+        if ended is not None:
+            batches = max(0, ended.step - job.step)
+            seconds = seconds if batches else 0.0
+        return StagedRisk(
+            step=job.step,
+            at_risk_seconds=seconds,
+            at_risk_batches=batches,
+            trouble=read_trouble(run_directory(self._staging, self.run.url), self.run.url),
+        )
+
     def _servers(self, generation: Generation | None, note: TrainerNote) -> ServersSeen | None:
         """Return what the newest trainer has said last of its embedding servers, if it has any."""
         assert self._staging is not None  # it has the trainer's note
@@ -536,21 +557,6 @@ def _earlier_batches(generation: Generation, safe: _Safe | None) -> int:
     """Return how many of the batches that the newest trainer restored do not restore any more."""
     restorable = 0 if safe is None else safe.name.step
     return max(0, (generation.restored_step or 0) - restorable)
-
-
-def _staged_risk(
-    job: Job, ended: Ended | None, gone_ms: int | None, pace: float | None
-) -> StagedRisk:
-    """Return what the trainer of a staged job has trained after its cut."""
-    until_ms = now_ms() if gone_ms is None else gone_ms
-    if ended is not None:
-        until_ms = ended.ended_ms
-    seconds = max(0, until_ms - job.snapshot_ms) / 1000
-    batches = None if pace is None else round(pace * seconds)
-    if ended is not None:
-        batches = max(0, ended.step - job.step)
-        seconds = seconds if batches else 0.0
-    return StagedRisk(step=job.step, at_risk_seconds=seconds, at_risk_batches=batches)
 
 
 def _seconds_until(

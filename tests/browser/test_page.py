@@ -111,6 +111,9 @@ NOT_RIGHT = """() => [...document.querySelectorAll('main .number')]
   .filter(e => e.checkVisibility() && getComputedStyle(e).textAlign !== 'right')
   .map(e => e.textContent)"""
 
+BROKEN_PIECES = """() => [...document.querySelectorAll('td.long a > span')]
+  .filter(e => e.getClientRects().length > 1).map(e => e.textContent)"""
+
 NEWEST = "Newest checkpoint that restores"
 
 #: Rows of tables, without the remarks below them.
@@ -501,6 +504,27 @@ def test_nothing_overflows_and_all_can_be_read(
             page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
         )
         assert dark == (scheme == "dark")
+
+
+def test_a_long_note_makes_its_figure_no_wider(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = tmp_path / "staging"
+    monkeypatch.setenv("RECPOINT_STAGING", str(staging))
+    run, _ = small_run(tmp_path / "a-run-with-long-names-in-its-path" / "run")
+    stage(run, staging, catalog_builder.tables(), step=400, generation=1)
+    area.write_note(area.run_directory(staging, run.url), run.url, "training")
+    with dashboard(tmp_path / "log", run.url) as address:
+        for width in (420, 800, 1280):
+            page.set_viewport_size({"width": width, "height": 900})
+            page.goto(address + "run/0")
+            shows(page, "once recpoint agent has stored it")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.evaluate(CLIPPED) == []
+        page.goto(address)
+        pieces = page.locator("td.long a > span")
+        pieces.first.wait_for()
+        assert page.evaluate(BROKEN_PIECES) == []
 
 
 def test_alarms_come_first_with_cause_and_command(layout: tuple[Page, str]) -> None:

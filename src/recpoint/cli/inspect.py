@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from recpoint.catalog.overview.overview import RunOverview, alarms
+from recpoint.catalog.overview.overview import RunOverview, StagedRisk, alarms
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.restore.order import Selection, candidates
 from recpoint.catalog.retention.prune import marked
@@ -296,6 +296,16 @@ def _document(one: RunLag) -> dict[str, Any]:
     return {"url": one.url, "above": one.above, **_figures(one.found)}
 
 
+def _staged(staged: StagedRisk) -> dict[str, Any]:
+    trouble = staged.trouble
+    return {
+        "step": staged.step,
+        "at_risk_seconds": staged.at_risk_seconds,
+        "at_risk_batches": staged.at_risk_batches,
+        "agent_error": None if trouble is None else str(trouble),
+    }
+
+
 def _figures(seen: RunOverview) -> dict[str, Any]:
     lag, newest, restore, ended = seen.lag, seen.newest, seen.restore, seen.ended
     validated = seen.last_validated
@@ -316,7 +326,7 @@ def _figures(seen: RunOverview) -> dict[str, Any]:
         "ended": None if ended is None else ended.reason,
         "trainer_gone": seen.trainer_gone,
         "last_sign_of_life_ms": seen.gone_ms,
-        "staged": None if seen.staged is None else asdict(seen.staged),
+        "staged": None if seen.staged is None else _staged(seen.staged),
         "validated": None
         if validated is None or verdict is None
         else {"step": validated.step, "result": verdict.result, "level": verdict.level},

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from recpoint.catalog.overview import overview
-from recpoint.catalog.overview.overview import Age, alarms
+from recpoint.catalog.overview.overview import Age, StagedRisk, alarms
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.retention.keep import BestBy, RetentionPolicy
 from recpoint.catalog.retention.prune import execute, leave_plan, plan_prune
 from recpoint.catalog.run.pins import pin
 from recpoint.catalog.run.run import Run, tell_ended
 from recpoint.catalog.run.validations import add_record
+from recpoint.catalog.staging.agent import AgentTrouble
 from recpoint.catalog.store.contract import ObjectInfo
 from recpoint.catalog.store.local import LocalStore
 from recpoint.errors import FormatError, NothingToRestore, StoreFull
@@ -230,6 +231,23 @@ def test_the_alarm_of_a_new_trainer_names_both_times(
         "no new checkpoint that restores for 5 min 1 s, since the newest trainer started; the "
         "newest is 5 min 31 s old; one is expected every 1 min 40 s"
     )
+
+
+def test_an_alarm_names_why_the_agent_cannot_store_what_is_staged(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three(run)
+    monkeypatch.setattr("recpoint.catalog.overview.watch.time.time", lambda: NOW_MS / 1000 + 281.0)
+    seen = watch(run).refresh()
+    full = AgentTrouble("StoreFull: no space left", "free space or raise the quota", 6)
+    staged = StagedRisk(step=40, at_risk_seconds=1.0, at_risk_batches=2, trouble=full)
+    (alarm,) = alarms(replace(seen, staged=staged))
+    assert alarm.text.endswith(
+        "; recpoint agent cannot store step 40 (6 tries): StoreFull: no space left"
+    )
+    assert alarm.next_step.endswith(": free space or raise the quota")
+    (unsaid,) = alarms(replace(seen, staged=replace(staged, trouble=full._replace(next_step=""))))
+    assert unsaid.next_step.endswith(": read the log of recpoint agent")
 
 
 def test_the_interval_is_what_the_trainer_meant_or_longer(run: Run) -> None:

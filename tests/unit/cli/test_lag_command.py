@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.staging import area
+from recpoint.catalog.store.contract import now_ms
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import new_run
 from tests.polling import PATIENCE_SECONDS, until
@@ -220,6 +222,11 @@ def test_what_is_staged_is_not_lost_with_the_trainer(
         assert 0 < alive["staged"]["at_risk_seconds"] < alive["at_risk_seconds"]
         shown = " ".join(recpoint("lag", place.run).stdout.split())
         assert "step 2 is staged on this host and not stored yet; if only the trainer dies" in shown
+        assert alive["staged"]["agent_error"] is None
+        status = {"alive_ms": now_ms(), "failures": 3, "last_error": "StoreFull: x. Next: free it"}
+        area.status_path(place.run_directory).write_text(json.dumps(status))
+        (full,) = recpoint("lag", place.run, "--json").json["runs"]
+        assert full["staged"]["agent_error"] == "StoreFull: x. Next: free it"
     (gone,) = recpoint("lag", place.run, "--json").json["runs"]
     (alarm,) = gone["alarms"]
     assert "no checkpoint is stored, and step 2 is staged" in alarm["text"]
