@@ -64,13 +64,16 @@ class Protection:
         self._row_bytes: dict[str, int] = {}
         self._threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="recpoint-peers")
         self._is_over = threading.Event()
-        self._recovery: threading.Thread | None = None
+        self._recovery_thread: threading.Thread | None = None
         self.has_given_up = False
         self.member = StripeMember(
             number,
             incarnation,
             home,
-            {one: (its, self._peer(host, port, its)) for one, its, host, port in peers},
+            {
+                server: (peer_incarnation, self._peer(host, port, peer_incarnation))
+                for server, peer_incarnation, host, port in peers
+            },
             together=self._together,
         )
 
@@ -103,30 +106,33 @@ class Protection:
     def open(self) -> None:
         """Answer trainers from now on, and recover what is lost. Again, it does nothing."""
         if not self.member.is_open:
-            recovery = threading.Thread(
+            thread = threading.Thread(
                 target=self.member.recovery.recover_all,
                 args=(self._is_over, self._name),
                 name="recpoint-recovery",
                 daemon=True,
             )
-            recovery.start()  # raises if the process can have no more threads
-            self._recovery = recovery
+            thread.start()  # raises if the process can have no more threads
+            self._recovery_thread = thread
             self.member.is_open = True
 
     def end(self) -> None:
         """End the recovery, and close the connections. The home stays as it is."""
         self._is_over.set()
         self.member.other_servers.close()
-        if self._recovery is not None and self._recovery is not threading.current_thread():
-            self._recovery.join(timeout=5.0)
+        if (
+            self._recovery_thread is not None
+            and self._recovery_thread is not threading.current_thread()
+        ):
+            self._recovery_thread.join(timeout=5.0)
         self._threads.shutdown(wait=False)
 
     def _together(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         if not calls:
             return []
-        others = [self._threads.submit(call) for call in calls[1:]]
+        later_calls = [self._threads.submit(call) for call in calls[1:]]
         try:
-            first = calls[0]()
+            first_result = calls[0]()
         finally:
-            wait(others)
-        return [first, *(one.result() for one in others)]
+            wait(later_calls)
+        return [first_result, *(call.result() for call in later_calls)]
