@@ -191,7 +191,7 @@ def taken_back(reports: Iterable[Unsettled]) -> dict[int, list[int]]:
         numbers = [
             shares[report.receiver][1]
             for shares in report.writes
-            if not all(has_arrived(other, *share) for other, share in shares.items())
+            if not all(has_arrived(receiver, *share) for receiver, share in shares.items())
         ]
         if numbers:
             numbers_by_receiver[report.receiver] = sorted(numbers)
