@@ -203,9 +203,6 @@ def _restored_on_the_way(task: Task, seed: int, restores: int, bits: int, never:
     return Spread(restores, bits, at_once[0], at_end)
 
 
-# --- the gate -------------------------------------------------------------------------------------
-
-
 def _gate(smoke: bool) -> None:
     """Check that a store returns the bits of `restored_rows`, and optimizer state exactly."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, without its warning
@@ -239,9 +236,6 @@ def _check_stored(learned: Any, where: Any, bits: Any, quantizer: QuantizerName)
         state = stored_table.row_states[0]
         if state is None or not torch.equal(state, optimizers[0].state[table.weight]["sum"]):
             raise RuntimeError(f"{name}: the store gave another optimizer state")
-
-
-# --- the report -----------------------------------------------------------------------------------
 
 
 def report_of(outcomes: list[Outcome]) -> Report:

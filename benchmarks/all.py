@@ -124,9 +124,6 @@ def _state(result: Result) -> str:
     return "done"
 
 
-# --- the table ------------------------------------------------------------------------------------
-
-
 def _markdown(document: Mapping[str, Any]) -> str:
     results: Mapping[str, Result] = document["benchmarks"]
     rows = [("benchmark", "key", "value", "spread"), ("---", "---", "---:", "---")]

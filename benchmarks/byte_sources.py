@@ -239,9 +239,6 @@ def _learn(model: Any, optimizers: list[torch.optim.Optimizer], batch: Any) -> N
         optimizer.step()
 
 
-# --- checked against what an agent stores ---------------------------------------------------------
-
-
 def _stored(
     model: Any, optimizer: OptimizerName, batches: Iterator[Any]
 ) -> tuple[dict[FixedBits, dict[Kind, Stored]], dict[FixedBits, Manifest]]:

@@ -231,9 +231,6 @@ def _row_bytes(spec: TableSpec) -> int:
     return spec.dim * item_bytes(spec.dtype) + states
 
 
-# --- the report -----------------------------------------------------------------------------------
-
-
 def _rows(report: Report, source: Source, counted: Sequence[Counted]) -> None:
     share = statistics.fmean(float(mask.mean()) for mask in source.masks)
     full = counted[0].full_fp32

@@ -192,8 +192,6 @@ def _file_system(path: Path) -> str:
     return max(on, default=(0, "unknown"))[1]
 
 
-# --- are results right ----------------------------------------------------------------------------
-
 #: Tables of the comparison. The first ones are large and small.
 _GATE_TABLES = 8
 
@@ -246,9 +244,6 @@ def _gate(report: Report, folder: Path, *, smoke: bool) -> None:
             uncached.close()
     report.figures["bit_identical"] = 1.0
     report.notes.append(f"bit_identical: {runs} runs of {count} batches through a cache")
-
-
-# --- the peers ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -449,9 +444,6 @@ class _Disk:
         return f"{reads:,.0f} random reads a second ({kind}), {writes / _MB:,.0f} MB/s in order"
 
 
-# --- the oracle alone -----------------------------------------------------------------------------
-
-
 def _plan_alone(report: Report, sizes: _Sizes, cpu_seconds: float) -> None:
     """Plan with the oracle alone; `cpu_seconds` are of a whole batch of the smaller size."""
     for key, lines, count in zip(
@@ -485,8 +477,6 @@ def _plan_alone(report: Report, sizes: _Sizes, cpu_seconds: float) -> None:
             report.figures["oracle_share"] = seconds / count / cpu_seconds
             report.timed("the oracle, a batch", [seconds / count])
 
-
-# --- one large table ------------------------------------------------------------------------------
 
 #: Lookups of a batch in the one table, for each sample of Criteo's shape.
 _LOOKUPS = 4

@@ -145,9 +145,6 @@ def _against_memcpy(
     found["pq_vs_memcpy"].append(ratio(seconds_by_name["memcpy"], seconds_by_name["P+Q"]))
 
 
-# --- the peer ------------------------------------------------------------------------------------
-
-
 def _against_pyeclib(
     report: Report, found: dict[str, list[Spread]], stripes: _Stripes, rounds: int
 ) -> None:

@@ -93,9 +93,6 @@ def keep_freed_memory() -> None:
         library.mallopt(trim_threshold, 1 << 30)
 
 
-# --- the code -------------------------------------------------------------------------------------
-
-
 def commit() -> str:
     """Return the commit, with "-dirty" if a tracked file has changed; "unknown" without git."""
     return _git("describe", "--always", "--dirty").strip() or "unknown"
@@ -121,9 +118,6 @@ def _git(*arguments: str) -> str:
     except OSError:
         return ""
     return process.stdout if process.returncode == 0 else ""
-
-
-# --- how busy it was ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

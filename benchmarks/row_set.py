@@ -167,9 +167,6 @@ def _bound(function: Callable[[Any], object], argument: object) -> Callable[[], 
     return lambda: function(argument)
 
 
-# --- sets ----------------------------------------------------------------------------------------
-
-
 def _sets(count: int) -> list[_Set]:
     draw = np.random.default_rng(0)
     sets = []
@@ -225,9 +222,6 @@ def _entropy(p: float | np.ndarray[Any, Any]) -> Any:
     return -(
         probability * np.log2(probability) + (1 - probability) * np.log1p(-probability) / np.log(2)
     )
-
-
-# --- other coders --------------------------------------------------------------------------------
 
 
 def _roaring() -> _Peer | None:

@@ -89,8 +89,6 @@ class Scene:
     def _child(self, name: str, arguments: list[str] | tuple[str, ...]) -> Child:
         return Child(arguments, self.scratch / f"{name}.log", self.variables)
 
-    # --- begin and end -------------------------------------------------------------------------
-
     def start(self, pace: Pace) -> list[str]:
         """Start everything; return the names of the deployed flows."""
         self._progress_file.touch()
@@ -146,8 +144,6 @@ class Scene:
             child.kill()
         self.prefect.kill()
         self.weed.kill()
-
-    # --- what is known -------------------------------------------------------------------------
 
     @property
     def truth(self) -> dict[int, str]:
@@ -206,8 +202,6 @@ class Scene:
             except RecpointError:
                 continue  # the store is down; all checkpoints are checked again at the end
 
-    # --- Prefect -------------------------------------------------------------------------------
-
     def flow_runs(self, **filters: Any) -> Counter[str]:
         """Count the flow runs that match `filters`, by flow and state."""
         counts: Counter[str] = Counter()
@@ -244,8 +238,6 @@ class Scene:
         with urllib.request.urlopen(request, timeout=60) as answer:
             answers: list[dict[str, Any]] = json.load(answer)
             return answers
-
-    # --- faults --------------------------------------------------------------------------------
 
     def suffer(self, fault: Fault) -> Happened:
         """Kill the fault's processes, wait, start them again, and wait until all are up."""

@@ -1,4 +1,10 @@
-"""Serves the live page of `recpoint dashboard`: all runs, and one page with charts for each run."""
+"""Serves the live page of `recpoint dashboard`: all runs, and one page with charts for each run.
+
+The charts of one run as options of ECharts, and what they show in words. Pure.
+
+The live page of `recpoint dashboard`: an overview of all runs, and one page a run. Nothing on it
+waits for a store: it shows what `WatchedRuns` has seen, and how old that is.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +40,6 @@ from recpoint.errors import SettingsError
 from recpoint.units import bytes_text, copied_text, counted, duration_text
 
 __all__ = ["WINDOWS", "bytes_chart", "drawn", "lag_chart", "serve", "stall_chart"]
-
-
-# The charts of one run as options of ECharts, and what they show in words. Pure.
 
 
 #: So many of the newest checkpoints are drawn if no window of time is asked for.
@@ -266,11 +269,6 @@ def _time_axes(
         "yAxis": axes,
         "series": series,
     }
-
-
-# The live page of `recpoint dashboard`: an overview of all runs, and one page a run.
-#
-# Nothing on it waits for a store: it shows what `WatchedRuns` has seen, and how old that is.
 
 
 #: So many of the newest checkpoints are in a run's table.

@@ -1,4 +1,8 @@
-"""Prints for a terminal: checkpoints, lag, retention and staged jobs as tables, sizes and times."""
+"""Prints for a terminal: checkpoints, lag, retention and staged jobs as tables, sizes and times.
+
+Text from a store is untrusted data. It is shown as plain text, never as markup. Characters that
+would move the cursor, change colours or reorder the line are shown as escapes.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +59,6 @@ __all__ = [
     "validation_table",
     "verdict_text",
 ]
-
-
-# Text from a store is untrusted data. It is shown as plain text, never as markup. Characters that
-# would move the cursor, change colours or reorder the line are shown as escapes.
 
 
 _SEVERITY_STYLES: dict[Severity, str] = {"error": "red", "warning": "yellow", "info": "dim"}

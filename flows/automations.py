@@ -1,4 +1,13 @@
-"""Defines the automations that Prefect keeps: which events they watch, and whom they tell."""
+"""Defines the automations that Prefect keeps: which events they watch, and whom they tell.
+
+The automations that notice silence, of any run or of a named one by its own intervals. A trigger of
+Prefect's waits for a time that is fixed when it is made, the same for all runs that it matches; so
+a run whose own intervals count has one for itself.
+
+Automations as code: what Prefect watches in the events of checkpoints, and whom it tells. Prefect's
+own functions make a second automation of the same name; here the name is the identity, so that
+applying twice changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +42,6 @@ from recpoint.flows.prefect_server import ui_url
 from recpoint.tasks.reports import EVENT_PREFIX, RESOURCE_PREFIX, TAG, CheckpointEvent
 
 __all__ = ["AlertSettings", "apply", "automations", "find_ours", "remove_ours"]
-
-
-# Whom an automation tells: blocks of Prefect's by name, as actions and back.
 
 
 #: In place of a block's name: an alert is only to be seen in Prefect's event feed.
@@ -113,9 +119,6 @@ def _parts(notify: str) -> list[str]:
     return [part for part in notify.split("/") if part]
 
 
-# The automation that publishes: a run of the deployment `publish` for each event of a run.
-
-
 #: What is published, and after which event: every commit, or every validation that passed.
 Publishes = Literal["committed", "validated"]
 
@@ -169,12 +172,6 @@ def publishing(client: SyncPrefectClient, which: Publishes, *, name: str) -> Aut
             )
         ],
     )
-
-
-# The automations that notice silence, of any run or of a named one by its own intervals.
-#
-# A trigger of Prefect's waits for a time that is fixed when it is made, the same for all runs that
-# it matches; so a run whose own intervals count has one for itself.
 
 
 #: Prefect's own floor for a trigger that waits for something not to happen.
@@ -299,12 +296,6 @@ def _trigger(resource: str, within: timedelta) -> EventTrigger:
         threshold=1,
         within=within,
     )
-
-
-# Automations as code: what Prefect watches in the events of checkpoints, and whom it tells.
-#
-# Prefect's own functions make a second automation of the same name; here the name is the identity,
-# so that applying twice changes nothing.
 
 
 #: Every automation of ours begins with it.

@@ -1,4 +1,11 @@
-"""Defines the parameter types that flows share, with the bounds that Prefect's forms check."""
+"""Defines the parameter types that flows share, with the bounds that Prefect's forms check.
+
+Result storage that stores nothing. If a flow run raises, Prefect pickles the exception to a file,
+and makes an artifact without a key that names the file, even with `persist_result=False`. Nobody
+would delete either of them. The state's message already says what failed.
+
+Parameters that flows share, with their bounds. Prefect's UI makes its forms from them.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +37,6 @@ __all__ = [
 ]
 
 
-# Result storage that stores nothing.
-#
-# If a flow run raises, Prefect pickles the exception to a file, and makes an artifact without a key
-# that names the file, even with `persist_result=False`. Nobody would delete either of them. The
-# state's message already says what failed.
-
-
 class _NoResults(WritableFileSystem):
     """Refuses to store results, and has none."""
 
@@ -64,9 +64,6 @@ class _NoResults(WritableFileSystem):
 
 #: The `result_storage` of each flow. Without it, each flow run asks the server for one twice.
 NO_RESULTS: Final = _NoResults()
-
-
-# Parameters that flows share, with their bounds. Prefect's UI makes its forms from them.
 
 
 #: URL of a run, such as `s3://bucket/ads-ranker`. Prefect refuses a flow run without it.

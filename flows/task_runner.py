@@ -16,9 +16,6 @@ from recpoint.installation import install_command
 __all__ = ["VARIABLE", "chosen_task_runner", "each_part", "task_runner_named"]
 
 
-# Running the parts of a flow's work through its task runner, some at a time.
-
-
 async def each_part(submit: Callable[[int], Any], parts: Iterable[int], at_once: int) -> list[Any]:
     """Run the tasks of all parts; return their results in the order in which the tasks end.
 
@@ -49,9 +46,6 @@ async def each_part(submit: Callable[[int], Any], parts: Iterable[int], at_once:
         if error is not None:
             raise error
     return results
-
-
-# Choosing the task runner by an environment variable.
 
 
 #: `threads` (default), `dask`, `dask:ADDRESS`, or `module:name` of another task runner.

@@ -1,4 +1,8 @@
-"""Builds and parses the keys of stored objects; no other module does (format §2)."""
+"""Builds and parses the keys of stored objects; no other module does (format §2).
+
+All patterns use [0-9] and \Z, because \d and $ accept other digits and a final newline.
+A pattern accepts only keys that can also be built: for instance, generations count from 1.
+"""
 
 from __future__ import annotations
 
@@ -147,12 +151,6 @@ def _within(name: str, value: int, lowest: int, highest: int) -> int:
     if not lowest <= value <= highest:
         raise ValueError(f"{name} {value} is outside {lowest} … {highest}")
     return value
-
-
-# All patterns use [0-9] and \Z, because \d and $ accept other digits and a final newline.
-# A pattern accepts only keys that can also be built: for instance, generations count from 1.
-
-# --- keys of records -----------------------------------------------------------------------------
 
 
 class _KeyPart(NamedTuple):
@@ -339,8 +337,6 @@ def is_label(name: str) -> bool:
     """Say whether `name` can be the name of a pin or a metric."""
     return re.fullmatch(_LABEL.looks, name) is not None
 
-
-# --- keys of chunks, and names on a host ---------------------------------------------------------
 
 _ATTEMPT_PREFIX = re.compile(rf"chunks/({_STEP.looks})-({_GENERATION.looks})-({_HEX})/")
 _CHUNK = re.compile(

@@ -1,4 +1,9 @@
-"""Follows a run in a serving process: picks the version to serve, and says how far behind it is."""
+"""Follows a run in a serving process: picks the version to serve, and says how far behind it is.
+
+Which checkpoint a follower is to serve, best first (format §6.9).
+
+How far behind a version is. This is known before requests are given the version.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +43,6 @@ from recpoint.serving.model import Copies, Version, replace_lookups
 from recpoint.serving.update import DAMAGE, OnProgress, Updater
 
 __all__ = ["CHANNELS", "Channel", "Follower", "Status"]
-
-
-# A follower's own account of its state.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +90,6 @@ class Status:
     error: str | None
     looked_seconds_ago: float | None
     memory_bytes: int
-
-
-# Which checkpoint a follower is to serve, best first (format §6.9).
 
 
 _log = logging.getLogger("recpoint.serving")
@@ -215,9 +214,6 @@ def find_pinned(run: Run, step: int, generation: int | None) -> ManifestName:
     return matching[0]
 
 
-# How far behind a version is. This is known before requests are given the version.
-
-
 @dataclass(frozen=True, kw_only=True)
 class FollowerStanding:
     """What a look has found, seen from one version.
@@ -316,9 +312,6 @@ class Standings:
         return committed_ms
 
 
-# A serving process that follows a run: every request sees one whole version.
-
-
 #: How long a checkpoint that could not be read is left alone.
 _RETRY_SECONDS: Final = 60.0
 
@@ -389,8 +382,6 @@ class Follower:
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-
-    # --- for requests --------------------------------------------------------------------------
 
     def reading(self) -> AbstractContextManager[Version]:
         """The version in service, in a `with` block: nothing in the version changes in the block.
@@ -474,8 +465,6 @@ class Follower:
         with copies.changed:
             return copies.changed.wait_for(there, timeout=seconds)
 
-    # --- what to serve -------------------------------------------------------------------------
-
     def pin(self, step: int, generation: int | None = None) -> None:
         """Serve this checkpoint from the next look on, until `unpin`; it may be older.
 
@@ -492,8 +481,6 @@ class Follower:
         """Follow the channel again from the next look on."""
         self._pinned = None
         self._wake.set()
-
-    # --- looking -------------------------------------------------------------------------------
 
     def start(self) -> Self:
         """Look again and again, in a thread; errors are in `status` and in the log.

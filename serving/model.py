@@ -31,9 +31,6 @@ from recpoint.serving.tables import CodedTable, FloatTable, ServedTable
 __all__ = ["ALL", "Bitmaps", "Copies", "Loading", "Version", "replace_lookups"]
 
 
-# One version of a served model: what a request sees, whole.
-
-
 _MOST_NAMES: Final = 10
 
 
@@ -110,9 +107,6 @@ class Version:
 
         with torch.no_grad():
             return self.model(*inputs)
-
-
-# Lookups of a model in tables that are kept as codes.
 
 
 class CodedEmbedding(nn.Module):
@@ -219,9 +213,6 @@ def coded_lookups(model: nn.Module) -> dict[str, CodedEmbedding | CodedBag]:
         for name, module in model.named_modules()
         if isinstance(module, CodedEmbedding | CodedBag)
     }
-
-
-# A model that is served: where its tables lie, and how its dense layers are replaced.
 
 
 class ServedModel:
@@ -345,9 +336,6 @@ def _refuse(manifest: Manifest, differences: list[str]) -> None:
             expected="the tables and dense layers of the model that is served",
             next_step="build the served model as the trainer builds it",
         )
-
-
-# One of the two copies of a model that a serving process holds: one is read, one is changed.
 
 
 #: A value of `ModelCopy.behind`: every row of every table.
@@ -511,9 +499,6 @@ class Loading:
         coded = [entry for entry in chunks if entry.scheme == "asymmetric"]
         rows, coded_rows = (sum(e.row_count or 0 for e in entries) for entries in (chunks, coded))
         return max((e.bits or 0 for e in coded), default=0) if 2 * coded_rows > rows else 0
-
-
-# The two copies of the served model: requests read one while the other is changed.
 
 
 class Copies:

@@ -1,4 +1,7 @@
-"""Moves a follower from the version in service to another checkpoint, by the cheapest way."""
+"""Moves a follower from the version in service to another checkpoint, by the cheapest way.
+
+The cheapest way from the served version to another checkpoint (format §6.9).
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,6 @@ from recpoint.kernels import dirty_bitmap
 from recpoint.serving.model import ALL, Bitmaps, Copies, Loading, Version
 
 __all__ = ["DAMAGE", "OnProgress", "Updater"]
-
-
-# The cheapest way from the served version to another checkpoint (format §6.9).
 
 
 _DAMAGE = (FormatError, ChainError, ObjectNotFound)
@@ -170,9 +170,6 @@ def _row_bytes(manifest: Manifest, tables: Collection[str] | None) -> int:
         if entry.table is not None
         and (tables is None or manifest.tables[entry.table].name in tables)
     )
-
-
-# Moving a follower from the version in service to another checkpoint.
 
 
 #: Errors of a checkpoint, not of the store or of the model.

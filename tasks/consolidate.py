@@ -31,9 +31,6 @@ from recpoint.units import bytes_text, duration_text
 __all__ = ["commit_merge", "merge_tables", "open_run", "plan_merge", "report_merge"]
 
 
-# Shared by the tasks of a consolidation: opening a run, and naming task runs.
-
-
 def open_run(run_url: str) -> Run:
     """Open a run through a store of its own, so that a retry begins with new connections."""
     return Run.open(open_store(run_url))
@@ -46,9 +43,6 @@ def task_name() -> str:
     part = f" part {parameters['part']}" if "part" in parameters else ""
     step = f" step {plan.target.name.step}" if plan is not None else ""
     return f"{task_run.get_task_name()}{part} of {run_title(parameters['run_url'])}{step}"
-
-
-# Task: find out what a consolidation would do.
 
 
 @task(
@@ -86,9 +80,6 @@ def _plan(
     return choose_consolidation(run, name, triggers=triggers, avoid=avoid)
 
 
-# Task: move the rows of some tables of a chain into chunks of a consolidation.
-
-
 @task(
     task_run_name=task_name,
     retry_condition_fn=may_heal,
@@ -123,9 +114,6 @@ def _merge(run_url: str, plan: ConsolidationPlan, part: int) -> tuple[ChunkEntry
     return entries
 
 
-# Task: create the manifest of a consolidation whose rows are all in the store.
-
-
 @task(
     task_run_name=task_name,
     retry_condition_fn=may_heal,
@@ -145,9 +133,6 @@ def _commit(
     run_url: str, plan: ConsolidationPlan, entries: list[ChunkEntry]
 ) -> tuple[Literal["created", "already"], Manifest]:
     return commit_consolidation(open_run(run_url), plan, entries)
-
-
-# Task: show a consolidation to people in Prefect's UI.
 
 
 @task(task_run_name=task_name, timeout_seconds=20, cache_policy=NO_CACHE, persist_result=False)

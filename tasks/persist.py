@@ -1,4 +1,9 @@
-"""Tasks: the steps of a persist that can be tried again by themselves, and what they are called."""
+"""Tasks: the steps of a persist that can be tried again by themselves, and what they are called.
+
+Tasks: the steps of a persist that can be tried again by themselves. A task gets the `PersistJob`
+itself, since it runs in the process that has opened it, and a try again calls the same step of the
+same object.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +31,6 @@ __all__ = [
 ]
 
 
-# What the tasks of a persist have in common: when they run again, and what they are called.
-
-
 #: Tries again of a task, after about 1, 1 and 2 seconds; what takes longer to heal is for the
 #: agent, which keeps the job staged and starts the whole flow again, sooner for short intervals.
 RETRIES: dict[str, Any] = {
@@ -49,12 +51,6 @@ def run_name() -> str:
     parameters = task_run.get_parameters()
     group = f" group {parameters['group']}" if "group" in parameters else ""
     return f"{task_run.get_task_name()}{group} of {job_name(str(parameters['job'].path))}"
-
-
-# Tasks: the steps of a persist that can be tried again by themselves.
-#
-# A task gets the `PersistJob` itself, since it runs in the process that has opened it, and a try
-# again calls the same step of the same object.
 
 
 _OPTIONS: dict[str, Any] = {

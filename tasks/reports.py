@@ -1,4 +1,9 @@
-"""Tells Prefect what people see: artifacts and their keys, progress bars, events, reports."""
+"""Tells Prefect what people see: artifacts and their keys, progress bars, events, reports.
+
+Events of checkpoints, with their run as the resource. Automations wait for them. Flows and the
+agent send events; a trainer never does. A thread of Prefect's sends them, so the caller does not
+wait.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +53,6 @@ __all__ = [
 ]
 
 
-# Keys of artifacts: one history in Prefect's UI for each thing that a run shows.
-
-
 #: The keys of all artifacts of recpoint begin with it.
 ARTIFACT_PREFIX = "recpoint-"
 
@@ -78,12 +80,6 @@ def artifact_key(run_url: str, run_id: str, what: str) -> str:
 def run_title(run_url: str) -> str:
     """Return the name that people use for the run: the last part of its URL."""
     return run_url.rstrip("/").rpartition("/")[2] or "run"
-
-
-# Events of checkpoints, with their run as the resource. Automations wait for them.
-#
-# Flows and the agent send events; a trainer never does. A thread of Prefect's sends them, so the
-# caller does not wait.
 
 
 EVENT_PREFIX = "recpoint.checkpoint."
@@ -135,9 +131,6 @@ def emit(
             for name, value in payload.items()
         },
     )
-
-
-# How far a long task is, as a bar in Prefect's UI.
 
 
 _LOG = logging.getLogger("recpoint.progress")
@@ -239,9 +232,6 @@ class ProgressBar:
     def _end(self, error: BaseException) -> None:
         self._ended = True
         _LOG.info("%s is no longer shown: %s", self._key, error)
-
-
-# Task: show a checkpoint to people in Prefect's UI.
 
 
 #: Artifacts of this process by key, so that an update costs one request.

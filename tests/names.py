@@ -51,6 +51,7 @@ _FOLDERS = (
 _NOT_IN_THE_PACKAGE = ("benchmarks/", "build_backend/", "examples/", "tests/")
 
 _BANNER = re.compile(r"^ *# -{3,}")
+_PRAGMA = re.compile(r"^# (mypy|ruff|fmt): ")
 
 
 @dataclass
@@ -152,7 +153,7 @@ def _banners(lines: list[str]) -> Iterator[int]:
             yield index + 1
         elif line.startswith("# ") and not lines[index - 1].strip():
             end = next(i for i in range(index, len(lines)) if not lines[i].startswith("#"))
-            if not lines[end].strip():
+            if not lines[end].strip() and not _PRAGMA.match(lines[end - 1]):
                 yield index + 1
 
 

@@ -49,8 +49,6 @@ def incompatible(
     )
 
 
-# What helps against any mismatch.
-
 LOAD_BY_NAME: Final = (
     'or load parts of the checkpoint by name: restore(partial={"tables": [...], "dense": [...]})'
 )
@@ -61,7 +59,6 @@ LOAD_BY_NAME_OF_RANKS: Final = (
 LIST_PARTS: Final = "recpoint seed URL lists what a checkpoint holds"
 
 # Tables.
-
 TABLE_ONLY_HERE: Final = "build the model without tables that the checkpoint lacks"
 TABLE_ONLY_THERE: Final = "build the model with every table of the checkpoint"
 
@@ -90,7 +87,6 @@ PIECES_OF_ONE_TABLE: Final = (
 NAMES: Final = "name parts that the checkpoint and the model have"
 
 # Dense layers, buffers, modules.
-
 DENSE_ONLY_HERE: Final = "build the model without parameters and buffers that the checkpoint lacks"
 DENSE_ONLY_THERE: Final = "build the model with every parameter and buffer of the checkpoint"
 DENSE_FORM: Final = "build parameters and buffers with the checkpoint's shapes and dtypes"
@@ -98,7 +94,6 @@ SHARED_MEMORY: Final = "give each element memory of its own: tensor.clone() afte
 EXTRA_STATE: Final = "build the model with the modules that had extra state, and no others"
 
 # Optimizers and schedulers.
-
 OPTIMIZER_COUNT: Final = "give the Checkpointer as many optimizers as the checkpoint has, in order"
 OPTIMIZER_CLASS: Final = "train with the optimizer classes of the checkpoint"
 PARAMETER_GROUPS: Final = (
@@ -128,7 +123,6 @@ SCHEDULER_RATES: Final = (
 )
 
 # Reader and extras.
-
 READER_ONLY_HERE: Final = (
     "leave out reader=, because the checkpoint has no position in the batches, and skip "
     "checkpoints.batches_done batches in the script"

@@ -1,4 +1,17 @@
-"""Decides whether the next checkpoint is a full or an increment, and what it is based on."""
+"""Decides whether the next checkpoint is a full or an increment, and what it is based on.
+
+The policies: whether the next checkpoint is a full or an increment, and what it is based on.
+
+| policy | an increment holds the rows changed since | a full is written |
+|---|---|---|
+| `OneShot` | the last full | first; then as `full_every` says |
+| `Intermittent` | the last full | when it pays: see `full_pays`; or as `full_every` says |
+| `Consecutive` | the checkpoint before | first; then as `full_every` says |
+| `Continuous` | the checkpoint before | first; then only when consolidation does not keep up |
+
+The first three come from Check-N-Run, section 4.1. The first two write cumulative increments. A
+restore of a cumulative increment needs only its full, so the increments between can be deleted.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +45,6 @@ __all__ = [
     "next_link",
     "superseded",
 ]
-
-
-# The checkpoints on one base and their stored sizes, from which a policy decides.
 
 
 class Sizes(NamedTuple):
@@ -152,19 +162,6 @@ class BaseHistory:
             del self._other_links[ref]
             self._settled = self._settled.then(outcome[0])
             self._settled_links = outcome[1]
-
-
-# The policies: whether the next checkpoint is a full or an increment, and what it is based on.
-#
-# | policy | an increment holds the rows changed since | a full is written |
-# |---|---|---|
-# | `OneShot` | the last full | first; then as `full_every` says |
-# | `Intermittent` | the last full | when it pays: see `full_pays`; or as `full_every` says |
-# | `Consecutive` | the checkpoint before | first; then as `full_every` says |
-# | `Continuous` | the checkpoint before | first; then only when consolidation does not keep up |
-#
-# The first three come from Check-N-Run, section 4.1. The first two write cumulative increments. A
-# restore of a cumulative increment needs only its full, so the increments between can be deleted.
 
 
 PolicyName = Literal["one_shot", "consecutive", "intermittent", "continuous"]

@@ -1,4 +1,13 @@
-"""Defines a Checkpointer's settings and checks each one once, when it is built."""
+"""Defines a Checkpointer's settings and checks each one once, when it is built.
+
+How often a job fails and how long it will train: as the user says, or estimated from its past.
+Times come from the trainers' monotonic clocks and are carried from checkpoint to checkpoint, so
+hosts whose clocks disagree make no difference.
+
+The settings of a Checkpointer, grouped by subject; each is checked when it is built. Numbers may be
+numpy's; they are kept as Python's. Defaults are written only here and in the signature of
+`Checkpointer`.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +53,6 @@ __all__ = [
     "failure_rate",
     "hours_left",
 ]
-
-
-# How often a job fails and how long it will train: as the user says, or estimated from its past.
-#
-# Times come from the trainers' monotonic clocks and are carried from checkpoint to checkpoint, so
-# hosts whose clocks disagree make no difference.
 
 
 #: A job of unknown length is assumed to train again as long as it has trained, but at least this.
@@ -162,12 +165,6 @@ def hours_left(expected: ExpectedFailures | None, *, trained_ms: int) -> float |
     if expected is None or expected.job_hours is None:
         return max(LEAST_HOURS_LEFT, trained)
     return expected.job_hours - trained if trained < expected.job_hours else None
-
-
-# The settings of a Checkpointer, grouped by subject; each is checked when it is built.
-#
-# Numbers may be numpy's; they are kept as Python's. Defaults are written only here and in the
-# signature of `Checkpointer`.
 
 
 #: Bits of a stored row's values; "lossless" keeps the bytes.

@@ -1,4 +1,9 @@
-"""Finds the tables of a model and its sharded dense tensors; refuses models that do not fit."""
+"""Finds the tables of a model and its sharded dense tensors; refuses models that do not fit.
+
+Dense tensors of which this rank holds a piece (`fully_shard`); stored as pieces, format §3.4. If a
+mesh both shards and replicates, several ranks hold a piece, and the first of them stores it. If a
+tensor lies on several meshes, `ranks.sharding` says which mesh stores it.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +43,6 @@ __all__ = [
     "restored_like",
     "write_into",
 ]
-
-
-# Dense tensors of which this rank holds a piece (`fully_shard`); stored as pieces, format §3.4.
-#
-# If a mesh both shards and replicates, several ranks hold a piece, and the first of them stores it.
-# If a tensor lies on several meshes, `ranks.sharding` says which mesh stores it.
 
 
 #: A dense tensor as a checkpoint holds it: whole, or as the pieces of all ranks.
@@ -211,9 +210,6 @@ def _offset(tensor: DTensor) -> tuple[int, ...]:
     )
     # The offset of an empty piece may lie behind the end of the tensor.
     return tuple(min(start, size) for start, size in zip(offset, tensor.shape, strict=True))
-
-
-# Finding a model's tables and their optimizers, and refusing models that cannot be stored.
 
 
 class ModelTables(NamedTuple):

@@ -44,8 +44,6 @@ class Trials:
         self._prepared: dict[tuple[Tags, ...], Place] = {}
         self._digests: dict[Tags, str] = {}
 
-    # --- places --------------------------------------------------------------------------------
-
     def empty(self) -> Place:
         """Return a new place."""
         self._number += 1
@@ -81,8 +79,6 @@ class Trials:
     def put_back(self, place: Place) -> None:
         """Put a prepared place back as it was."""
         self._copy(place)
-
-    # --- acts ----------------------------------------------------------------------------------
 
     def begin(
         self,
@@ -122,8 +118,6 @@ class Trials:
             raise Broken(f"an act without a fault: {ended}\n{ended.output}")
         self.put_back(place)
         return ended.operations
-
-    # --- verdicts ------------------------------------------------------------------------------
 
     def digest(self, tags: Tags) -> str:
         """Return the digest of a state."""

@@ -125,9 +125,6 @@ def count_moved(report: Report, name: str, shape: Shape, sizes: LinkSizes) -> No
         )
 
 
-# --- behind links ---------------------------------------------------------------------------------
-
-
 def compare_peers(
     report: Report, network: ShapedNetwork, name: str, shape: Shape, sizes: LinkSizes
 ) -> None:

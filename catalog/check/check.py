@@ -1,4 +1,9 @@
-"""Checks a run for damage: every manifest, its dependencies and its chunks."""
+"""Checks a run for damage: every manifest, its dependencies and its chunks.
+
+Finds how the manifests of a run depend on each other (format §4, invariant 4).
+
+Finds damage before a restore does (format §4, §6.3).
+"""
 
 from __future__ import annotations
 
@@ -57,9 +62,6 @@ from recpoint.format.record_kinds import PART, SIDE_KINDS, kind_of
 from recpoint.format.records import GenerationRecord
 
 __all__ = ["CheckReport", "Level", "Severity", "check"]
-
-
-# Finds how the manifests of a run depend on each other (format §4, invariant 4).
 
 
 Damage: TypeAlias = FormatError | ChainError | ObjectNotFound
@@ -196,9 +198,6 @@ class RepresentationGraph:
         return None
 
 
-# Finds damage before a restore does (format §4, §6.3).
-
-
 Level = Literal["metadata", "full"]
 Severity = Literal["error", "warning", "info"]
 
@@ -316,8 +315,6 @@ class _Checking:
                 next_step=f"recpoint list {run.url}",
             )
 
-    # --- records -------------------------------------------------------------------------------
-
     def _live_line(self, numbers: list[int]) -> frozenset[ManifestName] | None:
         """Return the checkpoints on the live line; None if the lineage cannot be followed."""
         try:
@@ -382,8 +379,6 @@ class _Checking:
             f"{superseded_text(superseded)}, which is restored by step and generation"
         )
         self._add("warning", GENERATION_KEY.of(self._run.generation_numbers()[-1]), text)
-
-    # --- objects -------------------------------------------------------------------------------
 
     def look_at_objects(self) -> None:
         """Check existence and length of each chunk of each chain; find objects nobody names."""
@@ -461,8 +456,6 @@ class _Checking:
                     "missing; recpoint sweep removes old ones"
                 )
             self._add("warning" if needed else "info", prefix, text)
-
-    # --- bytes ---------------------------------------------------------------------------------
 
     def look_at_bytes(
         self, reads: ReadScheduler, on_progress: Callable[[int, int], None] | None = None
@@ -589,8 +582,6 @@ class _Checking:
         self._bytes_read += entry.bytes
         if self._on_progress is not None:
             self._on_progress(self._bytes_read, max(self._bytes_to_read, self._bytes_read))
-
-    # --- the report ----------------------------------------------------------------------------
 
     def _counts(self, name: ManifestName) -> bool:
         """Tell whether a checkpoint is on the live line; true if the line is unknown."""

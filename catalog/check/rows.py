@@ -1,4 +1,11 @@
-"""Validates a table: decodes its rows, newest first; compares them with the trainer's sample."""
+"""Validates a table: decodes its rows, newest first; compares them with the trainer's sample.
+
+Compares decoded rows with the trainer's, within the bounds of their scheme (format §10). The bounds
+hold for any method of finding scale and offset, because all methods take the code nearest to a
+value; and a search's squared error is at most the error of the formula (format §3.2).
+
+Reads the samples that a trainer recorded of its tables (format §3.6).
+"""
 
 from __future__ import annotations
 
@@ -31,13 +38,6 @@ __all__ = [
     "decode_samples",
     "read_samples",
 ]
-
-
-# Compares decoded rows with the trainer's, within the bounds of their scheme (format §10).
-#
-# The bounds hold for any method of finding scale and offset, because all methods take the code
-# nearest to a value; and a search's squared error is at most the error of the formula (format
-# §3.2).
 
 
 #: Relative error of eight binary32 roundings: twice the roundings of the quotient, the code and the
@@ -231,9 +231,6 @@ def _text(value: Tensor) -> str:
     return f"{float(value):.9g} ({bytes(reversed(_raw(value.reshape(1)).tolist())).hex()})"
 
 
-# Reads the samples that a trainer recorded of its tables (format §3.6).
-
-
 _NEXT_STEP = "nothing: no restore reads samples, and a later checkpoint's sample may be good"
 
 
@@ -350,9 +347,6 @@ def _sampled(key: str, table: int, spec: TableSpec, sections: dict[str, Section]
 
 def _malformed(key: str, found: str, expected: str) -> MalformedObject:
     return MalformedObject(key, found=found, expected=expected, next_step=_NEXT_STEP)
-
-
-# Validates one table: decodes its chunks, newest first, and compares them with the samples.
 
 
 _MASK = 2**64 - 1

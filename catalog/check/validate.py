@@ -1,4 +1,9 @@
-"""Validates a checkpoint: compares its chains with the samples that the trainer recorded."""
+"""Validates a checkpoint: compares its chains with the samples that the trainer recorded.
+
+Validates one chain of a checkpoint: objects, samples, state, then the tables (format §10).
+
+Validates a checkpoint: compares what is stored with what the trainer recorded (format §10).
+"""
 
 from __future__ import annotations
 
@@ -39,9 +44,6 @@ from recpoint.format.validation import (
 )
 
 __all__ = ["Validation", "record", "validate"]
-
-
-# Validates one chain of a checkpoint: objects, samples, state, then the tables (format §10).
 
 
 Damage = FormatError | ChainError | ObjectNotFound
@@ -337,9 +339,6 @@ class ChainValidation:
         findings = (entry.finding for entry in self.found if entry.finding.what == what)
         if not any(damage.finding.subject.endswith(finding.subject) for finding in findings):
             self.found.append(damage)
-
-
-# Validates a checkpoint: compares what is stored with what the trainer recorded (format §10).
 
 
 @dataclass(frozen=True, kw_only=True)

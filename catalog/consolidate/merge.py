@@ -1,4 +1,19 @@
-"""Merges a chain into fewer manifests by moving stored rows; avoids damaged objects."""
+"""Merges a chain into fewer manifests by moving stored rows; avoids damaged objects.
+
+Moves the rows of some tables, newest source first (format §6.8, consolidation order, rule 3).
+
+Merges a checkpoint's chain into fewer manifests by moving stored rows (format §6.8). The steps are
+functions of a run and plain values, so that a workflow engine can run each as a task:
+`plan_consolidation`, then `merge_part` for each part of the plan, one after another because each
+needs its share of memory, then `commit_consolidation`. Meanwhile the caller holds a lease
+(`leases`). `consolidate` does all of this by itself. A step, or the whole, may be killed and called
+again: keys and bytes follow from the sources.
+
+Consolidates around damaged objects, as a restore does (format §6.8, consolidation order, rule 3).
+Plans are made from manifests alone, so a damaged chunk is found only when it is read; by then half
+of the plan may be done. If another chain of the checkpoint does not need the manifest that names
+the chunk, a new plan uses that chain. The chunks written for the old plan become orphans.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +70,6 @@ __all__ = [
     "merge_part",
     "passed_over_words",
 ]
-
-
-# Uploads the chunks of a consolidation, and reuses those that an earlier try has written.
 
 
 #: Concurrent uploads. Each holds a chunk in memory, and the store's client one or two more copies.
@@ -138,9 +150,6 @@ def moved_chunk(chunk: Chunk, entry: ChunkEntry, attempt: str) -> tuple[ChunkEnt
     key = name(meta.step, meta.generation, attempt, rank=entry.rank, number=named.number)
     changes = {"key": key, "bytes": len(data), "crc32c": crc32c.crc32c(data)}
     return ChunkEntry.model_validate(entry.model_dump() | changes), data
-
-
-# Moves the rows of some tables, newest source first (format §6.8, consolidation order, rule 3).
 
 
 #: Chunks read at once, and chunks that may wait besides; each is in memory whole.
@@ -275,15 +284,6 @@ def _within(moved: MovedRows, section: range) -> tuple[range | Tensor, int]:
     ends = torch.tensor([section.start, section.stop], device="cpu")
     first, stop = torch.searchsorted(rows, ends).tolist()
     return rows[first:stop] - section.start, first
-
-
-# Merges a checkpoint's chain into fewer manifests by moving stored rows (format §6.8).
-#
-# The steps are functions of a run and plain values, so that a workflow engine can run each as a
-# task: `plan_consolidation`, then `merge_part` for each part of the plan, one after another because
-# each needs its share of memory, then `commit_consolidation`. Meanwhile the caller holds a lease
-# (`leases`). `consolidate` does all of this by itself. A step, or the whole, may be killed and
-# called again: keys and bytes follow from the sources.
 
 
 #: If the checks before the commit took longer than this, they are made again, because the process
@@ -577,13 +577,6 @@ def _check_still_wanted(run: Run, manifest: Manifest) -> None:
                 expected=f"attempt {ref.attempt}",
                 next_step="make a new plan",
             )
-
-
-# Consolidates around damaged objects, as a restore does (format §6.8, consolidation order, rule 3).
-#
-# Plans are made from manifests alone, so a damaged chunk is found only when it is read; by then
-# half of the plan may be done. If another chain of the checkpoint does not need the manifest that
-# names the chunk, a new plan uses that chain. The chunks written for the old plan become orphans.
 
 
 #: The beginning of a report if there was nothing to merge.

@@ -1,4 +1,11 @@
-"""Plans a consolidation: what to merge, the bytes read, written and freed, and whether it pays."""
+"""Plans a consolidation: what to merge, the bytes read, written and freed, and whether it pays.
+
+Estimates what each merge of the newest manifests of a chain would read, write and leave. The
+estimate uses manifests alone and goes through each once, so that weighing all merges of a long
+chain is cheap.
+
+Plans a consolidation and tells whether it pays (format §6.8, consolidation order, rules 1, 2).
+"""
 
 from __future__ import annotations
 
@@ -47,12 +54,6 @@ __all__ = [
     "weigh",
     "writer",
 ]
-
-
-# Estimates what each merge of the newest manifests of a chain would read, write and leave.
-#
-# The estimate uses manifests alone and goes through each once, so that weighing all merges of a
-# long chain is cheap.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,9 +205,6 @@ def _as_a_full(manifests: Sequence[Manifest], specs: Sequence[TableSpec]) -> Liv
         for size, of_table, stored_rows in zip(sizes, rows, stored, strict=True)
     )
     return Live(sum(rows), size_bytes)
-
-
-# Plans a consolidation and tells whether it pays (format §6.8, consolidation order, rules 1, 2).
 
 
 #: Increased with every change of the chunks that the same sources yield.
@@ -563,9 +561,6 @@ def _parts(merged: Sequence[Manifest]) -> tuple[TablesPart, ...]:
     if tables:
         parts.append(TablesPart(len(parts), tuple(tables), total))
     return tuple(parts)
-
-
-# Chooses the merge of a checkpoint's chain, if any, when the caller has not chosen one.
 
 
 #: After a merge into an increment, at most this share of the way to a trigger may be used up.

@@ -183,9 +183,6 @@ def _absent(parts: tuple[Part, ...]) -> np.ndarray[Any, Any]:
     return np.broadcast_to(np.uint8(0), (sum(part.length for part in parts),))
 
 
-# --- rows ----------------------------------------------------------------------------------------
-
-
 def _exact_chunk(staged: StagedJob, block: RowBlock, spool: SpoolFile) -> _PlannedChunk:
     table = staged.job.tables[block.table]
     spec = table.spec
@@ -381,9 +378,6 @@ def _read_array(extent: Extent, dtype: type[np.generic]) -> np.ndarray[Any, Any]
     return array
 
 
-# --- state and samples ---------------------------------------------------------------------------
-
-
 def _tensor_chunk(staged: StagedJob, block: StateBlock) -> _PlannedChunk:
     job = staged.job
     arrays = []
@@ -407,9 +401,6 @@ def _tensor_chunk(staged: StagedJob, block: StateBlock) -> _PlannedChunk:
     name = state_chunk_key if block.content == "state" else sample_chunk_key
     key = name(job.step, job.generation, job.attempt, rank=job.rank, number=block.number)
     return _PlannedChunk(key, meta, arrays)
-
-
-# --- upload ---------------------------------------------------------------------------------------
 
 
 #: Concurrent uploads in this process, over all groups and runs. Each holds a chunk in memory, and

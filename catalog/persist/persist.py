@@ -180,8 +180,6 @@ class PersistJob:
         """
         raise_if_cancelled(self.path, self.job)
 
-    # --- what the store has -----------------------------------------------------------------------
-
     def open_run(self) -> Run:
         """Open the job's run, and check that it is still the same run.
 
@@ -286,8 +284,6 @@ class PersistJob:
                 next_step="store fewer bits, or train fewer tables",
             )
 
-    # --- the steps of a group ---------------------------------------------------------------------
-
     def verify(self) -> None:
         """Check the digests of everything staged; MUST have succeeded before the commit.
 
@@ -314,8 +310,6 @@ class PersistJob:
 
     def advanced(self, done_bytes: int, total_bytes: int) -> None:
         """Ignore the progress; nobody is told."""
-
-    # --- commit and answer ------------------------------------------------------------------------
 
     def commit(self) -> Committed:
         """Create the manifest of the job after all its groups are uploaded.

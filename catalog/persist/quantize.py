@@ -204,9 +204,6 @@ def _bits(masks: list[Tensor], spool: SpoolFile) -> list[Any]:
     return extent_list((write_bits(mask, spool),))[0]
 
 
-# --- the choice of a method -----------------------------------------------------------------------
-
-
 #: The method for a table's rows: as the manifest records it, and as the kernels take it.
 Choice = tuple[Quantizer, Method]
 
@@ -259,9 +256,6 @@ def _sample(staged: StagedJob, index: int, seed: int) -> Tensor:
     read_into(memoryview(data), *extents)
     stored = torch.frombuffer(data, dtype=dtype)
     return stored.reshape(len(extents), table.spec.dim).to(torch.float32)
-
-
-# --- rows that the trainer has quantized ----------------------------------------------------------
 
 
 def _staged_codes(staged: StagedJob, block: RowBlock, rows_each: int) -> Iterator[PackedRows]:

@@ -321,9 +321,6 @@ def _identity(ref: CheckpointRef) -> tuple[int, int, str]:
     return ref.step, ref.generation, ref.attempt
 
 
-# --- join all parts to one manifest (joining order, rule 3), without I/O --------------------------
-
-
 _MOST_TEXT: Final = 255
 
 
@@ -439,9 +436,6 @@ def _refuse(part: RankPart, found: str, expected: str) -> NoReturn:
         expected=expected,
         next_step=PART.next_step,
     )
-
-
-# --- text -----------------------------------------------------------------------------------------
 
 
 _MOST_NAMED: Final = 20

@@ -176,9 +176,6 @@ def extent_from(value: list[Any]) -> Extent:
     return Extent(str(path), int(offset), int(length))
 
 
-# --- parts of chunks ------------------------------------------------------------------------------
-
-
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

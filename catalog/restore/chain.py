@@ -33,9 +33,6 @@ from recpoint.format.manifest import ChunkEntry, Manifest
 __all__ = ["ChainReading"]
 
 
-# Restores one table of a chain into a target: newest rows first, and each row once.
-
-
 class WantedChunk(NamedTuple):
     """A chunk to read, and its place in the chain; `link` 0 is the newest checkpoint."""
 
@@ -177,9 +174,6 @@ def _links(
 def _may_hold(entry: ChunkEntry, wanted: range) -> bool:
     assert entry.first_row is not None and entry.last_row is not None  # every row chunk has both
     return entry.first_row < wanted.stop and wanted.start <= entry.last_row and bool(wanted)
-
-
-# Reads a chain into a target: checks what is stored, then reads the state, then each row once.
 
 
 class ChainReading:

@@ -1,4 +1,15 @@
-"""Reads stored chunks, checks them, and returns their rows undecoded."""
+"""Reads stored chunks, checks them, and returns their rows undecoded.
+
+Reuses memory for large objects that are read one after another. An allocator keeps the memory that
+a thread has freed for that thread: glibc keeps up to two blocks of the largest size for each, so
+that several reader threads hold twice what they use. Memory that is returned to the system is
+cleared when it is allocated again, which takes longer than reading. A buffer lent here comes back
+when the last view of it is gone, and is then lent to the next thread that reads.
+
+Turns stored chunks into checked rows; nothing is trusted before it is checked. The order of checks
+is rule 5 of the read order (format §6.3): length and crc32c of all bytes, then the header against
+the manifest's entry, then the row set and the row parameters.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +48,6 @@ __all__ = [
     "row_parameter",
     "why_missing",
 ]
-
-
-# Where chunks are read from: a store, or any other source of their bytes.
 
 
 class ChunkSource(Protocol):
@@ -93,15 +101,6 @@ class StoreChunks:
         return self.store.get_lent(key, max_bytes=max_bytes, lend=lend)
 
 
-# Reuses memory for large objects that are read one after another.
-#
-# An allocator keeps the memory that a thread has freed for that thread: glibc keeps up to two
-# blocks of the largest size for each, so that several reader threads hold twice what they use.
-# Memory that is returned to the system is cleared when it is allocated again, which takes longer
-# than reading. A buffer lent here comes back when the last view of it is gone, and is then lent to
-# the next thread that reads.
-
-
 #: Sizes of buffers are rounded up to a multiple of this, so that similar objects can share them.
 _GRAIN_BYTES: Final = 1 << 20
 _PRIVATE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -133,12 +132,6 @@ class ReadBuffers:
         lent: Any = buffer[:size_bytes]
         weakref.finalize(lent, self._free.append, buffer).atexit = False
         return memoryview(lent)
-
-
-# Turns stored chunks into checked rows; nothing is trusted before it is checked.
-#
-# The order of checks is rule 5 of the read order (format §6.3): length and crc32c of all bytes,
-# then the header against the manifest's entry, then the row set and the row parameters.
 
 
 _NEXT_STEP = "recpoint check URL --level full, and restore an older checkpoint"
@@ -200,9 +193,6 @@ def _moved(rows: range | Tensor, by: int) -> range | Tensor:
     return range(rows.start + by, rows.stop + by) if isinstance(rows, range) else rows + by
 
 
-# --- checks before anything is read --------------------------------------------------------------
-
-
 def check_entry(manifest: Manifest, entry: ChunkEntry) -> None:
     """Check that a chunk's bytes can hold its rows.
 
@@ -262,9 +252,6 @@ def check_stored(manifest: Manifest, entry: ChunkEntry, sizes: Mapping[str, int]
             expected=f"{entry.bytes} bytes",
             next_step=_NEXT_STEP,
         )
-
-
-# --- chunks --------------------------------------------------------------------------------------
 
 
 def read_chunk(
@@ -381,9 +368,6 @@ def _decoded_ids(chunk: Chunk, entry: ChunkEntry, spec: TableSpec) -> range | Te
 
 def _malformed(key: str, found: str, expected: str) -> MalformedObject:
     return MalformedObject(key, found=found, expected=expected, next_step=_NEXT_STEP)
-
-
-# Checks that the objects of a chain exist with their lengths, before one of them is read.
 
 
 #: Most listings at once.

@@ -1,4 +1,22 @@
-"""Restores into safetensors files: plans the files, writes each once, and the index last."""
+"""Restores into safetensors files: plans the files, writes each once, and the index last.
+
+Plans which tensors of a checkpoint go into which safetensors file, and the index of the files. The
+layout is the common one for shared models: `model-00001-of-00004.safetensors`, …, and
+`model.safetensors.index.json` with a `weight_map` from each tensor's name to its file. Tensors have
+the same names as in the single file that `write_one_file` writes.
+
+Checks the place that safetensors files are restored into, and removes files from it. A file is
+recognized by its header and its length. After the index exists, the files are final and none is
+removed. Before that, the files of a damaged checkpoint are removed for those of another checkpoint.
+
+Restores into safetensors files with an index, a file at a time and in any order. Every file is
+written under a temporary name and appears whole; an existing file is never replaced. So a restore
+that was killed continues where it stopped, two restores of the same files do no harm, and the files
+of two different restores into one place cannot mix. The index appears last; without it the files do
+not count. Files of a checkpoint that turns out to be damaged are removed only while there is no
+index, and only after another checkpoint was found for the place; a second writer that still needs
+them gets an error.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +89,6 @@ __all__ = [
 ]
 
 
-# Names for the tensors of the state trees in a file.
-
 #: What files hold of a checkpoint: what `Module.load_state_dict` takes, or everything stored.
 Include = Literal["model", "all"]
 
@@ -136,13 +152,6 @@ def collect_tensors(
         items = enumerate(value)
     for key, item in items:
         collect_tensors(into, f"{name}{separator}{key}", item, separator)
-
-
-# Plans which tensors of a checkpoint go into which safetensors file, and the index of the files.
-#
-# The layout is the common one for shared models: `model-00001-of-00004.safetensors`, …, and
-# `model.safetensors.index.json` with a `weight_map` from each tensor's name to its file. Tensors
-# have the same names as in the single file that `write_one_file` writes.
 
 
 INDEX: Final = "model.safetensors.index.json"
@@ -398,13 +407,6 @@ def _of_table(table: LogicalTable, tied: Mapping[str, str], include: Include) ->
     ]
 
 
-# Checks the place that safetensors files are restored into, and removes files from it.
-#
-# A file is recognized by its header and its length. After the index exists, the files are final and
-# none is removed. Before that, the files of a damaged checkpoint are removed for those of another
-# checkpoint.
-
-
 # Twice the time that a task of the flow may spend on one file.
 _UNFINISHED_SECONDS: Final = 24 * 3600
 
@@ -618,16 +620,6 @@ def _start_of(into: Store, key: str, size_bytes: int) -> bytes:
         return b""
 
 
-# Restores into safetensors files with an index, a file at a time and in any order.
-#
-# Every file is written under a temporary name and appears whole; an existing file is never
-# replaced. So a restore that was killed continues where it stopped, two restores of the same files
-# do no harm, and the files of two different restores into one place cannot mix. The index appears
-# last; without it the files do not count. Files of a checkpoint that turns out to be damaged are
-# removed only while there is no index, and only after another checkpoint was found for the place;
-# a second writer that still needs them gets an error.
-
-
 def restore_shards(
     run: Run,
     into: Store,
@@ -722,9 +714,6 @@ def summary(plan: ShardPlan, reports: Sequence[RestoreReport]) -> RestoreReport:
         bytes_read=sum(report.bytes_read for report in all_reports),
         seconds=sum(report.seconds for report in all_reports),
     )
-
-
-# --- one file ------------------------------------------------------------------------------------
 
 
 def write_shard(

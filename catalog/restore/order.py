@@ -23,9 +23,6 @@ __all__ = [
 ]
 
 
-# Selects the checkpoint to restore: one that the caller names, or the newest good one.
-
-
 _NEXT: Final = (
     "recpoint list URL --all shows steps and generations; validated_within is how many batches "
     "may be trained again to start from a validated checkpoint"
@@ -144,9 +141,6 @@ def _refused(name: str, found: str, expected: str) -> SettingsError:
 
 #: Selects the newest good checkpoint of the live line.
 NEWEST: Final = Selection()
-
-
-# Orders the checkpoints that a restore tries, and says why it skipped newer ones.
 
 
 _MOST_REASONS = 6

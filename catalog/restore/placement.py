@@ -1,4 +1,10 @@
-"""Places rows of a checked chunk into tensors of whole tables, or of any rows and columns."""
+"""Places rows of a checked chunk into tensors of whole tables, or of any rows and columns.
+
+Maps any part of a table to the pieces that it is stored in. A target says which rows and columns of
+whole tables it wants, and where they go; `map_parts` finds the pieces of a manifest that hold them.
+So a checkpoint of any number of ranks, sharded by rows, columns, tables or a mix, restores into any
+other sharding (format §4).
+"""
 
 from __future__ import annotations
 
@@ -19,9 +25,6 @@ from recpoint.format.manifest import Manifest
 from recpoint.kernels import quantize, row_gather
 
 __all__ = ["PartsTarget", "TablePart", "map_parts", "place", "place_piece"]
-
-
-# Writes rows of a checked chunk to the tensors of a model; decodes only the rows that are needed.
 
 
 #: Rows that cannot be decoded in place are converted in passes of this many bytes.
@@ -122,9 +125,6 @@ def _in_passes(rows: Callable[[slice], Tensor], dest: Tensor, ids: range | Tenso
             dest[block_ids.start : block_ids.stop].copy_(rows(part))
         else:
             row_gather.scatter(rows(part), block_ids.to(dest.device), dest)
-
-
-# Writes some of the rows and columns of a checked chunk to tensors of any strides.
 
 
 @dataclass(frozen=True)
@@ -293,13 +293,6 @@ def _row_bytes(stored: StoredRows, dim: int) -> int:
     """Return the memory of one row, stored and decoded."""
     rows = max(1, len(stored.rows))
     return 8 + 4 * dim + sum(t.nbytes for t in (stored.values, *stored.row_states)) // rows
-
-
-# Maps any part of a table to the pieces that it is stored in.
-#
-# A target says which rows and columns of whole tables it wants, and where they go; `map_parts`
-# finds the pieces of a manifest that hold them. So a checkpoint of any number of ranks, sharded by
-# rows, columns, tables or a mix, restores into any other sharding (format §4).
 
 
 @dataclass(frozen=True, kw_only=True)

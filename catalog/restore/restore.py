@@ -1,4 +1,7 @@
-"""Restores the newest checkpoint whose chain is good, into memory or into any target."""
+"""Restores the newest checkpoint whose chain is good, into memory or into any target.
+
+Restores the newest checkpoint whose chain is good (format §6.3).
+"""
 
 from __future__ import annotations
 
@@ -54,9 +57,6 @@ __all__ = [
     "transient_buffers",
     "weight_name",
 ]
-
-
-# Restores a checkpoint into the memory of one process, as whole tables.
 
 
 class MemoryTarget:
@@ -130,8 +130,6 @@ def _empty(table: LogicalTable, *, row_states: bool) -> TableTarget:
         ),
     )
 
-
-# Converts a restored checkpoint to the state of a model, without the code that built the model.
 
 #: Name of a module's extra state in torch's `state_dict`.
 _EXTRA_STATE_KEY: Final = "_extra_state"
@@ -222,9 +220,6 @@ def _of_model(state: Mapping[int, object], key: str) -> object:
 
 def _at(tree: object, key: str) -> object:
     return tree.get(key) if isinstance(tree, Mapping) else None
-
-
-# Restores the newest checkpoint whose chain is good (format §6.3).
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,9 +389,6 @@ def _restore_first(
 
 def _quantized(chain: Chain) -> bool:
     return any(c.scheme == "asymmetric" for m in chain.manifests for c in m.chunks)
-
-
-# Reads rows and columns of a run's tables into a process that is not its trainer.
 
 
 def restore_parts(

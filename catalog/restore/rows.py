@@ -1,4 +1,12 @@
-"""Tracks rows: pieces of whole tables, rows that chunks cover, rows seen, rows still live."""
+"""Tracks rows: pieces of whole tables, rows that chunks cover, rows seen, rows still live.
+
+Checks that the chunks of a table hold each row at most once (format §4, invariants 2 and 3).
+
+Bounds the number of live rows in chunks, from their manifests alone. A row that several links hold
+is live in the newest of them, and dead in the others. Only the chunks tell which rows they share.
+But all ids of a chunk lie between its first and last row, so a span of ids that many chunks cover
+has at most as many live rows as ids.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +39,6 @@ __all__ = [
     "sections_of",
     "sections_touched",
 ]
-
-
-# Assembles the tables of the model from the pieces that a manifest lists.
 
 
 @dataclass(frozen=True)
@@ -133,9 +138,6 @@ def logical_tables(tables: Sequence[TableSpec]) -> dict[str, LogicalTable]:
     }
 
 
-# Checks that the chunks of a table hold each row at most once (format §4, invariants 2 and 3).
-
-
 class RowCoverage:
     """The rows that the chunks of one table of one checkpoint have brought so far.
 
@@ -214,9 +216,6 @@ class RowCoverage:
             )
         added = self._set_rows + sum(len(rows) for rows in ranges)
         return dirty_bitmap.count(self._bitmap) != added
-
-
-# Remembers which rows of a table newer checkpoints of a chain have brought.
 
 
 #: Rows of a table whose bits are in memory at once if memory is bounded: 64 MiB of bits.
@@ -307,13 +306,6 @@ def kept_by_ids(rows: int, stored_rows: int) -> bool:
         rows, stored_rows: as for `sections_of`.
     """
     return 64 * stored_rows < min(rows, SECTION_ROWS)
-
-
-# Bounds the number of live rows in chunks, from their manifests alone.
-#
-# A row that several links hold is live in the newest of them, and dead in the others. Only the
-# chunks tell which rows they share. But all ids of a chunk lie between its first and last row, so a
-# span of ids that many chunks cover has at most as many live rows as ids.
 
 
 class Live(NamedTuple):

@@ -1,4 +1,12 @@
-"""Reads the ranks' state trees from chunks, and removes wrappers from the names of parameters."""
+"""Reads the ranks' state trees from chunks, and removes wrappers from the names of parameters.
+
+Names parameters, buffers and modules independently of the model's wrappers. The names are those of
+torch's `get_model_state_dict`, so that a checkpoint of a model under DDP, FSDP or `torch.compile`
+restores into the bare model, and the other way round.
+
+Reads the state trees of all ranks, or of those that a reader needs. A chunk is read whole or not at
+all, and checked before it is parsed (format §6.3, read order, rule 5).
+"""
 
 from __future__ import annotations
 
@@ -21,12 +29,6 @@ from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.state_values import unflatten, unflatten_keys
 
 __all__ = ["StateReading", "canonical_name", "read_state"]
-
-
-# Names parameters, buffers and modules independently of the model's wrappers.
-#
-# The names are those of torch's `get_model_state_dict`, so that a checkpoint of a model under DDP,
-# FSDP or `torch.compile` restores into the bare model, and the other way round.
 
 
 #: Attributes under which wrappers keep the wrapped module: torch.compile, FSDP, activation
@@ -60,12 +62,6 @@ def canonical_name(model: nn.Module, name: str) -> str:
             submodule = getattr(module, part, None)
         module = submodule  # type: ignore[assignment]
     return ".".join(parts_kept)
-
-
-# Reads the state trees of all ranks, or of those that a reader needs.
-#
-# A chunk is read whole or not at all, and checked before it is parsed (format §6.3, read order,
-# rule 5).
 
 
 _NEXT_STEP = "recpoint check URL --level full, and restore an older checkpoint"

@@ -1,4 +1,7 @@
-"""Defines what a store promises: its calls, its errors, and the clocks for an object's age."""
+"""Defines what a store promises: its calls, its errors, and the clocks for an object's age.
+
+The age of a record, by several clocks, because no single clock can be trusted (format §6.7).
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,6 @@ __all__ = [
     "too_large",
     "too_short",
 ]
-
-
-# The interface and the contract of every store.
 
 
 #: Prefix of the keys of `Store.probe`. Objects that a killed probe leaves there belong to no run
@@ -257,9 +257,6 @@ def no_create_only(store: Store, found: str) -> StoreUnsupported:
         expected="create-only writes that never replace an object; a commit relies on them",
         next_step="choose a local directory, or an S3 that honours If-None-Match, for the run",
     )
-
-
-# Errors of operating systems and object stores become the exceptions of recpoint.
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -491,9 +488,6 @@ def for_no_answer(where: str, *, words: str, doing: str, endpoint: str) -> Store
         expected=f"an answer from {endpoint}",
         next_step="check that the store is up and reachable from this host, then try again",
     )
-
-
-# The age of a record, by several clocks, because no single clock can be trusted (format §6.7).
 
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -1,4 +1,11 @@
-"""Stores a run in S3 or in a server with the same API: client, settings, requests."""
+"""Stores a run in S3 or in a server with the same API: client, settings, requests.
+
+The store: the requests it makes and the meaning of their answers. The requests go through a client
+that `catalog.store.store` makes; no SDK is imported here. They do not use the file operations of
+fsspec, which read without checking lengths, leave uploads behind, and retry on top of the client's
+own retries. The client repeats a request after no answer or a failure that may pass. Only a body
+that breaks off is requested again here.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +39,6 @@ from recpoint.catalog.store.scheduler import requests_at_once
 from recpoint.errors import ObjectNotFound, SettingsError, StoreError, StoreUnavailable
 
 __all__ = ["PerProcess", "Request", "S3Failure", "S3Store", "S3Timeouts", "client_settings"]
-
-
-# An object for each process, for clients whose threads and sockets do not survive a fork.
 
 
 _Made = TypeVar("_Made")
@@ -81,9 +85,6 @@ class PerProcess(Generic[_Made]):
         return cached[1]
 
 
-# The interface of an S3 client for `S3Store`; `catalog.store.store` implements it with an SDK.
-
-
 _Result = TypeVar("_Result")
 
 #: Something that makes requests when it is called on the client's event loop.
@@ -114,9 +115,6 @@ class S3Client(Protocol):
         self, request: Callable[[], Coroutine[Any, Any, _Result]], *, seconds: float
     ) -> _Result:
         """Run `request`, from any thread, for at most about `seconds`."""
-
-
-# Settings of the S3 client: time-outs, endpoint, region and credentials.
 
 
 _MIB = 1 << 20
@@ -248,14 +246,6 @@ def _section(configured: Mapping[str, object], name: str) -> Mapping[str, object
             next_step="correct ~/.config/fsspec or the FSSPEC_S3 environment variables",
         )
     return section
-
-
-# The store: the requests it makes and the meaning of their answers.
-#
-# The requests go through a client that `catalog.store.store` makes; no SDK is imported here. They
-# do not use the file operations of fsspec, which read without checking lengths, leave uploads
-# behind, and retry on top of the client's own retries. The client repeats a request after no answer
-# or a failure that may pass. Only a body that breaks off is requested again here.
 
 
 _RANGE_BYTES = 16 * _MIB  # of one GET; a reset in mid-body costs at most this much

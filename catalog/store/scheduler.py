@@ -61,9 +61,6 @@ def _submit(pool: ThreadPoolExecutor, call: Callable[[], _Result]) -> Future[_Re
         raise
 
 
-# --- reads ---------------------------------------------------------------------------------------
-
-
 class ReadScheduler:
     """Reads in threads, ahead of a caller that takes the results in order.
 
@@ -160,9 +157,6 @@ class ReadScheduler:
         """As `in_order`, but yields only the results; raises the first error in this order."""
         for _, outcome in self.in_order(jobs, work):
             yield outcome.result()
-
-
-# --- writes --------------------------------------------------------------------------------------
 
 
 class WriteBudget:
@@ -311,9 +305,6 @@ class WriteScheduler:
             self._errors.append(error)
         finally:
             self._budget.give_back(self, room)
-
-
-# --- requests ------------------------------------------------------------------------------------
 
 
 async def requests_at_once(

@@ -1,4 +1,10 @@
-"""Runs the demo: real training, Prefect flows, a real SIGKILL, and the proof of the restore."""
+"""Runs the demo: real training, Prefect flows, a real SIGKILL, and the proof of the restore.
+
+Two trainers run the same script on the same data. One trains without interruption. The other one
+writes checkpoints, is killed, and is started again with another seed. So state that is equal in
+both at the end can only come from the restore. Each trainer is one process, or several ranks
+under torchrun, of which one is killed.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +51,6 @@ from recpoint.tasks.job_name import run_tag
 from recpoint.units import bytes_text, copied_text, counted
 
 __all__ = ["DemoSettings", "example_script", "make_fresh", "report_views", "run_demo"]
-
-
-# Two trainers run the same script on the same data. One trains without interruption. The other one
-# writes checkpoints, is killed, and is started again with another seed. So state that is equal in
-# both at the end can only come from the restore. Each trainer is one process, or several ranks
-# under torchrun, of which one is killed.
 
 
 BITS = ("lossless", "8", "4", "3", "2")

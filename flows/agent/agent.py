@@ -1,4 +1,19 @@
-"""Runs the agent of a host: takes its lock, serves all runs in a loop, and ends on a signal."""
+"""Runs the agent of a host: takes its lock, serves all runs in a loop, and ends on a signal.
+
+Returning freed memory to the system. glibc keeps freed memory for later use, in an arena for each
+of a few threads, and returns only the part behind the last block in use. So the agent's resident
+memory would grow a little with each checkpoint, although the amount it uses stays the same.
+
+The lock of an agent. It waits for a sweep or drain, which ends by itself, but not for an agent. If
+it did not wait for a sweep, the host's runs would have no agent until somebody starts one. The lock
+may be lost while the agent serves (`locks.is_lost`). Trainers would then see no agent, and a second
+one could start.
+
+The resident agent of a host: persists staged jobs, also while Prefect is away. The agent decides
+which run is next. Runs do not wait for each other, because each has its own thread (`jobs.py`). A
+job stays staged until it is committed or can never be committed: a store that is away for a week
+costs retries, not checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +53,6 @@ from recpoint.tasks.job_name import job_log
 from recpoint.units import bytes_text
 
 __all__ = ["Agent", "FreedMemory", "run_agent"]
-
-
-# The end of an agent: a signal stops it, and it leaves within seconds.
 
 
 _LEAVE_SECONDS: Final = 3.0
@@ -96,13 +108,6 @@ def leave_soon(*, at_once: bool, status: int = 0) -> None:
         os._exit(status)
 
 
-# Returning freed memory to the system.
-#
-# glibc keeps freed memory for later use, in an arena for each of a few threads, and returns only
-# the part behind the last block in use. So the agent's resident memory would grow a little with
-# each checkpoint, although the amount it uses stays the same.
-
-
 #: Rarely, because a call takes milliseconds in which allocating threads wait.
 _EVERY_SECONDS: Final = 60.0
 
@@ -138,9 +143,6 @@ class FreedMemory:
         return True
 
 
-# Freeing this host's slots when a training has ended and nothing of it is staged any more.
-
-
 _LOG = logging.getLogger("recpoint.agent")
 
 
@@ -161,13 +163,6 @@ def free_ended_slots(runs: Mapping[Path, RunState]) -> None:
         if freed:
             size = sum(slot.size_bytes for slot in freed)
             _LOG.info("%s has ended: %d bytes of slots are free again", run_dir.name, size)
-
-
-# The lock of an agent. It waits for a sweep or drain, which ends by itself, but not for an agent.
-#
-# If it did not wait for a sweep, the host's runs would have no agent until somebody starts one.
-# The lock may be lost while the agent serves (`locks.is_lost`). Trainers would then see no agent,
-# and a second one could start.
 
 
 _POLL_SECONDS = 0.2
@@ -248,13 +243,6 @@ def _wait_for(lock: AgentLock) -> bool:
                 _LOG.info("waiting for process %s, %s, which ends by itself", other.process, other)
             time.sleep(_POLL_SECONDS)
     return not stopped
-
-
-# The resident agent of a host: persists staged jobs, also while Prefect is away.
-#
-# The agent decides which run is next. Runs do not wait for each other, because each has its own
-# thread (`jobs.py`). A job stays staged until it is committed or can never be committed: a store
-# that is away for a week costs retries, not checkpoints.
 
 
 _STATUS_SECONDS = 5.0

@@ -186,8 +186,6 @@ class BackgroundConsolidation:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
-    # --- the thread ----------------------------------------------------------------------------
-
     def _next(self) -> Path | None:
         """Return the due run whose last turn is longest ago, so that no run starves another."""
         now = time.monotonic()

@@ -1,4 +1,8 @@
-"""Checks in the background whether Prefect can be used, so that no job waits for it."""
+"""Checks in the background whether Prefect can be used, so that no job waits for it.
+
+The gate: whether Prefect can be used now. Prefect is useful, but not needed: while its API does not
+answer, or has just failed, the agent persists jobs by the same functions without it.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,6 @@ from recpoint.flows import prefect_server
 __all__ = ["PrefectGate", "growing_pause"]
 
 
-# The pause after a failure.
-
-
 #: After so many doublings every pause has reached its limit. Without this bound the number would
 #: leave the range of a float after a thousand failures, that is, after days of an outage.
 _MOST_DOUBLINGS: Final = 20
@@ -36,12 +37,6 @@ def growing_pause(failed_before: int, *, first: float, longest: float) -> float:
         longest: the longest pause, in seconds.
     """
     return min(first * 2.0 ** min(failed_before, _MOST_DOUBLINGS), longest)
-
-
-# The gate: whether Prefect can be used now.
-#
-# Prefect is useful, but not needed: while its API does not answer, or has just failed, the agent
-# persists jobs by the same functions without it.
 
 
 _LOG = logging.getLogger("recpoint.agent")

@@ -1,4 +1,12 @@
-"""Persists the staged jobs of a host: each run's in order, as Prefect flows or without Prefect."""
+"""Persists the staged jobs of a host: each run's in order, as Prefect flows or without Prefect.
+
+The queue: which job of a run is next, and when. A directory that cannot be read does not hold up
+the others: the agent logs the error once, and treats the directory as empty until it can be read.
+
+The jobs of one run: strictly in order, because each increment needs the one before it. The
+exception: if a job's part is stored and it only waits for other ranks, the next jobs go on. An
+error concerns its own run only: the job is tried again later, or rejected.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +27,6 @@ from recpoint.format.job import Job
 from recpoint.tasks.job_name import job_log
 
 __all__ = ["AgentJobs", "AgentPersist", "AgentQueue"]
-
-
-# Persisting one job: as a flow if Prefect can be used, by the same functions if not.
 
 
 _POLL_SECONDS: Final = 0.05
@@ -139,12 +144,6 @@ class AgentPersist:
         if getattr(failed, "name", None) == "Waiting":
             return None
         return failed if isinstance(failed, BaseException) else RuntimeError(str(failed))
-
-
-# The queue: which job of a run is next, and when.
-#
-# A directory that cannot be read does not hold up the others: the agent logs the error once, and
-# treats the directory as empty until it can be read.
 
 
 _LOG = logging.getLogger("recpoint.agent")
@@ -270,12 +269,6 @@ def is_dropped(job_file: Path) -> bool:
         return is_cancelled(job_file)
     except (FormatError, OSError, StagingRefused):
         return False  # the error is reported when the job is tried
-
-
-# The jobs of one run: strictly in order, because each increment needs the one before it.
-#
-# The exception: if a job's part is stored and it only waits for other ranks, the next jobs go on.
-# An error concerns its own run only: the job is tried again later, or rejected.
 
 
 _Log = logging.LoggerAdapter[logging.Logger]

@@ -1,4 +1,17 @@
-"""Keeps what an agent knows of each run: failures, waits for other ranks, ended trainings."""
+"""Keeps what an agent knows of each run: failures, waits for other ranks, ended trainings.
+
+Jobs whose part is stored, and which wait for other ranks, whose jobs other agents may serve. Nobody
+tells an agent when those parts are stored: it looks, soon at first, then less often.
+
+Failed jobs: each is tried again later, or rejected if it always fails. Persisting has already
+rejected jobs that are themselves broken. The errors that arrive here are faults of the store or the
+host, which may pass, or unexpected errors.
+
+Telling Prefect that a training has ended, so that its silence raises no alert. A trainer never
+talks to Prefect: it leaves a note in the staging area, which the agent finds. The event needs the
+run's id, which only jobs contain, so the agent keeps the id for later agents in the run's
+directory.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +59,6 @@ __all__ = [
     "postpone_or_reject",
     "tell_ended_trainings",
 ]
-
-
-# Jobs whose part is stored, and which wait for other ranks, whose jobs other agents may serve.
-#
-# Nobody tells an agent when those parts are stored: it looks, soon at first, then less often.
 
 
 #: How long a job waits before status, log and metrics name the missing ranks.
@@ -159,9 +167,6 @@ class WaitingJobs:
             if waiting.missing and now - waiting.since >= self._name_after
         ]
         return sorted(found, key=lambda late: -late.seconds)
-
-
-# The state of a run in its agent, and its counters.
 
 
 JobResult = Literal["committed", "cancelled", "rejected"]
@@ -373,12 +378,6 @@ class RunState:
         }
 
 
-# Failed jobs: each is tried again later, or rejected if it always fails.
-#
-# Persisting has already rejected jobs that are themselves broken. The errors that arrive here are
-# faults of the store or the host, which may pass, or unexpected errors.
-
-
 _Log = logging.LoggerAdapter[logging.Logger]
 
 #: A job is rejected when it has failed with an unexpected error so often in a row.
@@ -448,13 +447,6 @@ def _reject(job_file: Path, error: Exception) -> None:
             next_step="report it, with the agent's log",
         ),
     )
-
-
-# Telling Prefect that a training has ended, so that its silence raises no alert.
-#
-# A trainer never talks to Prefect: it leaves a note in the staging area, which the agent finds. The
-# event needs the run's id, which only jobs contain, so the agent keeps the id for later agents in
-# the run's directory.
 
 
 _LOG = logging.getLogger("recpoint.agent")

@@ -140,8 +140,6 @@ class BackgroundSweep:
             "last_error": swept.last_error,
         }
 
-    # --- the thread ----------------------------------------------------------------------------
-
     def _keep_sweeping(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
             try:

@@ -122,9 +122,6 @@ def gap_room(count: int, span: int) -> tuple[int, int]:
     return low, gaps + (span - count >> 8 * low) // ESCAPE
 
 
-# --- payloads ------------------------------------------------------------------------------------
-
-
 def bitmap_payload(bits: Bytes) -> bytes:
     """One frame of the bits of the rows from the first id to the last, u8 [ceil(span / 8)]."""
     return compress([bits])

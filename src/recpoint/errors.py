@@ -102,9 +102,6 @@ class NonFiniteValue(RecpointError, ValueError):
     """A NaN or an infinity where only finite values can be stored."""
 
 
-# --- the store -----------------------------------------------------------------------------------
-
-
 class StoreError(RecpointError):
     """The store did not do what was asked.
 
@@ -148,9 +145,6 @@ class StoreUnsupported(StoreError):
     """The store lacks something a commit relies on, for instance create-only writes."""
 
 
-# --- bytes ---------------------------------------------------------------------------------------
-
-
 class FormatError(RecpointError):
     """Bytes that are not what docs/format.md describes."""
 
@@ -173,9 +167,6 @@ class DigestMismatch(FormatError):
 
 class ForeignObject(FormatError):
     """A well-formed object that belongs to another run, checkpoint or table."""
-
-
-# --- chains and commits --------------------------------------------------------------------------
 
 
 class ChainError(RecpointError):
@@ -245,9 +236,6 @@ class CheckpointCancelled(RecpointError):
     """The trainer dropped this checkpoint; its rows are in the next one."""
 
 
-# --- restoring -----------------------------------------------------------------------------------
-
-
 class RestoreError(RecpointError):
     """A restore could not be done."""
 
@@ -280,9 +268,6 @@ class UnknownRow(RecpointError, IndexError):
     """A row that its table does not have was looked up."""
 
 
-# --- homes of rows -------------------------------------------------------------------------------
-
-
 class HomeError(RecpointError):
     """A home of embedding rows was used against its contract, or its files cannot be used."""
 
@@ -293,9 +278,6 @@ class ServerLost(HomeError):
 
 class ClusterLost(ServerLost):
     """The Ray cluster of the embedding servers has no head any more: no restore brings it back."""
-
-
-# --- staging -------------------------------------------------------------------------------------
 
 
 class StagingError(RecpointError):

@@ -223,8 +223,6 @@ class Handoff:
         if self._thread is not None:
             self._thread.join()
 
-    # --- the thread ----------------------------------------------------------------------------
-
     def _run_thread(self) -> None:
         beat = time.monotonic()
         while True:

@@ -1,4 +1,9 @@
-"""Collects the outcomes of checkpoints that were handed over, and logs checkpoints that wait."""
+"""Collects the outcomes of checkpoints that were handed over, and logs checkpoints that wait.
+
+The outcomes of checkpoints that were handed over: learned, counted, waited for. A failed checkpoint
+raises nothing here. The failure is noted, and `raise_noted` raises it only if the settings ask for
+that.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +28,6 @@ from recpoint.trainer_plugin.snapshot.staging import StagingArea
 from recpoint.units import duration_text
 
 __all__ = ["Outcomes", "WaitingLog"]
-
-
-# The log about checkpoints that wait for the agent: why they wait, and what to do about it.
 
 
 _log = logging.getLogger("recpoint")
@@ -195,12 +197,6 @@ class WaitingLog:
             f"the agent cannot store them ({tries}): {trouble.error}",
             trouble.next_step or status_hint,
         )
-
-
-# The outcomes of checkpoints that were handed over: learned, counted, waited for.
-#
-# A failed checkpoint raises nothing here. The failure is noted, and `raise_noted` raises it only if
-# the settings ask for that.
 
 
 #: How long the end of training waits for an agent to appear if none runs.

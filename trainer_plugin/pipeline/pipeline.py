@@ -1,4 +1,7 @@
-"""Takes a due checkpoint from the check for room, through the cut, to its hand-over."""
+"""Takes a due checkpoint from the check for room, through the cut, to its hand-over.
+
+A failed checkpoint raises nothing here: the failure is noted, see `outcomes`.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +57,6 @@ from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.state.lookahead import Lookahead
 
 __all__ = ["Pipeline"]
-
-
-# A failed checkpoint raises nothing here: the failure is noted, see `outcomes`.
 
 
 _log = logging.getLogger("recpoint")

@@ -1,4 +1,12 @@
-"""Lets ranks agree before and after a cut; checks that state stored once is equal on all ranks."""
+"""Lets ranks agree before and after a cut; checks that state stored once is equal on all ranks.
+
+Checks that state which is stored once is equal on all ranks. This state is: dense parameters that
+are whole on each rank, tables that every rank holds whole, and pieces that ranks of several meshes
+hold. The start of training checks that all ranks have the same tensors, and decides which rank
+stores which pieces (`sharding`). Each cut checks that the values are equal, by sums over a sample,
+because comparing every byte would take too long. State that may differ between ranks (buffers,
+extra states, hyperparameters, schedulers) is stored by each rank.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +47,6 @@ __all__ = [
     "incomplete",
     "incomplete_parts",
 ]
-
-
-# Checks that state which is stored once is equal on all ranks.
-#
-# This state is: dense parameters that are whole on each rank, tables that every rank holds whole,
-# and pieces that ranks of several meshes hold. The start of training checks that all ranks have the
-# same tensors, and decides which rank stores which pieces (`sharding`). Each cut checks that the
-# values are equal, by sums over a sample, because comparing every byte would take too long. State
-# that may differ between ranks (buffers, extra states, hyperparameters, schedulers) is stored by
-# each rank.
 
 
 _log = logging.getLogger("recpoint")
@@ -263,9 +261,6 @@ def _unlike(
     subject: str, found: str, expected: str = "the same on all ranks, because one rank stores it"
 ) -> SettingsError:
     return SettingsError(subject, found=found, expected=expected, next_step=_NEXT)
-
-
-# What ranks exchange before and after a cut: a fixed number of integers each time.
 
 
 #: The most lost checkpoints that a rank reports at once; it reports others the next time.

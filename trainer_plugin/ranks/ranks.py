@@ -1,4 +1,11 @@
-"""Connects the processes that train one model, so that they agree and end at the same batch."""
+"""Connects the processes that train one model, so that they agree and end at the same batch.
+
+The processes that train one model together, and how they agree about its checkpoints. They agree at
+the start of training, when a checkpoint is due, and at the end. They exchange a few integers over a
+separate process group on the CPU, whatever training itself uses. Between two checkpoints nothing is
+exchanged. Every exchange has a time-out; after it, an error names the ranks that did not answer, so
+that a lost rank cannot hold up the others for ever.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +30,6 @@ from recpoint.errors import RankLost, SettingsError
 from recpoint.trainer_plugin.ranks.termination import TerminationNotice
 
 __all__ = ["AgreedEnd", "Occasion", "Ranks"]
-
-
-# The processes that train one model together, and how they agree about its checkpoints.
-#
-# They agree at the start of training, when a checkpoint is due, and at the end. They exchange a few
-# integers over a separate process group on the CPU, whatever training itself uses. Between two
-# checkpoints nothing is exchanged. Every exchange has a time-out; after it, an error names the
-# ranks that did not answer, so that a lost rank cannot hold up the others for ever.
 
 
 _log = logging.getLogger("recpoint")
@@ -269,8 +268,6 @@ class Ranks:
             "checkpoint",
         )
 
-    # --- the end -------------------------------------------------------------------------------
-
     def watch(self) -> None:
         """Notice from now on if any rank announces that it must end; not collective."""
         if self._group is None or self._watch is not None:
@@ -361,9 +358,6 @@ def _out_of_step(said: Sequence[Sequence[int]]) -> SettingsError:
         next_step="call step() after every batch on each rank, and restore(), checkpoint() and "
         "close() on all ranks after the same batch",
     )
-
-
-# The end after a SIGTERM: at the same batch on all ranks, after a last checkpoint.
 
 
 class AgreedEnd:

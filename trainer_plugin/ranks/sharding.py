@@ -1,4 +1,12 @@
-"""Decides which rank stores which rows of tables and which pieces of dense tensors."""
+"""Decides which rank stores which rows of tables and which pieces of dense tensors.
+
+Which rank stores which pieces of dense tensors that lie on several meshes. The ranks of a mesh
+together hold a tensor that lies on it. Another mesh may hold the same tensor again. With data and
+tensor parallelism, these are the meshes `mesh["tp"]` of all replicas, and the meshes `mesh["dp"]`
+of a layer that is in no tensor-parallel plan. The mesh that contains the lowest rank stores the
+tensor and its optimizer state. Inside a mesh that replicates, `tables.piece_of` chooses the rank.
+All this is decided when training starts, so that a cut needs no exchange.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +36,6 @@ __all__ = [
     "stored_elsewhere",
     "without_pieces",
 ]
-
-
-# Which rank stores which rows of the tables.
 
 
 class _HeldTable(NamedTuple):
@@ -214,16 +219,6 @@ def _refused(key: str, found: str, expected: str) -> SettingsError:
         expected=f"{expected}, over all ranks of the job",
         next_step="give each rank the model that it trains; replicas must be whole",
     )
-
-
-# Which rank stores which pieces of dense tensors that lie on several meshes.
-#
-# The ranks of a mesh together hold a tensor that lies on it. Another mesh may hold the same tensor
-# again. With data and tensor parallelism, these are the meshes `mesh["tp"]` of all replicas, and
-# the meshes `mesh["dp"]` of a layer that is in no tensor-parallel plan. The mesh that contains the
-# lowest rank stores the tensor and its optimizer state. Inside a mesh that replicates,
-# `tables.piece_of` chooses the rank. All this is decided when training starts, so that a cut needs
-# no exchange.
 
 
 class HeldPiece(NamedTuple):

@@ -1,4 +1,12 @@
-"""Starts a trainer on a run: validates the request, restores all ranks, takes over the run."""
+"""Starts a trainer on a run: validates the request, restores all ranks, takes over the run.
+
+Restoring the same checkpoint on all ranks: rank 0 chooses it, and claims the run. Rank 0 sends
+orders, one after another; the other ranks carry them out and report the result. Each order names a
+checkpoint, so that no rank reads the store by itself and finds a newer one.
+
+A trainer's start on a run: it restores, and takes over the run (format §6.1, write order, rule
+1).
+"""
 
 from __future__ import annotations
 
@@ -62,9 +70,6 @@ __all__ = [
     "store_of",
     "take_area",
 ]
-
-
-# Messages about a start: what was restored, what was passed over, and what is left behind.
 
 
 _log = logging.getLogger("recpoint")
@@ -132,8 +137,6 @@ def tell_left(run: Run, record: GenerationRecord) -> int:
 
 
 # The arguments of `Checkpointer.restore`.
-
-
 class StartRequest(NamedTuple):
     """The arguments of `Checkpointer.restore`.
 
@@ -184,12 +187,6 @@ class StartRequest(NamedTuple):
                 expected="a recpoint.Seed",
                 next_step="pass seed=recpoint.Seed(URL, tables=..., dense=...)",
             )
-
-
-# Restoring the same checkpoint on all ranks: rank 0 chooses it, and claims the run.
-#
-# Rank 0 sends orders, one after another; the other ranks carry them out and report the result. Each
-# order names a checkpoint, so that no rank reads the store by itself and finds a newer one.
 
 
 _GOOD: Final = 0
@@ -375,10 +372,6 @@ def _restore(ranks: Ranks, restore_one: RestoreOne, name: ManifestName) -> Check
         return damage or f"damaged, as rank {', '.join(map(str, damaged))} found"
     assert restored is not None
     return restored
-
-
-# A trainer's start on a run: it restores, and takes over the run (format §6.1, write order, rule
-# 1).
 
 
 #: Calls are repeated for this long if the store refuses them, also later calls through this store.

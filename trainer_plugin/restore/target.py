@@ -42,9 +42,6 @@ __all__ = [
 ]
 
 
-# Parts of a checkpoint that are named: of this run, or of another run to start from.
-
-
 #: Whether the optimizer state of loaded parameters is loaded, too.
 OptimizerStates = Literal["drop", "carry"]
 
@@ -224,9 +221,6 @@ def _are_names(given: object) -> bool:
 
 def _by_name(names: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
     return dict(names) if isinstance(names, Mapping) else {name: name for name in names}
-
-
-# Restoring into the training process: all state, checked first; or the parts that are named.
 
 
 class ModelTarget:

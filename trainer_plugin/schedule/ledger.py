@@ -1,4 +1,8 @@
-"""Keeps the checkpoints that wait for an outcome, and counts the outcomes of all checkpoints."""
+"""Keeps the checkpoints that wait for an outcome, and counts the outcomes of all checkpoints.
+
+Checkpoints that wait for an outcome: what each holds, and what its outcome means for the next. All
+methods are called from the training thread.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,6 @@ from recpoint.trainer_plugin.policy import BaseHistory, ChainLink, Tip, breaks_c
 from recpoint.trainer_plugin.schedule.schedule import Interval
 
 __all__ = ["CopiedRows", "Ledger", "Pending", "Statistics", "Stats"]
-
-
-# Checkpoints that wait for an outcome: what each holds, and what its outcome means for the next.
-#
-# All methods are called from the training thread.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -185,9 +184,6 @@ class Ledger:
         self._histories = {base: h for base, h in self._histories.items() if base in kept_bases}
         if not self._pending:
             self._lost.clear()
-
-
-# Counters and timings of this trainer's checkpoints.
 
 
 _KEPT_STALLS = 1_000

@@ -1,4 +1,13 @@
-"""Estimates how many restores a job has to expect, and from that widths and the interval."""
+"""Estimates how many restores a job has to expect, and from that widths and the interval.
+
+How many bits a stored value gets, from the number of restores that a job has to expect. Each
+restore from quantized rows costs accuracy once, so the width follows from the number of restores;
+the thresholds come from Check-N-Run (NSDI 2022). Past restores count too, because their loss of
+accuracy stays in the model.
+
+What a trainer expects of the rest of its job, and the widths and interval that follow. Used by the
+training thread only. Each decision is logged when it changes, and shown in `stats`.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +49,6 @@ __all__ = [
     "table_widths",
     "with_left_behind",
 ]
-
-
-# The past of a trainer: from the checkpoint that it restored, and from checkpoints left behind.
 
 
 _log = logging.getLogger("recpoint")
@@ -130,13 +136,6 @@ def _begun_anew(run: Run, restored: int, numbers: Collection[int]) -> set[int]:
         for number, first in firsts.items()
         if first != job and first in records and records[first].restored is None
     }
-
-
-# How many bits a stored value gets, from the number of restores that a job has to expect.
-#
-# Each restore from quantized rows costs accuracy once, so the width follows from the number of
-# restores; the thresholds come from Check-N-Run (NSDI 2022). Past restores count too, because their
-# loss of accuracy stays in the model.
 
 
 #: (the most restores, the width that suffices for them).
@@ -318,11 +317,6 @@ def _width(table: Table, wanted: Bits) -> Width:
     if wanted == "lossless" or not table.changes:
         return 8 * item_bytes(table.dtype)
     return None if wanted == "auto" else wanted
-
-
-# What a trainer expects of the rest of its job, and the widths and interval that follow.
-#
-# Used by the training thread only. Each decision is logged when it changes, and shown in `stats`.
 
 
 #: An interval is logged only if it differs by more than this share from the one logged last.

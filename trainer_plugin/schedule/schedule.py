@@ -1,4 +1,12 @@
-"""Schedules checkpoints: chooses the interval, and the batch at which the next one is due."""
+"""Schedules checkpoints: chooses the interval, and the batch at which the next one is due.
+
+How long to wait from one checkpoint to the next, from the costs of a checkpoint and of a failure.
+This is Young's first-order optimum (CACM 1974). Daly (FGCS 2006) adds terms that vanish if a
+checkpoint takes far less than the time between failures, as a stall does.
+
+When the next checkpoint is due, as a number of batches that can be granted to the reader. Clock
+readings are arguments, so that schedules can be tested without a clock.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +29,6 @@ __all__ = [
     "SecondsInterval",
     "choose",
 ]
-
-
-# How long to wait from one checkpoint to the next, from the costs of a checkpoint and of a failure.
-#
-# This is Young's first-order optimum (CACM 1974). Daly (FGCS 2006) adds terms that vanish if a
-# checkpoint takes far less than the time between failures, as a stall does.
 
 
 #: The interval until a checkpoint has been measured; short, so that one is measured soon.
@@ -82,11 +84,6 @@ def choose(rate: Rate, *, stall_seconds: float | None, persist_seconds: float | 
         if seconds != persist_seconds:
             reason += f", more than the longest interval of {MAX_SECONDS:g} s"
     return Interval(seconds=seconds, reason=reason)
-
-
-# When the next checkpoint is due, as a number of batches that can be granted to the reader.
-#
-# Clock readings are arguments, so that schedules can be tested without a clock.
 
 
 #: An interval is divided into this many parts if it is not granted at once.

@@ -1,4 +1,13 @@
-"""Quantizes tables on their own device during a cut, and drains a GPU's rows to the host later."""
+"""Quantizes tables on their own device during a cut, and drains a GPU's rows to the host later.
+
+The method by which each table is quantized, and quantizing on the table's device (format §7). This
+process never chooses the method, because choosing takes longer than a stall may. Either the setting
+leaves no choice, or the method is the one that the agent chose for an earlier checkpoint of the
+chain. The job names the method, so the stored bytes do not depend on where rows are quantized.
+
+Codes take less space in the slot than values, by the ratio of the widths. For a table on a GPU,
+fewer bytes are copied to the host, too.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +36,6 @@ from recpoint.trainer_plugin.snapshot import device_memory
 from recpoint.trainer_plugin.snapshot.device_memory import DeviceMemory
 
 __all__ = ["Codes", "DeviceDrain", "RowsToCode", "TableQuantizer"]
-
-
-# Getting rows off a GPU: they are gathered on the device in the stall and drained afterwards.
 
 
 #: Size of a pinned bounce buffer, and of a piece if there is no spare device memory.
@@ -185,17 +191,6 @@ def _through(pinned: Tensor, stream: torch.cuda.Stream, source: Tensor, out: Ten
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-# The method by which each table is quantized, and quantizing on the table's device (format §7).
-#
-# This process never chooses the method, because choosing takes longer than a stall may. Either the
-# setting leaves no choice, or the method is the one that the agent chose for an earlier checkpoint
-# of the chain. The job names the method, so the stored bytes do not depend on where rows are
-# quantized.
-#
-# Codes take less space in the slot than values, by the ratio of the widths. For a table on a GPU,
-# fewer bytes are copied to the host, too.
 
 
 _log = logging.getLogger("recpoint")

@@ -1,4 +1,12 @@
-"""Keeps the trainer's side of the staging area: its directories, its lock and its slots."""
+"""Keeps the trainer's side of the staging area: its directories, its lock and its slots.
+
+Large pages for large tables: they save the look-up of the page for each row that is read. The rows
+that a snapshot gathers lie far apart. In a table of gigabytes, nearly each of them lies on another
+page of 4 KiB, which the processor must look up in memory. Pages of 2 MiB are so few that the
+processor keeps them in its cache. Contents, addresses and the table's memory stay the same.
+
+The trainer's side of the staging area: its directories, its lock, its slots (format §7).
+"""
 
 from __future__ import annotations
 
@@ -46,9 +54,6 @@ __all__ = [
 ]
 
 
-# The memory that the ranks of one host take together in the staging area that they share.
-
-
 class HostShare(NamedTuple):
     """The ranks whose staging areas lie on one file system of one host, and what they take.
 
@@ -92,14 +97,6 @@ def _place(root: Path) -> tuple[int, int]:
     host = Clocks.read().boot or socket.gethostname()
     digest = hashlib.sha256(host.encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True), os.stat(existing).st_dev
-
-
-# Large pages for large tables: they save the look-up of the page for each row that is read.
-#
-# The rows that a snapshot gathers lie far apart. In a table of gigabytes, nearly each of them lies
-# on another page of 4 KiB, which the processor must look up in memory. Pages of 2 MiB are so few
-# that the processor keeps them in its cache. Contents, addresses and the table's memory stay the
-# same.
 
 
 _log = logging.getLogger("recpoint")
@@ -163,9 +160,6 @@ def policy() -> str:
 
 def _offered() -> bool:
     return policy() in ("always", "madvise")
-
-
-# The trainer's side of the staging area: its directories, its lock, its slots (format §7).
 
 
 _POLL_SECONDS = 0.05

@@ -148,8 +148,6 @@ class Window:
         except (RuntimeError, MemoryError) as error:  # from Python: "can't start new thread"
             self.void(f"no thread could be started ({error})")
 
-    # --- the thread ----------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             copier = self._planned()
@@ -214,8 +212,6 @@ class Window:
             ids=None if ids is None else ids.room(data),
             arrays=tuple(arrays),
         )
-
-    # --- the training thread -------------------------------------------------------------------
 
     @property
     def size_bytes(self) -> int:

@@ -66,8 +66,6 @@ _END: Final[Any] = object()
 
 
 # The stored state.
-
-
 def was_ahead(state: object) -> bool:
     """Whether a reader's state is one that `Lookahead.state_dict` returned."""
     return isinstance(state, Mapping) and _MARK in state and state.keys() >= _KEYS
@@ -165,9 +163,6 @@ def _drop(batches: Iterator[Any], count: int) -> None:
                 expected=f"at least the {count} that the checkpoint was trained on",
                 next_step="use the reader that the run was trained with",
             )
-
-
-# The reader ahead of training.
 
 
 def fetched_batches(window: int) -> int:

@@ -1,4 +1,11 @@
-"""Captures and restores the model's state outside tables, and merges the state of all ranks."""
+"""Captures and restores the model's state outside tables, and merges the state of all ranks.
+
+The state trees of all ranks of a checkpoint, merged for one of the ranks that restore it. Only the
+tree of rank 0 holds the dense parameters that every rank has, and their optimizer state
+(`ranks/agreement.py`). The tree of each other rank holds the rank's own state: pieces of dense
+tensors, buffers, extra states, hyperparameters, schedulers, generators, reader, extras and the
+state of its tables.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +37,6 @@ from recpoint.trainer_plugin.tables import (
 )
 
 __all__ = ["ModelState", "nearest", "optimizers_for", "own_part", "tree_for"]
-
-
-# The state of a model outside its tables: dense layers, buffers, extra state of modules.
 
 
 class _NamedTensors(NamedTuple):
@@ -217,14 +221,6 @@ def _has_extra_state(module: nn.Module) -> bool:
 def _form(tensor: Stored) -> str:
     shape, dtype = form_of(tensor)
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}{layout_text(tensor)}"
-
-
-# The state trees of all ranks of a checkpoint, merged for one of the ranks that restore it.
-#
-# Only the tree of rank 0 holds the dense parameters that every rank has, and their optimizer state
-# (`ranks/agreement.py`). The tree of each other rank holds the rank's own state: pieces of dense
-# tensors, buffers, extra states, hyperparameters, schedulers, generators, reader, extras and the
-# state of its tables.
 
 
 _WHOLE = frozenset(("model", "optimizers"))

@@ -1,4 +1,9 @@
-"""Stores the position of batch readers, and gives dataloaders without a position one."""
+"""Stores the position of batch readers, and gives dataloaders without a position one.
+
+The methods that recpoint needs of a reader of batches, and of other objects with a state. A
+torchdata `StatefulDataLoader` fits as it is, with and without worker processes. The state does not
+include what a dataset draws at random inside a worker, so seed such draws by the sample's index.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +34,6 @@ __all__ = [
     "set_epochs",
     "tell_epoch",
 ]
-
-
-# The random generators that a dataloader, its samplers and its dataset draw from.
 
 
 _log = logging.getLogger("recpoint")
@@ -183,13 +185,6 @@ def _with_epoch(loader: object) -> list[tuple[str, Any]]:
     ]
 
 
-# The methods that recpoint needs of a reader of batches, and of other objects with a state.
-#
-# A torchdata `StatefulDataLoader` fits as it is, with and without worker processes. The state does
-# not include what a dataset draws at random inside a worker, so seed such draws by the sample's
-# index.
-
-
 @runtime_checkable
 class Stateful(Protocol):
     """An object whose state is saved and restored: a reader, a metric, a gradient scaler.
@@ -300,9 +295,6 @@ def refuse_prepared(subject: str, loader: object) -> None:
             "loader: move batches to accelerator.device yourself, and with several processes give "
             "each a DistributedSampler, as examples/accelerate_loop.py shows",
         )
-
-
-# A position in the batches of a dataloader, exact to the batch, for loaders that have none.
 
 
 class ResumableLoader:

@@ -112,9 +112,6 @@ def restore(saved: Mapping[str, Any]) -> None:
         )
 
 
-# Generators of its own for code that calls the global ones, such as a reader that reads ahead.
-
-
 #: numpy's global `RandomState`; its bit generator can be exchanged, the object itself cannot.
 _NUMPY: Final[Any] = np.random.mtrand._rand
 #: numpy's stubs lack `get_bit_generator` and `set_bit_generator`.

@@ -1,4 +1,8 @@
-"""Collects the state tree: all state outside tables that training needs to go on bit for bit."""
+"""Collects the state tree: all state outside tables that training needs to go on bit for bit.
+
+Warnings of state that the Checkpointer was not given: nothing fails, but a restart goes wrong. Such
+state is not refused, because a script may store it itself; the log names it.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +44,6 @@ from recpoint.trainer_plugin.state.reader import (
 from recpoint.trainer_plugin.state.writable import refuse_unwritable
 
 __all__ = ["OF_ALL_RANKS", "OF_TRAINERS", "TrainingState", "within"]
-
-
-# Warnings of state that the Checkpointer was not given: nothing fails, but a restart goes wrong.
-#
-# Such state is not refused, because a script may store it itself; the log names it.
 
 
 _log = logging.getLogger("recpoint")
@@ -221,9 +220,6 @@ def within(things: Iterable[object]) -> Iterator[object]:
                 yield from value
             else:
                 yield value
-
-
-# The state tree: all state outside tables that training needs to go on bit for bit.
 
 
 _KEYS = ("batches_done", "model", "optimizers", "schedulers", "reader", "extras", "sources", "rng")

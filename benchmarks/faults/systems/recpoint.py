@@ -121,8 +121,6 @@ class Recpoint(System):
             checkpointer.close(final=False)
             return step, tensors
 
-    # --- the agent -----------------------------------------------------------------------------
-
     @contextmanager
     def _thread(self) -> Iterator[None]:
         """Do the agent's work in a thread, and try again after an error, as agents do."""
@@ -184,8 +182,6 @@ class Recpoint(System):
             thread.join()
             process.kill()
             process.wait()
-
-    # --- what is stored ------------------------------------------------------------------------
 
     def _run(self) -> Any:
         from recpoint.catalog.run.run import Run

@@ -25,9 +25,6 @@ from recpoint.cli.export_target import TABLE_ENDINGS, WHOLE_ENDINGS
 __all__ = ["only_in_torch_files", "size_bytes", "write"]
 
 
-# --- whole checkpoints -------------------------------------------------------------------------
-
-
 def _write_torch(path: Path, target: MemoryTarget, include: Include) -> None:
     """Write a dictionary that `torch.load(path)` reads without unpickling any code.
 
@@ -127,9 +124,6 @@ def _without_arrays(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_without_arrays(item) for item in value)
     return value
-
-
-# --- one table ---------------------------------------------------------------------------------
 
 
 def _frame(target: MemoryTarget) -> Any:

@@ -52,9 +52,6 @@ __all__ = [
 ]
 
 
-# The command that merges a checkpoint's chain into fewer manifests.
-
-
 #: How many merges of a chain the table shows; `--json` has all.
 _SHOWN_MERGES: Final = 20
 
@@ -249,9 +246,6 @@ def _consolidation_document(
     }
 
 
-# The command that removes what killed writers have left in a run.
-
-
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(s|m|h|d)?\Z")
 _UNIT_SECONDS = {None: 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -380,9 +374,6 @@ def _sweep_document(swept: SweptHere, url: str) -> dict[str, Any]:
         "removed": [] if result is None else [info.key for info in result.removed],
         "removed_bytes": 0 if result is None else result.removed_bytes,
     }
-
-
-# The commands that say what is kept: retain, pin, unpin, metric.
 
 
 _BEST = re.compile(r"(max|min):([^:]+)(?::([0-9]{1,9}))?\Z")

@@ -40,9 +40,6 @@ __all__ = [
 ]
 
 
-# The command that serves the live page: `recpoint dashboard URL...`.
-
-
 @command
 def serve_dashboard(
     urls: Annotated[
@@ -85,9 +82,6 @@ def serve_dashboard(
     return Result({"runs": len(runs.runs)})
 
 
-# What Prometheus and Grafana load: `recpoint prometheus rules|dashboard`.
-
-
 prometheus = typer.Typer(
     help="Alert rules and a Grafana dashboard for the metrics of trainers and agents.",
     no_args_is_help=True,
@@ -122,9 +116,6 @@ def print_dashboard(json_output: JsonOption = False) -> Result:
     """Print the dashboard, a file that Grafana imports."""
     dashboard = grafana_dashboard()
     return Result({"dashboard": json.loads(dashboard)}, Text(dashboard.rstrip("\n")))
-
-
-# The commands that run things on this host: agent, server, demo.
 
 
 _UP_SECONDS = 120.0
@@ -443,9 +434,6 @@ def demo(
     return Result(result.document, *views, last_line, code=0 if result.ok else 1)
 
 
-# The command that writes what Prefect deploys: `recpoint deployments init`.
-
-
 _DEPLOYMENTS = "prefect.yaml"
 
 deployments = typer.Typer(
@@ -478,9 +466,6 @@ def write_deployments(
         ) from None
     text = f"wrote {path}: set your runs and schedules in it; its first lines say how to deploy it"
     return Result({"written": str(path)}, terminal.shown(text))
-
-
-# The commands for what Prefect watches: `recpoint automations apply|list|remove`.
 
 
 automations = typer.Typer(

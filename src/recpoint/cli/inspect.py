@@ -1,4 +1,7 @@
-"""Defines the commands that only look (list, show, check, lag, info), and their JSON forms."""
+"""Defines the commands that only look (list, show, check, lag, info), and their JSON forms.
+
+The JSON forms of what commands print. Times are milliseconds, sizes bytes, as in the format.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +67,6 @@ __all__ = [
     "open_run",
     "show",
 ]
-
-
-# The JSON forms of what commands print. Times are milliseconds, sizes bytes, as in the format.
 
 
 def checkpoint(manifest: Manifest) -> dict[str, Any]:
@@ -137,9 +137,6 @@ def _name(name: ManifestName) -> dict[str, Any]:
     return {"step": name.step, "generation": name.generation}
 
 
-# The command info: versions, and what runs here.
-
-
 _PACKAGES = ("torch", "triton", "numpy", "fsspec", "s3fs", "prefect", "pandas", "pyarrow")
 
 
@@ -203,9 +200,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-# The command that says what would be lost now: `recpoint lag`.
 
 
 @command
@@ -335,9 +329,6 @@ def _figures(seen: RunOverview) -> dict[str, Any]:
             for alarm in alarms(seen)
         ],
     }
-
-
-# The commands that only look at a run: list, show, check.
 
 
 _NONE_YET = "no checkpoint yet"

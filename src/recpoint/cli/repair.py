@@ -18,9 +18,6 @@ from recpoint.format.naming import MAX_GENERATION, MAX_STEP, RUN_KEY, ManifestNa
 __all__ = ["bring_back_run", "relink_generation"]
 
 
-# The command that makes a lost `run.json` anew: `recpoint bring-back`.
-
-
 @command
 def bring_back_run(url: UrlArgument, json_output: JsonOption = False) -> Result:
     """Write a lost run.json again, with the id that all other records of the run have.
@@ -32,9 +29,6 @@ def bring_back_run(url: UrlArgument, json_output: JsonOption = False) -> Result:
     document = {"url": store.url, "run": record.run, "told_by": told_by}
     text = f"{store.url}/{RUN_KEY} is there again: run {record.run}, as {told_by} records say"
     return Result(document, terminal.shown(text, limit=2000))
-
-
-# The command that makes a lost generation record anew: `recpoint relink`.
 
 
 @command
