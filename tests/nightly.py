@@ -96,6 +96,8 @@ MARKED: Mapping[str, tuple[str, ...]] = {
     "demo": ("dashboards/demo", "examples/"),
     "deployments": ("flows/", "prefect.yaml"),
     "kills": ("catalog/", "flows/", "trainer_plugin/"),
+    "loops": ("trainer_plugin/",),
+    "prefect": ("flows/",),
     "prometheus": ("dashboards/",),
     "ray": ("embeddings/",),
     "runbook": ("docs/", "flows/"),

@@ -158,6 +158,7 @@ def test_a_store_that_is_away_is_one_line_a_try_and_one_flow_run(
     assert not [line for line in lines if "Traceback" in line]
 
 
+@pytest.mark.nightly("prefect")
 def test_an_api_that_wants_the_key_in_its_url_is_used(
     run: Run,
     tmp_path: Path,
@@ -202,6 +203,7 @@ def test_an_api_that_wants_the_key_in_its_url_is_used(
         assert agent.logged("S3cret") == agent.logged("Unable to connect") == 0
 
 
+@pytest.mark.nightly("prefect")
 def test_a_server_that_cannot_start_is_told_of_and_left_alone(
     home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -129,6 +129,7 @@ def whom(automation: Automation) -> str:
     return f"{block.block_type.slug}/{block.name}"
 
 
+@pytest.mark.nightly("prefect")
 def test_what_is_not_given_again_stays_as_it_is(tmp_path: Path) -> None:
     """The commands of docs/how-to/deployments.md, one after the other."""
     training, other = "slack-webhook/training", "slack-webhook/other"

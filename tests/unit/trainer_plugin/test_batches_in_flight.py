@@ -300,14 +300,14 @@ def check(
     [
         (plain, shuffled, {"in_flight": 4}),
         (prefetched, shuffled, {"in_flight": 2}),
-        (prefetched, positioned, {"in_flight": 2}),
+        pytest.param(prefetched, positioned, {"in_flight": 2}, marks=pytest.mark.nightly("loops")),
         (prefetched, looked_ahead, {"in_flight": 2}),
         (prefetched_inside, shuffled, {"in_flight": 2}),
         (stepped, shuffled, {"in_flight": 2}),
-        (stepped, looked_ahead, {"in_flight": 2}),
+        pytest.param(stepped, looked_ahead, {"in_flight": 2}, marks=pytest.mark.nightly("loops")),
         (threaded, undrawn, {"in_flight": 4}),
         (pipelined, shuffled, {}),
-        (pipelined_reader, positioned, {}),
+        pytest.param(pipelined_reader, positioned, {}, marks=pytest.mark.nightly("loops")),
     ],
 )
 def test_a_stopped_loop_ends_as_a_whole_one(
@@ -317,7 +317,14 @@ def test_a_stopped_loop_ends_as_a_whole_one(
     check(loop, place, make_reader, **settings)
 
 
-@pytest.mark.parametrize("stop", [4, 5, 6])
+@pytest.mark.parametrize(
+    "stop",
+    [
+        pytest.param(4, marks=pytest.mark.nightly("loops")),
+        5,
+        pytest.param(6, marks=pytest.mark.nightly("loops")),
+    ],
+)
 def test_a_stop_at_the_end_of_an_epoch(stop: int, place: Place) -> None:
     check(prefetched, place, stop=stop, in_flight=2, interval_batches=1)
 

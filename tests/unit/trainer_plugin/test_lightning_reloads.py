@@ -66,7 +66,16 @@ def _fit(module: Module, *callbacks: Callback, **settings: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("at", [BATCHES - 1, BATCHES, BATCHES + 3, 2 * BATCHES])
+@pytest.mark.parametrize(
+    "at",
+    [
+        *(
+            pytest.param(at, marks=pytest.mark.nightly("loops"))
+            for at in (BATCHES - 1, BATCHES, 2 * BATCHES)
+        ),
+        BATCHES + 3,
+    ],
+)
 def test_a_fit_goes_on_in_the_dataloader_of_its_epoch(place: Place, at: int) -> None:
     seed_everything(1)
     whole = Reloads()

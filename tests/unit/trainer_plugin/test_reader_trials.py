@@ -136,7 +136,11 @@ def _resumes(place: Place, loader: Callable[[], Any], killed_at: int) -> None:
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("data", [Draws, OwnDraws])
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("wrapped", [True, False], ids=["ResumableLoader", "itself"])
+@pytest.mark.parametrize(
+    "wrapped",
+    [True, pytest.param(False, marks=pytest.mark.nightly("loops"))],
+    ids=["ResumableLoader", "itself"],
+)
 def test_snapshots_further_apart_than_batches(
     place: Place, data: type[Any], workers: int, wrapped: bool
 ) -> None:
@@ -175,7 +179,17 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
+#: By day; `make nightly` tries the others.
+_BY_DAY = ("random", "weighted, own generator", "Accelerate's")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in _BY_DAY else [pytest.mark.nightly("loops")])
+        for kind in SAMPLERS
+    ],
+)
 def test_resumed_in_the_second_epoch(place: Place, kind: str) -> None:
     def loader() -> ResumableLoader:
         return ResumableLoader(DataLoader(Numbers(), BATCH, sampler=SAMPLERS[kind]()))

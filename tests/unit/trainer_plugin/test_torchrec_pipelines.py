@@ -12,6 +12,7 @@ from tests.unit.trainer_plugin.test_torchrec import same
 
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+    pytest.mark.nightly("loops"),
     pytest.mark.xdist_group("torchrec"),
 ]
 
