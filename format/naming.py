@@ -1,4 +1,4 @@
-"""Builds and parses the keys of stored objects; no other module does (format §2).
+r"""Builds and parses the keys of stored objects; no other module does (format §2).
 
 All patterns use [0-9] and \Z, because \d and $ accept other digits and a final newline.
 A pattern accepts only keys that can also be built: for instance, generations count from 1.
