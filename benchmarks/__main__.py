@@ -128,11 +128,11 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     return parsed
 
 
-def _check_names(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+def _check_names(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     from benchmarks.faults import FAULTS, SYSTEMS
 
     for option, names in (("system", SYSTEMS), ("fault", FAULTS)):
-        value = getattr(given, option)
+        value = getattr(parsed, option)
         if value is not None and value not in names:
             parser.error(f"--{option}: found {value!r}, expected one of: {', '.join(names)}")
 

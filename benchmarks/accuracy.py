@@ -217,9 +217,9 @@ def _gate(smoke: bool) -> None:
                 _check_stored(learned, stored_at, bits, quantizer)
 
 
-def _check_stored(learned: Any, where: Any, bits: Any, quantizer: QuantizerName) -> None:
+def _check_stored(learned: Any, stored_at: Any, bits: Any, quantizer: QuantizerName) -> None:
     model, optimizers = learned
-    url, staging = str(where / "run"), where / "staging"
+    url, staging = str(stored_at / "run"), stored_at / "staging"
     with staged_run(
         model, optimizers, url=url, staging=staging, bits=Precision(bits=bits, quantizer=quantizer)
     ) as tracked:

@@ -69,26 +69,26 @@ def run_all(names: Sequence[str], out: Path, *, smoke: bool) -> int:
     return 1 if failed else 0
 
 
-def _finished(file: Path, where: Mapping[str, Any]) -> Result | None:
+def _finished(file: Path, environment: Mapping[str, Any]) -> Result | None:
     """Return the result in `file`; None if the benchmark must run again."""
     try:
         result: Result = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     # Without git, it is unknown which code gave the result.
-    is_same_commit = where["commit"] != "unknown" and all(
-        result.get(k) == v for k, v in where.items()
+    is_same_commit = environment["commit"] != "unknown" and all(
+        result.get(k) == v for k, v in environment.items()
     )
     return result if is_same_commit and result.get("exit_code") == 0 else None
 
 
-def _run(name: str, where: Mapping[str, Any]) -> Result:
+def _run(name: str, environment: Mapping[str, Any]) -> Result:
     """Run one benchmark in its own process, and forward its output to standard error."""
     began = datetime.now(UTC).isoformat(timespec="seconds")
     start = perf_counter()
     last: deque[str] = deque(maxlen=_LAST_LINES)
     with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks", name, *where["arguments"]],
+        [sys.executable, "-m", "benchmarks", name, *environment["arguments"]],
         cwd=_ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -99,7 +99,7 @@ def _run(name: str, where: Mapping[str, Any]) -> Result:
         for line in process.stdout:
             print(line, end="", file=sys.stderr, flush=True)
             last.append(line.rstrip("\n"))
-    ended = {"benchmark": name, **where, "began": began, "seconds": perf_counter() - start}
+    ended = {"benchmark": name, **environment, "began": began, "seconds": perf_counter() - start}
     if process.returncode == 0:
         # Threads and children may still print after the last line of the benchmark.
         printed = next(line for line in reversed(last) if line.startswith('{"name"'))
@@ -178,10 +178,10 @@ def _rows(name: str, result: Result) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def _spread(found: Mapping[str, float] | None, *, seconds: bool = False) -> str:
-    if found is None:
+def _spread(spread: Mapping[str, float] | None, *, seconds: bool = False) -> str:
+    if spread is None:
         return ""
     least, most = (
-        seconds_text(found[end]) if seconds else f"{found[end]:,.5g}" for end in ("least", "most")
+        seconds_text(spread[end]) if seconds else f"{spread[end]:,.5g}" for end in ("least", "most")
     )
-    return f"{least} to {most}, {found['rounds']} rounds"
+    return f"{least} to {most}, {spread['rounds']} rounds"

@@ -139,7 +139,7 @@ def criteo_shaped(*, smoke: bool) -> Source:
         "row-wise Adagrad",
         batches,
         intervals,
-        each=lines_each,
+        lines_each=lines_each,
         train=2 if smoke else 20,
     )
 
@@ -151,7 +151,7 @@ def _trained(
     batches: Iterable[Any],
     intervals: int,
     *,
-    each: int | None = None,
+    lines_each: int | None = None,
     train: int | None = None,
 ) -> Source:
     """Return a source of the rows that training `model` changes.
@@ -162,14 +162,14 @@ def _trained(
         optimizer: of the tables.
         batches: of the whole run, in order.
         intervals: number of intervals.
-        each: batches in each interval; None: `batches` is a list and is divided evenly.
+        lines_each: batches in each interval; None: `batches` is a list and is divided evenly.
         train: number of batches on which the model is really trained; the changed rows are taken
             from all batches.
     """
     rows = [len(table.weight) for table in model.tables.values()]
     starts = np.cumsum([0, *rows])
     masks = [np.zeros(starts[-1], np.bool_) for _ in range(intervals)]
-    total = intervals * each if each else len(list(batches))
+    total = intervals * lines_each if lines_each else len(list(batches))
     optimizers = _optimizers(model, optimizer)
     first: list[Any] = []
     for number, batch in enumerate(batches):

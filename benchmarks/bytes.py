@@ -208,10 +208,10 @@ class _Sizes:
             tables.append(table.model_copy(update=changes))
         return job.model_copy(update={"tables": tuple(tables)})
 
-    def _parts(self, bits: FixedBits, since: int | None, to: int) -> Parts:
+    def _parts(self, bits: FixedBits, base: int | None, interval: int) -> Parts:
         source = self._source
-        job, manifest = source.templates[bits]["full" if since is None else "increment"]
-        ids = None if since is None else self._ids(rows_since(source.masks, since, to))
+        job, manifest = source.templates[bits]["full" if base is None else "increment"]
+        ids = None if base is None else self._ids(rows_since(source.masks, base, interval))
         specs = manifest.model_copy(update={"tables": source.tables})
         rows = [None] * len(source.tables) if ids is None else ids
         return stored_parts(self._with_rows(job, ids), specs, rows, source.forms[bits])
@@ -221,9 +221,9 @@ class _OfWidth:
     def __init__(self, sizes: _Sizes, bits: FixedBits) -> None:
         self._sizes, self._bits = sizes, bits
 
-    def __call__(self, since: int | None, to: int) -> int:
+    def __call__(self, base: int | None, interval: int) -> int:
         # All fulls have the same size.
-        return self._sizes.parts(self._bits, since, 0 if since is None else to).total()
+        return self._sizes.parts(self._bits, base, 0 if base is None else interval).total()
 
 
 def _row_bytes(spec: TableSpec) -> int:

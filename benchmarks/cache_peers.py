@@ -495,11 +495,11 @@ def state_in_cache(cache: Cache) -> list[Tensor]:
     return tensors
 
 
-def same_bits(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+def same_bits(arrays: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     """Return whether tensors are equal, bit for bit."""
-    return len(one) == len(other) and all(
+    return len(arrays) == len(expected) and all(
         torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(arrays, expected, strict=True)
     )
 
 

@@ -199,12 +199,12 @@ def _peak_bytes(url: str) -> int:
     return int(process.stdout.split()[-1])
 
 
-def _same_bits(left: MemoryTarget, right: MemoryTarget) -> bool:
-    if left.tables.keys() != right.tables.keys() or left.state.keys() != right.state.keys():
+def _same_bits(result: MemoryTarget, right: MemoryTarget) -> bool:
+    if result.tables.keys() != right.tables.keys() or result.state.keys() != right.state.keys():
         return False
-    if not all(_same_state(left.state[rank], right.state[rank]) for rank in left.state):
+    if not all(_same_state(result.state[rank], right.state[rank]) for rank in result.state):
         return False
-    for name, table in left.tables.items():
+    for name, table in result.tables.items():
         right_table = right.tables[name]
         pairs = zip(
             (table.values, *table.row_states),
@@ -218,6 +218,6 @@ def _same_bits(left: MemoryTarget, right: MemoryTarget) -> bool:
     return True
 
 
-def _same_state(left: object, right: object) -> bool:
-    (tree, tensors), (right_tree, right_tensors) = flatten(left), flatten(right)
+def _same_state(value: object, right: object) -> bool:
+    (tree, tensors), (right_tree, right_tensors) = flatten(value), flatten(right)
     return tree == right_tree and all(map(torch.equal, tensors, right_tensors))

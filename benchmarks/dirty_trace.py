@@ -64,10 +64,10 @@ def fleet_masks(rows: int, intervals: int, *, seed: int) -> Masks:
     return [generator.random(rows, dtype=np.float32) < dirty for _ in range(intervals)]
 
 
-def rows_since(masks: Masks, since: int, to: int) -> Mask:
-    """Return the rows changed in the intervals after `since`, up to and including `to`."""
+def rows_since(masks: Masks, base: int, to: int) -> Mask:
+    """Return the rows changed in the intervals after `base`, up to and including `to`."""
     changed = np.zeros_like(masks[to])
-    for interval in range(since + 1, to + 1):
+    for interval in range(base + 1, to + 1):
         changed |= masks[interval]
     return changed
 

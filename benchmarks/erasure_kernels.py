@@ -102,7 +102,7 @@ def _stripes(data: int, total_bytes: int) -> _Stripes:
 
 
 def _timed(
-    report: Report, what: str, calls: dict[str, Callable[[], object]], size: int, rounds: int
+    report: Report, case: str, calls: dict[str, Callable[[], object]], size: int, rounds: int
 ) -> dict[str, list[float]]:
     """Times calls in turn, each of `size` bytes of data; returns the seconds of each."""
     seconds = alternate(rounds + 1, *calls.values())
@@ -112,14 +112,14 @@ def _timed(
     }
     speeds = []
     for name, name_seconds in seconds_by_name.items():
-        middle = report.timed(f"{name}, {what}", name_seconds)
+        middle = report.timed(f"{name}, {case}", name_seconds)
         speeds.append(f"{name} {size / middle / 1e9:.1f}")
-    report.notes.append(f"GB/s of {what}, one thread: {'; '.join(speeds)}")
+    report.notes.append(f"GB/s of {case}, one thread: {'; '.join(speeds)}")
     return seconds_by_name
 
 
 def _against_memcpy(
-    report: Report, found: dict[str, list[Spread]], stripes: _Stripes, rounds: int
+    report: Report, figures: dict[str, list[Spread]], stripes: _Stripes, rounds: int
 ) -> None:
     whole, members, copy, outs = stripes
     data = len(members)
@@ -141,12 +141,12 @@ def _against_memcpy(
         calls["P+Q by ISA-L alone"] = encode
     case = f"{data} data members, {whole.nbytes >> 20} MiB"
     seconds_by_name = _timed(report, case, calls, whole.nbytes, rounds)
-    found["xor_vs_memcpy"].append(ratio(seconds_by_name["memcpy"], seconds_by_name["XOR"]))
-    found["pq_vs_memcpy"].append(ratio(seconds_by_name["memcpy"], seconds_by_name["P+Q"]))
+    figures["xor_vs_memcpy"].append(ratio(seconds_by_name["memcpy"], seconds_by_name["XOR"]))
+    figures["pq_vs_memcpy"].append(ratio(seconds_by_name["memcpy"], seconds_by_name["P+Q"]))
 
 
 def _against_pyeclib(
-    report: Report, found: dict[str, list[Spread]], stripes: _Stripes, rounds: int
+    report: Report, figures: dict[str, list[Spread]], stripes: _Stripes, rounds: int
 ) -> None:
     from pyeclib.ec_iface import ECDriver
 
@@ -165,7 +165,7 @@ def _against_pyeclib(
     case = f"{data} data members, {len(content) >> 20} MiB"
     seconds_by_name = _timed(report, case, calls, _REPEATS * len(content), rounds)
     for name in ("XOR", "P+Q"):
-        found["vs_pyeclib"].append(
+        figures["vs_pyeclib"].append(
             ratio(seconds_by_name[f"{name} by pyeclib"], seconds_by_name[name])
         )
 

@@ -180,10 +180,10 @@ def costs(
     rows = model_bytes / fleet.row_bytes
     stored_row = rates.stored_row_bytes[bits] * fleet.dim / 64 + fleet.state_bytes
 
-    def size(since: int | None, to: int) -> int:
-        if since is None:
+    def size(base: int | None, interval: int) -> int:
+        if base is None:
             return round(rows * stored_row)
-        changed = rows * dirty_share(minutes * (to - since))
+        changed = rows * dirty_share(minutes * (interval - base))
         return round(changed * (stored_row + rates.id_bytes))
 
     intervals = replay(policy, _INTERVALS, size, consolidate_every=merge_every)
@@ -225,7 +225,7 @@ def costs(
     )
 
 
-def _mean(taken: list[Checkpoint], *, merged: bool) -> float:
+def _mean(intervals: list[Checkpoint], *, merged: bool) -> float:
     return statistics.fmean(
-        sum(interval.merged) if merged else interval.written for interval in taken
+        sum(interval.merged) if merged else interval.written for interval in intervals
     )

@@ -56,13 +56,13 @@ class _Bench:
     report: Report
 
     def device_seconds(
-        self, call: Callable[[], object], before: Callable[[], object] | None = None
+        self, call: Callable[[], object], prepare: Callable[[], object] | None = None
     ) -> list[float]:
-        """Return device times in seconds; `before` undoes what the call changes."""
+        """Return device times in seconds; `prepare` undoes what the call changes."""
         times: list[float] = []
         for number in range(3 + self.rounds):
-            if before is not None:
-                before()
+            if prepare is not None:
+                prepare()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(_SPIN_CYCLES)
             start.record()

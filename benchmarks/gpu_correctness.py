@@ -32,8 +32,8 @@ def check(device: torch.device, *, rows: int, seed: int) -> int:
     return sum(part(kernels, device, rows, generator) for part in checks)
 
 
-def _require(name: str, found: Sequence[Any], expected: Sequence[Any]) -> int:
-    for number, (got, right) in enumerate(zip(found, expected, strict=True)):
+def _require(name: str, results: Sequence[Any], expected: Sequence[Any]) -> int:
+    for number, (got, right) in enumerate(zip(results, expected, strict=True)):
         if isinstance(got, Tensor):
             is_same = got.shape == right.shape and torch.equal(_bytes(got), _bytes(right))
         else:

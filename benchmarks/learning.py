@@ -39,9 +39,9 @@ class Score(NamedTuple):
     loss: float
     auc: float
 
-    def worse_than(self, before: Score) -> Score:
-        """Return the rise of the loss and the fall of the AUC, in percent of `before`."""
-        return Score(100 * (self.loss / before.loss - 1), 100 * (1 - self.auc / before.auc))
+    def worse_than(self, earlier: Score) -> Score:
+        """Return the rise of the loss and the fall of the AUC, in percent of `earlier`."""
+        return Score(100 * (self.loss / earlier.loss - 1), 100 * (1 - self.auc / earlier.auc))
 
 
 @dataclass(frozen=True, kw_only=True)

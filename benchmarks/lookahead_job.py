@@ -108,8 +108,8 @@ def play(task: Task) -> Result | None:
     return result
 
 
-def _tell(task: Task, told: Connection) -> None:
-    told.send(_main(task))
+def _tell(task: Task, pipe: Connection) -> None:
+    pipe.send(_main(task))
 
 
 class _Rows:

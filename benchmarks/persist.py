@@ -200,21 +200,21 @@ def _in_own_process(
     return seconds, peak / 1e6, sizes
 
 
-def _persist(job_file: str, most_bytes: float | None, there: Connection) -> None:
+def _persist(job_file: str, most_bytes: float | None, pipe: Connection) -> None:
     job = read_job(job_file)
     store = open_store(job.run_url)
     list(store.list("generations/"))  # connected, as the peer is
     if most_bytes is not None:
         _slow_down(store, most_bytes)
-    there.send("ready")
-    there.recv()
+    pipe.send("ready")
+    pipe.recv()
     start = perf_counter()
     outcome = persist_job(job_file, store=store)
     seconds = perf_counter() - start
     if outcome.result != "committed":
         raise RuntimeError(outcome.error)
     prefix = f"chunks/{job.step:012d}-"
-    there.send(json.dumps([seconds, [info.size_bytes for info in store.list(prefix)]]))
+    pipe.send(json.dumps([seconds, [info.size_bytes for info in store.list(prefix)]]))
 
 
 def _slow_down(store: Store, most_bytes: float) -> None:

@@ -36,11 +36,11 @@ def run(*, smoke: bool) -> Report:
     rows = 100_000 if smoke else 2_000_000
     masks = fleet_masks(rows, _INTERVALS, seed=0)
 
-    def of_trace(since: int | None, to: int) -> int:
-        return rows if since is None else int(rows_since(masks, since, to).sum())
+    def of_trace(base: int | None, interval: int) -> int:
+        return rows if base is None else int(rows_since(masks, base, interval).sum())
 
-    def of_curve(since: int | None, to: int) -> int:
-        return rows if since is None else round(rows * 0.26 * (to - since) ** 0.289)
+    def of_curve(base: int | None, interval: int) -> int:
+        return rows if base is None else round(rows * 0.26 * (interval - base) ** 0.289)
 
     _gate(of_trace, rows)
     trace, curve = _figures(of_trace, rows), _figures(of_curve, rows)
@@ -92,5 +92,5 @@ def _figures(sizes: Sizes, rows: int) -> dict[str, float]:
     }
 
 
-def _written(taken: Sequence[Checkpoint]) -> list[int]:
-    return [checkpoint.written for checkpoint in taken]
+def _written(checkpoints: Sequence[Checkpoint]) -> list[int]:
+    return [checkpoint.written for checkpoint in checkpoints]

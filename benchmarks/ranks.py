@@ -131,7 +131,7 @@ def _job(ranks: int, rows: int, checkpoints: int) -> tuple[list[_Milliseconds], 
 
 
 def _rank(
-    folder: Path, rank: int, ranks: int, rows: int, checkpoints: int, there: Connection
+    folder: Path, rank: int, ranks: int, rows: int, checkpoints: int, pipe: Connection
 ) -> None:
     torch.set_num_threads(1)
     if ranks > 1:
@@ -167,7 +167,7 @@ def _rank(
             if not checkpointer.checkpoint():
                 raise RuntimeError(f"checkpoint {number} was not cut: {checkpointer.stats}")
         stalls_ms = list(checkpointer.stats.stalls_ms)[:checkpoints]
-    there.send((stalls_ms, cuts_ms[:checkpoints]))
+    pipe.send((stalls_ms, cuts_ms[:checkpoints]))
     if ranks > 1:
         dist.destroy_process_group()
 

@@ -79,15 +79,15 @@ class Report:
     not_run: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def put(self, key: str, found: Spread) -> None:
+    def put(self, key: str, spread: Spread) -> None:
         """Set the figure `key` and its spread."""
-        self.figures[key] = found.median
-        self.spreads[key] = found
+        self.figures[key] = spread.median
+        self.spreads[key] = spread
 
-    def timed(self, what: str, seconds: Sequence[float]) -> float:
-        """Records the seconds of each round of `what`; returns their median."""
-        self.times[what] = spread_of(seconds)
-        return self.times[what].median
+    def timed(self, label: str, seconds: Sequence[float]) -> float:
+        """Records the seconds of each round of `label`; returns their median."""
+        self.times[label] = spread_of(seconds)
+        return self.times[label].median
 
     def leave_out(self, keys: Iterable[str], reason: str) -> None:
         """Records that the figures `keys` were not measured, and why."""

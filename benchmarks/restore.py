@@ -257,14 +257,14 @@ def _peers(
 
 
 def _require(
-    name: str, saved: dict[str, torch.Tensor], found: dict[str, torch.Tensor], case: _Case
+    name: str, saved: dict[str, torch.Tensor], read: dict[str, torch.Tensor], case: _Case
 ) -> None:
     for key, value in saved.items():
         if case.bits == "lossless" or key.endswith(".sum"):
-            good = torch.equal(value, found[key])
+            good = torch.equal(value, read[key])
         else:
             step = (value.amax(1) - value.amin(1)) / (2**case.bits - 1)
-            good = bool(((found[key] - value).abs().amax(1) <= 2 * step + 1e-7).all())
+            good = bool(((read[key] - value).abs().amax(1) <= 2 * step + 1e-7).all())
         if not good:
             raise RuntimeError(f"{name} did not bring back {key} as it was saved")
 

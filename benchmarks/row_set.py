@@ -117,26 +117,26 @@ def _bytes(coded: row_set.RowSet) -> int:
     return len(coded.payload) if coded.payload is not None else 0
 
 
-def _regret(given: _Set, coded: row_set.RowSet) -> float:
+def _regret(row_ids: _Set, coded: row_set.RowSet) -> float:
     if coded.payload is None:
         return 1.0
-    span = int(given.ids[-1] - given.ids[0]) + 1
-    runs = int((given.ids.diff() != 1).sum()) + 1
+    span = int(row_ids.ids[-1] - row_ids.ids[0]) + 1
+    runs = int((row_ids.ids.diff() != 1).sum()) + 1
     # A bitmap of a sparse set would be larger than the machine's memory.
-    codings = _CODINGS if span < 200 * given.ids.numel() else _CODINGS[1:]
-    sizes = [len(cpu.payload_as(coding, given.ids, span=span, runs=runs)) for coding in codings]
+    codings = _CODINGS if span < 200 * row_ids.ids.numel() else _CODINGS[1:]
+    sizes = [len(cpu.payload_as(coding, row_ids.ids, span=span, runs=runs)) for coding in codings]
     return len(coded.payload) / min(sizes)
 
 
 def _measured(
-    report: Report, given: _Set, peers: dict[str, _Peer | None], rounds: int
+    report: Report, row_ids: _Set, peers: dict[str, _Peer | None], rounds: int
 ) -> list[object]:
     """Measure recpoint's speeds, then size and speeds of each peer, all called in turn."""
-    count, array = given.ids.numel(), given.ids.numpy()
-    coded = row_set.encode(given.ids)
+    count, array = row_ids.ids.numel(), row_ids.ids.numpy()
+    coded = row_set.encode(row_ids.ids)
     calls: list[Callable[[], object]] = [
-        lambda: row_set.encode(given.ids),
-        lambda: row_set.decode(*coded, count=count, rows=given.rows),
+        lambda: row_set.encode(row_ids.ids),
+        lambda: row_set.decode(*coded, count=count, rows=row_ids.rows),
     ]
     coders = ["ours"]
     sizes: list[float | None] = []
@@ -151,7 +151,9 @@ def _measured(
         coders.append(peer.name)
         calls += [_bound(peer.encode, array), _bound(peer.decode, data)]
     seconds = alternate(rounds + 1, *calls)
-    names = [f"{given.name}, {coder} {does}" for coder in coders for does in ("encodes", "decodes")]
+    names = [
+        f"{row_ids.name}, {coder} {does}" for coder in coders for does in ("encodes", "decodes")
+    ]
     speeds = [
         count / report.timed(name, times[1:]) / 1e6
         for name, times in zip(names, seconds, strict=True)

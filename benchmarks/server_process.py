@@ -47,7 +47,7 @@ class ServerSettings:
     delay_seconds: float
 
 
-def serve(settings: ServerSettings, told: Connection) -> None:
+def serve(settings: ServerSettings, pipe: Connection) -> None:
     """Serve until the other side of the connection is closed.
 
     Sends the ports. Then answers anything that comes with the rows of all differences so far.
@@ -65,11 +65,11 @@ def serve(settings: ServerSettings, told: Connection) -> None:
             stack.callback(server.end)
             listening = TcpServer(server, settings.token, host=settings.host, port=port)
             ports.append(stack.enter_context(listening).address[1])
-        told.send(ports)
+        pipe.send(ports)
         while True:
-            told.recv()
+            pipe.recv()
             members = [server.member(server.hello().incarnation) for server in servers]
-            told.send(sum(member.other_servers.difference_rows for member in members))
+            pipe.send(sum(member.other_servers.difference_rows for member in members))
 
 
 def enter_network(network: str) -> None:
@@ -85,8 +85,8 @@ def enter_network(network: str) -> None:
 class _LatePeer(Peer):
     """Waits before each call of another server, as a longer cable would have it wait."""
 
-    def __init__(self, to: Peer, seconds: float) -> None:
-        self._to, self._seconds = to, seconds
+    def __init__(self, peer: Peer, seconds: float) -> None:
+        self._to, self._seconds = peer, seconds
 
     def _wait(self) -> Peer:
         time.sleep(self._seconds)

@@ -185,8 +185,8 @@ class _Size:
             tracked.cut_and_persist()
             yield tracked
 
-    def measure(self, tracked: StagedRun, kept: bool) -> None:
-        """Train a step, take a snapshot and time its competitors; record if `kept`."""
+    def measure(self, tracked: StagedRun, is_recorded: bool) -> None:
+        """Train a step, take a snapshot and time its competitors; record if `is_recorded`."""
         ids = self._draw()
         self._model.top(self._table(ids)).sum().backward()
         for optimizer in self._optimizers:
@@ -200,7 +200,7 @@ class _Size:
         tracked.persist()
         if job.kind != "increment" or job.dirty_rows != self.dirty_rows:
             raise RuntimeError(f"{job.kind} of {job.dirty_rows} rows, expected {self.dirty_rows}")
-        if kept:
+        if is_recorded:
             stall_s = tracked.checkpointer.stats.stalls_ms[-1] / 1e3
             for times, seconds in zip(self.seconds, (stall_s, *measured), strict=True):
                 times.append(seconds)

@@ -152,7 +152,7 @@ def _end(
 ) -> Report:
     """Stop training, wait until each scheduled flow has completed once more, and count."""
     scene.trainer.terminate(90)
-    stopped = scene.wait_for_flows(deployed, since=scene.prefect_back, seconds=seconds)
+    stopped = scene.wait_for_flows(deployed, since_time=scene.prefect_back, seconds=seconds)
     flows = Flows(deployed=deployed, by_state=scene.flow_runs(), stopped=stopped)
     scene.stop_watching()
     for worker in scene.workers:

@@ -61,10 +61,10 @@ class Spell(NamedTuple):
     last: float
 
 
-def plan_faults(checkpoints: int, every: int, seed: int) -> list[Fault]:
-    """Plan about one fault every `every` checkpoints, each kind at least once."""
+def plan_faults(checkpoints: int, spacing_least: int, seed: int) -> list[Fault]:
+    """Plan about one fault every `spacing_least` checkpoints, each kind at least once."""
     draw = random.Random(seed)
-    first, spacing = 6, max(4, every)
+    first, spacing = 6, max(4, spacing_least)
     late_from = max(int(_LATE * checkpoints), first + spacing * len(_KINDS))
     kinds = list(_KINDS)
     draw.shuffle(kinds)  # each kind once, before kinds are repeated
@@ -143,5 +143,5 @@ def elsewhere(
     ]
 
 
-def _window(one: Happened, interval: float) -> float:
-    return one.back + 4 * interval
+def _window(kill: Happened, interval: float) -> float:
+    return kill.back + 4 * interval

@@ -23,14 +23,14 @@ from recpoint.flows import sweep as sweeping
 __all__ = ["retain", "sweep"]
 
 
-def _with_any_grace(theirs: Flow[..., Any]) -> Flow[..., Any]:
+def _with_any_grace(task: Flow[..., Any]) -> Flow[..., Any]:
     """Return the same flow, whose parameter `grace_seconds` may be any number."""
-    was = theirs.fn
+    was = task.fn
     assert isinstance(was, FunctionType) and "grace_seconds" in was.__annotations__
     fn = FunctionType(was.__code__, was.__globals__, was.__name__, was.__defaults__)
     fn.__kwdefaults__, fn.__doc__, fn.__module__ = was.__kwdefaults__, was.__doc__, was.__module__
     fn.__annotations__ = {**was.__annotations__, "grace_seconds": float}
-    own_task = theirs.with_options()
+    own_task = task.with_options()
     update_wrapper(own_task, fn)
     own_task.fn, own_task.parameters = fn, parameter_schema(fn)
     return own_task

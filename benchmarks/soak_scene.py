@@ -214,14 +214,14 @@ class Scene:
             offset += len(page)
         return counts
 
-    def wait_for_flows(self, flows: Sequence[str], *, since: str, seconds: float) -> list[str]:
-        """Wait until each of these flows has completed after `since`; return the others."""
+    def wait_for_flows(self, flows: Sequence[str], *, since_time: str, seconds: float) -> list[str]:
+        """Wait until each of these flows has completed after `since_time`; return the others."""
         deadline = time.monotonic() + seconds
         while True:
             counts: Counter[str] = Counter()
             with suppress(OSError):  # a server that is busy may not answer in a minute
                 counts = self.flow_runs(
-                    state={"type": {"any_": ["COMPLETED"]}}, start_time={"after_": since}
+                    state={"type": {"any_": ["COMPLETED"]}}, start_time={"after_": since_time}
                 )
             missing = [flow for flow in flows if f"{flow} COMPLETED" not in counts]
             if not missing or time.monotonic() > deadline:

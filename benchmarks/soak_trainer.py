@@ -72,8 +72,8 @@ def _train(run_url: str, staging: str, file: Path, batch_seconds: float) -> None
         checkpoints.close()
 
 
-def _tell(lines: TextIO, what: dict[str, Any]) -> None:
-    lines.write(json.dumps(what) + "\n")
+def _tell(lines: TextIO, line: dict[str, Any]) -> None:
+    lines.write(json.dumps(line) + "\n")
     lines.flush()
 
 

@@ -108,9 +108,9 @@ class StagedRun:
         self.wait_for_commit(committed_before)
         return outcome
 
-    def wait_for_commit(self, before: int) -> None:
-        """Wait until the trainer knows of more commits than `before`."""
-        wait_for(lambda: self.checkpointer.stats.committed > before or None)
+    def wait_for_commit(self, committed_before: int) -> None:
+        """Wait until the trainer knows of more commits than `committed_before`."""
+        wait_for(lambda: self.checkpointer.stats.committed > committed_before or None)
 
 
 def wait_for(look: Callable[[], T | None], *, seconds: float = 120.0) -> T:

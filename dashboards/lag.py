@@ -69,13 +69,13 @@ def lag_views(runs: Sequence[RunLag]) -> list[RenderableType]:
     return views
 
 
-def _cells(run: RunLag, seen: RunOverview) -> list[Text]:
-    lag, newest, restore = seen.lag, seen.newest, seen.restore
-    validated = seen.last_validated
-    state = "not started" if seen.generation is None else "going on"
-    if seen.ended is not None:
-        state = seen.ended.reason
-    elif seen.trainer_gone:
+def _cells(run: RunLag, view: RunOverview) -> list[Text]:
+    lag, newest, restore = view.lag, view.newest, view.restore
+    validated = view.last_validated
+    state = "not started" if view.generation is None else "going on"
+    if view.ended is not None:
+        state = view.ended.reason
+    elif view.trainer_gone:
         state = "gone"
     elif lag.overdue:
         state = "overdue"
@@ -83,7 +83,7 @@ def _cells(run: RunLag, seen: RunOverview) -> list[Text]:
     return [
         Text(state),
         Text("none" if newest is None else str(newest.step)),
-        Text(risk_text(seen), style="red" if run.above else ""),
+        Text(risk_text(view), style="red" if run.above else ""),
         Text(interval),
         Text(NONE if restore is None else str(restore.manifests_to_read)),
         Text(NONE if newest is None else f"{newest.stall_seconds * 1000:.1f} ms"),

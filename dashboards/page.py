@@ -81,9 +81,9 @@ class Drawn(NamedTuple):
     of: str
     newest: bool
 
-    def counted(self, count: int, what: str) -> str:
+    def counted(self, count: int, noun: str) -> str:
         """So many of these, in words."""
-        return f"{'newest ' if self.newest else ''}{counted(count, what)}{self.of}"
+        return f"{'newest ' if self.newest else ''}{counted(count, noun)}{self.of}"
 
 
 def drawn(overview: RunOverview, window: TimeWindow) -> Drawn:
@@ -536,14 +536,14 @@ def _window_links(chosen: str) -> None:
         text("span", "times in UTC", "unit")
 
 
-def _age_text(seen: RunView) -> str:
-    age = seen.age_seconds()
+def _age_text(view: RunView) -> str:
+    age = view.age_seconds()
     return "not read yet" if age is None else f"as it was {duration_text(age)} ago"
 
 
-def _colour(seen: RunView) -> str:
+def _colour(view: RunView) -> str:
     return {"alarm": "bad", "no answer": "bad", "fine": "good", "ended": "good"}.get(
-        seen.standing, ""
+        view.standing, ""
     )
 
 

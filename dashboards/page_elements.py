@@ -318,8 +318,8 @@ def _set_prop(element: TextElement, name: str, value: str) -> None:
         element.update()
 
 
-def _set_class(element: Element, name: str, wanted: bool) -> None:
-    if wanted:
+def _set_class(element: Element, name: str, is_set: bool) -> None:
+    if is_set:
         element.classes(add=name)
     else:
         element.classes(remove=name)

@@ -184,9 +184,9 @@ class FittedTable:
                 yield Padding(note, (0, 0, 0, 6), expand=False)
         yield from self._below
 
-    def _padded(self, cell: Text, width: int, at: int) -> Text:
+    def _padded(self, cell: Text, width: int, column: int) -> Text:
         blank = Text(" " * (width - cell.cell_len))
-        return blank + cell if self._columns[at].right else cell + blank
+        return blank + cell if self._columns[column].right else cell + blank
 
 
 _CHECKPOINT_COLUMNS = (
@@ -505,10 +505,10 @@ def plain_table(title: str) -> Table:
 _ACTION_STYLES = {"keep": "", "mark": "yellow", "wait": "yellow", "delete": "red"}
 
 
-def retention_table(made: PrunePlan) -> Table:
+def retention_table(plan: PrunePlan) -> Table:
     """Return a table of a retention plan: each manifest, its action, and the reason."""
     counts = {"keep": 0, "mark": 0, "wait": 0, "delete": 0}
-    rows = list(made.rows())
+    rows = list(plan.rows())
     for row in rows:
         counts[row.action] += 1
     table = plain_table(", ".join(f"{count} to {action}" for action, count in counts.items()))
@@ -527,9 +527,9 @@ def retention_table(made: PrunePlan) -> Table:
             bytes_text(row.stored_bytes),
             shown(row.reason),
         )
-    for key in made.stray_pins:
+    for key in plan.stray_pins:
         table.add_row("", "", "", "", "", shown(f"{key} pins a checkpoint that is not there"))
-    for reader in made.held:
+    for reader in plan.held:
         table.add_row("", "", "", Text("held", style="yellow"), "", shown(reader))
     return table
 

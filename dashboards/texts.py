@@ -110,12 +110,12 @@ def plain(value: object) -> str:
     return shown(value, limit=_LIMIT).plain
 
 
-def standing_text(seen: RunView) -> str:
+def standing_text(view: RunView) -> str:
     """The state in words."""
-    if seen.standing == "alarm":
-        count = len(seen.alarms) + seen.damaged
+    if view.standing == "alarm":
+        count = len(view.alarms) + view.damaged
         return "ALARM" if count == 1 else f"ALARM ({count})"
-    return "NO ANSWER" if seen.standing == "no answer" else seen.standing
+    return "NO ANSWER" if view.standing == "no answer" else view.standing
 
 
 def summary_text(runs: Sequence[WatchedRun]) -> str:
@@ -130,21 +130,21 @@ def summary_text(runs: Sequence[WatchedRun]) -> str:
     return f"{len(bad)} of {count} {needs} a look: {names}{more}."
 
 
-def alerts(seen: RunView, now: float) -> list[Alert]:
+def alerts(view: RunView, now: float) -> list[Alert]:
     """What is wrong and what to do; what keeps the run from being read comes first."""
     alerts = []
-    error = seen.error
+    error = view.error
     if error is not None:
-        duration = duration_text(now - (seen.failing_since or now))
-        failure = "The catalog cannot be read" if seen.damaged else "No answer"
+        duration = duration_text(now - (view.failing_since or now))
+        failure = "The catalog cannot be read" if view.damaged else "No answer"
         cause = f"{error.subject}: found {error.found}; expected {error.expected}"
         alerts.append(Alert(f"{failure} for {duration}: {plain(cause)}.", plain(error.next_step)))
-    elif seen.overdue:
-        age = seen.age_seconds()
+    elif view.overdue:
+        age = view.age_seconds()
         silence = "" if age is None else f" for {duration_text(age)}"
         cause = f"No answer{silence}: a look at the store has begun and has not come back."
         alerts.append(Alert(cause, "check that this host still reaches the store"))
-    return alerts + [_alert(alarm) for alarm in seen.alarms]
+    return alerts + [_alert(alarm) for alarm in view.alarms]
 
 
 def _alert(alarm: Alarm) -> Alert:
@@ -161,9 +161,9 @@ def _alert(alarm: Alarm) -> Alert:
     return Alert(words if words.endswith((".", "…")) else f"{words}.", next_step)
 
 
-def trouble(seen: RunView, now: float) -> Alert | None:
+def trouble(view: RunView, now: float) -> Alert | None:
     """The worst alert of a run, and how many more there are; None: nothing is wrong."""
-    alarms = alerts(seen, now)
+    alarms = alerts(view, now)
     if not alarms:
         return None
     worst = alarms[0]
@@ -405,32 +405,42 @@ def _trainer_text(overview: RunOverview) -> str:
     return text
 
 
-def checkpoint_row(one: CheckpointFacts) -> tuple[str, ...]:
+def checkpoint_row(checkpoint: CheckpointFacts) -> tuple[str, ...]:
     """The texts of a checkpoint's row, as `CHECKPOINT_HEADINGS`."""
-    notes = ["expires"] if one.expires else []
-    notes += ["merged"] if one.merged else []
-    notes += [pinned_text(map(plain, one.pins))] if one.pins else []
-    if one.copied_ahead is not None:
-        notes.append(copied_text(one.copied_ahead.rows_before, one.copied_ahead.rows_in_stall))
-    if one.cache is not None:
-        notes.append(cache_text(one.cache))
-    validation = NONE if one.validation is None else str(one.validation)
-    if one.error is not None:
-        notes.insert(0, plain(one.error))
-        return (f"{one.step:,}", NONE, one.state, *[NONE] * 6, validation, "; ".join(notes))
+    notes = ["expires"] if checkpoint.expires else []
+    notes += ["merged"] if checkpoint.merged else []
+    notes += [pinned_text(map(plain, checkpoint.pins))] if checkpoint.pins else []
+    if checkpoint.copied_ahead is not None:
+        notes.append(
+            copied_text(checkpoint.copied_ahead.rows_before, checkpoint.copied_ahead.rows_in_stall)
+        )
+    if checkpoint.cache is not None:
+        notes.append(cache_text(checkpoint.cache))
+    validation = NONE if checkpoint.validation is None else str(checkpoint.validation)
+    if checkpoint.error is not None:
+        notes.insert(0, plain(checkpoint.error))
+        return (
+            f"{checkpoint.step:,}",
+            NONE,
+            checkpoint.state,
+            *[NONE] * 6,
+            validation,
+            "; ".join(notes),
+        )
     risk = NONE
-    if one.at_risk_seconds is not None:
-        risk = f"{duration_text(one.at_risk_seconds)}, {counted(one.at_risk_batches or 0, 'batch')}"
-    share = one.stored_bytes / one.full_bytes if one.full_bytes else None
+    if checkpoint.at_risk_seconds is not None:
+        batches = counted(checkpoint.at_risk_batches or 0, "batch")
+        risk = f"{duration_text(checkpoint.at_risk_seconds)}, {batches}"
+    share = checkpoint.stored_bytes / checkpoint.full_bytes if checkpoint.full_bytes else None
     return (
-        f"{one.step:,}",
-        f"{one.kind}, {one.chain_length} in chain",
-        one.state,
-        time_text(one.committed_ms),
+        f"{checkpoint.step:,}",
+        f"{checkpoint.kind}, {checkpoint.chain_length} in chain",
+        checkpoint.state,
+        time_text(checkpoint.committed_ms),
         risk,
-        duration_text(one.stall_seconds),
-        duration_text(one.lag_seconds),
-        bytes_text(one.stored_bytes),
+        duration_text(checkpoint.stall_seconds),
+        duration_text(checkpoint.lag_seconds),
+        bytes_text(checkpoint.stored_bytes),
         _share_text(share),
         validation,
         "; ".join(notes) or NONE,
@@ -479,16 +489,16 @@ def plan_rows(plan: Plan | None, most: int) -> list[tuple[str, ...]]:
     return [(plain(entry.manifest), _BECOMES[entry.action], plain(entry.reason)) for entry in rows]
 
 
-def expiring_row(one: ExpiringManifest) -> tuple[str, ...]:
+def expiring_row(manifest: ExpiringManifest) -> tuple[str, ...]:
     """The texts of a row of what retention removes, as `EXPIRING_HEADINGS`."""
-    reason = plain(one.reason) or "its mark has not been read, or cannot be"
-    return (plain(one.key), reason, f"{duration_text(max(0.0, one.age.seconds))} ago")
+    reason = plain(manifest.reason) or "its mark has not been read, or cannot be"
+    return (plain(manifest.key), reason, f"{duration_text(max(0.0, manifest.age.seconds))} ago")
 
 
-def failure_row(one: Failure) -> tuple[str, ...]:
+def failure_row(failure: Failure) -> tuple[str, ...]:
     """The texts of a failure's row, as `FAILURE_HEADINGS`."""
-    time = NONE if one.when_ms is None else time_text(one.when_ms)
-    return (time, plain(one.subject), plain(one.cause), plain(one.next_step))
+    time = NONE if failure.when_ms is None else time_text(failure.when_ms)
+    return (time, plain(failure.subject), plain(failure.cause), plain(failure.next_step))
 
 
 #: A trainer says how its servers are at least every `BEAT_SECONDS`. After so long, what it said
@@ -522,17 +532,17 @@ def lost_servers_text(overview: RunOverview) -> str:
     return f"Embedding servers: {servers_text(overview)}" if reading.servers.not_whole else ""
 
 
-def _redundancy_text(servers: AllServers, back: str) -> str:
-    """See `servers_text`; `back` says what a loss does that parity does not cover."""
+def _redundancy_text(servers: AllServers, fallback: str) -> str:
+    """See `servers_text`; `fallback` says what a loss does that parity does not cover."""
     missing = servers.not_whole
     if not servers.parity:
         if not missing:
-            return f"There is no parity: the loss of a server {back}."
+            return f"There is no parity: the loss of a server {fallback}."
         answer = "does not answer" if len(missing) == 1 else "do not answer"
-        return f"{_numbers_text(missing)} {answer}. There is no parity: that {back}."
+        return f"{_numbers_text(missing)} {answer}. There is no parity: that {fallback}."
     if servers.has_given_up:
         names = _numbers_text(missing)
-        return f"{names}: more lost at a time than parity makes up for. That {back}."
+        return f"{names}: more lost at a time than parity makes up for. That {fallback}."
     spare = servers.parity - len(missing)
     if not missing:
         any_of = "Any one server" if spare == 1 else f"Any {spare} servers"
@@ -540,7 +550,7 @@ def _redundancy_text(servers: AllServers, back: str) -> str:
     states = " ".join(_missing_text(server) for server in missing)
     if spare > 0:
         return f"{states} One more server may be lost meanwhile."
-    return f"{states} Losing another one now {back}."
+    return f"{states} Losing another one now {fallback}."
 
 
 def _missing_text(server: ServerFacts) -> str:
@@ -571,26 +581,28 @@ def _known_percent(server: ServerFacts) -> int:
     return 100 * server.known_rows // server.rows if server.rows else 0
 
 
-def server_row(one: ServerFacts, parity: int) -> tuple[str, ...]:
+def server_row(server: ServerFacts, parity: int) -> tuple[str, ...]:
     """The texts of a server's row, as `SERVER_HEADINGS`."""
-    state, rows = "whole" if parity else "up", f"{one.rows:,}"
-    if one.state == "lost":
+    state, rows = "whole" if parity else "up", f"{server.rows:,}"
+    if server.state == "lost":
         state = "lost"
-    elif one.state == "recovering":
-        state = f"being rebuilt: {_known_percent(one)} %"
-        rows = f"{one.known_rows:,} of {one.rows:,}"
-    disk = f", {bytes_text(one.disk_bytes)} on disk" if one.disk_bytes else ""
+    elif server.state == "recovering":
+        state = f"being rebuilt: {_known_percent(server)} %"
+        rows = f"{server.known_rows:,} of {server.rows:,}"
+    disk = f", {bytes_text(server.disk_bytes)} on disk" if server.disk_bytes else ""
     loss = NONE
-    if one.lost_ms is not None:
-        recovered = "" if one.whole_ms is None else f", whole again {time_text(one.whole_ms)[11:]}"
-        loss = f"{time_text(one.lost_ms)}{recovered}"
+    if server.lost_ms is not None:
+        recovered = (
+            "" if server.whole_ms is None else f", whole again {time_text(server.whole_ms)[11:]}"
+        )
+        loss = f"{time_text(server.lost_ms)}{recovered}"
     return (
-        str(one.number),
+        str(server.number),
         state,
         rows,
-        NONE if one.memory_bytes is None else bytes_text(one.memory_bytes) + disk,
-        plain(one.host) or NONE,
-        plain(one.address) or NONE,
-        str(one.pid) if one.pid else NONE,
+        NONE if server.memory_bytes is None else bytes_text(server.memory_bytes) + disk,
+        plain(server.host) or NONE,
+        plain(server.address) or NONE,
+        str(server.pid) if server.pid else NONE,
         loss,
     )

@@ -110,16 +110,20 @@ class RetailReader:
         label[: len(lines)] = 1
         return Batch(torch.empty(len(sparse), 0), torch.from_numpy(sparse), label)
 
-    def _columns(self, at: _Ids, item_at: _Ids) -> _Ids:
-        """Return the columns of lines `at` with the items of lines `item_at`: I64 [len(at), 8]."""
-        customer, previous, item = self._customer[at], self._previous[at], self._item[item_at]
+    def _columns(self, positions: _Ids, item_at: _Ids) -> _Ids:
+        """Return the columns of lines `positions`, with items of lines `item_at`: I64 [n, 8]."""
+        customer, previous, item = (
+            self._customer[positions],
+            self._previous[positions],
+            self._item[item_at],
+        )
         columns = (
             customer,
             item,
             previous,
-            self._country[at],
-            self._hour[at],
-            self._weekday[at],
+            self._country[positions],
+            self._hour[positions],
+            self._weekday[positions],
             hash_rows((customer * self._items + item).view(np.uint64), column=6, rows=self._rows),
             hash_rows((previous * self._items + item).view(np.uint64), column=7, rows=self._rows),
         )

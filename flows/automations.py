@@ -125,14 +125,14 @@ Publishes = Literal["committed", "validated"]
 _DEPLOYMENT = "publish/recpoint-publish"
 
 
-def publishing(client: SyncPrefectClient, which: Publishes, *, name: str) -> AutomationCore:
+def publishing(client: SyncPrefectClient, kind: Publishes, *, name: str) -> AutomationCore:
     """The automation, for all runs that send events to this server.
 
     A checkpoint that somebody holds stays published: the flow changes nothing then.
 
     Args:
         client: of the server.
-        which: what is published, and when.
+        kind: what is published, and when.
         name: of the automation.
 
     Raises:
@@ -150,13 +150,13 @@ def publishing(client: SyncPrefectClient, which: Publishes, *, name: str) -> Aut
     run_url = "{{ event.resource['prefect.resource.name'] }}"
     return AutomationCore(
         name=name,
-        description=f"Publishes the newest {which} checkpoint when one is {which}, unless another "
+        description=f"Publishes the newest {kind} checkpoint when one is {kind}, unless another "
         "is held.",
         trigger=EventTrigger(
             match={"prefect.resource.id": f"{RESOURCE_PREFIX}*"},
             for_each={"prefect.resource.id"},
             posture=Posture.Reactive,
-            expect={f"{EVENT_PREFIX}{which}"},
+            expect={f"{EVENT_PREFIX}{kind}"},
             threshold=1,
             within=timedelta(0),  # each: one that is left out would be published by the next only
         ),
@@ -167,7 +167,7 @@ def publishing(client: SyncPrefectClient, which: Publishes, *, name: str) -> Aut
                 job_variables=None,
                 parameters={
                     "run_url": {"__prefect_kind": "jinja", "template": run_url},
-                    "which": which,
+                    "which": kind,
                 },
             )
         ],
@@ -201,9 +201,9 @@ class RunSilence(NamedTuple):
         """Of its automation. The run's id is its identity: a run may move to another URL."""
         return f"{of_runs(prefix)}{self.run_id}"
 
-    def as_before(self, there: Automation | None) -> RunSilence:
+    def as_before(self, current: Automation | None) -> RunSilence:
         """The same with as many intervals as the run's automation has been given, if it has."""
-        for tag in () if there is None else there.tags:
+        for tag in () if current is None else current.tags:
             if tag.startswith(INTERVALS_TAG):
                 with suppress(ValueError):
                     return self._replace(intervals=float(tag.removeprefix(INTERVALS_TAG)))
@@ -256,19 +256,19 @@ def silence(action: ActionTypes, *, seconds: float, prefix: str) -> AutomationCo
     )
 
 
-def longest(there: Iterable[Automation], named: Iterable[RunSilence], *, prefix: str) -> float:
+def longest(current: Iterable[Automation], named: Iterable[RunSilence], *, prefix: str) -> float:
     """The longest silence of a run that has an automation for itself, in seconds; 0: none has.
 
     The automation for all must wait as long: it would alert for that run too, before its time.
     It cannot leave a run out, since no pattern of Prefect's means "all but these".
 
     Args:
-        there: what the server has.
+        current: what the server has.
         named: what it is about to have.
         prefix: that names of ours begin with.
     """
     seconds_by_name = {silence.name(prefix): silence.seconds for silence in named}
-    for automation in there:
+    for automation in current:
         if automation.name.startswith(of_runs(prefix)) and isinstance(
             automation.trigger, EventTrigger
         ):
@@ -286,7 +286,7 @@ def of_runs(prefix: str) -> str:
     return f"{prefix}no commit of run "
 
 
-def _trigger(resource: str, within: timedelta) -> EventTrigger:
+def _trigger(resource: str, silence: timedelta) -> EventTrigger:
     return EventTrigger(
         match={"prefect.resource.id": resource},
         for_each={"prefect.resource.id"},
@@ -294,7 +294,7 @@ def _trigger(resource: str, within: timedelta) -> EventTrigger:
         after=_BEGINS,
         expect=_ENDS,
         threshold=1,
-        within=within,
+        within=silence,
     )
 
 
@@ -483,80 +483,80 @@ def apply(settings: AlertSettings) -> list[Applied]:
 
 def _apply_alert(
     client: SyncPrefectClient,
-    wanted: AutomationCore,
-    there: Mapping[str, Automation],
+    alert: AutomationCore,
+    current_by_name: Mapping[str, Automation],
     *,
     keep: bool,
 ) -> Applied:
     """See to an alert; `keep`: it tells whom it told before, a new one whom the others tell."""
-    current = there.get(wanted.name)
-    seconds = _waits_seconds(wanted)
+    current = current_by_name.get(alert.name)
+    seconds = _waits_seconds(alert)
     kept_parts = []
-    if keep and (model := current or there.get(_SILENCE)) is not None:
-        own_actions = [
-            action for action in wanted.actions if isinstance(action, ChangeFlowRunState)
-        ]
-        wanted.actions = own_actions + kept_actions(model.actions)
+    if keep and (model := current or current_by_name.get(_SILENCE)) is not None:
+        own_actions = [action for action in alert.actions if isinstance(action, ChangeFlowRunState)]
+        alert.actions = own_actions + kept_actions(model.actions)
         kept_parts.append("notification")
     if current is not None and seconds is not None and seconds == _waits_seconds(current):
         kept_parts.append("time")
-    result = _create_or_update(client, wanted, current)
+    result = _create_or_update(client, alert, current)
     return Applied(
-        wanted.name, result, seconds, recipients_text(client, wanted.actions), tuple(kept_parts)
+        alert.name, result, seconds, recipients_text(client, alert.actions), tuple(kept_parts)
     )
 
 
 def _resolved(
-    settings: AlertSettings, there: Mapping[str, Automation], named: Iterable[RunSilence]
+    settings: AlertSettings, current_by_name: Mapping[str, Automation], named: Iterable[RunSilence]
 ) -> AlertSettings:
     """The settings with every time: the one that is there, else the default, where none is given.
 
     Never less for all runs than for one that has an alert of its own.
     """
 
-    def seconds(given: float | None, name: str, default: float) -> float:
-        if given is not None:
-            return given
-        current = there.get(name)
+    def seconds(seconds_set: float | None, name: str, default: float) -> float:
+        if seconds_set is not None:
+            return seconds_set
+        current = current_by_name.get(name)
         return (None if current is None else _waits_seconds(current)) or default
 
     silent = seconds(settings.no_commit_seconds, _SILENCE, NO_COMMIT_SECONDS)
     return replace(
         settings,
-        no_commit_seconds=max(silent, longest(there.values(), named, prefix=_PREFIX)),
+        no_commit_seconds=max(silent, longest(current_by_name.values(), named, prefix=_PREFIX)),
         no_heartbeat_seconds=seconds(settings.no_heartbeat_seconds, _ZOMBIES, NO_HEARTBEAT_SECONDS),
     )
 
 
-def _waits_seconds(one: AutomationCore) -> float | None:
+def _waits_seconds(alert: AutomationCore) -> float | None:
     """How long it waits for what does not happen; None if it waits for nothing."""
-    if not isinstance(one.trigger, EventTrigger) or one.trigger.posture != Posture.Proactive:
+    if not isinstance(alert.trigger, EventTrigger) or alert.trigger.posture != Posture.Proactive:
         return None
-    return one.trigger.within.total_seconds()
+    return alert.trigger.within.total_seconds()
 
 
 def _create_or_update(
-    client: SyncPrefectClient, wanted: AutomationCore, before: Automation | None
+    client: SyncPrefectClient, automation: AutomationCore, current: Automation | None
 ) -> Literal["created", "updated", "kept"]:
-    if before is None:
-        client.create_automation(wanted)
+    if current is None:
+        client.create_automation(automation)
         return "created"
-    tags = {tag for tag in before.tags if not tag.startswith(INTERVALS_TAG)} | {*wanted.tags}
+    tags = {tag for tag in current.tags if not tag.startswith(INTERVALS_TAG)} | {*automation.tags}
     own_fields = ("description", "trigger", "actions")
     # One that is changed counts anew.
-    if tags == {*before.tags} and all(getattr(before, x) == getattr(wanted, x) for x in own_fields):
+    if tags == {*current.tags} and all(
+        getattr(current, x) == getattr(automation, x) for x in own_fields
+    ):
         return "kept"
     client.update_automation(
-        before.id,
+        current.id,
         AutomationCore(
-            name=wanted.name,
-            description=wanted.description,
-            enabled=before.enabled,
+            name=automation.name,
+            description=automation.description,
+            enabled=current.enabled,
             tags=sorted(tags),
-            trigger=wanted.trigger,
-            actions=wanted.actions,
-            actions_on_trigger=before.actions_on_trigger,
-            actions_on_resolve=before.actions_on_resolve,
+            trigger=automation.trigger,
+            actions=automation.actions,
+            actions_on_trigger=current.actions_on_trigger,
+            actions_on_resolve=current.actions_on_resolve,
         ),
     )
     return "updated"

@@ -67,8 +67,8 @@ def _drain(root: Path) -> str:
     return f"{max(0, staged_before - still_staged)} jobs done, {still_staged} still staged"
 
 
-def _left_to(other: AtWork, root: Path, jobs: int) -> str:
-    return f"left to the {other.kind} that serves {root}: {jobs} jobs"
+def _left_to(worker: AtWork, root: Path, jobs: int) -> str:
+    return f"left to the {worker.kind} that serves {root}: {jobs} jobs"
 
 
 def _runs_with_jobs(root: Path) -> list[str]:

@@ -78,9 +78,9 @@ async def forget(older_than_days: Days = 3.0) -> State[Any]:
     return Completed(message=f"{runs} flow runs and {artifacts} artifacts deleted")
 
 
-async def _over_before(client: PrefectClient, before: datetime) -> list[UUID]:
+async def _over_before(client: PrefectClient, end_time: datetime) -> list[UUID]:
     """Return a page of runs that ended before a time, or else of runs due before it, not begun."""
-    own_runs, time_bound = FlowRunFilterTags(all_=[TAG]), {"before_": before}
+    own_runs, time_bound = FlowRunFilterTags(all_=[TAG]), {"before_": end_time}
     for chosen in (
         FlowRunFilter(tags=own_runs, end_time=FlowRunFilterEndTime.model_validate(time_bound)),
         FlowRunFilter(

@@ -123,11 +123,11 @@ class _Tasks:
     `drive` calls the steps from its threads; the tasks run in the event loop of the flow.
     """
 
-    def __init__(self, begun: _OpenJob) -> None:
-        self._open_job = begun
+    def __init__(self, open_job: _OpenJob) -> None:
+        self._open_job = open_job
         self._loop = asyncio.get_running_loop()
         self._context = copy_context()  # which flow run this is
-        self._bar = _bar(begun.job.job)
+        self._bar = _bar(open_job.job.job)
         self._running: set[asyncio.Task[Any] | None] = set()
         self._ended = False
 
@@ -257,11 +257,11 @@ def _alone(job_path: str) -> AbstractContextManager[object]:
     return AgentLock(run_dir.parent, sweep_of(run_dir)) if run_dir.is_dir() else nullcontext()
 
 
-async def _persist(begun: _OpenJob, log: LoggerAdapter[Logger]) -> State[Any]:
-    job = begun.job.job
-    tasks = _Tasks(begun)
+async def _persist(open_job: _OpenJob, log: LoggerAdapter[Logger]) -> State[Any]:
+    job = open_job.job.job
+    tasks = _Tasks(open_job)
     try:
-        outcome, committed = await asyncio.to_thread(drive, begun.job, tasks)
+        outcome, committed = await asyncio.to_thread(drive, open_job.job, tasks)
     except RanksMissing as error:
         text = f"stored, waits for {parts_text(error.ranks, job.ranks)}"
         log.info("%s", text)
@@ -276,7 +276,7 @@ async def _persist(begun: _OpenJob, log: LoggerAdapter[Logger]) -> State[Any]:
     log.info("committed, %d bytes in %d chunks", committed.stored_bytes, committed.chunks)
     _tell_committed(job, committed)
     # Prefect's types do not know that the state of an async call has to be awaited.
-    reporting: Any = report(begun.job, committed, return_state=True)
+    reporting: Any = report(open_job.job, committed, return_state=True)
     report_state: State[Any] = await reporting
     if not report_state.is_completed():
         log.warning("committed, but its report task failed: %s", report_state.message)
@@ -377,11 +377,13 @@ def _tags_of(job: PersistJob) -> list[str]:
     return [TAG, run_tag(job.job.run_url), f"step:{name.step}", f"rank:{name.rank}"]
 
 
-async def _flow_run(client: PrefectClient, job: PersistJob, known: UUID | None) -> FlowRun | None:
+async def _flow_run(
+    client: PrefectClient, job: PersistJob, known_run: UUID | None
+) -> FlowRun | None:
     """Return the flow run that waits for the next try of a job; None: there is none."""
-    if known is not None:
+    if known_run is not None:
         try:
-            run = await client.read_flow_run(known)
+            run = await client.read_flow_run(known_run)
         except ObjectNotFound:
             return None  # somebody has deleted it
         return run if run.state_name == _AWAITS else None

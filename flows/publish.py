@@ -94,23 +94,27 @@ async def publish(
     return Completed(message=_message(publication))
 
 
-def _message(done: PublishOutcome) -> str:
-    text = f"publication {done.record.number}: {done.record.checkpoint}"
-    doubt = "" if done.doubt is None else f"; although {done.doubt}"
-    if done.created:
+def _message(publication: PublishOutcome) -> str:
+    text = f"publication {publication.record.number}: {publication.record.checkpoint}"
+    doubt = "" if publication.doubt is None else f"; although {publication.doubt}"
+    if publication.created:
         return f"{text}{doubt}"
-    held_text = f", held by {done.record.who}: {done.record.why}" if done.record.held else ""
+    held_text = (
+        f", held by {publication.record.who}: {publication.record.why}"
+        if publication.record.held
+        else ""
+    )
     return f"nothing changed: {text}{held_text}{doubt}"
 
 
-async def _show(run_url: str, done: PublishOutcome) -> None:
+async def _show(run_url: str, publication: PublishOutcome) -> None:
     url = run_url.replace("`", "'")  # a backtick would end the code span
-    records = [record for record in (done.record, done.before) if record is not None]
+    records = [record for record in (publication.record, publication.before) if record is not None]
     await Artifact(
         type="table",
-        key=artifact_key(run_url, done.run, "published"),
-        description=f"Step {done.record.checkpoint.step} is published "
-        f"(publication {done.record.number}): `{url}`",
+        key=artifact_key(run_url, publication.run, "published"),
+        description=f"Step {publication.record.checkpoint.step} is published "
+        f"(publication {publication.record.number}): `{url}`",
         data=[
             {
                 "publication": record.number,

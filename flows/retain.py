@@ -149,15 +149,15 @@ async def retain(
     return Completed(message=retained.summary)
 
 
-async def _show(run_url: str, found: Retained, *, dry_run: bool) -> None:
+async def _show(run_url: str, retained: Retained, *, dry_run: bool) -> None:
     url = run_url.replace("`", "'")  # a backtick would end the code span
-    hidden_rows = len(found.rows) - _MOST_ROWS
-    more = f" The first {_MOST_ROWS} of {len(found.rows)} manifests." if hidden_rows > 0 else ""
+    hidden_rows = len(retained.rows) - _MOST_ROWS
+    more = f" The first {_MOST_ROWS} of {len(retained.rows)} manifests." if hidden_rows > 0 else ""
     # Deleted and marked checkpoints first, so that the cut does not hide them.
-    rows = sorted(found.rows, key=lambda row: row["action"] == "keep")[:_MOST_ROWS]
+    rows = sorted(retained.rows, key=lambda row: row["action"] == "keep")[:_MOST_ROWS]
     await Artifact(
         type="table",
-        key=artifact_key(run_url, found.run, "retention"),
-        description=f"{found.summary}{' (dry run)' if dry_run else ''}: `{url}`.{more}",
+        key=artifact_key(run_url, retained.run, "retention"),
+        description=f"{retained.summary}{' (dry run)' if dry_run else ''}: `{url}`.{more}",
         data=rows,
     ).acreate()

@@ -113,42 +113,42 @@ def _checkpoint(run: Run, step: int | None, generation: int | None) -> ManifestN
     )
 
 
-def _event(run: Run, found: Validation) -> CheckpointEvent | None:
+def _event(run: Run, verdict: Validation) -> CheckpointEvent | None:
     """Return the event to send; None: it passed, but does not count as validated."""
-    if not found.passed:
+    if not verdict.passed:
         return "validation_failed"
-    if LEVELS.index(found.level) < LEVELS.index("sample"):
+    if LEVELS.index(verdict.level) < LEVELS.index("sample"):
         return None  # no byte of it was compared
     stored_verdict = verdict_of(
-        run, ManifestName(found.checkpoint.step, found.checkpoint.generation)
+        run, ManifestName(verdict.checkpoint.step, verdict.checkpoint.generation)
     )
     # A failed validation of a higher level outweighs this one.
     return "validated" if stored_verdict is not None and stored_verdict.passed("sample") else None
 
 
-def _record(run: Run, found: Validation, metrics: Mapping[str, float], function: str) -> int:
-    evaluation.record_metrics(run, found.checkpoint, metrics)
-    return validation.record(run, found, evaluated_by=function if metrics else "").number
+def _record(run: Run, verdict: Validation, metrics: Mapping[str, float], function: str) -> int:
+    evaluation.record_metrics(run, verdict.checkpoint, metrics)
+    return validation.record(run, verdict, evaluated_by=function if metrics else "").number
 
 
 async def _show(
-    run: Run, name: ManifestName, found: Validation, metrics: Mapping[str, float]
+    run: Run, name: ManifestName, verdict: Validation, metrics: Mapping[str, float]
 ) -> None:
     """Show findings, notes and figures as a table."""
     url = run.url.replace("`", "'")  # a backtick would end the code span
-    marked = [("error", finding) for finding in found.findings]
-    marked += [("note", finding) for finding in found.notes]
+    marked = [("error", finding) for finding in verdict.findings]
+    marked += [("note", finding) for finding in verdict.notes]
     rows: list[dict[str, Any]] = [
         {"": word, **finding.model_dump(mode="json")} for word, finding in marked[:_MOST_ROWS]
     ]
     figures = {
-        "bytes read": found.bytes_read,
-        "rows compared": found.rows_compared,
-        "largest error, of what is allowed": round(min(found.worst, 1e300), 4),
+        "bytes read": verdict.bytes_read,
+        "rows compared": verdict.rows_compared,
+        "largest error, of what is allowed": round(min(verdict.worst, 1e300), 4),
         **(
             {}
-            if found.stripes is None
-            else {"stripes": stripes_text(found.stripes.fits, found.stripes.unknown)}
+            if verdict.stripes is None
+            else {"stripes": stripes_text(verdict.stripes.fits, verdict.stripes.unknown)}
         ),
         **metrics,
     }
@@ -157,6 +157,6 @@ async def _show(
     await Artifact(
         type="table",
         key=artifact_key(run.url, run.id, f"g{name.generation}-step-{name.step}-validation"),
-        description=f"Step {name.step} **{found.result}** ({found.level}{more}): `{url}`",
+        description=f"Step {name.step} **{verdict.result}** ({verdict.level}{more}): `{url}`",
         data=rows,
     ).acreate()

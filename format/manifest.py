@@ -483,12 +483,12 @@ class Manifest(StoredRecord):
             self._check_shorter(self.stands_for)
         return self
 
-    def _check_shorter(self, taken: StandsFor) -> None:
+    def _check_shorter(self, shortened: StandsFor) -> None:
         if self.parent is None:
             return
-        if self.base != taken.base:
+        if self.base != shortened.base:
             raise ValueError("a consolidated increment must keep the base of its checkpoint")
-        if self.parent.step >= taken.parent.step or self.chain_length >= taken.chain_length:
+        if self.parent.step >= shortened.parent.step or self.chain_length >= shortened.chain_length:
             raise ValueError("a consolidated increment needs an earlier parent and a shorter chain")
 
     @model_validator(mode="after")

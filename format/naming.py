@@ -175,12 +175,12 @@ def _number(name: str, digits: int, *, lowest: int = 0, mark: str = "") -> _KeyP
     return _KeyPart(looks, lambda text: int(text.removeprefix(mark)), write)
 
 
-def _text(name: str, looks: str, said: str) -> _KeyPart:
+def _text(name: str, looks: str, expected_text: str) -> _KeyPart:
     pattern = re.compile(rf"(?:{looks})\Z")
 
     def write(value: str) -> str:
         if not pattern.match(value):
-            raise ValueError(f"{name} {value[:80]!r} is not {said}")
+            raise ValueError(f"{name} {value[:80]!r} is not {expected_text}")
         return value
 
     return _KeyPart(looks, str, write)
@@ -274,10 +274,10 @@ def _owner_of(owner: str) -> str:
     return owner
 
 
-def _consolidated(step: int, generation: int, after: int | None) -> ConsolidatedName:
-    if after is not None:
-        _within("parent step", after, 0, step - 1)
-    return ConsolidatedName(step, generation, after)
+def _consolidated(step: int, generation: int, parent_step: int | None) -> ConsolidatedName:
+    if parent_step is not None:
+        _within("parent step", parent_step, 0, step - 1)
+    return ConsolidatedName(step, generation, parent_step)
 
 
 RUN_KEY = "run.json"

@@ -246,11 +246,11 @@ class Oracle:
         return self._map.rows()
 
 
-def _step(batch: int, taken: Taken) -> Step:
+def _step(batch: int, taken_slots: Taken) -> Step:
     return Step(
         batch=batch,
-        evicted_ids=taken.evicted_ids,
-        evicted_slots=taken.evicted_slots,
-        fetched_ids=taken.fetched_ids,
-        fetched_slots=taken.fetched_slots,
+        evicted_ids=taken_slots.evicted_ids,
+        evicted_slots=taken_slots.evicted_slots,
+        fetched_ids=taken_slots.fetched_ids,
+        fetched_slots=taken_slots.fetched_slots,
     )

@@ -196,26 +196,26 @@ class SharedOracle:
     def _keys(self, borrowed: Sequence[Tensor]) -> list[Tensor]:
         return [ids + self._rows for ids in borrowed]
 
-    def _take(self, rank: int, wanted: Tensor, batch: int) -> Taken | None:
+    def _take(self, rank: int, needed_ids: Tensor, batch: int) -> Taken | None:
         slot_map = self._maps[rank]
-        step = slot_map.take(wanted, use=batch, released=self._released)
+        step = slot_map.take(needed_ids, use=batch, released=self._released)
         if step is None and self._kept_until > self._planned:
             # As in Oracle: rows stay no longer for batches that are only expected.
             for peer, peer_map in enumerate(self._maps):
                 peer_map.lower(batch if peer in self._taken_by_rank else self._planned)
             self._kept_until, self._dropped = 0, self._expected
-            step = slot_map.take(wanted, use=batch, released=self._released)
+            step = slot_map.take(needed_ids, use=batch, released=self._released)
         return step
 
-    def _step(self, batch: int, taken: Taken) -> Step:
-        is_own_evicted = taken.evicted_ids < self._rows
-        is_own_fetched = taken.fetched_ids < self._rows
+    def _step(self, batch: int, taken_slots: Taken) -> Step:
+        is_own_evicted = taken_slots.evicted_ids < self._rows
+        is_own_fetched = taken_slots.fetched_ids < self._rows
         return Step(
             batch=batch,
-            evicted_ids=taken.evicted_ids[is_own_evicted],
-            evicted_slots=taken.evicted_slots[is_own_evicted],
-            fetched_ids=taken.fetched_ids[is_own_fetched],
-            fetched_slots=taken.fetched_slots[is_own_fetched],
+            evicted_ids=taken_slots.evicted_ids[is_own_evicted],
+            evicted_slots=taken_slots.evicted_slots[is_own_evicted],
+            fetched_ids=taken_slots.fetched_ids[is_own_fetched],
+            fetched_slots=taken_slots.fetched_slots[is_own_fetched],
         )
 
     def _exchange(

@@ -262,33 +262,33 @@ class Standings:
         )
 
     def note(
-        self, served: ManifestName | None, wanted: FollowerGoal, run: Run, updater: Updater
+        self, served: ManifestName | None, goal: FollowerGoal, run: Run, updater: Updater
     ) -> None:
         """Take over what a look has found, seen from the version that is served now."""
-        self._standings = (self._standing(served, wanted, run, updater),)
+        self._standings = (self._standing(served, goal, run, updater),)
 
-    def moving(self, to: ManifestName, wanted: FollowerGoal, run: Run, updater: Updater) -> None:
+    def moving(self, to: ManifestName, goal: FollowerGoal, run: Run, updater: Updater) -> None:
         """Note that from now until `moved` either of two versions may be served."""
-        self._standings = (*self._standings[:1], self._standing(to, wanted, run, updater))
+        self._standings = (*self._standings[:1], self._standing(to, goal, run, updater))
 
     def moved(self, *, well: bool) -> None:
         """The move has ended. If `well`, the new version is served; else still the one before."""
         self._standings = self._standings[-1:] if well else self._standings[:1]
 
     def _standing(
-        self, served: ManifestName | None, wanted: FollowerGoal, run: Run, updater: Updater
+        self, served: ManifestName | None, goal: FollowerGoal, run: Run, updater: Updater
     ) -> FollowerStanding:
         return FollowerStanding(
             served=served,
-            wanted=wanted,
-            waiting_since_ms=self._since(wanted, run, updater),
-            doubt=None if served is None else wanted.doubts.against(served),
+            wanted=goal,
+            waiting_since_ms=self._since(goal, run, updater),
+            doubt=None if served is None else goal.doubts.against(served),
         )
 
-    def _since(self, wanted: FollowerGoal, run: Run, updater: Updater) -> int | None:
-        if wanted.published_ms is not None:
-            return wanted.published_ms
-        names = wanted.names
+    def _since(self, goal: FollowerGoal, run: Run, updater: Updater) -> int | None:
+        if goal.published_ms is not None:
+            return goal.published_ms
+        names = goal.names
         self._committed_ms = {
             name: time_ms for name, time_ms in self._committed_ms.items() if name in names
         }
@@ -640,10 +640,8 @@ class Follower:
         assert standing is not None  # there is a look before every move
         return standing.wanted
 
-    def _note_failed(self, wanted: FollowerGoal) -> None:
-        self._failed = {
-            name: reason for name, reason in self._failed.items() if name in wanted.names
-        }
+    def _note_failed(self, goal: FollowerGoal) -> None:
+        self._failed = {name: reason for name, reason in self._failed.items() if name in goal.names}
 
     def _opened(self) -> tuple[Run, Updater]:
         # Opened at each look: a local store whose mount is gone lists as empty, as if without news.

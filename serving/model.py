@@ -366,9 +366,9 @@ class ModelCopy:
         self.readers = 0
         self.behind: Bitmaps | None = ALL
 
-    def catch_up(self, other: ModelCopy) -> None:
+    def catch_up(self, newer: ModelCopy) -> None:
         """Take over the rows in which this copy differs from the other, which is whole."""
-        for name, table in other.tables.items():
+        for name, table in newer.tables.items():
             served, ids = self.tables.get(name), None
             if served is None or served.form != table.form:
                 served = self.tables[name] = self._like(name, table)
@@ -385,7 +385,7 @@ class ModelCopy:
                 served.copy_rows(table, ids)
             elif isinstance(served, CodedTable) and isinstance(table, CodedTable):
                 served.copy_rows(table, ids)
-        for name in self.tables.keys() - other.tables.keys():
+        for name in self.tables.keys() - newer.tables.keys():
             del self.tables[name]
         self.behind = {}
 
@@ -404,7 +404,7 @@ class Loading:
     Args:
         copy: the copy to read into. If the chain does not start with a full, it has caught up.
         chain: the chain to read.
-        wanted: names of tables; None: all.
+        wanted_tables: names of tables; None: all.
         coded: if most rows of a table are quantized, keep them as they are stored.
 
     Attributes:
@@ -412,11 +412,11 @@ class Loading:
     """
 
     def __init__(
-        self, copy: ModelCopy, chain: Chain, wanted: Collection[str] | None, *, coded: bool
+        self, copy: ModelCopy, chain: Chain, wanted_tables: Collection[str] | None, *, coded: bool
     ) -> None:
         self._copy = copy
         self._chain = chain
-        self._wanted_tables = wanted
+        self._wanted_tables = wanted_tables
         self._coded = coded
         self._from_full = chain.manifests[0].parent is None
         self.changed: Bitmaps = {}
@@ -481,17 +481,17 @@ class Loading:
             served = self._copy.tables[table.name] = self._table(table, served)
         return served
 
-    def _table(self, table: LogicalTable, there: ServedTable | None) -> ServedTable:
+    def _table(self, table: LogicalTable, current: ServedTable | None) -> ServedTable:
         weight = None if self._copy.model is None else self._copy.model.table(table.name)
         if weight is not None:
             return weight
         # Each piece of a row has its own scale, so only tables stored whole are kept as codes.
         bits = self._bits(table.pieces[0].index) if self._coded and len(table.pieces) == 1 else 0
         if bits:
-            fits = isinstance(there, CodedTable) and there.fits(table) and there.bits == bits
-            return there if fits and there is not None else CodedTable(table, bits)
-        fits = isinstance(there, FloatTable) and there.fits(table)
-        return there if fits and there is not None else FloatTable.empty(table)
+            fits = isinstance(current, CodedTable) and current.fits(table) and current.bits == bits
+            return current if fits and current is not None else CodedTable(table, bits)
+        fits = isinstance(current, FloatTable) and current.fits(table)
+        return current if fits and current is not None else FloatTable.empty(table)
 
     def _bits(self, table: int) -> int:
         """Return the widest codes of a table's chunks; 0 unless most rows are quantized."""

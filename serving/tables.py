@@ -61,15 +61,15 @@ class FloatTable:
     def finish(self) -> None:
         """Do nothing: rows are complete as soon as a chain has been read into `values`."""
 
-    def copy_rows(self, other: FloatTable, ids: Tensor | None) -> None:
+    def copy_rows(self, source: FloatTable, ids: Tensor | None) -> None:
         """Copy rows `ids`, int64 [n], from another copy of the table; None: all rows."""
         if ids is None:
-            self.values.copy_(other.values)
+            self.values.copy_(source.values)
         elif self.values.is_cpu:
-            row_gather.move(other.values, ids, self.values, ids)
+            row_gather.move(source.values, ids, self.values, ids)
         else:
             for part in ids.to(self.values.device).split(_pass_rows(self.values)):
-                self.values.index_copy_(0, part, other.values.index_select(0, part))
+                self.values.index_copy_(0, part, source.values.index_select(0, part))
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Return the rows of `ids`.
@@ -139,8 +139,8 @@ class CodedTable:
 
     def fits(self, table: LogicalTable) -> bool:
         """Whether this can hold the rows of a checkpoint's table."""
-        ours = (self._spec.rows, self._spec.dim, self._spec.dtype)
-        return ours == (table.rows, table.dim, table.dtype)
+        own_form = (self._spec.rows, self._spec.dim, self._spec.dtype)
+        return own_form == (table.rows, table.dim, table.dtype)
 
     def into(self, table: LogicalTable, changed: Tensor | None) -> CodedTable:
         """Prepare to read a chain into this table, and return it.
@@ -177,12 +177,12 @@ class CodedTable:
             self._widen(stored.bits)
         for start in range(0, ids.numel(), _pass_rows(self._codes)):
             part = slice(start, start + _pass_rows(self._codes))
-            at = ids[part]
+            places = ids[part]
             chosen = part if positions is None else positions[part]
             codes = stored.values[chosen]
-            row_gather.scatter(self._repacked(codes, stored.bits), at, self._codes)
-            self._scale[at] = stored.scale[chosen]
-            self._offset[at] = stored.offset[chosen]
+            row_gather.scatter(self._repacked(codes, stored.bits), places, self._codes)
+            self._scale[places] = stored.scale[chosen]
+            self._offset[places] = stored.offset[chosen]
 
     def mark(self, rows: range | Tensor) -> None:
         """Set rows in the bitmap of changed rows; see `catalog.restore.target.RowSink.mark`."""
@@ -202,19 +202,19 @@ class CodedTable:
         self._exact_ids, self._exact = ids[order], values[order]
         self._new.clear()
 
-    def copy_rows(self, other: CodedTable, ids: Tensor | None) -> None:
+    def copy_rows(self, source: CodedTable, ids: Tensor | None) -> None:
         """Copy rows `ids`, int64 [n], from another copy of the table; None: all rows."""
         self._new.clear()
-        if self.bits < other.bits:
-            self._widen(other.bits)
+        if self.bits < source.bits:
+            self._widen(source.bits)
         if ids is None:
             ids = torch.arange(self._spec.rows, device="cpu")
         for part in ids.split(_pass_rows(self._codes)):
-            codes = self._repacked(other._codes[part], other.bits)
+            codes = self._repacked(source._codes[part], source.bits)
             row_gather.scatter(codes, part, self._codes)
-        row_gather.move(other._scale, ids, self._scale, ids)
-        row_gather.move(other._offset, ids, self._offset, ids)
-        self._exact_ids, self._exact = other._exact_ids, other._exact
+        row_gather.move(source._scale, ids, self._scale, ids)
+        row_gather.move(source._offset, ids, self._offset, ids)
+        self._exact_ids, self._exact = source._exact_ids, source._exact
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Return the rows of `ids`, decoded.

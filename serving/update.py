@@ -62,7 +62,7 @@ def find_route(
     served: Manifest | None,
     *,
     base: Manifest | None = None,
-    there: Mapping[ManifestName, Sequence[Representation]],
+    representations: Mapping[ManifestName, Sequence[Representation]],
     read: Callable[[Representation], Manifest],
     tables: Collection[str] | None = None,
     avoid: Collection[str] = (),
@@ -77,7 +77,7 @@ def find_route(
         name: the checkpoint to reach.
         served: the checkpoint that is in memory, in every row; None: nothing.
         base: the full that the chain of `served` was read from.
-        there: consolidated representations.
+        representations: consolidated representations.
         read: reads a manifest.
         tables: names of the tables whose rows are wanted; None: all.
         avoid: keys of manifests to do without.
@@ -92,14 +92,14 @@ def find_route(
     walked: set[Representation] = set()
 
     def enter(cost: int, checkpoint: ManifestName, way: tuple[Manifest, ...]) -> None:
-        for choice in (*there.get(checkpoint, ()), Representation(checkpoint)):
+        for choice in (*representations.get(checkpoint, ()), Representation(checkpoint)):
             if choice in walked or choice.key in avoid:
                 continue
             try:
                 link = _link(read, choice, way)
             except _DAMAGE as error:
                 is_deleted = isinstance(error.__cause__ or error, ObjectNotFound)
-                is_deleted = is_deleted and bool(there.get(checkpoint))
+                is_deleted = is_deleted and bool(representations.get(checkpoint))
                 if not is_deleted:  # retention deletes the longer of several ways: no damage
                     errors.setdefault(choice.key, error)
                 continue
@@ -304,7 +304,7 @@ class Updater:
                 name,
                 self.served,
                 base=self._base if base else None,
-                there=consolidated,
+                representations=consolidated,
                 read=lambda representation: self._read(representation, ahead.read),
                 tables=self._tables,
                 avoid=avoid,

@@ -59,7 +59,7 @@ ARTIFACT_PREFIX = "recpoint-"
 _ID_CHARACTERS = 12
 
 
-def artifact_key(run_url: str, run_id: str, what: str) -> str:
+def artifact_key(run_url: str, run_id: str, kind: str) -> str:
     """Return the key of one thing that a run shows, such as its lag or a checkpoint's table.
 
     Prefect takes artifacts with one key for versions of one thing. Runs of the same name, each in a
@@ -68,13 +68,13 @@ def artifact_key(run_url: str, run_id: str, what: str) -> str:
     Args:
         run_url: the run; its last part is in the key, for people.
         run_id: 32 hexadecimal digits.
-        what: lower-case letters, digits and dashes.
+        kind: lower-case letters, digits and dashes.
 
     Returns:
         The key, with at most 80 characters of the name between `recpoint-` and the id.
     """
     name = re.sub(r"[^a-z0-9]+", "-", run_title(run_url).lower()).strip("-")[:80] or "run"
-    return f"{ARTIFACT_PREFIX}{name}-{run_id[:_ID_CHARACTERS]}-{what}"
+    return f"{ARTIFACT_PREFIX}{name}-{run_id[:_ID_CHARACTERS]}-{kind}"
 
 
 def run_title(run_url: str) -> str:
@@ -157,23 +157,23 @@ class ProgressBar:
         self._ended = False
         self._teller: threading.Thread | None = None
 
-    def show(self, done: int, total: int) -> None:
-        """Show that `done` of `total` is done; both in one unit."""
+    def show(self, done_bytes: int, total: int) -> None:
+        """Show that `done_bytes` of `total` is done; both in one unit."""
         if self._is_due():
-            self._tell(100.0 * min(done, total) / max(1, total))
+            self._tell(100.0 * min(done_bytes, total) / max(1, total))
 
-    def show_meanwhile(self, done: int, total: int) -> None:
+    def show_meanwhile(self, done_bytes: int, total: int) -> None:
         """As `show`, and as `finish` if all is done, but the caller never waits.
 
         Threads, one at a time, ask the server. They end with the process at the latest. Call this
         from one thread only.
         """
         at_work = self._teller is not None and self._teller.is_alive()
-        if done >= total:
+        if done_bytes >= total:
             if at_work or self._artifact is not None:
                 self._meanwhile(self.finish)
         elif not at_work and self._is_due():
-            self._meanwhile(partial(self._tell, 100.0 * done / total))
+            self._meanwhile(partial(self._tell, 100.0 * done_bytes / total))
 
     def finish(self) -> None:
         """All is done: fill the bar if it was shown."""

@@ -121,21 +121,21 @@ async def finish_restore(run_url: str, target_url: str, plan: ShardPlan) -> None
 
 @task(task_run_name=_task_name, timeout_seconds=20, cache_policy=NO_CACHE, persist_result=False)
 async def report_restore(
-    run_url: str, target_url: str, plan: ShardPlan, done: RestoreReport, outcome: str
+    run_url: str, target_url: str, plan: ShardPlan, report: RestoreReport, outcome: str
 ) -> None:
     """Show as a table what was restored, and what was not."""
     # A backtick would end the code span.
     url, target = (url_text.replace("`", "'") for url_text in (run_url, target_url))
-    verdict = done.validation
+    verdict = report.validation
     rows = [
         ("outcome", outcome),
-        ("checkpoint", str(done.restored)),
+        ("checkpoint", str(report.restored)),
         ("validation", verdict.in_words if verdict else "never validated"),
-        *((f"skipped {name}", error) for name, error in done.skipped),
-        *((f"passed over {key}", error) for key, error in done.passed_over),
+        *((f"skipped {name}", error) for name, error in report.skipped),
+        *((f"passed over {key}", error) for key, error in report.passed_over),
         ("files", f"{len(plan.shards)}, {bytes_text(plan.size_bytes)} together"),
-        ("read", f"{bytes_text(done.bytes_read)}, {counted(done.chunks_read, 'chunk')}"),
-        ("took, all parts together", duration_text(done.seconds)),
+        ("read", f"{bytes_text(report.bytes_read)}, {counted(report.chunks_read, 'chunk')}"),
+        ("took, all parts together", duration_text(report.seconds)),
     ]
     await Artifact(
         type="table",
@@ -147,5 +147,5 @@ async def report_restore(
     ).acreate()
 
 
-def _key(run: Run, plan: ShardPlan, what: str) -> str:
-    return artifact_key(run.url, run.id, f"g{plan.name.generation}-step-{plan.name.step}-{what}")
+def _key(run: Run, plan: ShardPlan, kind: str) -> str:
+    return artifact_key(run.url, run.id, f"g{plan.name.generation}-step-{plan.name.step}-{kind}")

@@ -73,7 +73,7 @@ def _retain(
     return Retained(run.id, summary + held_text, rows)
 
 
-def _rows(made: PrunePlan) -> list[dict[str, str | int]]:
+def _rows(plan: PrunePlan) -> list[dict[str, str | int]]:
     return [
         {
             "step": row.step,
@@ -83,5 +83,5 @@ def _rows(made: PrunePlan) -> list[dict[str, str | int]]:
             "reason": row.reason,
             "manifest": row.key,
         }
-        for row in made.rows()
+        for row in plan.rows()
     ]

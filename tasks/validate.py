@@ -76,6 +76,6 @@ def _evaluate(run_url: str, name: ManifestName, function: str) -> dict[str, floa
     return metrics
 
 
-def _bar(run: Run, name: ManifestName, what: str) -> ProgressBar:
-    key = artifact_key(run.url, run.id, f"g{name.generation}-step-{name.step}-{what}-progress")
-    return ProgressBar(key, f"Step {name.step}: bytes read for the {what.partition('-')[0]}")
+def _bar(run: Run, name: ManifestName, kind: str) -> ProgressBar:
+    key = artifact_key(run.url, run.id, f"g{name.generation}-step-{name.step}-{kind}-progress")
+    return ProgressBar(key, f"Step {name.step}: bytes read for the {kind.partition('-')[0]}")

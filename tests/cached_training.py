@@ -153,11 +153,11 @@ class Rows:
 
     arrays: dict[str, tuple[Tensor, ...]]
 
-    def differences(self, other: Rows) -> list[str]:
+    def differences(self, expected: Rows) -> list[str]:
         return [
             f"{name}: array {number}"
             for name, arrays in self.arrays.items()
-            for number, (array, two) in enumerate(zip(arrays, other.arrays[name], strict=True))
+            for number, (array, two) in enumerate(zip(arrays, expected.arrays[name], strict=True))
             if not torch.equal(as_bits(array), as_bits(two))
         ]
 

@@ -27,9 +27,9 @@ _TESTS_OF_DOCUMENTS = (
 )
 
 
-def changed_files(since: str) -> list[str]:
-    """Return paths, new files included, that differ from the merge base of `since` and HEAD."""
-    base = _git("merge-base", since, "HEAD").strip()
+def changed_files(commit: str) -> list[str]:
+    """Return paths, new files included, that differ from the merge base of `commit` and HEAD."""
+    base = _git("merge-base", commit, "HEAD").strip()
     return sorted(
         {
             *_git("diff", "--name-only", base).splitlines(),
@@ -115,9 +115,9 @@ def _git(*arguments: str) -> str:
     ).stdout
 
 
-def main(since: str = "main") -> None:
+def main(commit: str = "main") -> None:
     """Print the files to run, and on stderr the files that are left out."""
-    files = changed_files(since)
+    files = changed_files(commit)
     unknown_files = [path for path in files if not path.endswith((".py", *_NATIVE, ".md"))]
     near, far = touched_tests(files)
     if any(path.endswith(".md") for path in files):

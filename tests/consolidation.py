@@ -119,15 +119,15 @@ def restored(run: Run, manifest: Manifest) -> tuple[MemoryTarget, RestoreReport]
     return target, restore(run, target, Selection(step=step, generation=generation), threads=2)
 
 
-def require_same(one: MemoryTarget, other: MemoryTarget) -> None:
+def require_same(restored: MemoryTarget, expected: MemoryTarget) -> None:
     """Require equal bits in every table, in every row state, and in the state."""
-    assert one.tables.keys() == other.tables.keys()
-    for name, table in one.tables.items():
-        tensors, other_table = [table.values, *table.row_states], other.tables[name]
+    assert restored.tables.keys() == expected.tables.keys()
+    for name, table in restored.tables.items():
+        tensors, other_table = [table.values, *table.row_states], expected.tables[name]
         for tensor, their in zip(
             tensors, [other_table.values, *other_table.row_states], strict=True
         ):
             assert tensor is not None and their is not None
             assert tensor.dtype == their.dtype
             assert torch.equal(tensor.view(torch.uint8), their.view(torch.uint8))
-    assert repr(one.state) == repr(other.state)
+    assert repr(restored.state) == repr(expected.state)

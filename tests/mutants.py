@@ -329,13 +329,13 @@ def main(names: Sequence[str] = ()) -> int:
             print(*cells, catch, sep=" | ", flush=True)
             line = f"| {' | '.join(cells)} | {catch} |"
             lines[tuple(line.split(" | ")[:3])] = line
-    known = [
+    known_lines = [
         key
         for name, area in AREAS.items()
         for mutant in area.mutants
         if (key := (f"| {name}", mutant.file, _cell(mutant.before))) in lines
     ]
-    RECORD.write_text(_HEAD + "".join(lines[key] + "\n" for key in known))
+    RECORD.write_text(_HEAD + "".join(lines[key] + "\n" for key in known_lines))
     return 1 if missed else 0
 
 

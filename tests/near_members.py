@@ -96,7 +96,9 @@ def _begin(
 ) -> StripeMember:
     home = MemoryHome()
     neighbours = {
-        other: (other + 1, Near(members, other)) for other in range(len(_HOSTS)) if other != number
+        number_there: (number_there + 1, Near(members, number_there))
+        for number_there in range(len(_HOSTS))
+        if number_there != number
     }
     member = members[number] = StripeMember(
         number, incarnation, home, neighbours, together=_one_by_one

@@ -232,18 +232,18 @@ def _outcome(part: NightlyPart, log: Path, limit_seconds: float | None) -> str:
     """Run the part's goal of make. Return `passed …`, `failed …`, `skipped …` or `stopped`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
-        made = subprocess.Popen(
+        process = subprocess.Popen(
             ["make", "--no-print-directory", "COLLECTED=1", *part.goal],
             cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
-            code = made.wait(limit_seconds)
+            code = process.wait(limit_seconds)
         except subprocess.TimeoutExpired:
             return "stopped at the limit of minutes"
         finally:
-            if made.poll() is None:
-                os.killpg(made.pid, signal.SIGINT)
-                made.wait()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGINT)
+                process.wait()
     return outcome_of(code, log.read_text(errors="replace"))
 
 
@@ -268,20 +268,20 @@ def _same_files(commit: str, record: Path) -> bool:
         files = ["--", ".", f":!{record.relative_to(ROOT)}"]
     except ValueError:  # the record is outside the repository
         files = []
-    same = subprocess.run(["git", "diff", "--quiet", commit, *files], cwd=ROOT, check=False)
-    return same.returncode == 0
+    comparison = subprocess.run(["git", "diff", "--quiet", commit, *files], cwd=ROOT, check=False)
+    return comparison.returncode == 0
 
 
 def _commit() -> str:
     """Return the short name of HEAD, with a `+` if files differ from it, the record aside."""
-    found = subprocess.run(
+    commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     ).stdout.strip()
-    return found if _same_files(found, RECORD) else f"{found}+"
+    return commit if _same_files(commit, RECORD) else f"{commit}+"
 
 
 def main(arguments: Iterable[str] | None = None) -> int:

@@ -28,7 +28,7 @@ def area_of(user: int, root: Path, run_url: str) -> str:
         message_path.unlink()
 
 
-def _take(user: int, root: Path, run_url: str, said: Path) -> None:
+def _take(user: int, root: Path, run_url: str, message_path: Path) -> None:
     os.setgroups([])
     os.setgid(user)
     os.setuid(user)
@@ -38,7 +38,7 @@ def _take(user: int, root: Path, run_url: str, said: Path) -> None:
         area.lock()
         area.free_slot(set()).reserve(4096)
     except StagingError as error:
-        said.write_text(str(error), encoding="utf-8")
+        message_path.write_text(str(error), encoding="utf-8")
         return
-    said.write_text("taken", encoding="utf-8")
+    message_path.write_text("taken", encoding="utf-8")
     area.close()

@@ -94,14 +94,14 @@ def named(run: Run, step: int) -> str:
     return MANIFEST_KEY.of(step, 1)
 
 
-def require_tidy(run: Run, left: list[int]) -> None:
+def require_tidy(run: Run, expected_steps: list[int]) -> None:
     """Require exactly these checkpoints, that all restore, and that no other object is left."""
-    assert steps(run) == left
+    assert steps(run) == expected_steps
     report = check(run, level="full")
     assert report.ok and report.findings == ()
     records = {"run.json", "generations/00000001.json", "retention.json"}
-    records |= {named(run, step) for step in left}
-    chunks = {c.key for step in left for c in run.manifest(step, 1).chunks}
+    records |= {named(run, step) for step in expected_steps}
+    chunks = {c.key for step in expected_steps for c in run.manifest(step, 1).chunks}
     assert keys(run) == records | chunks
 
 

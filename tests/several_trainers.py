@@ -223,18 +223,20 @@ def train_on_ranks(
     return run_ranks("tests.several_trainers", ranks, directory, cases_json)
 
 
-def run_ranks(program: str, ranks: int, directory: Path, given: str) -> tuple[list[int], list[str]]:
+def run_ranks(
+    program: str, ranks: int, directory: Path, content: str
+) -> tuple[list[int], list[str]]:
     """Run a program on so many ranks: its arguments are the directory, rank and number of ranks.
 
     Args:
         program: name of a module.
-        given: what each rank reads with `given_to`.
+        content: what each rank reads with `given_to`.
 
     Returns:
         Exit status and standard error of each rank.
     """
     directory.mkdir(parents=True)
-    (directory / "given").write_text(given)
+    (directory / "given").write_text(content)
     logs = [directory / f"rank-{rank}.log" for rank in range(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     # Their imports, of the first optimizer's too, would take longer than most of these trainings.

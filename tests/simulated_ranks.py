@@ -252,9 +252,12 @@ class Network:
         return port in self._closed or port.rank in self.dead
 
 
-def _lost(port: _Port, other: int) -> RankLost:
+def _lost(port: _Port, source_rank: int) -> RankLost:
     return RankLost(
-        f"rank {port.rank}", found=f"no {port.name} of {other}", expected="some", next_step="none"
+        f"rank {port.rank}",
+        found=f"no {port.name} of {source_rank}",
+        expected="some",
+        next_step="none",
     )
 
 

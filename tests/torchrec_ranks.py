@@ -77,13 +77,13 @@ def _agent(staging: str) -> None:
             time.sleep(0.01)
 
 
-def _perform(number: int, rank: int, one: dict[str, Any], folder: Path) -> None:
+def _perform(number: int, rank: int, play: dict[str, Any], folder: Path) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     meeting = f"file://{folder / f'meeting.{number}'}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=one.pop("ranks"))
-    result = getattr(torchrec_plays, one.pop("play"))(**one)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=play.pop("ranks"))
+    result = getattr(torchrec_plays, play.pop("play"))(**play)
     torch.save(result, folder / f"{number}.{rank}")
     dist.destroy_process_group()
 

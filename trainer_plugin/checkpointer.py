@@ -447,7 +447,7 @@ class Checkpointer:
         if self._ranks.rank == 0:
             self._uncounted = Uncounted(self._state.optimizers.parameters(), self._signs)
         if self._settings.options.announce and self._ranks.rank == 0:
-            announce_start(run.url, start.report, resumed=start.resumed, left=start.left)
+            announce_start(run.url, start.report, resumed=start.resumed, left_count=start.left)
 
     def _say_how_servers_are(self, generation: int) -> None:
         cache = self._cache()

@@ -112,17 +112,17 @@ class _There:
         self.all |= self.own
 
 
-def lacks(saved: _Tree, here: TableOptimizers) -> bool:
+def lacks(saved: _Tree, own_tables: TableOptimizers) -> bool:
     """Whether trees of more ranks than `saved` holds may say what trained a table."""
     saved_state = _There(saved)
-    trained = _trained(here.optimizers).keys() | {
-        weight_name(table) for table in here.fused.get(_SOURCE, ())
+    trained = _trained(own_tables.optimizers).keys() | {
+        weight_name(table) for table in own_tables.fused.get(_SOURCE, ())
     }
-    unknown = {weight_name(table) for table in set(here.tables) - saved_state.fused.keys()}
+    unknown = {weight_name(table) for table in set(own_tables.tables) - saved_state.fused.keys()}
     return bool(unknown & trained - saved_state.all.keys())
 
 
-def adopt(saved: _Tree, here: TableOptimizers) -> tuple[_Tree, list[Mismatch]]:
+def adopt(saved: _Tree, own_tables: TableOptimizers) -> tuple[_Tree, list[Mismatch]]:
     """Rewrite a tree as if the optimizers here had trained its tables.
 
     Tables that the same kind of optimizer trains on both sides do not change, and neither does the
@@ -130,16 +130,19 @@ def adopt(saved: _Tree, here: TableOptimizers) -> tuple[_Tree, list[Mismatch]]:
 
     Args:
         saved: as `model.tree_for` returned it; not changed.
-        here: the optimizers that train the tables here.
+        own_tables: the optimizers that train the tables here.
 
     Returns:
         The tree, which shares tensors with `saved`, and a mismatch for each table whose optimizer
         here does something else. If there is a mismatch, the tree must not be restored.
     """
     saved_state = _There(saved)
-    trained_here, fused_here = _trained(here.optimizers), dict(here.fused.get(_SOURCE, {}))
+    trained_here, fused_here = (
+        _trained(own_tables.optimizers),
+        dict(own_tables.fused.get(_SOURCE, {})),
+    )
     removed_names = {
-        weight_name(table) for table in {*here.elsewhere, *fused_here}
+        weight_name(table) for table in {*own_tables.elsewhere, *fused_here}
     } & saved_state.own.keys()
     differences: list[Mismatch] = []
 
@@ -153,7 +156,7 @@ def adopt(saved: _Tree, here: TableOptimizers) -> tuple[_Tree, list[Mismatch]]:
             states[table] = _fused_state(state, trained, weight_name(table))
 
     arrivals: dict[str, _Arrival] = {}
-    for table in sorted(set(here.tables) - fused_here.keys()):
+    for table in sorted(set(own_tables.tables) - fused_here.keys()):
         parameter, fused = weight_name(table), saved_state.fused.get(table)
         trained, now = saved_state.all.get(parameter), trained_here.get(parameter)
         if now is None:
@@ -178,22 +181,27 @@ def adopt(saved: _Tree, here: TableOptimizers) -> tuple[_Tree, list[Mismatch]]:
             arrivals[parameter] = _Arrival(settings, trained.entry(parameter))
 
     if removed_names or arrivals:
-        optimizers = list(_merged(saved["optimizers"], here.optimizers, removed_names, arrivals))
+        optimizers = list(
+            _merged(saved["optimizers"], own_tables.optimizers, removed_names, arrivals)
+        )
         differences += _other_settings(optimizers, arrivals)
         saved = {**saved, "optimizers": optimizers}
-    return {**saved, "sources": _sources(saved["sources"], here, states, arrivals)}, differences
+    return {
+        **saved,
+        "sources": _sources(saved["sources"], own_tables, states, arrivals),
+    }, differences
 
 
 def _sources(
     stored: Mapping[str, list[Any]],
-    here: TableOptimizers,
+    own_tables: TableOptimizers,
     states: Mapping[str, Any],
     arrivals: Mapping[str, _Arrival],
 ) -> dict[str, list[Any]]:
     """Return the states of all sources, adding `states` of tables that torch trained there."""
     sources = dict(stored)
-    if _SOURCE in here.fused:
-        if states or (_SOURCE not in sources and not here.fused[_SOURCE]):
+    if _SOURCE in own_tables.fused:
+        if states or (_SOURCE not in sources and not own_tables.fused[_SOURCE]):
             sources[_SOURCE] = [*sources.get(_SOURCE, ()), dict(states)]
     elif all(
         weight_name(table) in arrivals
@@ -204,9 +212,9 @@ def _sources(
     return sources
 
 
-def same_rate(one: float, other: float) -> bool:
+def same_rate(rate: float, other_rate: float) -> bool:
     """Whether two hyperparameters are equal in float32, the dtype in which FBGEMM keeps some."""
-    rates = torch.tensor([one, other], dtype=torch.float32, device="cpu")
+    rates = torch.tensor([rate, other_rate], dtype=torch.float32, device="cpu")
     return bool(rates[0] == rates[1])
 
 
@@ -242,16 +250,16 @@ def _acts(hyperparameter: Any) -> bool:
     return bool(hyperparameter != 0)
 
 
-def _fused_state(here: Mapping[str, Any], trained: _TrainingGroup, parameter: str) -> _Tree:
+def _fused_state(own_state: Mapping[str, Any], trained: _TrainingGroup, parameter: str) -> _Tree:
     """Return a fused state like `fbgemm.Kernel.state`; what torch does not store is kept."""
     rate = float(trained.group["lr"])
     steps = trained.entry(parameter)["values"].get("step")
     return {
-        **here,
-        "iter": here["iter"] if steps is None else int(steps),
+        **own_state,
+        "iter": own_state["iter"] if steps is None else int(steps),
         "lr": rate,
         "group_lr": rate,
-        "eps": float(trained.group.get("eps", here["eps"])),
+        "eps": float(trained.group.get("eps", own_state["eps"])),
     }
 
 
@@ -277,19 +285,19 @@ def _torch_entry(state: Mapping[str, Any], steps: int) -> _Tree:
 
 def _merged(
     there: Sequence[Mapping[str, Any]],
-    here: Sequence[Mapping[str, Any]],
-    gone: Collection[str],
+    live: Sequence[Mapping[str, Any]],
+    removed_names: Collection[str],
     arrivals: Mapping[str, _Arrival],
 ) -> Iterator[_Tree]:
-    """Yield the checkpoint's optimizers without `gone`, and with `arrivals` in their places here.
+    """Yield the checkpoint's optimizers without `removed_names`, with `arrivals` in their places.
 
     If all other parameters are in the same groups on both sides, groups stay in their places: ranks
     that build their optimizers alike may have empty groups. Otherwise, groups and optimizers that
-    train only parameters of `gone` are taken out, and those that train only `arrivals` are put in
-    as they are here.
+    train only parameters of `removed_names` are taken out, and those that train only `arrivals` are
+    put in as they are here.
     """
-    if _same_places(there, here, gone, arrivals):
-        for stored_optimizer, optimizer in zip(there, here, strict=True):
+    if _same_places(there, live, removed_names, arrivals):
+        for stored_optimizer, optimizer in zip(there, live, strict=True):
             pairs = zip(stored_optimizer["groups"], optimizer["groups"], strict=True)
             yield {
                 **stored_optimizer,
@@ -299,13 +307,18 @@ def _merged(
                     else {**stored_group, "params": group["params"]}
                     for stored_group, group in pairs
                 ],
-                "state": _state_without(stored_optimizer, gone) | _entries(optimizer, arrivals),
+                "state": _state_without(stored_optimizer, removed_names)
+                | _entries(optimizer, arrivals),
             }
         return
     stored = iter(
-        [_without(optimizer, gone) for optimizer in there if not _only(optimizer["groups"], gone)]
+        [
+            _without(optimizer, removed_names)
+            for optimizer in there
+            if not _only(optimizer["groups"], removed_names)
+        ]
     )
-    for optimizer in here:
+    for optimizer in live:
         entries = _entries(optimizer, arrivals)
         if _only(optimizer["groups"], arrivals):
             groups: list[Mapping[str, Any]] = [
@@ -322,12 +335,12 @@ def _merged(
 
 
 def _same_places(
-    there: Sequence[Mapping[str, Any]],
-    here: Sequence[Mapping[str, Any]],
-    gone: Collection[str],
+    stored: Sequence[Mapping[str, Any]],
+    live: Sequence[Mapping[str, Any]],
+    removed_names: Collection[str],
     arrivals: Collection[str],
 ) -> bool:
-    """Whether every group trains the same parameters, apart from those in `gone` or `arrivals`."""
+    """Whether groups train the same parameters, apart from `removed_names` and `arrivals`."""
 
     def places(optimizers: Sequence[Mapping[str, Any]], but: Collection[str]) -> object:
         return [
@@ -341,7 +354,7 @@ def _same_places(
             for optimizer in optimizers
         ]
 
-    return places(there, gone) == places(here, arrivals)
+    return places(stored, removed_names) == places(live, arrivals)
 
 
 def _entries(
@@ -351,8 +364,8 @@ def _entries(
     return {name: arrivals[name].entry for name in names if name in arrivals}
 
 
-def _state_without(optimizer: Mapping[str, Any], gone: Collection[str]) -> dict[str, Any]:
-    return {name: entry for name, entry in optimizer["state"].items() if name not in gone}
+def _state_without(optimizer: Mapping[str, Any], removed_names: Collection[str]) -> dict[str, Any]:
+    return {name: entry for name, entry in optimizer["state"].items() if name not in removed_names}
 
 
 def _only(groups: Sequence[Mapping[str, Any]], names: Collection[str]) -> bool:
@@ -361,22 +374,22 @@ def _only(groups: Sequence[Mapping[str, Any]], names: Collection[str]) -> bool:
     return bool(parameters) and all(name in names for name in parameters)
 
 
-def _without(optimizer: Mapping[str, Any], gone: Collection[str]) -> _Tree:
+def _without(optimizer: Mapping[str, Any], removed_names: Collection[str]) -> _Tree:
     groups = [
-        {**group, "params": [name for name in group["params"] if name not in gone]}
+        {**group, "params": [name for name in group["params"] if name not in removed_names]}
         for group in optimizer["groups"]
-        if not _only([group], gone)
+        if not _only([group], removed_names)
     ]
-    return {**optimizer, "groups": groups, "state": _state_without(optimizer, gone)}
+    return {**optimizer, "groups": groups, "state": _state_without(optimizer, removed_names)}
 
 
 def _merged_groups(
     there: Sequence[Mapping[str, Any]],
-    here: Sequence[Mapping[str, Any]],
+    live: Sequence[Mapping[str, Any]],
     arrivals: Mapping[str, _Arrival],
 ) -> Iterator[Mapping[str, Any]]:
     stored = iter(there)
-    for group in here:
+    for group in live:
         if _only([group], arrivals):
             yield _as_arrived(group, arrivals)
             continue
@@ -416,8 +429,8 @@ def _other_settings(
     ]
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(value: Any, other_value: Any) -> bool:
     number = (int, float, Tensor)
-    if isinstance(one, number) and isinstance(other, number):
-        return same_rate(float(one), float(other))
-    return bool(one == other)
+    if isinstance(value, number) and isinstance(other_value, number):
+        return same_rate(float(value), float(other_value))
+    return bool(value == other_value)

@@ -63,11 +63,11 @@ TABLE_ONLY_HERE: Final = "build the model without tables that the checkpoint lac
 TABLE_ONLY_THERE: Final = "build the model with every table of the checkpoint"
 
 
-def renamed_table(here: str, there: str) -> str:
+def renamed_table(name_here: str, name_stored: str) -> str:
     """Return the next step for a table of the checkpoint that probably has another name here."""
-    names = f"{json.dumps(here)}: {json.dumps(there)}"
+    names = f"{json.dumps(name_here)}: {json.dumps(name_stored)}"
     return (
-        f"rename table {here!r} to {there!r}, or load its rows under the new name with "
+        f"rename table {name_here!r} to {name_stored!r}, or load its rows under the new name with "
         f'restore(partial={{"tables": {{{names}}}}})'
     )
 

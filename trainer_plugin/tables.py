@@ -92,19 +92,19 @@ def piece_of(tensor: DTensor) -> dict[str, Any] | None:
     }
 
 
-def lacks_some(here: Tensor, stored: Stored, *, name: str) -> bool:
+def lacks_some(live: Tensor, stored: Stored, *, name: str) -> bool:
     """Whether `stored` lacks pieces that `write_into` or `restored_like` would need.
 
     Args:
-        here: a parameter or buffer.
+        live: a parameter or buffer.
         stored: its stored form, or a part of its optimizer state; pieces of all or some ranks.
         name: name of the tensor, for errors.
     """
     if isinstance(stored, Tensor):
         return False
     shape, _ = form_of(stored)
-    if shape == tuple(here.shape):
-        local, offset = _local(here)
+    if shape == tuple(live.shape):
+        local, offset = _local(live)
         sizes = local.shape
     else:  # optimizer state of another shape, all of which is needed
         offset, sizes = (0,) * len(shape), torch.Size(shape)
@@ -115,16 +115,16 @@ def lacks_some(here: Tensor, stored: Stored, *, name: str) -> bool:
     )
 
 
-def write_into(here: Tensor, stored: Stored, *, name: str) -> None:
-    """Write a stored tensor into `here`, in place, or the part of it that this rank holds.
+def write_into(live: Tensor, stored: Stored, *, name: str) -> None:
+    """Write a stored tensor into `live`, in place, or the part of it that this rank holds.
 
     Args:
-        here: a parameter or buffer; the caller has checked its shape and dtype, and `can_hold`.
+        live: a parameter or buffer; the caller has checked its shape and dtype, and `can_hold`.
         stored: its stored form.
         name: name of the tensor, for errors.
     """
     with torch.no_grad():
-        local, offset = _local(here)
+        local, offset = _local(live)
         if not local.numel():
             return
         if isinstance(stored, Tensor) and stored.is_sparse:
@@ -138,19 +138,19 @@ def write_into(here: Tensor, stored: Stored, *, name: str) -> None:
             fill_part(stored, offset, local.detach(), name=name)
 
 
-def can_hold(here: Tensor, stored: Stored, *, name: str) -> bool:
-    """Whether `here` can hold a stored tensor of its shape and dtype.
+def can_hold(live: Tensor, stored: Stored, *, name: str) -> bool:
+    """Whether `live` can hold a stored tensor of its shape and dtype.
 
     It cannot if elements share memory here and differ in the checkpoint.
 
     Args:
-        here: a parameter or buffer.
+        live: a parameter or buffer.
         stored: its stored form.
         name: name of the tensor, for errors.
     """
-    if is_piece(here) or not shares_memory(here):
+    if is_piece(live) or not shares_memory(live):
         return True
-    return fits(here, stored if isinstance(stored, Tensor) else join_shards(stored, name=name))
+    return fits(live, stored if isinstance(stored, Tensor) else join_shards(stored, name=name))
 
 
 def restored_like(parameter: Tensor, stored: Stored, *, name: str) -> Tensor:
@@ -196,10 +196,10 @@ def layout_text(stored: Stored) -> str:
     return f", sparse in {stored.sparse_dim()} of its dimensions"
 
 
-def _local(here: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    if is_piece(here):
-        return here.to_local(), _offset(here)
-    return here, (0,) * here.dim()
+def _local(live: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    if is_piece(live):
+        return live.to_local(), _offset(live)
+    return live, (0,) * live.dim()
 
 
 def _offset(tensor: DTensor) -> tuple[int, ...]:

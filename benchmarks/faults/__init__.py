@@ -107,22 +107,22 @@ def _host(name: str, faults: Sequence[str], library: Path, folder: Path, places:
     return read
 
 
-def _cell(found: Found, fault: str) -> str:
-    if found["not_run"]:
+def _cell(result: Found, fault: str) -> str:
+    if result["not_run"]:
         return "not run"
-    return str(found["cells"][fault]["outcome"])
+    return str(result["cells"][fault]["outcome"])
 
 
-def _put_figures(report: Report, found: Mapping[str, Found]) -> None:
+def _put_figures(report: Report, results: Mapping[str, Found]) -> None:
     counts = {
         name: [cell["outcome"] for cell in result["cells"].values()]
-        for name, result in found.items()
+        for name, result in results.items()
         if not result["not_run"]
     }
     own_outcomes = counts.pop("recpoint", None)
     silent, survived = Outcome.SILENT.value, Outcome.SURVIVED.value
     if own_outcomes is None:
-        reason = found.get("recpoint", {}).get("not_run") or "recpoint was not asked for"
+        reason = results.get("recpoint", {}).get("not_run") or "recpoint was not asked for"
         report.leave_out(KEYS[:3], reason)
     else:
         report.figures["recpoint_silent"] = own_outcomes.count(silent)
@@ -141,10 +141,10 @@ def _put_figures(report: Report, found: Mapping[str, Found]) -> None:
         report.leave_out(KEYS[3:], "no peer was asked for, or none is installed")
 
 
-def _notes(found: Mapping[str, Found]) -> list[str]:
+def _notes(results: Mapping[str, Found]) -> list[str]:
     """Return why each cell is what it is, with the command that shows it."""
     notes = []
-    for name, result in found.items():
+    for name, result in results.items():
         if result["not_run"]:
             notes.append(f"{name}: not run: {result['not_run']}")
             continue

@@ -23,14 +23,14 @@ _SHORT = {
 }
 
 
-def markdown(faults: Sequence[str], found: Mapping[str, Mapping[str, Any]]) -> str:
+def markdown(faults: Sequence[str], results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the table, the counts, and why each cell is not `survived`.
 
     Args:
         faults: the rows.
-        found: what was measured, by name of system: `cells`, `versions`, `not_run`.
+        results: what was measured, by name of system: `cells`, `versions`, `not_run`.
     """
-    ran = [name for name, result in found.items() if not result["not_run"]]
+    ran = [name for name, result in results.items() if not result["not_run"]]
     lines = [
         f"Measured on {datetime.now(UTC):%Y-%m-%d}, commit {commit()}, "
         f"Python {platform.python_version()}, "
@@ -40,14 +40,14 @@ def markdown(faults: Sequence[str], found: Mapping[str, Mapping[str, Any]]) -> s
         _row(["---"] * (len(ran) + 1)),
     ]
     for fault in faults:
-        cells = [_SHORT[Outcome(found[name]["cells"][fault]["outcome"])] for name in ran]
+        cells = [_SHORT[Outcome(results[name]["cells"][fault]["outcome"])] for name in ran]
         lines.append(_row([fault, *cells]))
     for outcome in Outcome:
-        counts = [_count(found[name]["cells"], outcome) for name in ran]
+        counts = [_count(results[name]["cells"], outcome) for name in ran]
         lines.append(_row([f"*{outcome.value}*", *map(str, counts)]))
     lines += ["", "## Versions and use", "", _row(["system", "versions", "used"])]
     lines.append(_row(["---"] * 3))
-    for name, result in found.items():
+    for name, result in results.items():
         versions = ", ".join(
             f"{package} {version}" for package, version in result["versions"].items()
         )
@@ -58,7 +58,7 @@ def markdown(faults: Sequence[str], found: Mapping[str, Mapping[str, Any]]) -> s
         lines += [f"### {system_of(name).title}", "", _row(["fault", "outcome", "why"])]
         lines.append(_row(["---"] * 3))
         for fault in faults:
-            cell = found[name]["cells"][fault]
+            cell = results[name]["cells"][fault]
             lines.append(_row([fault, cell["outcome"], _plain(cell["why"])]))
         lines.append("")
     return "\n".join(lines)

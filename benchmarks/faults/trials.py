@@ -145,7 +145,7 @@ class Trials:
         return judge(
             restored,
             newest=[self.digest(tags) for tags in newest],
-            others=other_states,
+            other_states=other_states,
             names=names,
             acknowledged=acknowledged,
         )
@@ -169,6 +169,6 @@ def restore(system: System) -> tuple[int, str]:
     return step, digest(tensors)
 
 
-def not_applicable(why: str) -> Verdict:
+def not_applicable(reason: str) -> Verdict:
     """Return the verdict for a system without such a part."""
-    return Verdict(Outcome.NOT_APPLICABLE, why)
+    return Verdict(Outcome.NOT_APPLICABLE, reason)

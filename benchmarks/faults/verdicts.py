@@ -58,7 +58,7 @@ def judge(
     restored: Ended,
     *,
     newest: Collection[str],
-    others: Mapping[str, str],
+    other_states: Mapping[str, str],
     names: Iterable[str],
     acknowledged: bool = False,
 ) -> Verdict:
@@ -67,7 +67,7 @@ def judge(
     Args:
         restored: the act of the restore, whose value is (step, digest of all tensors).
         newest: digests of what counts as the newest sound state.
-        others: digest -> what it is, of other states that were saved at some time.
+        other_states: digest -> what it is, of other states that were saved at some time.
         names: of the files and checkpoints that the fault damaged, for `is_clear`.
         acknowledged: the save of the newest state returned success, and nothing touched its files
             since: that it does not restore is a silent loss, with an error or without.
@@ -82,7 +82,7 @@ def judge(
     step, digest = restored.value
     if digest in newest:
         return Verdict(Outcome.SURVIVED)
-    returned = others.get(digest, "data that was never saved")
+    returned = other_states.get(digest, "data that was never saved")
     return Verdict(Outcome.SILENT, f"returns {returned}, as step {step}, without an error")
 
 

@@ -198,10 +198,10 @@ def _put_differences(report: Report, job: Job, sizes: Sizes, sent: int) -> None:
     )
 
 
-def _add_row(report: Report, what: str, peer: str, rounds: Sequence[Round], sizes: Sizes) -> None:
+def _add_row(report: Report, label: str, peer: str, rounds: Sequence[Round], sizes: Sizes) -> None:
     batches = sizes.batches
     seconds = report.timed(
-        f"{what}: {peer}, a batch", [played.seconds / batches for played in rounds]
+        f"{label}: {peer}, a batch", [played.seconds / batches for played in rounds]
     )
 
     def middle(values: Sequence[float]) -> float:
@@ -210,7 +210,7 @@ def _add_row(report: Report, what: str, peer: str, rounds: Sequence[Round], size
     cores = statistics.median(played.cores for played in rounds)
     report.rows.append(
         (
-            what,
+            label,
             peer,
             sizes.lines / seconds,
             1000 * seconds,
@@ -224,7 +224,7 @@ def _add_row(report: Report, what: str, peer: str, rounds: Sequence[Round], size
     )
     if cores > MOST_CORES:
         report.notes.append(
-            f"{what}: {peer}: all roles used {cores:.0%} of the cores, more than {MOST_CORES:.0%}"
+            f"{label}: {peer}: all roles used {cores:.0%} of the cores, more than {MOST_CORES:.0%}"
         )
 
 
@@ -269,9 +269,9 @@ def _put_all(
     return measured["4+1"]
 
 
-def _recovering(every: Sequence[_Loss], sizes: Sizes) -> Spread:
+def _recovering(losses: Sequence[_Loss], sizes: Sizes) -> Spread:
     """Return the throughput of recoveries over that of the plain rounds beside them."""
     return ratio(
-        [loss.recovered.batches / loss.recovered.seconds for loss in every],
-        [sizes.batches / loss.plain.seconds for loss in every],
+        [loss.recovered.batches / loss.recovered.seconds for loss in losses],
+        [sizes.batches / loss.plain.seconds for loss in losses],
     )

@@ -196,7 +196,7 @@ def _put_all(
         for none, part in zip(fast[_NONE], moved["fast"], strict=True)
     ]
     speed_ups = [
-        none.seconds / own.seconds for none, own in zip(fast[_NONE], fast[_OURS], strict=True)
+        none.seconds / best.seconds for none, best in zip(fast[_NONE], fast[_OURS], strict=True)
     ]
     report.put(f"vs_bound_{name}", ratio(speed_ups, bounds))
     report.put(f"vs_no_cache_best_{name}", over(slow, _NONE))
@@ -205,7 +205,7 @@ def _put_all(
     report.put(f"vs_torch_rpc_best_{name}", over(slow, _RPC))
     ceilings = [1 + 1 / part for part in moved["slow"]]
     speed_ups = [
-        none.seconds / own.seconds for none, own in zip(slow[_NONE], slow[_OURS], strict=True)
+        none.seconds / best.seconds for none, best in zip(slow[_NONE], slow[_OURS], strict=True)
     ]
     report.put(f"vs_ceiling_best_{name}", ratio(speed_ups, ceilings))
     share = statistics.median(

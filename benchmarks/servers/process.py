@@ -19,7 +19,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def run_module(
-    module: str, network: str | None, environment: Mapping[str, str], told: Connection
+    module: str, network: str | None, environment: Mapping[str, str], pipe: Connection
 ) -> None:
     """Run `process(told)` of a module of this package.
 
@@ -30,7 +30,7 @@ def run_module(
         module: its name.
         network: path of a network namespace; None: that of the machine.
         environment: variables, besides those of the benchmark.
-        told: the connection through which the orders come.
+        pipe: the connection through which the orders come.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
@@ -38,4 +38,4 @@ def run_module(
     if network is not None:
         enter_network(network)
     os.environ.update(environment)
-    import_module(f"benchmarks.servers.{module}").process(told)
+    import_module(f"benchmarks.servers.{module}").process(pipe)

@@ -326,13 +326,13 @@ class _Late(Transport):
     """Waits before each call, as a longer cable would have it wait.
 
     Args:
-        to: what is called then.
+        transport: what is called then.
         seconds: the wait; 0: none.
     """
 
-    def __init__(self, to: Transport, seconds: float) -> None:
-        self._to, self._seconds = to, seconds
-        self.listens_at = to.listens_at
+    def __init__(self, transport: Transport, seconds: float) -> None:
+        self._to, self._seconds = transport, seconds
+        self.listens_at = transport.listens_at
 
     def _wait(self) -> Transport:
         if self._seconds:
@@ -375,12 +375,12 @@ class _Late(Transport):
         self._to.close()
 
 
-def given_job(told: Connection) -> dict[str, Any]:
+def given_job(pipe: Connection) -> dict[str, Any]:
     """Prepare the process of a rank; return the settings, with the job."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # otherwise torch warns of the default
     torch.set_num_threads(1)
     logging.getLogger("recpoint").setLevel(logging.ERROR)  # small caches are meant
-    settings: dict[str, Any] = told.recv()
+    settings: dict[str, Any] = pipe.recv()
     return settings
 
 
@@ -395,20 +395,20 @@ def join_ranks(settings: Mapping[str, Any]) -> None:
     )
 
 
-def serve_orders(answers: Mapping[str, Callable[..., Any]], told: Connection) -> None:
+def serve_orders(answers: Mapping[str, Callable[..., Any]], pipe: Connection) -> None:
     """Do what is asked, until the other side wants no more, or has ended."""
-    told.send(None)
+    pipe.send(None)
     while True:
         try:
-            order, arguments = told.recv()
+            order, arguments = pipe.recv()
         except EOFError:
             return
-        told.send(answers[order](**arguments))
+        pipe.send(answers[order](**arguments))
 
 
-def process(told: Connection) -> None:
+def process(pipe: Connection) -> None:
     """Run one rank."""
-    settings = given_job(told)
+    settings = given_job(pipe)
     if settings["ranks"] > 1:
         join_ranks(settings)
     part = _Part(settings["job"], settings["rank"], settings["ranks"])
@@ -421,5 +421,5 @@ def process(told: Connection) -> None:
             "checkpoint": part.checkpoint,
             "persist": part.persist,
         },
-        told,
+        pipe,
     )

@@ -43,7 +43,7 @@ def rpc_trainer(job: Job, places: Sequence[Place]) -> Trainers:
 
     The processes after the first are those of the servers.
     """
-    return Trainers(job, places, module="torch_rpc", asked=1)
+    return Trainers(job, places, module="torch_rpc", rank_count=1)
 
 
 def require_same_losses(batches: int) -> None:
@@ -207,12 +207,12 @@ class _Trainer:
             future.wait()
 
 
-def process(told: Connection) -> None:
+def process(pipe: Connection) -> None:
     """Run the trainer, which is rank 0, or a server."""
     global _here
     # torch itself calls what it warns of.
     warnings.filterwarnings("ignore", message="You are using a Backend")
-    settings: dict[str, Any] = given_job(told)
+    settings: dict[str, Any] = given_job(pipe)
     job: Job = settings["job"]
     rank, ranks = settings["rank"], settings["ranks"]
     if rank:
@@ -230,6 +230,6 @@ def process(told: Connection) -> None:
         ),
     )
     orders = {} if rank else {"play": _Trainer(job, ranks - 1).play}
-    serve_orders(orders, told)
+    serve_orders(orders, pipe)
     # The other side wants no more. Nothing that is under way matters.
     os._exit(0)

@@ -192,11 +192,11 @@ def _sharded(model: _Model, dim: int) -> Any:
     return sharded
 
 
-def process(told: Connection) -> None:
+def process(pipe: Connection) -> None:
     """Run one rank."""
     warnings.simplefilter("ignore")  # of TorchRec and FBGEMM themselves
     logging.disable(logging.WARNING)
-    settings = given_job(told)
+    settings = given_job(pipe)
     join_ranks(settings)
     trainer = _Trainer(settings["job"], settings["rank"])
-    serve_orders({"play": trainer.play}, told)
+    serve_orders({"play": trainer.play}, pipe)

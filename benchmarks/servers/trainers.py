@@ -167,7 +167,7 @@ class Trainers:
         job: what they train.
         places: where they run.
         module: of this package, whose `process` is a rank.
-        asked: only so many ranks get orders; None: all.
+        rank_count: only so many ranks get orders; None: all.
 
     Attributes:
         pids: process ids of all ranks.
@@ -182,7 +182,7 @@ class Trainers:
         places: Sequence[Place],
         *,
         module: str = "rank",
-        asked: int | None = None,
+        rank_count: int | None = None,
     ) -> None:
         self._all: list[Forked] = []
         meeting = f"tcp://{places[0].address}:{_free_port()}"
@@ -196,7 +196,7 @@ class Trainers:
                 trainer.process.pid for trainer in self._all if trainer.process.pid is not None
             ]
             self._answers(self._all)
-            self._trainers_asked = self._all[:asked]
+            self._trainers_asked = self._all[:rank_count]
         except BaseException:
             self.close()
             raise
@@ -262,9 +262,9 @@ class Trainers:
             trainer.told.send((order, arguments))
         return self._answers(self._trainers_asked)
 
-    def _answers(self, asked: Sequence[Forked]) -> list[Any]:
+    def _answers(self, trainers: Sequence[Forked]) -> list[Any]:
         answers = []
-        for process, pipe in asked:
+        for process, pipe in trainers:
             try:
                 answers.append(pipe.recv())
             except EOFError as error:

@@ -208,18 +208,19 @@ def compare_ranks(report: Report, network: ShapedNetwork, sizes: RankSizes) -> N
     _put_stalls(report, stalls, plain_stalls)
 
 
-def _note(report: Report, each: _Contender, sizes: RankSizes) -> None:
+def _note(report: Report, contender: _Contender, sizes: RankSizes) -> None:
     """Add the times of a contender, and a line for people."""
-    ranks, trained = len(each.nodes), sizes.batches * len(each.played)
+    ranks, trained = len(contender.nodes), sizes.batches * len(contender.played)
     batch = report.timed(
-        f"{each.name}, a batch", [seconds / sizes.batches for seconds in each.seconds]
+        f"{contender.name}, a batch", [seconds / sizes.batches for seconds in contender.seconds]
     )
-    used = sum(rank.cpu_seconds for played in each.played for rank in played)
+    used = sum(rank.cpu_seconds for played in contender.played for rank in played)
     report.notes.append(
-        f"{each.name}: {ranks * sizes.lines / batch:,.0f} samples a second; for a batch "
-        f"{1e-6 * sum(each.moved) / ranks / trained:,.2f} MB on the link of a trainer, CPU of all "
+        f"{contender.name}: {ranks * sizes.lines / batch:,.0f} samples a second; for a batch "
+        f"{1e-6 * sum(contender.moved) / ranks / trained:,.2f} MB on the link of a trainer, CPU "
+        "of all "
         f"trainers {1000 * used / trained:,.0f} ms, of all servers "
-        f"{1000 * sum(each.servers_cpu) / trained:,.0f} ms"
+        f"{1000 * sum(contender.servers_cpu) / trained:,.0f} ms"
     )
 
 

@@ -72,27 +72,29 @@ class RepresentationGraph:
 
     Args:
         run: the run.
-        there: every representation of every checkpoint.
+        representations: every representation of every checkpoint.
 
     Attributes:
         broken: the representations that do not lead to a full, and why.
     """
 
-    def __init__(self, run: Run, there: Mapping[ManifestName, Sequence[Representation]]) -> None:
+    def __init__(
+        self, run: Run, representations: Mapping[ManifestName, Sequence[Representation]]
+    ) -> None:
         self._run = run
-        self._representations = there
+        self._representations = representations
         self._manifests: dict[Representation, Manifest | Damage] = {}
         self._follows: dict[Representation, list[Representation]] = {}
         self.broken: dict[Representation, Damage] = {}
 
-    def read(self, one: Representation) -> Manifest | Damage:
+    def read(self, representation: Representation) -> Manifest | Damage:
         """Return one manifest, or what is wrong with it; reads each once."""
-        if one not in self._manifests:
+        if representation not in self._manifests:
             try:
-                self._manifests[one] = self._run.read_manifest(one)
+                self._manifests[representation] = self._run.read_manifest(representation)
             except (FormatError, ObjectNotFound) as error:
-                self._manifests[one] = error
-        return self._manifests[one]
+                self._manifests[representation] = error
+        return self._manifests[representation]
 
     def load(self, names: Iterable[ManifestName], on_step: OnStep = unwatched) -> None:
         """Read these checkpoints and all that they depend on, and link each to its parent.
@@ -151,10 +153,10 @@ class RepresentationGraph:
             return ()
         return self.of(ManifestName(manifest.parent.step, manifest.parent.generation))
 
-    def _join(self, one: Representation) -> Damage | None:
-        """Note which representations `one` follows; return why, if it leads to no full."""
-        manifest = self.read(one)
-        follows = self._follows[one] = []
+    def _join(self, link: Representation) -> Damage | None:
+        """Note which representations `link` follows; return why, if it leads to no full."""
+        manifest = self.read(link)
+        follows = self._follows[link] = []
         if not isinstance(manifest, Manifest):
             return manifest
         contradiction = self._contradiction(manifest)
@@ -185,8 +187,8 @@ class RepresentationGraph:
     def _contradiction(self, manifest: Manifest) -> ChainError | None:
         """Return how a consolidated manifest contradicts the own one (format §4, invariant 6)."""
 
-        def read(own: Representation) -> Manifest:
-            manifest = self.read(own)
+        def read(representation: Representation) -> Manifest:
+            manifest = self.read(representation)
             if not isinstance(manifest, Manifest):
                 raise manifest
             return manifest
@@ -479,7 +481,7 @@ class _Checking:
         self._look_at_side_records(reads)
 
     def _look_at_samples(
-        self, reads: ReadScheduler, one: Representation, manifest: Manifest
+        self, reads: ReadScheduler, link: Representation, manifest: Manifest
     ) -> None:
         """Check the samples; damage is only a warning, because no restore reads them."""
         entries = [entry for entry in manifest.chunks if entry.content == "sample"]
@@ -490,7 +492,7 @@ class _Checking:
             try:
                 sound.append((entry, outcome.result().sections))
             except DAMAGE as error:
-                self._damaged_chunk(one, entry, error)
+                self._damaged_chunk(link, entry, error)
             self._account(entry)
         try:
             decode_samples(manifest, sound)
@@ -552,7 +554,7 @@ class _Checking:
             pass
         return None
 
-    def _look_at_rows(self, reads: ReadScheduler, one: Representation, manifest: Manifest) -> None:
+    def _look_at_rows(self, reads: ReadScheduler, link: Representation, manifest: Manifest) -> None:
         by_table: dict[int, list[ChunkEntry]] = {}
         for entry in manifest.chunks:
             if entry.table is not None:
@@ -569,13 +571,13 @@ class _Checking:
                     coverage.add(outcome.result().rows)
                 except DAMAGE as error:
                     good = False
-                    self._damaged_part(one, entry.key, error)
+                    self._damaged_part(link, entry.key, error)
                 self._account(entry)
             if good:
                 try:
-                    coverage.finish(key=one.key, table=spec.name)
+                    coverage.finish(key=link.key, table=spec.name)
                 except FormatError as error:
-                    self._damaged_part(one, one.key, error)
+                    self._damaged_part(link, link.key, error)
 
     def _account(self, entry: ChunkEntry) -> None:
         self._chunks_read += 1
@@ -587,22 +589,24 @@ class _Checking:
         """Tell whether a checkpoint is on the live line; true if the line is unknown."""
         return self._live is None or name in self._live
 
-    def _damaged_chunk(self, one: Representation, entry: ChunkEntry, error: Damage) -> None:
+    def _damaged_chunk(self, link: Representation, entry: ChunkEntry, error: Damage) -> None:
         if entry.content == "sample":  # no restore reads it
             self._add_once("warning", entry.key, str(error))
         else:
-            self._damaged_part(one, entry.key, error, of_state=entry.content == "state")
+            self._damaged_part(link, entry.key, error, of_state=entry.content == "state")
 
     def _damaged_part(
-        self, one: Representation, key: str, error: Damage, *, of_state: bool = False
+        self, link: Representation, key: str, error: Damage, *, of_state: bool = False
     ) -> None:
         # A restore reads the rows of a whole chain, but only the newest link's state (§6.3).
-        (self._stateless if of_state else self._rowless).add(one)
-        self._damaged(one, key, str(error), of_state=of_state)
+        (self._stateless if of_state else self._rowless).add(link)
+        self._damaged(link, key, str(error), of_state=of_state)
 
-    def _damaged(self, one: Representation, key: str, text: str, *, of_state: bool = False) -> None:
+    def _damaged(
+        self, link: Representation, key: str, text: str, *, of_state: bool = False
+    ) -> None:
         # Noted once: a missing chunk fails again when its bytes are read.
-        self._damage.setdefault(key, (one, text, of_state))
+        self._damage.setdefault(key, (link, text, of_state))
 
     def _add_once(self, severity: Severity, key: str, text: str) -> None:
         # If the live line depends on the object, it has already been added as an error.

@@ -78,14 +78,14 @@ class DecodedRows:
     symmetric: bool
     narrow: tuple[bool, ...]
 
-    def __getitem__(self, at: Tensor) -> DecodedRows:
-        """Return the rows at positions `at`, int64 [m]."""
+    def __getitem__(self, positions: Tensor) -> DecodedRows:
+        """Return the rows at `positions`, int64 [m]."""
         return DecodedRows(
-            values=self.values[at],
-            row_states=tuple(state[at] for state in self.row_states),
+            values=self.values[positions],
+            row_states=tuple(state[positions] for state in self.row_states),
             bits=self.bits,
-            scale=None if self.scale is None else self.scale[at],
-            offset=None if self.offset is None else self.offset[at],
+            scale=None if self.scale is None else self.scale[positions],
+            offset=None if self.offset is None else self.offset[positions],
             symmetric=self.symmetric,
             narrow=self.narrow,
         )
@@ -554,13 +554,13 @@ class _OwnDigests:
             self._sums[number] = (sum_before + row_digest.digest(array.contiguous(), ids)) & _MASK
 
     def compare(
-        self, recorded: Sequence[int], states: Sequence[str], where: str
+        self, recorded: Sequence[int], states: Sequence[str], link_text: str
     ) -> Iterator[Unequal]:
         """Yield the digests that differ from the recorded ones."""
         names = ["row ids", "values", *(f"row state {name}" for name in states)]
         for name, computed, expected in zip(names, self._sums, recorded, strict=True):
             if computed is not None and computed != expected:
-                label = f"digest of the {name} {where}"
+                label = f"digest of the {name} {link_text}"
                 yield Unequal(None, label, f"{computed:016x}", f"{expected:016x}", "")
 
 

@@ -57,12 +57,12 @@ class JudgedFinding(NamedTuple):
     result: ValidationResult
 
     @classmethod
-    def of(cls, error: Damage, what: str, result: ValidationResult) -> Self:
+    def of(cls, error: Damage, label: str, result: ValidationResult) -> Self:
         """Make a finding from an error."""
         finding = ValidationFinding(
             subject=error.subject[:MAX_TEXT],
             row=None,
-            what=what,
+            what=label,
             found=error.found[:MAX_TEXT],
             expected=error.expected[:MAX_TEXT],
             bound="",
@@ -327,16 +327,16 @@ class ChainValidation:
         )
         self.found.append(JudgedFinding(finding, "failed"))
 
-    def _damaged(self, error: Damage, what: str, result: ValidationResult) -> None:
+    def _damaged(self, error: Damage, label: str, result: ValidationResult) -> None:
         if isinstance(error, UnsupportedVersion):
             raise error
         if result != "passed" and self.damage is None:
             self.damage = error
         self._rows_damaged |= result == "failed"
-        damage = JudgedFinding.of(error, what, result)
+        damage = JudgedFinding.of(error, label, result)
         # A missing chunk fails again when its bytes are read; that error names the URL, which ends
         # with the key.
-        findings = (entry.finding for entry in self.found if entry.finding.what == what)
+        findings = (entry.finding for entry in self.found if entry.finding.what == label)
         if not any(damage.finding.subject.endswith(finding.subject) for finding in findings):
             self.found.append(damage)
 

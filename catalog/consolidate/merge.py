@@ -225,9 +225,9 @@ class _TableMerge:
             self._section(section, section_seen or SeenRows(len(section)))
         self._builder.finish()
 
-    def _section(self, section: range, seen: SeenRows | SeenIds) -> None:
+    def _section(self, section: range, seen_rows: SeenRows | SeenIds) -> None:
         for manifest, entries in self._links:
-            if seen.all:
+            if seen_rows.all:
                 break  # older links hold no row that is still needed (format §6.3)
             entries_here = [entry for entry in entries if _may_be_in(entry, section)]
             counts = [min(entry.row_count or 0, len(section)) for entry in entries_here]
@@ -237,9 +237,9 @@ class _TableMerge:
                 moved = outcome.result()
                 if self._on_read is not None:
                     self._on_read(entry.bytes)
-                self._take(moved, section, seen, coverage)
+                self._take(moved, section, seen_rows, coverage)
             coverage.finish(key=Representation.of(manifest).key, table=self._spec.name)
-        if self._target.form == "full" and not seen.all:
+        if self._target.form == "full" and not seen_rows.all:
             raise MalformedObject(
                 Representation.of(self._links[-1][0]).key,
                 found=f"a full that lacks rows of table {self._spec.name!r:.80}",
@@ -251,14 +251,14 @@ class _TableMerge:
         self,
         moved: MovedRows,
         section: range,
-        seen: SeenRows | SeenIds,
+        seen_rows: SeenRows | SeenIds,
         coverage: RowCoverage,
     ) -> None:
         rows, first = _within(moved, section)
         if not len(rows):
             return
         coverage.add(rows)
-        positions = seen.claim(rows)
+        positions = seen_rows.claim(rows)
         self._builder.add(moved, first, first + len(rows), positions)
 
 
@@ -437,38 +437,38 @@ def _copy_state(run: Run, plan: ConsolidationPlan, newest: Manifest) -> tuple[Ch
         return uploads.finish()
 
 
-def _make_sure(run: Run, plan: ConsolidationPlan, there: Manifest) -> None:
+def _make_sure(run: Run, plan: ConsolidationPlan, manifest: Manifest) -> None:
     """Write again what a sweep has removed since the checks (consolidation order, rule 6, §6.8).
 
     After this no sweep removes any of these chunks.
     """
-    if _may_be_swept(run, plan, there):
+    if _may_be_swept(run, plan, manifest):
         time.sleep(_SWEEPS_END_SECONDS)
-    if not _has_gap(run, plan, there):
+    if not _has_gap(run, plan, manifest):
         return
     for part in plan.parts:
         merge_part(run, plan, part)
     _copy_state(run, plan, read_sources(run, plan, tables=())[-1])
-    _check_all_there(run, there, attempt_prefix(*plan.target.name, plan.attempt))
+    _check_all_there(run, manifest, attempt_prefix(*plan.target.name, plan.attempt))
 
 
-def _may_be_swept(run: Run, plan: ConsolidationPlan, there: Manifest) -> bool:
+def _may_be_swept(run: Run, plan: ConsolidationPlan, manifest: Manifest) -> bool:
     """Tell whether a sweep that looked before the manifest existed may have removed old chunks."""
-    prefix, _, _ = there.chunks[0].key.rpartition("/")
+    prefix, _, _ = manifest.chunks[0].key.rpartition("/")
     created = [info.modified_ms for info in run.store.list(plan.target.key)]
     chunks = [info.modified_ms for info in run.store.list(f"{prefix}/")]
     return bool(created and chunks) and max(created) - min(chunks) >= _OLD_MS
 
 
-def _has_gap(run: Run, plan: ConsolidationPlan, there: Manifest) -> bool:
+def _has_gap(run: Run, plan: ConsolidationPlan, manifest: Manifest) -> bool:
     """Tell whether chunks of the existing manifest are missing; the plan can write them again.
 
     Raises:
         CommitConflict: chunks are missing, but the manifest is of other sources than the plan's.
     """
-    attempt = parse_chunk_key(there.chunks[0].key)
+    attempt = parse_chunk_key(manifest.chunks[0].key)
     assert attempt is not None  # ChunkEntry accepts only keys of chunks
-    missing = not_there(run.store, attempt_prefix(*attempt), there.chunks)
+    missing = not_there(run.store, attempt_prefix(*attempt), manifest.chunks)
     if missing and attempt.attempt != plan.attempt:
         raise CommitConflict(
             plan.target.key,

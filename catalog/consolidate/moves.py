@@ -161,17 +161,17 @@ class ChunkBuilder:
             self._build(next(iter(self._waiting)))
 
     def _append(
-        self, moved: MovedRows, first: int, done: int, total: int, positions: Tensor | None
+        self, moved: MovedRows, first: int, appended: int, total: int, positions: Tensor | None
     ) -> int:
         """Add as many rows as the chunk of their kind has room for; return their number."""
         waiting = self._waiting.get(moved.kind)
         if waiting is None:
             waiting = self._waiting[moved.kind] = _PendingRows(moved.kind, self._spec)
-        count = min(total - done, waiting.room)
+        count = min(total - appended, waiting.room)
         if positions is None:
-            waiting.append_range(moved, first + done, count)
+            waiting.append_range(moved, first + appended, count)
         else:
-            waiting.append(moved, positions[done : done + count])
+            waiting.append(moved, positions[appended : appended + count])
         is_full = not waiting.room
         del waiting  # only the dictionary refers to it now, so that `_build` frees its memory
         if is_full:

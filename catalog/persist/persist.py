@@ -386,7 +386,7 @@ class PersistJob:
             committed_ms=now_ms(),
         )
 
-    def finish(self, there: Committed) -> Outcome:
+    def finish(self, committed: Committed) -> Outcome:
         """Tell the trainer that the checkpoint is there, and remove the job.
 
         This is rule 7 of the staging order (format §7).
@@ -394,7 +394,9 @@ class PersistJob:
         Raises:
             StagingRefused, OSError: as `area.finish`.
         """
-        outcome = _outcome(self.job.step, self.job.generation, self.job.attempt, there=there)
+        outcome = _outcome(
+            self.job.step, self.job.generation, self.job.attempt, committed=committed
+        )
         finish(self.path, outcome)
         return outcome
 
@@ -574,7 +576,7 @@ def _outcome(
     generation: int,
     attempt: str,
     *,
-    there: Committed = _NOTHING,
+    committed: Committed = _NOTHING,
     error: RecpointError | None = None,
 ) -> Outcome:
     return Outcome(
@@ -584,10 +586,10 @@ def _outcome(
         result="committed" if error is None else "rejected",
         error_type="" if error is None else type(error).__name__,
         error="" if error is None else str(error)[:4000],
-        stored_bytes=there.stored_bytes,
-        rank_bytes=there.rank_bytes,
-        links_to_read=there.links_to_read,
-        quantizers=there.quantizers,
+        stored_bytes=committed.stored_bytes,
+        rank_bytes=committed.rank_bytes,
+        links_to_read=committed.links_to_read,
+        quantizers=committed.quantizers,
         finished_ms=now_ms(),
     )
 

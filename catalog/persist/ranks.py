@@ -455,22 +455,24 @@ def parts_text(numbers: Collection[int], ranks: int) -> str:
     return " and ".join(_named(label, numbers) for label, numbers in named if numbers)
 
 
-def missing_text(numbers: Collection[int], of: Job | RankPart) -> str:
+def missing_text(numbers: Collection[int], job: Job | RankPart) -> str:
     """Return whose parts are missing of all parts of a checkpoint: `rank 1 of 2`."""
-    text = parts_text(numbers, of.ranks)
-    return f"{text} of {of.ranks if of.servers is None else _owners_text(of)}"
+    text = parts_text(numbers, job.ranks)
+    return f"{text} of {job.ranks if job.servers is None else _owners_text(job)}"
 
 
-def _owners_text(of: Job | RankPart) -> str:
-    ranks = counted(of.ranks, "rank")
-    return ranks if of.servers is None else f"{ranks} and {counted(of.servers, 'embedding server')}"
+def _owners_text(job: Job | RankPart) -> str:
+    ranks = counted(job.ranks, "rank")
+    return (
+        ranks if job.servers is None else f"{ranks} and {counted(job.servers, 'embedding server')}"
+    )
 
 
 def _owner(part: RankPart) -> str:
     return parts_text([part.rank], part.ranks)
 
 
-def _named(what: str, numbers: Collection[int]) -> str:
+def _named(noun: str, numbers: Collection[int]) -> str:
     named = ", ".join(str(number) for number in sorted(numbers)[:_MOST_NAMED])
     more = f" and {len(numbers) - _MOST_NAMED} more" if len(numbers) > _MOST_NAMED else ""
-    return f"{what} {named}" if len(numbers) == 1 else f"{what}s {named}{more}"
+    return f"{noun} {named}" if len(numbers) == 1 else f"{noun}s {named}{more}"

@@ -53,14 +53,14 @@ class PartSizes(NamedTuple):
         """Bytes of a manifest of these parts."""
         return self.entries_bytes + self.tables_bytes
 
-    def joined(self, other: PartSizes) -> PartSizes:
+    def joined(self, further: PartSizes) -> PartSizes:
         """Return the sizes of both together, of one checkpoint."""
         return PartSizes(
-            self.chunks + other.chunks,
-            self.entries_bytes + other.entries_bytes,
-            max(self.tables_bytes, other.tables_bytes),
-            self.parts_bytes + other.parts_bytes,
-            max(self.job_bytes, other.job_bytes),
+            self.chunks + further.chunks,
+            self.entries_bytes + further.entries_bytes,
+            max(self.tables_bytes, further.tables_bytes),
+            self.parts_bytes + further.parts_bytes,
+            max(self.job_bytes, further.job_bytes),
         )
 
 

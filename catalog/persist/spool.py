@@ -297,12 +297,12 @@ def part_from(value: list[Any]) -> Part:
     return ChosenRows(extent_from(whole), int(row_bytes), int(rows), extent_from(bits))
 
 
-def _fill(part: ChosenRows, into: memoryview) -> None:
+def _fill(part: ChosenRows, target: memoryview) -> None:
     """Copy a part; leave out bytes that do not fit if the spool changed (the digest differs)."""
     filled = 0
     for piece in pieces(part):
-        fitting = piece[: len(into) - filled]
-        into[filled : filled + len(fitting)] = fitting
+        fitting = piece[: len(target) - filled]
+        target[filled : filled + len(fitting)] = fitting
         filled += len(fitting)
 
 

@@ -59,13 +59,13 @@ class ChainRows:
     Args:
         chain: the chain to restore.
         table: index into the tables of its newest manifest.
-        into: where the rows go.
+        sink: where the rows go.
     """
 
-    def __init__(self, chain: Chain, table: int, into: TableTarget | RowSink) -> None:
+    def __init__(self, chain: Chain, table: int, sink: TableTarget | RowSink) -> None:
         self._spec = chain.newest.tables[table]
-        self._sink = into
-        self._wanted_rows = range(self._spec.rows) if into.wanted is None else into.wanted
+        self._sink = sink
+        self._wanted_rows = range(self._spec.rows) if sink.wanted is None else sink.wanted
         self._links = _links(chain, table, self._spec.rows, self._wanted_rows)
         self._full = chain.manifests[0]
         self._from_full = self._full.kind == "full"
@@ -151,7 +151,7 @@ class ChainRows:
 
 
 def _links(
-    chain: Chain, table: int, rows: int, wanted: range
+    chain: Chain, table: int, rows: int, wanted_rows: range
 ) -> list[tuple[Manifest, list[ChunkEntry]]]:
     """Return the chunks of a table that may hold wanted rows, by checkpoint, newest first.
 
@@ -162,7 +162,7 @@ def _links(
     links: list[tuple[Manifest, list[ChunkEntry]]] = []
     for manifest in reversed(chain.manifests):
         of_table = [entry for entry in manifest.chunks if entry.table == table]
-        entries = [entry for entry in of_table if _may_hold(entry, wanted)]
+        entries = [entry for entry in of_table if _may_hold(entry, wanted_rows)]
         if entries:
             links.append((manifest, entries))
         # The chunks are disjoint, which is checked when they are read, so this many rows are all.
@@ -171,9 +171,13 @@ def _links(
     return links
 
 
-def _may_hold(entry: ChunkEntry, wanted: range) -> bool:
+def _may_hold(entry: ChunkEntry, wanted_rows: range) -> bool:
     assert entry.first_row is not None and entry.last_row is not None  # every row chunk has both
-    return entry.first_row < wanted.stop and wanted.start <= entry.last_row and bool(wanted)
+    return (
+        entry.first_row < wanted_rows.stop
+        and wanted_rows.start <= entry.last_row
+        and bool(wanted_rows)
+    )
 
 
 class ChainReading:

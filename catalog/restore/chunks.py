@@ -159,29 +159,29 @@ class StoredRows:
     offset: Tensor
     row_states: tuple[Tensor, ...]
 
-    def positions_of(self, wanted: range) -> range:
-        """Return the positions of the rows whose ids are in `wanted`."""
+    def positions_of(self, wanted_rows: range) -> range:
+        """Return the positions of the rows whose ids are in `wanted_rows`."""
         rows = self.rows
         if isinstance(rows, range):
             start, stop = (
                 min(max(end, rows.start), rows.stop) - rows.start
-                for end in (wanted.start, wanted.stop)
+                for end in (wanted_rows.start, wanted_rows.stop)
             )
         else:
-            ends = torch.tensor([wanted.start, wanted.stop], device="cpu")
+            ends = torch.tensor([wanted_rows.start, wanted_rows.stop], device="cpu")
             start, stop = torch.searchsorted(rows, ends).tolist()
         return range(start, max(start, stop))
 
-    def within(self, wanted: range) -> StoredRows:
+    def within(self, wanted_rows: range) -> StoredRows:
         """Return the rows that are wanted, in the same memory; ids count from `wanted.start`."""
-        positions = self.positions_of(wanted)
-        if len(positions) == len(self.rows) and wanted.start == 0:
+        positions = self.positions_of(wanted_rows)
+        if len(positions) == len(self.rows) and wanted_rows.start == 0:
             return self
         part = slice(positions.start, positions.stop)
         quantized = self.scheme != "exact"
         return replace(
             self,
-            rows=_moved(self.rows[part], -wanted.start),
+            rows=_moved(self.rows[part], -wanted_rows.start),
             values=self.values[part],
             scale=self.scale[part] if quantized else self.scale,
             offset=self.offset[part] if quantized else self.offset,

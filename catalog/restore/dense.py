@@ -256,8 +256,8 @@ def _elements_in(shards: Sequence[DenseShard], box: Sequence[range]) -> int:
     )
 
 
-def _copy(shards: Sequence[DenseShard], at: Sequence[int], into: Tensor) -> None:
-    target_box = _box(at, into)
+def _copy(shards: Sequence[DenseShard], offsets: Sequence[int], target: Tensor) -> None:
+    target_box = _box(offsets, target)
     with torch.no_grad():
         for shard in shards:
             common = [_common(a, b) for a, b in zip(shard.box, target_box, strict=True)]
@@ -266,16 +266,18 @@ def _copy(shards: Sequence[DenseShard], at: Sequence[int], into: Tensor) -> None
             source = tuple(
                 slice(c.start - a, c.stop - a) for c, a in zip(common, shard.at, strict=True)
             )
-            dest = tuple(slice(c.start - a, c.stop - a) for c, a in zip(common, at, strict=True))
-            into[dest].copy_(shard.tensor[source])
+            dest = tuple(
+                slice(c.start - a, c.stop - a) for c, a in zip(common, offsets, strict=True)
+            )
+            target[dest].copy_(shard.tensor[source])
 
 
-def _box(at: Sequence[int], tensor: Tensor) -> tuple[range, ...]:
-    return tuple(range(a, a + n) for a, n in zip(at, tensor.shape, strict=False))
+def _box(offsets: Sequence[int], tensor: Tensor) -> tuple[range, ...]:
+    return tuple(range(a, a + n) for a, n in zip(offsets, tensor.shape, strict=False))
 
 
-def _common(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
+def _common(first: range, second: range) -> range:
+    return range(max(first.start, second.start), min(first.stop, second.stop))
 
 
 def _are_sizes(value: object) -> bool:

@@ -134,9 +134,9 @@ def without_model(state: Mapping[int, object]) -> dict[int, object]:
 
 
 def collect_tensors(
-    into: dict[str, torch.Tensor], name: str, value: object, separator: str
+    tensors: dict[str, torch.Tensor], name: str, value: object, separator: str
 ) -> None:
-    """Add every tensor of a tree to `into` under its path; a sparse one as indices and values."""
+    """Add each tensor of a tree to `tensors` under its path; a sparse one as indices and values."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
     items: Iterable[tuple[object, object]] = ()
@@ -145,13 +145,13 @@ def collect_tensors(
             coalesced = value.coalesce()
             items = (("indices", coalesced.indices()), ("values", coalesced.values()))
         else:
-            into[name] = value
+            tensors[name] = value
     elif isinstance(value, Mapping):
         items = value.items()
     elif isinstance(value, list | tuple):
         items = enumerate(value)
     for key, item in items:
-        collect_tensors(into, f"{name}{separator}{key}", item, separator)
+        collect_tensors(tensors, f"{name}{separator}{key}", item, separator)
 
 
 INDEX: Final = "model.safetensors.index.json"
@@ -413,60 +413,60 @@ _UNFINISHED_SECONDS: Final = 24 * 3600
 _MOST_NAMES: Final = 3
 
 
-def check_place(into: Store, plan: ShardPlan) -> bool:
+def check_place(target: Store, plan: ShardPlan) -> bool:
     """Tell whether all files of the plan and its index exist already.
 
     Raises:
         SettingsError: the place has other files or another index.
     """
     missing = {shard.file: shard for shard in plan.shards}
-    for info in into.list("model"):
+    for info in target.list("model"):
         if info.key == INDEX:  # a listing has it after all shards
-            return _is_there(into, plan, INDEX, plan.index, len(plan.index)) and not missing
+            return _is_there(target, plan, INDEX, plan.index, len(plan.index)) and not missing
         if SHARD_NAME.match(info.key):
             shard = missing.pop(info.key, None)
             if shard is None:
-                raise _taken(into, plan, info.key)
-            shard_is_there(into, plan, shard)
+                raise _taken(target, plan, info.key)
+            shard_is_there(target, plan, shard)
     return False
 
 
-def finish_shards(into: Store, plan: ShardPlan) -> None:
+def finish_shards(target: Store, plan: ShardPlan) -> None:
     """Write the index after all files are there.
 
     Raises:
         RestoreError: a file is gone, because another writer found damage and removed it.
         SettingsError: the place has another file or another index.
     """
-    _require_all(into, plan)
+    _require_all(target, plan)
     try:
-        into.create(INDEX, plan.index)
+        target.create(INDEX, plan.index)
     except ObjectExists:
-        _is_there(into, plan, INDEX, plan.index, len(plan.index))
+        _is_there(target, plan, INDEX, plan.index, len(plan.index))
     # A second check, because a writer that did not yet see the index may have begun to remove files
     # after the first check.
-    _require_all(into, plan)
+    _require_all(target, plan)
 
 
-def remove_unfinished(into: Store, plan: ShardPlan) -> None:
+def remove_unfinished(target: Store, plan: ShardPlan) -> None:
     """Remove unfinished files of the plan whose writers were killed more than a day ago.
 
     Another writer may still need younger ones.
     """
     before_ms = now_ms() - _UNFINISHED_SECONDS * 1000
-    for info in list(into.list_unfinished()):
+    for info in list(target.list_unfinished()):
         of_plan = any(shard.file in info.key for shard in plan.shards) and "/" not in info.key
         if of_plan and info.modified_ms < before_ms:
-            into.delete_unfinished(info.key)
+            target.delete_unfinished(info.key)
 
 
 def refuse_beside_index(
-    into: Store, plan: ShardPlan, error: RecpointError, *, run_url: str
+    target: Store, plan: ShardPlan, error: RecpointError, *, run_url: str
 ) -> None:
     """Refuse to replace the files of a damaged checkpoint if their index exists.
 
     Args:
-        into: the place.
+        target: the place.
         plan: the files of the damaged checkpoint.
         error: the damage.
         run_url: URL of the run.
@@ -474,13 +474,13 @@ def refuse_beside_index(
     Raises:
         RestoreError: there is an index; the error says which files are there.
     """
-    if not _has_index(into):
+    if not _has_index(target):
         return
-    missing = _missing(into, plan)
+    missing = _missing(target, plan)
     count = len(plan.shards)
     without = f" without {_names(missing)}," if missing else ""
     raise RestoreError(
-        f"restore into {into.url}",
+        f"restore into {target.url}",
         found=f"{INDEX} and {count - len(missing)} of the {count} files of {plan.name},{without} "
         f"and damage in that checkpoint: {type(error).__name__}, {error.subject}, {error.found}",
         expected="a good checkpoint to write the missing files from; no file was removed",
@@ -489,7 +489,7 @@ def refuse_beside_index(
     )
 
 
-def take_back(into: Store, plan: ShardPlan) -> None:
+def take_back(target: Store, plan: ShardPlan) -> None:
     """Remove the files of a damaged checkpoint, after another checkpoint was found for the place.
 
     Raises:
@@ -497,24 +497,24 @@ def take_back(into: Store, plan: ShardPlan) -> None:
         SettingsError: a file of the plan's names is not the plan's.
     """
     for shard in plan.shards:
-        if not shard_is_there(into, plan, shard):
+        if not shard_is_there(target, plan, shard):
             continue
-        if _has_index(into):
+        if _has_index(target):
             raise RestoreError(
-                f"restore into {into.url}",
+                f"restore into {target.url}",
                 found=f"{INDEX}, which another writer made while {plan.name} was found damaged",
                 expected="no index while files are removed for another checkpoint; "
                 f"{shard.file} was not removed",
                 next_step="run the same restore again: it writes any file that is missing",
             )
-        into.delete(shard.file)
+        target.delete(shard.file)
 
 
-def _require_all(into: Store, plan: ShardPlan) -> None:
-    missing = _missing(into, plan)
+def _require_all(target: Store, plan: ShardPlan) -> None:
+    missing = _missing(target, plan)
     if missing:
         raise RestoreError(
-            f"restore into {into.url}",
+            f"restore into {target.url}",
             found=f"no {_names(missing)} any more",
             expected=f"all {len(plan.shards)} files of {plan.name} until the index is there; "
             "another restore into the same place removes them if it finds the checkpoint damaged",
@@ -522,9 +522,9 @@ def _require_all(into: Store, plan: ShardPlan) -> None:
         )
 
 
-def _missing(into: Store, plan: ShardPlan) -> list[str]:
+def _missing(target: Store, plan: ShardPlan) -> list[str]:
     """Return the names of the plan's files that are not there."""
-    return [shard.file for shard in plan.shards if not shard_is_there(into, plan, shard)]
+    return [shard.file for shard in plan.shards if not shard_is_there(target, plan, shard)]
 
 
 def _names(files: Sequence[str]) -> str:
@@ -534,42 +534,45 @@ def _names(files: Sequence[str]) -> str:
     )
 
 
-def _has_index(into: Store) -> bool:
+def _has_index(target: Store) -> bool:
     try:
-        into.size(INDEX)
+        target.size(INDEX)
     except ObjectNotFound:
         return False
     return True
 
 
-def shard_is_there(into: Store, plan: ShardPlan, shard: ShardFile) -> bool:
+def shard_is_there(target: Store, plan: ShardPlan, shard: ShardFile) -> bool:
     """Tell whether a file of the plan exists, by its header, which names its origin, and length."""
     header = shard.header(plan.metadata)
-    return _is_there(into, plan, shard.file, header, len(header) + shard.size_bytes)
+    return _is_there(target, plan, shard.file, header, len(header) + shard.size_bytes)
 
 
-def _is_there(into: Store, plan: ShardPlan, key: str, start: bytes, size_bytes: int) -> bool:
+def _is_there(target: Store, plan: ShardPlan, key: str, start: bytes, size_bytes: int) -> bool:
     """Tell whether the object `key` exists, begins with `start` and has `size_bytes` bytes.
 
     Raises:
         SettingsError: the object exists, but is another one.
     """
     try:
-        if into.size(key) == size_bytes and into.get_range(key, start=0, end=len(start)) == start:
+        if (
+            target.size(key) == size_bytes
+            and target.get_range(key, start=0, end=len(start)) == start
+        ):
             return True
     except ObjectNotFound:
         return False
-    raise _taken(into, plan, key)
+    raise _taken(target, plan, key)
 
 
-def _taken(into: Store, plan: ShardPlan, key: str) -> SettingsError:
+def _taken(target: Store, plan: ShardPlan, key: str) -> SettingsError:
     """Return the error for a file that is in the way.
 
     It says which checkpoint the file is of and how to continue with that: a trainer may have
     committed a newer checkpoint after an earlier restore was killed.
     """
     origin_text, go_on = "of another checkpoint or of other files", ""
-    origin = _origin_of(into, plan, key)
+    origin = _origin_of(target, plan, key)
     if origin is not None and origin.name != plan.name:
         step, generation = origin.name
         origin_text = f"of another checkpoint, {origin.name}"
@@ -584,7 +587,7 @@ def _taken(into: Store, plan: ShardPlan, key: str) -> SettingsError:
                 f"give the same as before: --include {origin.include} "
                 f'(include="{origin.include}" in Python and of the flow); or '
             )
-        elif _has_header(into, plan, key):
+        elif _has_header(target, plan, key):
             origin_text = "of this very restore, in another length: it was changed since"
             go_on = f"remove {key}, which is made again; or "
         else:
@@ -594,35 +597,35 @@ def _taken(into: Store, plan: ShardPlan, key: str) -> SettingsError:
                 f"has {DEFAULT_SHARD_BYTES}); or "
             )
     return SettingsError(
-        f"restore into {into.url}",
+        f"restore into {target.url}",
         found=f"{key}, {origin_text}",
         expected=f"no {INDEX}, and no shards except those of this very restore, of {plan.name}",
         next_step=f"{go_on}choose another place, or remove what is there",
     )
 
 
-def _origin_of(into: Store, plan: ShardPlan, key: str) -> Origin | None:
+def _origin_of(target: Store, plan: ShardPlan, key: str) -> Origin | None:
     """Return the checkpoint of the plan's run that a file is of; None if it names none."""
-    return checkpoint_in(_start_of(into, key, ORIGIN_BYTES), plan.run)
+    return checkpoint_in(_start_of(target, key, ORIGIN_BYTES), plan.run)
 
 
-def _has_header(into: Store, plan: ShardPlan, key: str) -> bool:
+def _has_header(target: Store, plan: ShardPlan, key: str) -> bool:
     """Tell whether a file begins with the header of the plan's file of this name."""
     headers = (shard.header(plan.metadata) for shard in plan.shards if shard.file == key)
-    return any(_start_of(into, key, len(header)) == header for header in headers)
+    return any(_start_of(target, key, len(header)) == header for header in headers)
 
 
-def _start_of(into: Store, key: str, size_bytes: int) -> bytes:
+def _start_of(target: Store, key: str, size_bytes: int) -> bytes:
     """Return the first `size_bytes` of an object, or all of it; b"" if it is gone."""
     try:
-        return into.get_range(key, start=0, end=min(into.size(key), size_bytes))
+        return target.get_range(key, start=0, end=min(target.size(key), size_bytes))
     except ObjectNotFound:
         return b""
 
 
 def restore_shards(
     run: Run,
-    into: Store,
+    target: Store,
     selection: Selection = NEWEST,
     *,
     include: Include = "model",
@@ -639,7 +642,7 @@ def restore_shards(
 
     Args:
         run: the run.
-        into: where the files go; other files there are left alone.
+        target: where the files go; other files there are left alone.
         selection, leased: as for `catalog.restore.restore.restore`.
         include, shard_bytes: as for `plan_shards`.
         on_progress: called with bytes written so far and bytes to write.
@@ -664,30 +667,30 @@ def restore_shards(
             shard_bytes=shard_bytes,
         )
         if instead_of is not None:
-            take_back(into, instead_of)
+            take_back(target, instead_of)
         reports: list[RestoreReport] = []
-        complete = check_place(into, plan)
-        remove_unfinished(into, plan)
+        complete = check_place(target, plan)
+        remove_unfinished(target, plan)
         if not complete:
             done_bytes = 0
             try:
                 for shard in plan.shards:
-                    report = write_shard(run, into, plan, shard)
+                    report = write_shard(run, target, plan, shard)
                     reports += [report] if report else []
                     done_bytes += shard.size_bytes
                     on_progress(done_bytes, plan.size_bytes)
             except DAMAGE as error:
                 damaged |= damaged_checkpoint(
-                    into, plan, error, run_url=run.url, named=selection.named
+                    target, plan, error, run_url=run.url, named=selection.named
                 )
                 instead_of = plan  # its files stay until another checkpoint is found
                 continue
-            finish_shards(into, plan)
+            finish_shards(target, plan)
         return summary(plan, reports)
 
 
 def damaged_checkpoint(
-    into: Store, plan: ShardPlan, error: RecpointError, *, run_url: str, named: bool
+    target: Store, plan: ShardPlan, error: RecpointError, *, run_url: str, named: bool
 ) -> dict[ManifestName, str]:
     """Return the damaged checkpoint and its error, for `plan_shards` to choose another one.
 
@@ -695,7 +698,7 @@ def damaged_checkpoint(
         RestoreError: the index is there, so that no other checkpoint may replace its files.
         RecpointError: `error` itself, if no other checkpoint may be chosen, as for `restore`.
     """
-    refuse_beside_index(into, plan, error, run_url=run_url)
+    refuse_beside_index(target, plan, error, run_url=run_url)
     if named or isinstance(error, UnsupportedVersion):
         raise error
     return {plan.name: naming_run(f"{type(error).__name__}: {error}", run_url)}
@@ -779,7 +782,7 @@ class _ShardTarget(PartsTarget):
             ]
         )
 
-    def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
+    def state_wanted(self, manifest: Manifest, known_trees: Mapping[int, object]) -> StateWanted:
         """See `StateChoosingTarget.state_wanted`: the state of all ranks, or of none."""
         return StateWanted(whole=range(manifest.ranks) if self._of_no_table else ())
 
@@ -823,14 +826,14 @@ def write_one_file(path: Path, target: MemoryTarget, include: Include) -> None:
 
 
 @contextmanager
-def _mapped(into: Store, file: str, size_bytes: int) -> Iterator[tuple[Path, Any]]:
+def _mapped(target: Store, file: str, size_bytes: int) -> Iterator[tuple[Path, Any]]:
     """Yield a temporary file of `size_bytes` and its mapped bytes as u8; remove it at the end."""
-    directory = into.scratch_directory()
+    directory = target.scratch_directory()
     path = directory / f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}-{file}"
     try:
         with _translated(path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            with open(os.open(path, flags, into.scratch_mode), "wb") as reserved:
+            with open(os.open(path, flags, target.scratch_mode), "wb") as reserved:
                 # Allocates the whole file now: a full disk raises an error here, but would kill the
                 # process on a write to mapped bytes.
                 os.posix_fallocate(reserved.fileno(), 0, size_bytes)

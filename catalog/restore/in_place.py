@@ -24,42 +24,42 @@ def shares_memory(tensor: Tensor) -> bool:
     return False
 
 
-def fits(here: Tensor, value: Tensor) -> bool:
-    """Whether `here` can hold `value`, of the same shape and dtype, bit for bit.
+def fits(live: Tensor, value: Tensor) -> bool:
+    """Whether `live` can hold `value`, of the same shape and dtype, bit for bit.
 
     Args:
-        here: a tensor of any strides; it does not change.
+        live: a tensor of any strides; it does not change.
         value: a dense tensor.
     """
-    if not shares_memory(here):
+    if not shares_memory(live):
         return True
-    memory = torch.empty(_span(here), dtype=here.dtype, device=value.device)
-    copy = memory.as_strided(here.shape, here.stride())
+    memory = torch.empty(_span(live), dtype=live.dtype, device=value.device)
+    copy = memory.as_strided(live.shape, live.stride())
     write(copy, value)
     return _bits(copy).equal(_bits(value))
 
 
-def write(into: Tensor, value: Tensor) -> None:
-    """Write `value` into the memory of `into`, whether autograd allows changes in place or not.
+def write(target: Tensor, value: Tensor) -> None:
+    """Write `value` into the memory of `target`, whether autograd allows changes in place or not.
 
     Args:
-        into: a dense tensor of any strides that `fits` the value.
+        target: a dense tensor of any strides that `fits` the value.
         value: a tensor of the same shape.
     """
     # The detached tensor has the same memory and counts its changes in the same place.
-    into, value = into.detach(), value.detach()
-    for dim, (stride, size) in enumerate(zip(into.stride(), into.shape, strict=True)):
+    target, value = target.detach(), value.detach()
+    for dim, (stride, size) in enumerate(zip(target.stride(), target.shape, strict=True)):
         if stride == 0 and size > 1:
-            into, value = into.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    if not shares_memory(into):
-        into.copy_(value)
+            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    if not shares_memory(target):
+        target.copy_(value)
         return
     # torch refuses to write into windows that overlap (unfold()), so each element is written by
-    # its offset. Elements of one offset are equal, because `into` fits the value.
-    offsets = torch.zeros((), dtype=torch.int64, device=into.device)
-    for stride, size in zip(into.stride(), into.shape, strict=True):
-        offsets = offsets.unsqueeze(-1) + stride * torch.arange(size, device=into.device)
-    memory = into.as_strided((_span(into),), (1,))
+    # its offset. Elements of one offset are equal, because `target` fits the value.
+    offsets = torch.zeros((), dtype=torch.int64, device=target.device)
+    for stride, size in zip(target.stride(), target.shape, strict=True):
+        offsets = offsets.unsqueeze(-1) + stride * torch.arange(size, device=target.device)
+    memory = target.as_strided((_span(target),), (1,))
     memory[offsets.reshape(-1)] = value.to(memory).reshape(-1)
 
 

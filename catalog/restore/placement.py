@@ -31,13 +31,13 @@ __all__ = ["PartsTarget", "TablePart", "map_parts", "place", "place_piece"]
 _PASS_BYTES: Final = 8 << 20
 
 
-def place(stored: StoredRows, positions: Tensor | None, into: TableTarget) -> None:
+def place(stored: StoredRows, positions: Tensor | None, target: TableTarget) -> None:
     """Write rows of a chunk to their places; ids and shapes are already checked.
 
     Args:
         stored: the chunk.
         positions: positions of the rows to write in the chunk, int64 [m]; None: all rows.
-        into: the table's tensors, on any device.
+        target: the table's tensors, on any device.
     """
     if positions is not None and positions.numel() == 0:
         return
@@ -50,14 +50,14 @@ def place(stored: StoredRows, positions: Tensor | None, into: TableTarget) -> No
     elif positions is not None and isinstance(rows, Tensor):
         # By numpy, because torch's threads would compete for cores with the chunk readers.
         ids = torch.from_numpy(rows.numpy()[positions.numpy()])
-    values = into.values[among]
+    values = target.values[among]
     if stored.scheme == "exact":
         _put(stored.values, positions, values, ids)
     elif values.is_cpu and values.dtype == torch.float32:
         _decode(stored, positions, values, ids)
     else:
         _decode_in_passes(stored, positions, values, ids)
-    for part, dest in zip(stored.row_states, into.row_states, strict=True):
+    for part, dest in zip(stored.row_states, target.row_states, strict=True):
         if dest is not None:
             _put(part, positions, dest[among], ids)
 
@@ -445,8 +445,8 @@ def _check_state(part: TablePart, state: LogicalState, tensor: Tensor) -> None:
         raise _does_not_fit(part.table, state_text, f"{torch_dtype(state.dtype)} {shape}")
 
 
-def _common(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
+def _common(first: range, second: range) -> range:
+    return range(max(first.start, second.start), min(first.stop, second.stop))
 
 
 def _does_not_fit(table: str, found: str, expected: str) -> IncompatibleModel:
@@ -476,7 +476,7 @@ class PartsTarget:
         """See `RestoreTarget.begin`."""
         return map_parts(manifest, self._parts)
 
-    def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
+    def state_wanted(self, manifest: Manifest, known_trees: Mapping[int, object]) -> StateWanted:
         """See `StateChoosingTarget.state_wanted`: no state."""
         return StateWanted()
 

@@ -328,13 +328,13 @@ class _Span(NamedTuple):
     size_bytes: int
     widest: float
 
-    def joined(self, other: _Span) -> _Span:
+    def joined(self, further: _Span) -> _Span:
         return _Span(
             self.first,
-            max(self.last, other.last),
-            self.rows + other.rows,
-            self.size_bytes + other.size_bytes,
-            max(self.widest, other.widest),
+            max(self.last, further.last),
+            self.rows + further.rows,
+            self.size_bytes + further.size_bytes,
+            max(self.widest, further.widest),
         )
 
     @property

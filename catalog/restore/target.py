@@ -139,12 +139,12 @@ class StateWanted(NamedTuple):
 class StateChoosingTarget(Protocol):
     """A target that does not need the state of every rank."""
 
-    def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
+    def state_wanted(self, manifest: Manifest, known_trees: Mapping[int, object]) -> StateWanted:
         """Return what the target needs; called again until everything it returns has been read.
 
         Args:
             manifest: as for `begin`, which has been called.
-            known: the trees that have been read so far, by rank; empty at first.
+            known_trees: the trees that have been read so far, by rank; empty at first.
 
         Raises:
             FormatError: what is known is damaged.
@@ -182,9 +182,9 @@ def check_targets(manifest: Manifest, targets: Sequence[TableTarget | RowSink | 
 
 
 def _check_tensor(
-    spec: TableSpec, what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    spec: TableSpec, label: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    tensor_text = f"{what}: {tensor.dtype} {tuple(tensor.shape)}"
+    tensor_text = f"{label}: {tensor.dtype} {tuple(tensor.shape)}"
     if tuple(tensor.shape) != shape or tensor.dtype != dtype:
         raise _does_not_fit(spec, tensor_text, f"{dtype} {shape}")
     if not tensor.is_contiguous():

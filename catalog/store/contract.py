@@ -281,28 +281,28 @@ _DAMAGED_CODES = {
 }
 
 
-def missing(where: str) -> ObjectNotFound:
-    """Return the error for an object that is not there; `where` is its URL with its key."""
+def missing(address: str) -> ObjectNotFound:
+    """Return the error for an object that is not there; `address` is its URL with its key."""
     return ObjectNotFound(
-        where,
+        address,
         found="no such object",
         expected="an object",
         next_step="see what the run holds: recpoint check URL",
     )
 
 
-def linked(where: str, link: str, *, reading: bool) -> StoreError:
+def linked(address: str, link: str, *, reading: bool) -> StoreError:
     """Return the error for a directory of a run that is a symbolic link.
 
     Args:
-        where: the object or the listing that was asked for.
+        address: the object or the listing that was asked for.
         link: path of the link.
         reading: true for a read or a listing: the object counts as missing, so that a restore
             passes over the checkpoint. False: a change is refused.
     """
     kind = ObjectNotFound if reading else StoreError
     return kind(
-        where,
+        address,
         found=f"a symbolic link at {link}",
         expected="a directory: recpoint follows no link below the directory of a run",
         next_step=f"replace the link {link} by the directory that it leads to; only the directory "
@@ -310,42 +310,42 @@ def linked(where: str, link: str, *, reading: bool) -> StoreError:
     )
 
 
-def exists(where: str) -> ObjectExists:
+def exists(address: str) -> ObjectExists:
     """Return the error for a create-only write of an object that is there."""
     return ObjectExists(
-        where,
+        address,
         found="an object",
         expected="none",
         next_step="read it back: an earlier try of the same write may have made it",
     )
 
 
-def too_large(where: str, *, found_bytes: int, max_bytes: int) -> MalformedObject:
+def too_large(address: str, *, found_bytes: int, max_bytes: int) -> MalformedObject:
     """Return the error for an object that is larger than an object of its kind can be."""
     return MalformedObject(
-        where,
+        address,
         found=f"{found_bytes} bytes",
         expected=f"at most {max_bytes} bytes",
         next_step="recpoint check URL: the object is not of the kind that its key says",
     )
 
 
-def too_short(where: str, *, found_bytes: int, expected_bytes: int) -> StoreUnavailable:
+def too_short(address: str, *, found_bytes: int, expected_bytes: int) -> StoreUnavailable:
     """Return the error for a body that ended early."""
     return StoreUnavailable(
-        where,
+        address,
         found=f"{found_bytes} bytes",
         expected=f"{expected_bytes} bytes",
         next_step="try again; if it stays so, the object is truncated: recpoint check URL",
     )
 
 
-def for_os_error(error: OSError, where: str, *, doing: str, writing: bool) -> StoreError:
+def for_os_error(error: OSError, address: str, *, doing: str, writing: bool) -> StoreError:
     """Translate `error` into a store error.
 
     Args:
         error: what the operating system raised.
-        where: the URL with key.
+        address: the URL with key.
         doing: what was tried.
         writing: whether this was a change; a missing path is then no ObjectNotFound.
     """
@@ -353,38 +353,38 @@ def for_os_error(error: OSError, where: str, *, doing: str, writing: bool) -> St
     failure = f"{type(error).__name__}: {error.strerror or error} (while {doing})"
     if number in _FULL:
         return StoreFull(
-            where,
+            address,
             found=failure,
             expected="room for the object",
             next_step="free space or raise the quota, or remove old checkpoints",
         )
     if number in _DENIED:
         return StoreAccessDenied(
-            where,
+            address,
             found=failure,
             expected="permission for this",
             next_step="check owner and mode of the directory and that it is not mounted read-only",
         )
     if number in _ABSENT and not writing:
-        return missing(where)
+        return missing(address)
     if number == errno.EEXIST:
-        return exists(where)
+        return exists(address)
     if number in _UNSUPPORTED:
         return StoreUnsupported(
-            where,
+            address,
             found=failure,
             expected="a file system with hard links, rename and fsync",
             next_step="choose another directory, or an object store, for the run",
         )
     if number in _IMPOSSIBLE or number in _ABSENT:
         return StoreError(
-            where,
+            address,
             found=failure,
             expected="a path that can be written",
             next_step="check the run URL, and that no file is in the place of a directory",
         )
     return StoreUnavailable(
-        where,
+        address,
         found=failure,
         expected="an answer from the file system",
         next_step="check that the disk or the mount works, then try again",
@@ -404,62 +404,62 @@ def _number_of(error: OSError) -> int:
 
 
 def for_answer(
-    where: str, *, status: int, code: str, message: str, doing: str, bucket: str
+    address: str, *, status: int, code: str, message: str, doing: str, bucket: str
 ) -> StoreError:
     """Return the store error for an HTTP answer that is not a success.
 
     Args:
-        where: URL with key.
+        address: URL with key.
         status: HTTP status; 0 if it is not known.
         code: the service's error code, `NoSuchKey` for instance.
         message: the service's own words.
         doing: what was tried.
         bucket: the bucket's name.
     """
-    error = _for_status(where, status, code, message, doing, bucket)
+    error = _for_status(address, status, code, message, doing, bucket)
     error.refused = status in _REFUSED
     return error
 
 
 def _for_status(
-    where: str, status: int, code: str, message: str, doing: str, bucket: str
+    address: str, status: int, code: str, message: str, doing: str, bucket: str
 ) -> StoreError:
     failure = f"{status or 'an error'} {code}: {message} (while {doing})"
     if code == "NoSuchBucket":
         return StoreError(
-            where,
+            address,
             found=f"no bucket {bucket!r}",
             expected="an existing bucket",
             next_step=f"create the bucket {bucket!r}, or correct the run URL or the endpoint",
         )
     if status in (401, 403) or code in _DENIED_CODES:
         return StoreAccessDenied(
-            where,
+            address,
             found=failure,
             expected="permission for this",
             next_step="check AWS_ACCESS_KEY_ID and its secret, the bucket's policy, the clock",
         )
     if status == 404:
-        return missing(where)
+        return missing(address)
     if status == 412:
-        return exists(where)
+        return exists(address)
     if status == 507 or code in _FULL_CODES:
         return StoreFull(
-            where,
+            address,
             found=failure,
             expected="room for the object",
             next_step="raise the quota, or remove old checkpoints",
         )
     if status in (429, 503) or code in _THROTTLED_CODES:
         return StoreThrottled(
-            where,
+            address,
             found=failure,
             expected="an answer",
             next_step="try again later; if it stays so, send fewer requests at once",
         )
     if status in (405, 501):
         return StoreUnsupported(
-            where,
+            address,
             found=failure,
             expected="a store that supports this",
             next_step="choose another store for the run",
@@ -467,23 +467,23 @@ def _for_status(
     # Amazon answers 409 to two conditional writes at once; it is unknown which one won.
     if status >= 500 or status in (408, 409) or code in _DAMAGED_CODES:
         return StoreUnavailable(
-            where,
+            address,
             found=failure,
             expected="an answer that says what happened",
             next_step="try again; if it stays so, read the store's own log",
         )
     return StoreError(
-        where,
+        address,
         found=failure,
         expected="a request that the store accepts",
         next_step="check the run URL, the endpoint and the region",
     )
 
 
-def for_no_answer(where: str, *, words: str, doing: str, endpoint: str) -> StoreUnavailable:
+def for_no_answer(address: str, *, words: str, doing: str, endpoint: str) -> StoreUnavailable:
     """Return the store error for a time-out, a reset, a refused connection or half an answer."""
     return StoreUnavailable(
-        where,
+        address,
         found=f"{words} (while {doing})",
         expected=f"an answer from {endpoint}",
         next_step="check that the store is up and reachable from this host, then try again",

@@ -89,11 +89,11 @@ class LocalStore(Store):
             raise too_short(address, found_bytes=found_bytes, expected_bytes=size_bytes)
         return data
 
-    def _size(self, where: str, file: BufferedReader, max_bytes: int) -> int:
+    def _size(self, address: str, file: BufferedReader, max_bytes: int) -> int:
         """Return an open object's length in bytes, checked before memory is allocated for it."""
         size_bytes = os.fstat(file.fileno()).st_size
         if size_bytes > max_bytes:
-            raise too_large(where, found_bytes=size_bytes, max_bytes=max_bytes)
+            raise too_large(address, found_bytes=size_bytes, max_bytes=max_bytes)
         return size_bytes
 
     def get_range(self, key: str, *, start: int, end: int) -> bytes:
@@ -288,13 +288,13 @@ class LocalStore(Store):
 
     @contextmanager
     def _directory(
-        self, parts: Sequence[str], where: str, *, flags: int = _ON_THE_WAY
+        self, parts: Sequence[str], address: str, *, flags: int = _ON_THE_WAY
     ) -> Iterator[int]:
         """Open a directory below the root without following links on the way.
 
         Args:
             parts: the names below the root; empty: the root itself, which may be a link.
-            where: the object or the listing that was asked for.
+            address: the object or the listing that was asked for.
             flags: flags of `os.open`.
 
         Raises:
@@ -311,7 +311,7 @@ class LocalStore(Store):
                     if not stat.S_ISLNK(status.st_mode):
                         raise
                     link = self._root.joinpath(*parts[: depth + 1])
-                    raise linked(where, str(link), reading=True) from None
+                    raise linked(address, str(link), reading=True) from None
                 above, descriptor = descriptor, below
                 os.close(above)  # after the swap, so that an interrupt here closes nothing twice
             yield descriptor
@@ -332,11 +332,11 @@ class LocalStore(Store):
             yield file
 
     @contextmanager
-    def _translated(self, where: str, doing: str, *, writing: bool = False) -> Iterator[None]:
+    def _translated(self, address: str, doing: str, *, writing: bool = False) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise for_os_error(error, where, doing=doing, writing=writing) from error
+            raise for_os_error(error, address, doing=doing, writing=writing) from error
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)

@@ -578,11 +578,11 @@ class S3Store(Store):
         except S3Failure as failure:
             raise self._error(failure, doing, self._where(key), client.endpoint) from failure
 
-    def _error(self, failure: S3Failure, doing: str, where: str, endpoint: str) -> StoreError:
+    def _error(self, failure: S3Failure, doing: str, address: str, endpoint: str) -> StoreError:
         if not failure.status:
-            return for_no_answer(where, words=str(failure), doing=doing, endpoint=endpoint)
+            return for_no_answer(address, words=str(failure), doing=doing, endpoint=endpoint)
         return for_answer(
-            where,
+            address,
             status=failure.status,
             code=failure.code,
             message=str(failure),

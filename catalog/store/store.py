@@ -410,7 +410,7 @@ class _FsspecStore(Store):
         except Exception as error:  # the errors of different SDKs have no common base
             raise self._for_failure(error, address, doing) from error
 
-    def _for_failure(self, error: Exception, where: str, doing: str) -> RecpointError:
+    def _for_failure(self, error: Exception, address: str, doing: str) -> RecpointError:
         """Translate an SDK's error, by the HTTP status of the answer if one came."""
         status = next(
             (
@@ -422,9 +422,9 @@ class _FsspecStore(Store):
         )
         if status is None:
             words = f"{type(error).__name__}: {error}"
-            return for_no_answer(where, words=words, doing=doing, endpoint=self.url)
+            return for_no_answer(address, words=words, doing=doing, endpoint=self.url)
         return for_answer(
-            where,
+            address,
             status=status,
             code=type(error).__name__,
             message=str(error),

@@ -239,14 +239,14 @@ class _Demo:
             self.committed = []  # the trainer has not created the run yet
         self.looked = time.monotonic()
 
-    def watch(self, until: Callable[[], bool], *trainers: Trainer) -> None:
-        """Show progress until `until` returns True.
+    def watch(self, is_done: Callable[[], bool], *trainers: Trainer) -> None:
+        """Show progress until `is_done` returns True.
 
         Raises:
             ChildFailed: a process ended with an error, or it took too long.
         """
         deadline = time.monotonic() + _PHASE_SECONDS
-        while not until():
+        while not is_done():
             for child in self.children:
                 child.check()
             self.read_committed()
@@ -261,34 +261,34 @@ class _Demo:
             time.sleep(_POLL_SECONDS)
         self.progress.show(trainers, self.committed)
 
-    def kill_a_server(self, victim: Trainer, *others: Trainer) -> int:
+    def kill_a_server(self, victim: Trainer, *other_trainers: Trainer) -> int:
         """Kill a server of a trainer, which goes back to a checkpoint, or on if there is parity.
 
         Returns the batches that it had trained, once it has gone on.
         """
         interval = self.settings.interval
         target = self.settings.steps // 4 // interval * interval + (interval + 1) // 2
-        self.watch(lambda: victim.step >= target, victim, *others)
-        self.stop_until_committed(1, victim, *others)
+        self.watch(lambda: victim.step >= target, victim, *other_trainers)
+        self.stop_until_committed(1, victim, *other_trainers)
         servers_before = victim.servers
         os.kill(servers_before[-1], signal.SIGKILL)
         step = victim.step
         victim.go_on()
-        self.watch(lambda: victim.servers not in ([], servers_before), victim, *others)
+        self.watch(lambda: victim.servers not in ([], servers_before), victim, *other_trainers)
         self.progress.server_killed(step, goes_on=bool(self.settings.parity))
         return step
 
-    def kill_in_the_middle(self, victim: Trainer, *others: Trainer) -> int:
+    def kill_in_the_middle(self, victim: Trainer, *other_trainers: Trainer) -> int:
         """Kill a trainer between two checkpoints; return the batches that it had trained."""
         interval = self.settings.interval
         target = self.settings.steps // 2 // interval * interval + (interval + 1) // 2
-        self.watch(lambda: victim.step >= target, victim, *others)
-        self.stop_until_committed(_COMMITS_BEFORE_KILL, victim, *others)
+        self.watch(lambda: victim.step >= target, victim, *other_trainers)
+        self.stop_until_committed(_COMMITS_BEFORE_KILL, victim, *other_trainers)
         victim.kill()
         self.children.remove(victim)
         return victim.step
 
-    def stop_until_committed(self, count: int, victim: Trainer, *others: Trainer) -> None:
+    def stop_until_committed(self, count: int, victim: Trainer, *other_trainers: Trainer) -> None:
         """Stop a trainer until so many checkpoints are committed.
 
         It goes on while no rank, or not every one, has staged its part of a checkpoint, because the
@@ -306,10 +306,10 @@ class _Demo:
 
         while not is_enough():
             victim.stop()
-            self.watch(lambda: is_enough() or not is_staged(), victim, *others)
+            self.watch(lambda: is_enough() or not is_staged(), victim, *other_trainers)
             if not is_enough():
                 victim.go_on()
-                self.watch(lambda: is_enough() or is_staged(), victim, *others)
+                self.watch(lambda: is_enough() or is_staged(), victim, *other_trainers)
 
 
 def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
@@ -361,7 +361,7 @@ def _run(demo: _Demo) -> DemoResult:
     manifests = [run.manifest(*entry) for entry in run.live_line()]
     report = check(run, level="full")
     flows = persisted_by_prefect(ui, demo.run_url)
-    document = _document(demo.settings, manifests, expected=expected, found=resumed_result) | {
+    document = _document(demo.settings, manifests, expected=expected, resumed=resumed_result) | {
         "server_killed_at_step": server_killed_at,
         "killed_at_step": killed_at,
         "check_ok": report.ok,
@@ -397,23 +397,23 @@ def _document(
     manifests: list[Manifest],
     *,
     expected: dict[str, Any],
-    found: dict[str, Any],
+    resumed: dict[str, Any],
 ) -> dict[str, Any]:
     stalls = [manifest.stall_us / 1000 for manifest in manifests]
     lags = [(manifest.committed_ms - manifest.snapshot_ms) / 1000 for manifest in manifests]
     return {
-        "steps": found["steps"],
+        "steps": resumed["steps"],
         "server_killed_at_step": None,
         "killed_at_step": None,
-        "restored_step": found["restored_step"],
-        "resumed_bit_identical": found["digests"] == expected["digests"],
-        "auc": found["auc"],
+        "restored_step": resumed["restored_step"],
+        "resumed_bit_identical": resumed["digests"] == expected["digests"],
+        "auc": resumed["auc"],
         "auc_uninterrupted": expected["auc"],
-        "auc_last_tenth": found["auc_last_tenth"],
+        "auc_last_tenth": resumed["auc_last_tenth"],
         "bits": settings.bits,
-        "ranks": found["ranks"],
+        "ranks": resumed["ranks"],
         "parity": settings.parity or None,
-        "cache": found.get("cache"),
+        "cache": resumed.get("cache"),
         "checkpoints": len(manifests),
         "bytes_written": sum(manifest.stored_bytes for manifest in manifests),
         "bytes_full_fp32": sum(manifest.full_bytes for manifest in manifests),
@@ -421,7 +421,7 @@ def _document(
         **_copied(manifests),
         "lag_s_median": round(statistics.median(lags), 3) if lags else None,
         "digests_equal": {
-            state: found["digests"].get(state) == digest
+            state: resumed["digests"].get(state) == digest
             for state, digest in expected["digests"].items()
         },
     }

@@ -53,34 +53,34 @@ def agent_metrics(
     return serve
 
 
-def _urls(seen: AgentObservation) -> list[str]:
-    return [run.run for run in seen.runs if run.has_url]
+def _urls(observation: AgentObservation) -> list[str]:
+    return [run.run for run in observation.runs if run.has_url]
 
 
-def _sample(samples: Samples, seen: AgentObservation, catalog: CatalogWatch) -> None:
-    samples.add("recpoint_agent_prefect_up", int(seen.prefect))
-    samples.add("recpoint_agent_staging_free_bytes", seen.staging_free_bytes)
-    samples.add("recpoint_agent_staging_size_bytes", seen.staging_size_bytes)
-    for run in seen.runs:
+def _sample(samples: Samples, observation: AgentObservation, catalog: CatalogWatch) -> None:
+    samples.add("recpoint_agent_prefect_up", int(observation.prefect))
+    samples.add("recpoint_agent_staging_free_bytes", observation.staging_free_bytes)
+    samples.add("recpoint_agent_staging_size_bytes", observation.staging_size_bytes)
+    for run in observation.runs:
         _sample_run(samples, run)
         if run.has_url:
             _sample_catalog(samples, run.run, catalog)
 
 
-def _sample_run(samples: Samples, seen: RunObservation) -> None:
-    run, facts = seen.run, seen.facts
+def _sample_run(samples: Samples, observation: RunObservation) -> None:
+    run, facts = observation.run, observation.facts
 
     def add(name: str, value: float | None) -> None:
         samples.add(f"recpoint_agent_{name}", value, run=run)
 
-    add("staged_jobs", seen.staged_jobs)
-    add("queue_age_seconds", seen.queue_age_seconds)
+    add("staged_jobs", observation.staged_jobs)
+    add("queue_age_seconds", observation.queue_age_seconds)
     add("full_bytes_total", facts.full_bytes)
     add("chain_length", facts.links_to_read)
-    add("consolidations_total", seen.consolidations)
-    add("missing_ranks", seen.missing_ranks)
-    add("trainer_running", int(seen.trainer == "training"))
-    add("trainer_lost", int(seen.trainer == "lost"))
+    add("consolidations_total", observation.consolidations)
+    add("missing_ranks", observation.missing_ranks)
+    add("trainer_running", int(observation.trainer == "training"))
+    add("trainer_lost", int(observation.trainer == "lost"))
     if facts.last_commit_ms is not None:
         add("last_commit_timestamp_seconds", facts.last_commit_ms / 1000)
     samples.add("recpoint_agent_commit_lag_seconds", facts.commit_lag.read(), run=run)

@@ -39,11 +39,11 @@ class Samples:
             self.add(name, value, **{label: key}, **labels)
 
 
-def require_prometheus(what: str) -> None:
-    """Raise SettingsError if prometheus_client, which `what` needs, is not installed."""
+def require_prometheus(feature: str) -> None:
+    """Raise SettingsError if prometheus_client, which `feature` needs, is not installed."""
     if find_spec("prometheus_client") is None:
         raise SettingsError(
-            what,
+            feature,
             found="no prometheus_client installed",
             expected="prometheus_client",
             next_step=install_command("metrics"),

@@ -66,30 +66,30 @@ def export_metrics(
     return MetricsExport(collector, registry=registry, port=port, address=address)
 
 
-def _sample(samples: Samples, seen: Observation) -> None:
-    run = seen.run
+def _sample(samples: Samples, observation: Observation) -> None:
+    run = observation.run
 
     def add(name: str, value: float | None) -> None:
         samples.add(f"recpoint_trainer_{name}", value, run=run)
 
-    add("running", int(seen.running))
-    add("lag_seconds", seen.lag_seconds)
-    add("lag_batches", seen.lag_batches)
-    add("interval_seconds", seen.interval_seconds)
-    add("batches_total", seen.batches)
-    add("pending_checkpoints", seen.pending)
-    add("restores_total", seen.restores)
-    add("unmarked_rows_total", seen.unmarked_rows)
-    add("agent_running", int(seen.agent_running))
-    add("staging_free_bytes", seen.staging_free_bytes)
-    add("staging_bound_bytes", seen.staging_bound_bytes)
-    if seen.last_commit_ms is not None:
-        add("last_commit_timestamp_seconds", seen.last_commit_ms / 1000)
-    samples.add("recpoint_trainer_stall_seconds", seen.stalls, run=run)
-    for unit, copied in (("rows", seen.copied_rows), ("bytes", seen.copied_bytes)):
+    add("running", int(observation.running))
+    add("lag_seconds", observation.lag_seconds)
+    add("lag_batches", observation.lag_batches)
+    add("interval_seconds", observation.interval_seconds)
+    add("batches_total", observation.batches)
+    add("pending_checkpoints", observation.pending)
+    add("restores_total", observation.restores)
+    add("unmarked_rows_total", observation.unmarked_rows)
+    add("agent_running", int(observation.agent_running))
+    add("staging_free_bytes", observation.staging_free_bytes)
+    add("staging_bound_bytes", observation.staging_bound_bytes)
+    if observation.last_commit_ms is not None:
+        add("last_commit_timestamp_seconds", observation.last_commit_ms / 1000)
+    samples.add("recpoint_trainer_stall_seconds", observation.stalls, run=run)
+    for unit, copied in (("rows", observation.copied_rows), ("bytes", observation.copied_bytes)):
         name = f"recpoint_trainer_copied_{unit}_total"
         samples.add_each(name, copied.items(), label="when", run=run)
-    cache = seen.cache
+    cache = observation.cache
     if cache is not None:
         lookups = {"hit": cache.hits, "miss": cache.misses}
         samples.add_each(
@@ -108,7 +108,7 @@ def _sample(samples: Samples, seen: Observation) -> None:
         add("cache_window_batches", cache.window)
         add("lost_servers", cache.lost_servers)
         add("lost_rows", cache.lost_rows)
-    for server in () if seen.servers is None else seen.servers.each:
+    for server in () if observation.servers is None else observation.servers.each:
         number = str(server.number)
         found_rows = {"rows": server.rows, "known_rows": server.known_rows}
         for name, rows_there in found_rows.items():
@@ -117,15 +117,18 @@ def _sample(samples: Samples, seen: Observation) -> None:
             name = "recpoint_trainer_server_whole_timestamp_seconds"
             samples.add(name, server.whole_ms / 1000, run=run, server=number)
     results = {
-        "committed": seen.committed,
-        "skipped": seen.skipped,
-        "cancelled": seen.cancelled,
-        "failed": seen.failed,
+        "committed": observation.committed,
+        "skipped": observation.skipped,
+        "cancelled": observation.cancelled,
+        "failed": observation.failed,
     }
     samples.add_each("recpoint_trainer_checkpoints_total", results.items(), label="result", run=run)
     samples.add_each(
-        "recpoint_trainer_stored_bytes_total", seen.stored_bytes.items(), label="kind", run=run
+        "recpoint_trainer_stored_bytes_total",
+        observation.stored_bytes.items(),
+        label="kind",
+        run=run,
     )
     samples.add_each(
-        "recpoint_trainer_failures_total", seen.failures.items(), label="cause", run=run
+        "recpoint_trainer_failures_total", observation.failures.items(), label="cause", run=run
     )

@@ -42,16 +42,16 @@ _SCAN_WORDS: Final = 512
 
 
 @triton.jit
-def _set_bits(bitmap, row, rows, inside, BLOCK: tl.constexpr):
-    inside = inside & (row >= 0) & (row < rows)
-    row = tl.where(inside, row, 0)
+def _set_bits(bitmap, row, rows, valid, BLOCK: tl.constexpr):
+    valid = valid & (row >= 0) & (row < rows)
+    row = tl.where(valid, row, 0)
     word = bitmap + (row >> 5)
     bit = tl.full([BLOCK], 1, tl.int32) << (row & 31).to(tl.int32)
     # Past the first-level cache, which would go on showing a word as it was. A bit that is seen set
     # stays set; one that is not yet seen is set again, which is the same.
-    old_word = tl.load(word, mask=inside, other=0, cache_modifier=".cg")
+    old_word = tl.load(word, mask=valid, other=0, cache_modifier=".cg")
     # Order between the marks of one bitmap does not matter, only that none is lost.
-    tl.atomic_or(word, bit, mask=inside & ((old_word & bit) == 0), sem="relaxed")
+    tl.atomic_or(word, bit, mask=valid & ((old_word & bit) == 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["n", "rows"], do_not_specialize_on_alignment=["ids"])

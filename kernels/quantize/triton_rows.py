@@ -106,11 +106,11 @@ def parameters(
 
 
 @triton.jit
-def load(table, at, found, start, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+def load(table, index, has_row, start, DIM: tl.constexpr, COLUMNS: tl.constexpr):
     """Columns start … start + COLUMNS - 1 of the rows that are there; zeros for all else."""
     column = start + tl.arange(0, COLUMNS)
-    mask = found[:, None] & (column < DIM)[None, :]
-    x = tl.load(table + at[:, None] * DIM + column[None, :], mask=mask, other=0)
+    mask = has_row[:, None] & (column < DIM)[None, :]
+    x = tl.load(table + index[:, None] * DIM + column[None, :], mask=mask, other=0)
     if table.dtype.element_ty == tl.int16:
         # The pattern of a bf16 is the upper half of that of the same value in binary32.
         x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -119,20 +119,20 @@ def load(table, at, found, start, DIM: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_parts(
-    table, at, found, start, DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
+    table, index, has_row, start, DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """PARTS tensors of PART columns side by side; fewer than four are repeated.
 
     A row then has fewer threads, each with more of its values, and what is done once a row is done
     by fewer of them.
     """
-    a = load(table, at, found, start, DIM, PART)
+    a = load(table, index, has_row, start, DIM, PART)
     b, c, d = a, a, a
     if PARTS >= 2:
-        b = load(table, at, found, start + PART, DIM, PART)
+        b = load(table, index, has_row, start + PART, DIM, PART)
     if PARTS == 4:
-        c = load(table, at, found, start + 2 * PART, DIM, PART)
-        d = load(table, at, found, start + 3 * PART, DIM, PART)
+        c = load(table, index, has_row, start + 2 * PART, DIM, PART)
+        d = load(table, index, has_row, start + 3 * PART, DIM, PART)
     return a, b, c, d
 
 
@@ -164,7 +164,7 @@ def row_ends(a, b, c, d, start, DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl
 
 @triton.jit
 def store_codes(
-    x, scale, offset, inverse, row, inside, start, DIM: tl.constexpr, LEVELS: tl.constexpr,
+    x, scale, offset, inverse, row, in_block, start, DIM: tl.constexpr, LEVELS: tl.constexpr,
     CODE_BITS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of columns start … start + COLUMNS - 1, CODE_BITS bits each.
@@ -179,7 +179,7 @@ def store_codes(
     # Not negative, so dropping the fraction is floor.
     code = tl.minimum(tl.maximum(steps + 0.5, 0.0), LEVELS * 1.0).to(tl.int32)
     if CODE_BITS == 8:
-        mask = inside[:, None] & (column < DIM)[None, :]
+        mask = in_block[:, None] & (column < DIM)[None, :]
         tl.store(row[:, None] + column[None, :], code.to(tl.uint8), mask=mask)
     else:
         # Eight codes of b bits fill b bytes; four do where that is a whole number.
@@ -191,46 +191,48 @@ def store_codes(
         word = tl.sum(parts << shift[None, None, :], axis=2)
         group = start // GROUP + tl.arange(0, COLUMNS // GROUP)
         if PAIRS:
-            mask = inside[:, None] & (group * BYTES < WIDTH)[None, :]
+            mask = in_block[:, None] & (group * BYTES < WIDTH)[None, :]
             tl.store(row[:, None] + group[None, :], word.to(tl.int16), mask=mask)
         else:
             for number in tl.static_range(BYTES):
                 byte = group * BYTES + number
-                mask = inside[:, None] & (byte < WIDTH)[None, :]
+                mask = in_block[:, None] & (byte < WIDTH)[None, :]
                 tl.store(row[:, None] + byte[None, :], (word >> (8 * number)).to(tl.uint8), mask)
 
 
 @triton.jit
 def store_parts(
-    a, b, c, d, scale, offset, inverse, row, inside, start, DIM: tl.constexpr,
+    a, b, c, d, scale, offset, inverse, row, in_block, start, DIM: tl.constexpr,
     LEVELS: tl.constexpr, CODE_BITS: tl.constexpr, PAIRS: tl.constexpr, PART: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """`store_codes` for what `load_parts` loaded."""
-    store_codes(a, scale, offset, inverse, row, inside, start, DIM, LEVELS, CODE_BITS, PAIRS, PART)
+    store_codes(
+        a, scale, offset, inverse, row, in_block, start, DIM, LEVELS, CODE_BITS, PAIRS, PART
+    )
     if PARTS >= 2:
         store_codes(
-            b, scale, offset, inverse, row, inside, start + PART, DIM, LEVELS, CODE_BITS, PAIRS,
+            b, scale, offset, inverse, row, in_block, start + PART, DIM, LEVELS, CODE_BITS, PAIRS,
             PART,
         )  # fmt: skip
     if PARTS == 4:
         store_codes(
-            c, scale, offset, inverse, row, inside, start + 2 * PART, DIM, LEVELS, CODE_BITS,
+            c, scale, offset, inverse, row, in_block, start + 2 * PART, DIM, LEVELS, CODE_BITS,
             PAIRS, PART,
         )  # fmt: skip
         store_codes(
-            d, scale, offset, inverse, row, inside, start + 3 * PART, DIM, LEVELS, CODE_BITS,
+            d, scale, offset, inverse, row, in_block, start + 3 * PART, DIM, LEVELS, CODE_BITS,
             PAIRS, PART,
         )  # fmt: skip
 
 
 @triton.jit
-def store_parameters(scale, offset, exact, wide, scales, offsets, exacts, wides, i, inside):
+def store_parameters(scale, offset, exact, wide, scales, offsets, exacts, wides, i, in_block):
     """Write the rows' parameters; the inverse of the scale, 1 where there is none."""
-    tl.store(scales + i, scale, mask=inside)
-    tl.store(offsets + i, offset, mask=inside)
-    tl.store(exacts + i, exact.to(tl.uint8), mask=inside)
-    tl.store(wides + i, wide.to(tl.uint8), mask=inside)
+    tl.store(scales + i, scale, mask=in_block)
+    tl.store(offsets + i, offset, mask=in_block)
+    tl.store(exacts + i, exact.to(tl.uint8), mask=in_block)
+    tl.store(wides + i, wide.to(tl.uint8), mask=in_block)
     return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale > 0.0, scale, 1.0))
 
 

@@ -46,10 +46,10 @@ def first_unordered(ids: Tensor, start: int, stop: int) -> int:
     return position
 
 
-def _move(source: Tensor, at: int, dest: Tensor, to: int, row_bytes: int, n: int) -> None:
+def _move(source: Tensor, first: int, dest: Tensor, to: int, row_bytes: int, n: int) -> None:
     if n and row_bytes:
         threads = min(n, team_size(2 * n * row_bytes))
-        library.move_rows(source.data_ptr(), at, dest.data_ptr(), to, row_bytes, n, threads)
+        library.move_rows(source.data_ptr(), first, dest.data_ptr(), to, row_bytes, n, threads)
 
 
 def _check_ids(name: str, ids: Tensor, limit: int) -> None:

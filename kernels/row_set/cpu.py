@@ -128,11 +128,11 @@ def _write_gaps(numbers: Numbers) -> Gaps:
     return Gaps(low, planes, symbols[: library.write_symbols(*addresses)])
 
 
-def _read_gaps(stored: Gaps, at: int, first: int, numbers: Numbers, *, limit: int) -> int:
+def _read_gaps(stored: Gaps, position: int, first: int, numbers: Numbers, *, limit: int) -> int:
     numbers[0] = first
     return int(
         library.read_symbols(
-            stored.symbols.ctypes.data, at, stored.low, stored.planes.ctypes.data,
+            stored.symbols.ctypes.data, position, stored.low, stored.planes.ctypes.data,
             numbers.ctypes.data, numbers.size, limit,
         )
     )  # fmt: skip

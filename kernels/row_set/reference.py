@@ -106,18 +106,18 @@ def _write_gaps(numbers: list[int]) -> Gaps:
     return Gaps(low, np.frombuffer(planes, np.uint8), np.frombuffer(bytes(symbols), np.uint8))
 
 
-def _read_gaps(stored: Gaps, at: int, first: int, count: int) -> tuple[list[int], int]:
-    """`count` numbers from `first` on, and the symbol after those from `at` that stand for them."""
+def _read_gaps(stored: Gaps, position: int, first: int, count: int) -> tuple[list[int], int]:
+    """Return `count` numbers from `first` on, and where their symbols, from `position` on, end."""
     planes, symbols = stored.planes.tolist(), stored.symbols.tolist()
     numbers = [first]
     for i in range(count - 1):
         gap = 0
-        while symbols[at] == ESCAPE:
+        while symbols[position] == ESCAPE:
             gap += ESCAPE
-            at += 1
-        gap = gap + symbols[at] << 8 * stored.low
-        at += 1
+            position += 1
+        gap = gap + symbols[position] << 8 * stored.low
+        position += 1
         for plane in range(stored.low):
             gap |= planes[plane * (count - 1) + i] << 8 * plane
         numbers.append(numbers[-1] + 1 + gap)
-    return numbers, at
+    return numbers, position

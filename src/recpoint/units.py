@@ -50,10 +50,10 @@ def duration_text(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
-def counted(count: int, what: str) -> str:
+def counted(count: int, noun: str) -> str:
     """How many there are of something, in the singular where there is one."""
-    plural = f"{what}es" if what.endswith(("s", "x", "ch", "sh")) else f"{what}s"
-    return f"{count:,} {what if count == 1 else plural}"
+    plural = f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
 
 
 class _CacheCounts(Protocol):

@@ -152,14 +152,16 @@ class TorchRecSource:
                 )
         return tables
 
-    def optimizers(self, given: Sequence[Optimizer]) -> Sequence[Optimizer]:
-        """Return the torch optimizers among `given`; see `tables.TableSource.optimizers`.
+    def optimizers(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
+        """Return the torch optimizers among `optimizers`; see `tables.TableSource.optimizers`.
 
         Raises:
             SettingsError: an optimizer of TorchRec is neither fused nor a plain one with names.
         """
         return [
-            optimizer for whole_optimizer in given for optimizer in _taken_apart(whole_optimizer)
+            optimizer
+            for whole_optimizer in optimizers
+            for optimizer in _taken_apart(whole_optimizer)
         ]
 
     def track(self, markers: Mapping[str, Marker]) -> None:
@@ -238,9 +240,9 @@ def _joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
     return joined
 
 
-def _same(one: Any, other: Any) -> bool:
-    are_floats = isinstance(one, float) and isinstance(other, float)
-    return same_rate(one, other) if are_floats else bool(one == other)
+def _same(value: Any, other_value: Any) -> bool:
+    are_floats = isinstance(value, float) and isinstance(other_value, float)
+    return same_rate(value, other_value) if are_floats else bool(value == other_value)
 
 
 class _NoRows:

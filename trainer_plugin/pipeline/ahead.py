@@ -69,30 +69,32 @@ class Ahead:
         window = self.window
         return self._reader.held_bytes + (0 if window is None else window.size_bytes)
 
-    def is_near(self, left: int | None) -> bool:
+    def is_near(self, batches_to_come: int | None) -> bool:
         """Whether `step` has something to do.
 
         Args:
-            left: batches until the next checkpoint is due; None: unknown.
+            batches_to_come: batches until the next checkpoint is due; None: unknown.
         """
-        return self.window is not None or (left is not None and 0 < left <= self._reach)
+        return self.window is not None or (
+            batches_to_come is not None and 0 < batches_to_come <= self._reach
+        )
 
     @property
     def _reach(self) -> int:
         return min(self._reader.window, self._reader.held)
 
-    def step(self, batches_done: int, left: int | None) -> None:
+    def step(self, batches_done: int, batches_to_come: int | None) -> None:
         """Hand rows over to the open window, or open one if a checkpoint is near.
 
         Args:
             batches_done: batches done, none of them cut.
-            left: as for `is_near`.
+            batches_to_come: as for `is_near`.
         """
         try:
             if self.window is not None:
                 self.window.advance(batches_done)
-            elif left is not None and 0 < left <= self._reach:
-                self._open(batches_done, left)
+            elif batches_to_come is not None and 0 < batches_to_come <= self._reach:
+                self._open(batches_done, batches_to_come)
         except Exception as error:
             self._reason = str(error) or type(error).__name__
             if self.window is not None:
@@ -100,7 +102,7 @@ class Ahead:
             if came_from_handler(error):
                 raise
 
-    def _open(self, batches_done: int, left: int) -> None:
+    def _open(self, batches_done: int, batches_to_come: int) -> None:
         if any(tracker.unapplied for tracker in self._trackers.values()):
             self._reason = "no optimizer step had followed the last lookups"
             return
@@ -108,12 +110,14 @@ class Ahead:
             self._reason = "no slot was free: earlier checkpoints were not stored yet"
             return
         frozen = self._cutter.freeze(
-            step=batches_done + left, tip=self._ledger.tip, base_history=self._ledger.base_history
+            step=batches_done + batches_to_come,
+            tip=self._ledger.tip,
+            base_history=self._ledger.base_history,
         )
         self.window = self._cutter.open_window(
             self._area.free_slot(self._ledger.busy_slots),
             frozen,
-            self._reader.coming(left),
+            self._reader.coming(batches_to_come),
             opened_at=batches_done,
             least_bytes=self._full_bytes(),
         )
@@ -134,10 +138,10 @@ class Ahead:
             return link
         return window.frozen.link
 
-    def void(self, why: str) -> None:
+    def void(self, reason: str) -> None:
         """Have the checkpoint that is cut now copy all its rows in the stall."""
         if self.window is not None:
-            self.window.void(why)
+            self.window.void(reason)
 
     def take_copied(self, tables: Sequence[StagedTable] | None) -> CopiedRows:
         """Return what was copied for the checkpoint that was just cut; its window is over.

@@ -248,7 +248,7 @@ class Pipeline:
         started_ns = time.perf_counter_ns()
         plan = self._plan(batches_done) if room else None
         if self._ranks.several:
-            agreed = self._agreed(plan, batches_done, again=is_repeated)
+            agreed = self._agreed(plan, batches_done, is_repeated=is_repeated)
             plan, is_repeated = agreed.plan, agreed.again
             if agreed.refused:
                 return False  # the failure has been noted
@@ -299,14 +299,16 @@ class Pipeline:
             return None
         return CheckpointPlan(link, tables, sketch, needs)
 
-    def _agreed(self, plan: CheckpointPlan | None, batches_done: int, *, again: bool) -> _Agreed:
+    def _agreed(
+        self, plan: CheckpointPlan | None, batches_done: int, *, is_repeated: bool
+    ) -> _Agreed:
         """Agree with the other ranks on whether all cut, and on full or increment."""
         agreed = agree_on_cut(
             self._ranks,
             batches_done,
             link=None if plan is None else plan.link,
             tip=self._ledger.tip,
-            again=again,
+            again=is_repeated,
             cuts=self._cuts,
             lost=self._ledger.take_lost(LOST_AT_ONCE),
             sketch=NOTHING if plan is None else plan.sketch,

@@ -85,13 +85,13 @@ class Sketch(NamedTuple):
     total: float
     balance: float = 0.0
 
-    def is_like(self, other: Sketch) -> bool:
+    def is_like(self, sketch: Sketch) -> bool:
         """Whether both may summarize the same values."""
-        return abs(self.total - other.total) <= _DRIFT
+        return abs(self.total - sketch.total) <= _DRIFT
 
-    def has_bits_of(self, other: Sketch) -> bool:
+    def has_bits_of(self, sketch: Sketch) -> bool:
         """Whether both may summarize values of the same bits."""
-        return abs(self.total - other.total) <= _ROUNDING
+        return abs(self.total - sketch.total) <= _ROUNDING
 
     @property
     def integers(self) -> tuple[int, int]:
@@ -290,8 +290,8 @@ NO_NEEDS: Final = RecordNeeds(0, 0, 0, 0)
 class Lost:
     """A set of checkpoints of which some rank has no part, so that they can never be complete."""
 
-    def __init__(self, heard: Iterable[int]) -> None:
-        self._attempts = frozenset(heard) - {-1}
+    def __init__(self, attempts: Iterable[int]) -> None:
+        self._attempts = frozenset(attempts) - {-1}
 
     def __contains__(self, ref: CheckpointRef) -> bool:
         return _attempt(ref) in self._attempts
@@ -447,12 +447,12 @@ class AgreedSchedule:
     `schedule.SecondsInterval`.
 
     Args:
-        own: schedule of this rank.
+        own_schedule: schedule of this rank.
         ranks: the ranks of the job.
     """
 
-    def __init__(self, own: Schedule, ranks: Ranks) -> None:
-        self._own_schedule = own
+    def __init__(self, own_schedule: Schedule, ranks: Ranks) -> None:
+        self._own_schedule = own_schedule
         self._ranks = ranks
 
     @property

@@ -243,7 +243,7 @@ class Ranks:
         # The store hangs or is gone, or no thread could ask it. Of two ranks, the other is lost.
         return [1 - self.rank] if self.count == 2 else []
 
-    def _call_roll(self, found: list[list[int]]) -> None:
+    def _call_roll(self, missing_ranks: list[list[int]]) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone
             self._store.set(f"alive/{self._number}/{self.rank}", b"1")
             deadline = time.monotonic() + _ROLL_CALL_SECONDS
@@ -251,7 +251,7 @@ class Ranks:
             while missing and time.monotonic() < deadline:
                 missing = [rank for rank in missing if not self._is_alive(rank)]
                 time.sleep(0.05)
-            found.append(missing)
+            missing_ranks.append(missing)
 
     def _is_alive(self, rank: int) -> bool:
         # An exchange can succeed on some ranks only; these notice the failure in the next exchange.
@@ -345,10 +345,10 @@ class Ranks:
                 dist.destroy_process_group(group)
 
 
-def _out_of_step(said: Sequence[Sequence[int]]) -> SettingsError:
+def _out_of_step(answers: Sequence[Sequence[int]]) -> SettingsError:
     """Return the error for ranks that came to one exchange with different headers."""
     positions = []
-    for rank, (about, batches_done, *_) in enumerate(said):
+    for rank, (about, batches_done, *_) in enumerate(answers):
         after_batch = f" after batch {batches_done}" if batches_done >= 0 else ""
         positions.append(f"rank {rank} at {_OCCASIONS[about]}{after_batch}")
     return SettingsError(

@@ -256,11 +256,13 @@ def local_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def stored_elsewhere(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> frozenset[str]:
+def stored_elsewhere(
+    pieces_of_ranks: Sequence[Mapping[str, HeldPiece]], rank: int
+) -> frozenset[str]:
     """Return the names of tensors of which other ranks store everything that this rank holds.
 
     Args:
-        held: the pieces of each rank, in rank order.
+        pieces_of_ranks: the pieces of each rank, in rank order.
         rank: this rank.
 
     Raises:
@@ -268,8 +270,8 @@ def stored_elsewhere(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> froz
             not make up the tensor.
     """
     checked_layouts: set[object] = set()  # layers of one shape are cut alike
-    for name in sorted(set().union(*held)):
-        by_rank = [of_rank.get(name) for of_rank in held]
+    for name in sorted(set().union(*pieces_of_ranks)):
+        by_rank = [of_rank.get(name) for of_rank in pieces_of_ranks]
         layout = tuple(by_rank)
         if layout not in checked_layouts:
             fault = _fault(by_rank)
@@ -284,12 +286,12 @@ def stored_elsewhere(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> froz
             checked_layouts.add(layout)
     return frozenset(
         name
-        for name, piece in held[rank].items()
-        if piece.mesh != min(of_rank[name].mesh for of_rank in held)
+        for name, piece in pieces_of_ranks[rank].items()
+        if piece.mesh != min(of_rank[name].mesh for of_rank in pieces_of_ranks)
     )
 
 
-def balance(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> dict[str, int]:
+def balance(pieces_of_ranks: Sequence[Mapping[str, HeldPiece]], rank: int) -> dict[str, int]:
     """Return a factor for each piece held here, so that equal pieces cancel out over all ranks.
 
     Each rank multiplies a number that it computes from a piece by the factor. If pieces of the same
@@ -298,12 +300,13 @@ def balance(held: Sequence[Mapping[str, HeldPiece]], rank: int) -> dict[str, int
     mesh that is cut differently, have no factor; their values are not compared.
 
     Args:
-        held: the pieces of each rank, in rank order; `stored_elsewhere` has found no fault in them.
+        pieces_of_ranks: the pieces of each rank, in rank order; `stored_elsewhere` has found no
+            fault in them.
         rank: this rank.
     """
     balances: dict[str, int] = {}
-    for name, own_piece in held[rank].items():
-        by_rank = [of_rank[name] for of_rank in held]
+    for name, own_piece in pieces_of_ranks[rank].items():
+        by_rank = [of_rank[name] for of_rank in pieces_of_ranks]
         first = min(piece.mesh for piece in by_rank)
         stored = {piece.box for piece in by_rank if piece.mesh == first}
         if own_piece.box is None or own_piece.box not in stored:

@@ -60,25 +60,29 @@ class HomeSink:
                 places = positions[first:last]
             self._take(stored, places)
 
-    def _take(self, stored: StoredRows, at: Tensor) -> None:
+    def _take(self, stored: StoredRows, positions: Tensor) -> None:
         rows = stored.rows
-        ids = (at + rows.start if isinstance(rows, range) else rows[at]) + self.wanted.start
+        ids = (
+            positions + rows.start if isinstance(rows, range) else rows[positions]
+        ) + self.wanted.start
         quantized = stored.scheme != "exact"
         part = replace(
             stored,
-            rows=range(at.numel()),
-            values=stored.values[at],
-            scale=stored.scale[at] if quantized else stored.scale,
-            offset=stored.offset[at] if quantized else stored.offset,
-            row_states=tuple(state[at] for state in stored.row_states),
+            rows=range(positions.numel()),
+            values=stored.values[positions],
+            scale=stored.scale[positions] if quantized else stored.scale,
+            offset=stored.offset[positions] if quantized else stored.offset,
+            row_states=tuple(state[positions] for state in stored.row_states),
         )
-        records = torch.zeros(at.numel(), self._layout.size_bytes, dtype=torch.uint8, device="cpu")
+        records = torch.zeros(
+            positions.numel(), self._layout.size_bytes, dtype=torch.uint8, device="cpu"
+        )
         if len(self._stored.pieces) > 1:
             self._mover.fetch_idle(self._name, ids, records)
         arrays = {field.name: self._layout.array(records, field) for field in self._layout.fields}
         values = arrays.pop("")
         states = {
-            state.name: arrays[state.name].view(len(at), *state.shape)
+            state.name: arrays[state.name].view(len(positions), *state.shape)
             for state in self._stored.row_states
         }
         target = TablePart(table=self._stored.name, values=values, row_states=states)

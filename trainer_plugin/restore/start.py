@@ -86,21 +86,25 @@ def tell_restored(run: Run, report: RestoreReport) -> None:
         _log.warning("restored without %s: %s", key, error)
 
 
-def announce_start(run_url: str, report: RestoreReport | None, *, resumed: bool, left: int) -> None:
+def announce_start(
+    run_url: str, report: RestoreReport | None, *, resumed: bool, left_count: int
+) -> None:
     """Print one line about the start to stderr, which people see without any logging set up.
 
     Args:
         run_url: URL of the run.
         report: report of the restore; None: nothing was restored.
         resumed: whether training goes on where that checkpoint was cut.
-        left: number of checkpoints that are left behind because training goes back.
+        left_count: number of checkpoints that are left behind because training goes back.
     """
     if report is None:
         line = f"{run_url} begins: nothing is restored"
     elif not resumed:
         line = f"{run_url} begins with parts of {report.restored}"
-    elif left:
-        line = f"{run_url} goes back to {report.restored}: {left} checkpoint(s) are left behind"
+    elif left_count:
+        line = (
+            f"{run_url} goes back to {report.restored}: {left_count} checkpoint(s) are left behind"
+        )
     else:
         line = f"{run_url} is restored: {report.restored}"
     if sys.stderr is None:
@@ -523,7 +527,7 @@ def start_training(
     run: Run,
     job: TrainingJob,
     policy: Policy,
-    wanted: StartRequest,
+    request: StartRequest,
 ) -> Start:
     """Restore what is wanted, and take over the run. Collective.
 
@@ -531,7 +535,7 @@ def start_training(
         run: the run.
         job: the model and its ranks.
         policy: policy of the checkpoints to come.
-        wanted: arguments of `Checkpointer.restore`.
+        request: arguments of `Checkpointer.restore`.
 
     Raises:
         NothingToRestore: the run has no checkpoint of the step, every checkpoint is damaged, or
@@ -541,29 +545,29 @@ def start_training(
         SettingsError: parts of a checkpoint were asked for with several ranks.
         RankLost: a rank did not answer, or failed.
     """
-    tables, state, selection = job.tables, job.state, wanted.selection
-    if job.ranks.several and (wanted.partial is not None or wanted.seed is not None):
+    tables, state, selection = job.tables, job.state, request.selection
+    if job.ranks.several and (request.partial is not None or request.seed is not None):
         raise SettingsError(
-            "restore(partial=...)" if wanted.partial is not None else "restore(seed=...)",
+            "restore(partial=...)" if request.partial is not None else "restore(seed=...)",
             found=f"{job.ranks.count} ranks",
             expected="one process",
             next_step="load the parts in one process, take a checkpoint there, and restore it here",
         )
-    if wanted.fresh:
+    if request.fresh:
         # If the run has checkpoints, they are superseded.
         return begun(claim_together(job.ranks, lambda: run.claim(None, above=job.staged)))
-    if wanted.partial is not None:
+    if request.partial is not None:
         if not selection.named:
             line_to_go_on(run, partial=True)
-        target = PartialTarget(tables, state, parts_of(wanted.partial))
+        target = PartialTarget(tables, state, parts_of(request.partial))
         with reading(run, purpose="restore") as lease:
             report = restore(run, target, selection, leased=lease is not None)
         tell_restored(run, report)
         return _begun_with(target, report, run.claim(None, above=job.staged).generation)
     started = _start_restored(run, job, policy, selection)
-    if started.resumed or wanted.seed is None:
+    if started.resumed or request.seed is None:
         return started
-    return _start_seeded(tables, state, wanted.seed, started.generation)
+    return _start_seeded(tables, state, request.seed, started.generation)
 
 
 def _start_restored(run: Run, job: TrainingJob, policy: Policy, selection: Selection) -> Start:

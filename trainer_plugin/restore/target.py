@@ -134,54 +134,56 @@ class Seed:
         )
 
 
-def parts_of(wanted: object) -> Parts:
+def parts_of(named: object) -> Parts:
     """Return the parts that `restore(partial=...)` names: tables, dense tensors, or both.
 
     Raises:
         SettingsError: the argument has another form.
     """
     fits = (
-        isinstance(wanted, Mapping)
-        and wanted.keys() <= {"tables", "dense"}
-        and any(wanted.values())
-        and all(_are_names(names) for names in wanted.values())
+        isinstance(named, Mapping)
+        and named.keys() <= {"tables", "dense"}
+        and any(named.values())
+        and all(_are_names(names) for names in named.values())
     )
     if not fits:
         raise SettingsError(
             "partial",
-            found=f"{wanted!r:.200}",
+            found=f"{named!r:.200}",
             expected='{"tables": [names], "dense": [names]}, with at least one of the two',
             next_step=_NEXT_OF_PARTS,
         )
-    assert isinstance(wanted, Mapping)
-    return Parts(tables=_by_name(wanted.get("tables", ())), dense=wanted.get("dense", ()))
+    assert isinstance(named, Mapping)
+    return Parts(tables=_by_name(named.get("tables", ())), dense=named.get("dense", ()))
 
 
 def resolve_dense(
-    wanted: Mapping[str, str] | Sequence[str], here: Collection[str], there: Collection[str]
+    named: Mapping[str, str] | Sequence[str],
+    names_here: Collection[str],
+    names_stored: Collection[str],
 ) -> tuple[dict[str, str], list[str]]:
     """Find the dense tensors that names and patterns stand for.
 
     Args:
-        wanted: names and patterns, or name here -> name in the checkpoint.
-        here: names of the model's dense tensors.
-        there: names of the checkpoint's dense tensors.
+        named: names and patterns, or name here -> name in the checkpoint.
+        names_here: names of the model's dense tensors.
+        names_stored: names of the checkpoint's dense tensors.
 
     Returns:
         Name here -> name there, for tensors that exist on both sides; and a sentence for each name
         or pattern that does not.
     """
-    if isinstance(wanted, Mapping):
-        old_names = dict(wanted)
+    if isinstance(named, Mapping):
+        old_names = dict(named)
         faults: list[str] = []
     else:
-        old_names, faults = _expanded(wanted, here, there)
+        old_names, faults = _expanded(named, names_here, names_stored)
     for new, old in old_names.items():
-        if old not in there:
-            faults.append(f"{old!r} is not in the checkpoint{near(old, there)}")
-        elif new not in here:
-            faults.append(f"{new!r} is not in the model{near(new, here)}")
-    return {n: o for n, o in old_names.items() if n in here and o in there}, faults
+        if old not in names_stored:
+            faults.append(f"{old!r} is not in the checkpoint{near(old, names_stored)}")
+        elif new not in names_here:
+            faults.append(f"{new!r} is not in the model{near(new, names_here)}")
+    return {n: o for n, o in old_names.items() if n in names_here and o in names_stored}, faults
 
 
 def near(name: str, names: Iterable[str]) -> str:
@@ -191,21 +193,25 @@ def near(name: str, names: Iterable[str]) -> str:
 
 
 def _expanded(
-    wanted: Sequence[str], here: Collection[str], there: Collection[str]
+    patterns: Sequence[str], names_here: Collection[str], names_stored: Collection[str]
 ) -> tuple[dict[str, str], list[str]]:
     old_names: dict[str, str] = {}
     faults = []
-    for pattern in wanted:
-        if pattern in here or pattern in there or not any(sign in pattern for sign in "*?["):
+    for pattern in patterns:
+        if (
+            pattern in names_here
+            or pattern in names_stored
+            or not any(sign in pattern for sign in "*?[")
+        ):
             old_names[pattern] = pattern
             continue
         matches = [
             name
-            for name in {**dict.fromkeys(there), **dict.fromkeys(here)}
+            for name in {**dict.fromkeys(names_stored), **dict.fromkeys(names_here)}
             if fnmatchcase(name, pattern)
         ]
         if not matches:
-            stored_names = ", ".join(map(repr, sorted(there)))
+            stored_names = ", ".join(map(repr, sorted(names_stored)))
             faults.append(
                 f"no dense tensor matches {pattern!r}; the checkpoint has {stored_names:.400}"
             )
@@ -213,10 +219,10 @@ def _expanded(
     return old_names, faults
 
 
-def _are_names(given: object) -> bool:
-    if isinstance(given, Mapping):
-        return all(type(name) is str for name in (*given.keys(), *given.values()))
-    return isinstance(given, list | tuple) and all(type(name) is str for name in given)
+def _are_names(names: object) -> bool:
+    if isinstance(names, Mapping):
+        return all(type(name) is str for name in (*names.keys(), *names.values()))
+    return isinstance(names, list | tuple) and all(type(name) is str for name in names)
 
 
 def _by_name(names: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
@@ -287,7 +293,7 @@ class ModelTarget:
                 targets[piece.index] = HomeSink(table, stored, piece, changed)
         return targets
 
-    def state_wanted(self, manifest: Manifest, known: Mapping[int, object]) -> StateWanted:
+    def state_wanted(self, manifest: Manifest, known_trees: Mapping[int, object]) -> StateWanted:
         """Say which ranks' trees are needed; see `StateChoosingTarget.state_wanted`.
 
         The tree of rank 0 holds the state that is equal on all ranks. From other ranks, this rank
@@ -295,7 +301,7 @@ class ModelTarget:
         those ranks held, and the trees with pieces that it lacks.
         """
         own_parts = {0, self._rank} & set(range(manifest.ranks))
-        saved = self._tree(manifest, known) if own_parts <= known.keys() else None
+        saved = self._tree(manifest, known_trees) if own_parts <= known_trees.keys() else None
         if saved is None:
             return StateWanted(whole=own_parts)
         briefly: set[int] = set()
@@ -307,7 +313,7 @@ class ModelTarget:
         if keys:
             briefly = set(range(manifest.ranks))
         if self._state.lacks_pieces(saved):
-            own_parts |= nearest(self._rank, self._count, manifest.ranks, known)
+            own_parts |= nearest(self._rank, self._count, manifest.ranks, known_trees)
         return StateWanted(whole=own_parts, briefly=briefly, keys=keys)
 
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
@@ -530,7 +536,7 @@ def tip_of(manifest: Manifest) -> Tip:
 
 def table_differences(
     tables: Sequence[Table],
-    there: Mapping[str, LogicalTable],
+    stored_tables: Mapping[str, LogicalTable],
     *,
     elsewhere: Collection[str] = (),
 ) -> list[Mismatch]:
@@ -538,12 +544,12 @@ def table_differences(
 
     Args:
         tables: tables of the model on this rank.
-        there: tables of the checkpoint, by name.
+        stored_tables: tables of the checkpoint, by name.
         elsewhere: names of tables that other ranks hold.
     """
-    only_here = {table.name: table for table in tables if table.name not in there}
+    only_here = {table.name: table for table in tables if table.name not in stored_tables}
     names = {table.name for table in tables} | set(elsewhere)
-    only_there = {name: stored for name, stored in there.items() if name not in names}
+    only_there = {name: stored for name, stored in stored_tables.items() if name not in names}
     new_names = _new_names(only_here, only_there)
     differences = [
         Mismatch(
@@ -565,8 +571,8 @@ def table_differences(
         for name in only_there
     ]
     for table in tables:
-        if table.name in there:
-            differences += _shape_differences(table, there[table.name])
+        if table.name in stored_tables:
+            differences += _shape_differences(table, stored_tables[table.name])
     return sorted(dict.fromkeys(differences))
 
 

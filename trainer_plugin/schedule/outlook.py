@@ -312,11 +312,11 @@ def table_widths(
     return widths
 
 
-def _width(table: Table, wanted: Bits) -> Width:
+def _width(table: Table, bits: Bits) -> Width:
     # A frozen table is stored exactly: it is stored seldom, and training cannot correct a rounding.
-    if wanted == "lossless" or not table.changes:
+    if bits == "lossless" or not table.changes:
         return 8 * item_bytes(table.dtype)
-    return None if wanted == "auto" else wanted
+    return None if bits == "auto" else bits
 
 
 #: An interval is logged only if it differs by more than this share from the one logged last.

@@ -372,7 +372,7 @@ class TableQuantizer:
             return None
         return choice.method
 
-    def codes(self, wanted: Sequence[RowsToCode]) -> list[Codes | None]:
+    def codes(self, requests: Sequence[RowsToCode]) -> list[Codes | None]:
         """Quantize rows of tables that `may` allows; None in place of a table: stage its values.
 
         Waits once for each device of the tables, to learn whether rows must be kept exactly. If
@@ -380,7 +380,7 @@ class TableQuantizer:
         """
         packed: list[PackedRows | None] = []
         taken_bytes: dict[torch.device, int] = {}
-        for rows in wanted:
+        for rows in requests:
             device = rows.values.device
             planned_bytes = taken_bytes.get(device, 0)
             if (
@@ -394,7 +394,7 @@ class TableQuantizer:
                 taken_bytes[device] = planned_bytes + rows.code_bytes
         packed_rows = [
             (request, rows)
-            for request, rows in zip(wanted, packed, strict=True)
+            for request, rows in zip(requests, packed, strict=True)
             if rows is not None
         ]
         try:
@@ -404,11 +404,11 @@ class TableQuantizer:
                 [rows.exact for _, rows in packed_rows],
             )
         except torch.OutOfMemoryError:
-            return [None] * len(wanted)  # the spare memory is in pieces that are too small
+            return [None] * len(requests)  # the spare memory is in pieces that are too small
         exact_rows = iter(exact)
         return [
             None if rows is None else _if_smaller(request, Codes(rows, next(exact_rows)))
-            for request, rows in zip(wanted, packed, strict=True)
+            for request, rows in zip(requests, packed, strict=True)
         ]
 
     def may(self, table: Table, bits: int) -> bool:
@@ -418,25 +418,27 @@ class TableQuantizer:
         return is_wanted and possible and _is_narrower(table, bits) and table.dtype != "F64"
 
 
-def _packed(wanted: RowsToCode) -> PackedRows | None:
+def _packed(request: RowsToCode) -> PackedRows | None:
     """Quantize rows; None if the device has no room for the codes."""
-    method = kernel_method(wanted.method)
+    method = kernel_method(request.method)
     try:
-        return quantize_rows(wanted.values, wanted.ids, wanted.bits, method, half_parameters=True)
+        return quantize_rows(
+            request.values, request.ids, request.bits, method, half_parameters=True
+        )
     except torch.OutOfMemoryError:
         return None  # the spare memory is in pieces that are too small
 
 
-def _if_smaller(wanted: RowsToCode, codes: Codes) -> Codes | None:
+def _if_smaller(request: RowsToCode, codes: Codes) -> Codes | None:
     """Return the codes; None if the values take less space.
 
     A slot therefore never takes more than a full of values, whatever the rows hold.
     """
-    table = wanted.table
+    table = request.table
     value_bytes = table.dim * item_bytes(table.dtype)
     exact_bytes = codes.exact.positions.numel() * (8 + value_bytes)
-    coded = wanted.row_count * (packed_width(table.dim, wanted.bits) + _ROW_BYTES)
-    return codes if coded + exact_bytes <= wanted.row_count * value_bytes else None
+    coded = request.row_count * (packed_width(table.dim, request.bits) + _ROW_BYTES)
+    return codes if coded + exact_bytes <= request.row_count * value_bytes else None
 
 
 def _is_narrower(table: Table, bits: int) -> bool:

@@ -486,7 +486,7 @@ class Cutter:
         request: CutRequest,
         copied: CopiedCut,
         slot: Slot,
-        taken: Mapping[str, Dirty],
+        dirty_rows: Mapping[str, Dirty],
         moment: CutMoment,
     ) -> Cut:
         """Describe what was copied; `seal.seal` then completes it in the background.
@@ -496,7 +496,7 @@ class Cutter:
             request: the checkpoint to cut.
             copied: as `copy` returned it.
             slot: the slot that holds the copy.
-            taken: marks that become dirty again if the checkpoint fails.
+            dirty_rows: marks that become dirty again if the checkpoint fails.
             moment: time of the cut.
         """
         ref, link, behind = request.ref, request.link, copied.behind
@@ -504,7 +504,7 @@ class Cutter:
         pending = Pending(
             ref=ref,
             link=link,
-            dirty=taken,
+            dirty=dirty_rows,
             tip_before=request.tip,
             tip_after=link.tip(ref, specs, before=request.tip, policy=self._policy),
             slot=slot.path.name,

@@ -77,15 +77,15 @@ def host_share(ranks: Ranks, root: Path, bound_bytes: int) -> HostShare:
     return share_of(ranks.rank, ranks.exchange("the memory of hosts", [*_place(root), bound_bytes]))
 
 
-def share_of(rank: int, told: Sequence[Sequence[int]]) -> HostShare:
+def share_of(rank: int, answers: Sequence[Sequence[int]]) -> HostShare:
     """Return the share of the ranks that have the same host and file system as `rank`.
 
     Args:
         rank: one of these ranks.
-        told: for each rank: its host, its file system, and the most bytes that it takes.
+        answers: for each rank: its host, its file system, and the most bytes that it takes.
     """
-    place = told[rank][:2]
-    together = {rank: answer[2] for rank, answer in enumerate(told) if answer[:2] == place}
+    place = answers[rank][:2]
+    together = {rank: answer[2] for rank, answer in enumerate(answers) if answer[:2] == place}
     return HostShare(tuple(together), sum(together.values()))
 
 

@@ -94,14 +94,14 @@ class UnmarkedRows:
             ids = spread_rows(len(live.held), self._count, seed)
             self._kept_digests[live.key] = _Kept(_form(live), ids, _digests(live, ids))
 
-    def _compare(self, live: LiveTable, tracker: Tracker, kept: _Kept) -> None:
-        unmarked = ~tracker.is_marked(kept.ids)
-        ids = kept.ids[unmarked]
+    def _compare(self, live: LiveTable, tracker: Tracker, kept_digests: _Kept) -> None:
+        unmarked = ~tracker.is_marked(kept_digests.ids)
+        ids = kept_digests.ids[unmarked]
         if not ids.numel():
             return
         differ = [
             now != digest_before[unmarked]
-            for now, digest_before in zip(_digests(live, ids), kept.digests, strict=True)
+            for now, digest_before in zip(_digests(live, ids), kept_digests.digests, strict=True)
         ]
         rows = ids[torch.stack(differ).any(0)] + live.held.start
         if not rows.numel():

@@ -191,20 +191,20 @@ class Window:
     def _pairs(self) -> list[tuple[_WindowTable, TablePlan]]:
         return list(zip(self._tables, self._plans, strict=True))
 
-    def _ahead(self, one: _WindowTable, plan: TablePlan) -> TableAhead:
+    def _ahead(self, table: _WindowTable, plan: TablePlan) -> TableAhead:
         by_name = {spot.name: spot for spot in self._placed}
-        data, index = self.slot.data, one.number
+        data, index = self.slot.data, table.number
         arrays = []
         if plan.placed:
-            arrays.append((one.live.weight.detach(), by_name[f"t{index}.values"].room(data)))
-            for number, state in enumerate(one.live.row_states):
+            arrays.append((table.live.weight.detach(), by_name[f"t{index}.values"].room(data)))
+            for number, state in enumerate(table.live.row_states):
                 spot = by_name[f"t{index}.state.{number}"]
                 arrays.append((state.detach(), spot.room(data)))
         ids = by_name.get(f"t{index}.ids")
         return TableAhead(
             rows=plan.rows,
-            fresh=one.fresh,
-            taken=one.aside.bitmap,
+            fresh=table.fresh,
+            taken=table.aside.bitmap,
             seen=plan.seen,
             uses=plan.uses,
             places=plan.places,
@@ -393,10 +393,10 @@ class Window:
                 moves[name] = Move(source=spot, target=at_last[name])
         return [moves[spot.name] for spot in plan.placed if spot.name in moves]
 
-    def _counted(self, others: Sequence[CutTable]) -> CopiedRows:
+    def _counted(self, other_parts: Sequence[CutTable]) -> CopiedRows:
         assert self._copier is not None
         rows_before, bytes_before, rows_in_stall, bytes_after = self._copier.copied()
-        for part in others:
+        for part in other_parts:
             arrays = (part.values, *part.row_states)
             rows_in_stall += part.row_count
             bytes_after += part.row_count * sum(array[:1].nbytes for array in arrays)
@@ -424,20 +424,20 @@ class _Tail(NamedTuple):
     arrays: tuple[Tensor, ...]
 
 
-def _array_names(one: _WindowTable) -> list[str]:
+def _array_names(table: _WindowTable) -> list[str]:
     return [
-        f"t{one.number}.values",
-        *(f"t{one.number}.state.{number}" for number in range(len(one.live.row_states))),
+        f"t{table.number}.values",
+        *(f"t{table.number}.state.{number}" for number in range(len(table.live.row_states))),
     ]
 
 
-def _arrays(one: _WindowTable) -> tuple[Tensor, ...]:
-    return (one.live.weight.detach(), *one.live.row_states)
+def _arrays(table: _WindowTable) -> tuple[Tensor, ...]:
+    return (table.live.weight.detach(), *table.live.row_states)
 
 
-def _tail(one: _WindowTable, ids: Tensor) -> _Tail:
+def _tail(table: _WindowTable, ids: Tensor) -> _Tail:
     arrays = []
-    for source in _arrays(one):
+    for source in _arrays(table):
         out = torch.empty((ids.numel(), *source.shape[1:]), dtype=source.dtype, device="cpu")
         row_gather.gather(source.detach(), ids, out)
         arrays.append(out)

@@ -78,17 +78,17 @@ def ids_of(batch: object, ids: Ids | None, tables: Collection[str] | None) -> di
     return {name: _flat(name, value) for name, value in ids_by_name.items()}
 
 
-def check_names(found: Collection[object], tables: Collection[str] | None) -> None:
+def check_names(names: Collection[object], tables: Collection[str] | None) -> None:
     """Refuse names of tables that do not exist.
 
     Args:
-        found: the names for which a batch has ids.
+        names: the names for which a batch has ids.
         tables: names of all tables; None: not known yet, so nothing is checked.
 
     Raises:
         SettingsError: a name is not among `tables`.
     """
-    for name in found if tables is not None else ():
+    for name in names if tables is not None else ():
         if name not in (tables or ()):
             raise SettingsError(
                 f"Lookahead(ids=...): table {name!r:.200}",

@@ -72,7 +72,7 @@ class InFlight:
         """Whether this is the training thread, so that it draws when training does not."""
         return threading.get_ident() == self.thread
 
-    def take(self, taken: TakenBatch) -> None:
+    def take(self, batch: TakenBatch) -> None:
         """Add a batch that is about to be read; nothing happens if batches are not counted.
 
         Raises:
@@ -89,7 +89,7 @@ class InFlight:
                 next_step="have the training loop read fewer batches ahead, or count each batch "
                 "that is trained",
             )
-        self._taken_batches.append(taken)
+        self._taken_batches.append(batch)
 
     def drop_newest(self) -> None:
         """Forget the batch that was added last, because there was none to read."""

@@ -724,10 +724,10 @@ class Lookahead:
         self._held_bytes += held_batch.bytes
         self._read += 1
 
-    def _find_ids(self, one: _HeldBatch) -> None:
+    def _find_ids(self, batch: _HeldBatch) -> None:
         if self._ids is not None or self._tables is not None:
-            one.ids = ids_of(one.batch, self._ids, self._tables)
-        one.bytes = bytes_of(one.batch, one.ids or {})
+            batch.ids = ids_of(batch.batch, self._ids, self._tables)
+        batch.bytes = bytes_of(batch.batch, batch.ids or {})
 
     def _take_anchor(self) -> None:
         """Keep the reader's state, if it is due."""

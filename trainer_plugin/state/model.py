@@ -313,20 +313,20 @@ def _is_whole(tree: object) -> bool:
     return isinstance(tree, dict) and tree.keys() >= _WHOLE
 
 
-def nearest(rank: int, count: int, stored: int, known: Mapping[int, object]) -> set[int]:
+def nearest(rank: int, count: int, stored: int, known_trees: Mapping[int, object]) -> set[int]:
     """Return the ranks of a checkpoint that are likely to have the pieces which a rank lacks.
 
     Libraries cut tensors in the order of ranks, so the first answer is the ranks whose share lies
-    where this rank's share does. If `known` holds the trees of all these, the answer grows to twice
-    as many ranks on both sides.
+    where this rank's share does. If `known_trees` holds the trees of all these, the answer grows to
+    twice as many ranks on both sides.
 
     Args:
         rank: rank of this process.
         count: number of ranks now.
         stored: number of ranks of the checkpoint.
-        known: rank -> its tree as far as read, whole or in part.
+        known_trees: rank -> its tree as far as read, whole or in part.
     """
-    have = {number for number, tree in known.items() if _is_whole(tree)}
+    have = {number for number, tree in known_trees.items() if _is_whole(tree)}
     first, end = rank * stored // count, -(-(rank + 1) * stored // count)
     reach = 0
     while True:
@@ -337,34 +337,37 @@ def nearest(rank: int, count: int, stored: int, known: Mapping[int, object]) -> 
 
 
 def _model(
-    first: Mapping[str, Any], own: Mapping[str, Any] | None, pieces: Mapping[str, Any]
+    first: Mapping[str, Any], own_tree: Mapping[str, Any] | None, pieces: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the model of this rank; if the checkpoint has no such rank, the model of rank 0."""
-    if own is None:
+    if own_tree is None:
         return {**first, "tensors": first["tensors"] | pieces}
-    return {**own, "tensors": first["tensors"] | own["tensors"] | pieces}
+    return {**own_tree, "tensors": first["tensors"] | own_tree["tensors"] | pieces}
 
 
-def optimizers_for(trees: Mapping[int, Any], own: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+def optimizers_for(
+    trees: Mapping[int, Any], own_tree: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
     """Merge the optimizers of several ranks' trees.
 
     Args:
         trees: rank -> its whole tree.
-        own: tree of one rank. The result has its hyperparameters, and no state of tables that only
-            other ranks hold. None: the result has the state of all ranks.
+        own_tree: tree of one rank. The result has its hyperparameters, and no state of tables that
+            only other ranks hold. None: the result has the state of all ranks.
     """
     saved = [tree["optimizers"] for tree in trees.values()]
     return [
         _optimizer(
-            [tree[number] for tree in saved], None if own is None else own["optimizers"][number]
+            [tree[number] for tree in saved],
+            None if own_tree is None else own_tree["optimizers"][number],
         )
         for number in range(min(map(len, saved), default=0))
     ]
 
 
-def _optimizer(saved: list[Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
+def _optimizer(saved: list[Any], own_tree: Mapping[str, Any] | None) -> dict[str, Any]:
     trained_names = {name for tree in saved for name in _trained(tree)}
-    elsewhere = trained_names - set(_trained(own)) if own is not None else set()
+    elsewhere = trained_names - set(_trained(own_tree)) if own_tree is not None else set()
     entries: dict[str, Any] = {}
     for tree in saved:
         for name, entry in tree["state"].items():
@@ -377,8 +380,8 @@ def _optimizer(saved: list[Any], own: Mapping[str, Any] | None) -> dict[str, Any
                     merged["values"].setdefault(key, []).append(shard)
                 else:
                     merged["values"].setdefault(key, value)
-    return {**(saved[0] if own is None else own), "state": entries}
+    return {**(saved[0] if own_tree is None else own_tree), "state": entries}
 
 
-def _trained(one: Mapping[str, Any]) -> list[str]:
-    return [name for group in one["groups"] for name in group["params"]]
+def _trained(optimizer: Mapping[str, Any]) -> list[str]:
+    return [name for group in optimizer["groups"] for name in group["params"]]

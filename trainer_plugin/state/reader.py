@@ -471,22 +471,22 @@ class ResumableLoader:
         state = {**self._place(fetch), "then": now}
         return {**state, "fetches": later_generators} if later_generators else state
 
-    def _taken(self, asked: Mapping[str, Any] | None, *, is_first: bool) -> TakenBatch:
+    def _taken(self, state_asked: Mapping[str, Any] | None, *, is_first: bool) -> TakenBatch:
         """Return the batch that is about to be read, with its position if positions are kept.
 
         Args:
-            asked: as `_asked` returned it.
-            is_first: whether the loader was iterated since `asked`, and may have drawn for that.
+            state_asked: as `_asked` returned it.
+            is_first: whether the loader was iterated since `state_asked`, and may have drawn then.
         """
-        if asked is None:
+        if state_asked is None:
             return TakenBatch(None)
-        generators = asked if self.in_flight.is_asked_in_training else None
+        generators = state_asked if self.in_flight.is_asked_in_training else None
         try:
-            return TakenBatch(self._place(rng.capture() if is_first else asked), generators)
+            return TakenBatch(self._place(rng.capture() if is_first else state_asked), generators)
         except Exception as error:  # raised by the user's loader
             if came_from_handler(error):
                 raise
-            return TakenBatch(error, asked)  # `state_dict` raises it if it is called
+            return TakenBatch(error, state_asked)  # `state_dict` raises it if it is called
 
     def _place(self, fetch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the position; `fetch`: the generators that the next batch is read with."""
@@ -648,15 +648,15 @@ class ResumableLoader:
         """
         return isinstance(self.loader, DataLoader) and self.loader._iterator is not None
 
-    def _keep_workers(self, kept: bool | None) -> None:
+    def _keep_workers(self, keeps: bool | None) -> None:
         """Have workers that already run serve the next epoch, or new workers.
 
         Args:
-            kept: whether workers are kept; None: the checkpoint does not say, so change nothing.
+            keeps: whether workers are kept; None: the checkpoint does not say, so change nothing.
         """
-        if kept is None or kept == self._keeps_workers or not isinstance(self.loader, DataLoader):
+        if keeps is None or keeps == self._keeps_workers or not isinstance(self.loader, DataLoader):
             return
-        if kept:
+        if keeps:
             iter(self.loader)  # starts workers; the next `iter` drops the epoch that this begins
         else:
             self.loader._iterator = None

@@ -232,16 +232,16 @@ def _replace_numpy(bits: Any, normal: float | None) -> None:
         np.random.set_state({**state, "has_gauss": 1, "gauss": normal})
 
 
-def _kept_normal(known: tuple[bytes, float | None] | None) -> float | None:
+def _kept_normal(known_state: tuple[bytes, float | None] | None) -> float | None:
     """Return the normal number that numpy's global `RandomState` keeps for its next draw, if any.
 
     It draws two at a time. Asking it takes 50 µs, because it copies the state of its bit generator.
 
     Args:
-        known: the memory of the object at an earlier time, and the number that it kept then.
+        known_state: the memory of the object at an earlier time, and the number that it kept then.
     """
-    if known is not None and _SHOWS_NORMAL and _memory(_NUMPY) == known[0]:
-        return known[1]
+    if known_state is not None and _SHOWS_NORMAL and _memory(_NUMPY) == known_state[0]:
+        return known_state[1]
     state = np.random.get_state(legacy=False)
     return float(state["gauss"]) if state["has_gauss"] else None
 

@@ -173,7 +173,7 @@ def in_no_optimizer(
         return []  # as in warn_of_schedulers
 
 
-def warn_of_optimizers(found: Sequence[InNoOptimizer]) -> None:
+def warn_of_optimizers(untrained: Sequence[InNoOptimizer]) -> None:
     """Warn of parameters that an unknown optimizer has trained, after batches were trained.
 
     The unknown optimizer's state would begin anew after a restart. An averaged copy of a parameter
@@ -181,7 +181,7 @@ def warn_of_optimizers(found: Sequence[InNoOptimizer]) -> None:
     """
     names = [
         lost.name
-        for lost in found
+        for lost in untrained
         if lost.parameter.requires_grad
         and lost.parameter.grad is not None
         and lost.parameter._version > lost.version
@@ -567,10 +567,10 @@ def _rates(state: object) -> int:
     return len(rates) if isinstance(rates, list | tuple) else 0
 
 
-def _state_of(subject: str, thing: Stateful) -> Any:
+def _state_of(subject: str, state_object: Stateful) -> Any:
     """Return the user's `thing.state_dict()`; add to its errors a note that names `subject`."""
     try:
-        return let_into(thing.state_dict)
+        return let_into(state_object.state_dict)
     except Exception as error:
         note = f"from state_dict() of {subject}"
         if note not in getattr(error, "__notes__", ()):  # a user may raise one error repeatedly
@@ -578,8 +578,8 @@ def _state_of(subject: str, thing: Stateful) -> Any:
         raise
 
 
-def _plain_state_of(subject: str, thing: Stateful) -> Any:
-    state = _state_of(subject, thing)
+def _plain_state_of(subject: str, state_object: Stateful) -> Any:
+    state = _state_of(subject, state_object)
     try:
         return _plain(state)
     except RecursionError:

@@ -285,12 +285,12 @@ class UnknownOptimizers:
         return tuple(held_parameters)
 
     def _note_lost(
-        self, optimizer: Optimizer, held: Sequence[_HeldParameter], inner: set[int]
+        self, optimizer: Optimizer, held_parameters: Sequence[_HeldParameter], inner: set[int]
     ) -> None:
-        """Note the parameters in `held` whose state no given optimizer has."""
+        """Note the parameters in `held_parameters` whose state no given optimizer has."""
         lost = [
             parameter
-            for parameter in held
+            for parameter in held_parameters
             if not any(id(holder) in inner for holder in parameter.holders)
             and _is_lost(optimizer, parameter)
         ]
@@ -303,10 +303,11 @@ class UnknownOptimizers:
 
 
 def _hook(
-    this: weakref.ref[UnknownOptimizers], judge: Callable[[UnknownOptimizers, Optimizer], None]
+    weak_optimizers: weakref.ref[UnknownOptimizers],
+    judge: Callable[[UnknownOptimizers, Optimizer], None],
 ) -> Callable[..., None]:
     def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        unknown_optimizers = this()
+        unknown_optimizers = weak_optimizers()
         if unknown_optimizers is not None:
             judge(unknown_optimizers, optimizer)
 

@@ -116,11 +116,11 @@ def consolidate_run(
     return Result(_consolidation_document(plan, outcome, url), _plan_table(plan, url), summary)
 
 
-def _said(done: Consolidated) -> str:
-    if done.outcome == "already":
-        return f"{done.key}: there already"
-    written = bytes_text(done.written_bytes)
-    return f"{done.key}: {written} in {done.chunks} chunks, {done.seconds:.1f} s"
+def _said(outcome: Consolidated) -> str:
+    if outcome.outcome == "already":
+        return f"{outcome.key}: there already"
+    written = bytes_text(outcome.written_bytes)
+    return f"{outcome.key}: {written} in {outcome.chunks} chunks, {outcome.seconds:.1f} s"
 
 
 def _plan_table(plan: ConsolidationPlan, url: str) -> Table:
@@ -215,7 +215,7 @@ def _weighed_documents(plan: ConsolidationPlan) -> list[dict[str, Any]]:
 
 
 def _consolidation_document(
-    plan: ConsolidationPlan, done: Consolidated | None, url: str, *, dry_run: bool = False
+    plan: ConsolidationPlan, outcome: Consolidated | None, url: str, *, dry_run: bool = False
 ) -> dict[str, Any]:
     name = plan.target.name
     return {
@@ -240,9 +240,9 @@ def _consolidation_document(
         "passed_over": [
             {"key": key, "error": naming_run(error, url)} for key, error in plan.passed_over
         ],
-        "outcome": None if done is None else done.outcome,
-        "written_bytes": None if done is None else done.written_bytes,
-        "seconds": None if done is None else done.seconds,
+        "outcome": None if outcome is None else outcome.outcome,
+        "written_bytes": None if outcome is None else outcome.written_bytes,
+        "seconds": None if outcome is None else outcome.seconds,
     }
 
 
@@ -314,7 +314,7 @@ def sweep_run(
     return Result(_sweep_document(swept, url), *views)
 
 
-def _discard(store: Store, here: Path, *, dry_run: bool) -> Result:
+def _discard(store: Store, directory: Path, *, dry_run: bool) -> Result:
     try:
         run = Run.open(store)
     except RunRecordLost:
@@ -323,9 +323,9 @@ def _discard(store: Store, here: Path, *, dry_run: bool) -> Result:
         pass
     else:
         raise there_is_a_run(run.url)
-    losses = staged_losses(here) if dry_run else discard_staged(here)
+    losses = staged_losses(directory) if dry_run else discard_staged(directory)
     jobs = [loss.job for loss in losses]
-    slots = free_slots(here, ended=True, grace_seconds=0.0, besides=jobs, dry_run=dry_run)
+    slots = free_slots(directory, ended=True, grace_seconds=0.0, besides=jobs, dry_run=dry_run)
     document = {
         "dry_run": dry_run,
         "discarded": [loss._asdict() for loss in losses],
@@ -468,18 +468,18 @@ def _best(text: str) -> BestBy:
     return BestBy(match[2], direction, int(match[3] or 1))
 
 
-def _retention_document(url: str, made: PrunePlan, result: PruneResult | None) -> dict[str, Any]:
+def _retention_document(url: str, plan: PrunePlan, result: PruneResult | None) -> dict[str, Any]:
     document: dict[str, Any] = {
         "url": url,
         "dry_run": result is None,
-        "grace_seconds": made.grace_seconds,
-        "manifests": [row._asdict() for row in made.rows()],
-        "dropped_bytes": made.retention.dropped_bytes,
-        "held_by": list(made.held),
-        "unfinished": list(made.unfinished),
-        "stray_pins": list(made.stray_pins),
-        "orphans": [swept._asdict() for swept in made.orphans.objects + made.orphans.unfinished],
-        "unrecognised": list(made.orphans.unrecognised),
+        "grace_seconds": plan.grace_seconds,
+        "manifests": [row._asdict() for row in plan.rows()],
+        "dropped_bytes": plan.retention.dropped_bytes,
+        "held_by": list(plan.held),
+        "unfinished": list(plan.unfinished),
+        "stray_pins": list(plan.stray_pins),
+        "orphans": [swept._asdict() for swept in plan.orphans.objects + plan.orphans.unfinished],
+        "unrecognised": list(plan.orphans.unrecognised),
     }
     if result is not None:
         document.update(

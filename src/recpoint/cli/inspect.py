@@ -276,18 +276,18 @@ class _Lags:
         return RunLag(named, view, limit is not None and view.lag.at_risk_seconds > limit)
 
 
-def _document(one: RunLag) -> dict[str, Any]:
-    if isinstance(one.found, RecpointError):
-        error = one.found
+def _document(run_lag: RunLag) -> dict[str, Any]:
+    if isinstance(run_lag.found, RecpointError):
+        error = run_lag.found
         return {
-            "url": one.url,
+            "url": run_lag.url,
             "error": type(error).__name__,
             "subject": error.subject,
             "found": error.found,
             "expected": error.expected,
             "next_step": error.next_step,
         }
-    return {"url": one.url, "above": one.above, **_figures(one.found)}
+    return {"url": run_lag.url, "above": run_lag.above, **_figures(run_lag.found)}
 
 
 def _staged(staged: StagedRisk) -> dict[str, Any]:
@@ -300,12 +300,12 @@ def _staged(staged: StagedRisk) -> dict[str, Any]:
     }
 
 
-def _figures(seen: RunOverview) -> dict[str, Any]:
-    lag, newest, restore, ended = seen.lag, seen.newest, seen.restore, seen.ended
-    validated = seen.last_validated
+def _figures(view: RunOverview) -> dict[str, Any]:
+    lag, newest, restore, ended = view.lag, view.newest, view.restore, view.ended
+    validated = view.last_validated
     verdict = None if validated is None else validated.verdict
     return {
-        "run": seen.run,
+        "run": view.run,
         "lag_seconds": lag.seconds,
         "at_risk_seconds": lag.at_risk_seconds,
         "at_risk_batches": lag.at_risk_batches,
@@ -313,20 +313,20 @@ def _figures(seen: RunOverview) -> dict[str, Any]:
         "interval_seconds": lag.interval_seconds,
         "step": None if newest is None else newest.step,
         "stall_seconds": None if newest is None else newest.stall_seconds,
-        "checkpoints": seen.live_checkpoints,
-        "restarts": seen.restarts,
+        "checkpoints": view.live_checkpoints,
+        "restarts": view.restarts,
         "manifests_to_read": None if restore is None else restore.manifests_to_read,
         "bytes_to_read": None if restore is None else restore.bytes_to_read,
         "ended": None if ended is None else ended.reason,
-        "trainer_gone": seen.trainer_gone,
-        "last_sign_of_life_ms": seen.gone_ms,
-        "staged": None if seen.staged is None else _staged(seen.staged),
+        "trainer_gone": view.trainer_gone,
+        "last_sign_of_life_ms": view.gone_ms,
+        "staged": None if view.staged is None else _staged(view.staged),
         "validated": None
         if validated is None or verdict is None
         else {"step": validated.step, "result": verdict.result, "level": verdict.level},
         "alarms": [
             {"trouble": alarm.trouble, "text": alarm.text, "next_step": alarm.next_step}
-            for alarm in alarms(seen)
+            for alarm in alarms(view)
         ],
     }
 

@@ -101,7 +101,7 @@ def _require_known(optimizer_states: str) -> None:
         )
 
 
-def _tables(asked: list[str], there: Collection[str]) -> dict[str, str]:
+def _tables(words: list[str], names: Collection[str]) -> dict[str, str]:
     """Return, by name of a new table, the name of the checkpoint's table it is taken from.
 
     Names may contain `=`; NEW=NAME is split so that NAME is a table of the checkpoint.
@@ -110,13 +110,13 @@ def _tables(asked: list[str], there: Collection[str]) -> dict[str, str]:
         SettingsError: several splits are possible, or one new table is taken from two.
     """
     named: dict[str, str] = {}
-    for word in asked:
+    for word in words:
         ends = [equals_sign for equals_sign, sign in enumerate(word) if sign == "="]
-        read = {word: word} if word in there else {}
+        read = {word: word} if word in names else {}
         read |= {
             word[:equals_sign] or word[1:]: word[equals_sign + 1 :]
             for equals_sign in ends
-            if word[equals_sign + 1 :] in there
+            if word[equals_sign + 1 :] in names
         }
         if len(read) > 1:
             raise SettingsError(

@@ -117,46 +117,46 @@ def _checkpoint(run: Run, step: int | None, generation: int | None) -> ManifestN
     return live[0]
 
 
-def _document(found: Validation, metrics: dict[str, float], number: int | None) -> dict[str, Any]:
+def _document(verdict: Validation, metrics: dict[str, float], number: int | None) -> dict[str, Any]:
     return {
-        "step": found.checkpoint.step,
-        "generation": found.checkpoint.generation,
-        "attempt": found.checkpoint.attempt,
-        "level": found.level,
-        "result": found.result,
+        "step": verdict.checkpoint.step,
+        "generation": verdict.checkpoint.generation,
+        "attempt": verdict.checkpoint.attempt,
+        "level": verdict.level,
+        "result": verdict.result,
         "record": number,
-        "links_read": found.links_read,
-        "chunks_read": found.chunks_read,
-        "bytes_read": found.bytes_read,
-        "rows_compared": found.rows_compared,
-        "worst_of_bound": min(found.worst, 1e300),
-        "stripes": None if found.stripes is None else found.stripes.model_dump(),
-        "findings": [finding.model_dump(mode="json") for finding in found.findings],
-        "notes": [finding.model_dump(mode="json") for finding in found.notes],
+        "links_read": verdict.links_read,
+        "chunks_read": verdict.chunks_read,
+        "bytes_read": verdict.bytes_read,
+        "rows_compared": verdict.rows_compared,
+        "worst_of_bound": min(verdict.worst, 1e300),
+        "stripes": None if verdict.stripes is None else verdict.stripes.model_dump(),
+        "findings": [finding.model_dump(mode="json") for finding in verdict.findings],
+        "notes": [finding.model_dump(mode="json") for finding in verdict.notes],
         "metrics": metrics,
-        "seconds": (found.finished_ms - found.started_ms) / 1000,
+        "seconds": (verdict.finished_ms - verdict.started_ms) / 1000,
     }
 
 
 def _views(
-    found: Validation, metrics: dict[str, float], number: int | None
+    verdict: Validation, metrics: dict[str, float], number: int | None
 ) -> list[RenderableType]:
     views: list[RenderableType] = []
-    if found.findings or found.notes:
-        views.append(terminal.validation_table(found.findings, found.notes))
+    if verdict.findings or verdict.notes:
+        views.append(terminal.validation_table(verdict.findings, verdict.notes))
     fields: list[tuple[str, object]] = [
-        ("checkpoint", found.checkpoint),
-        ("level", found.level),
-        ("read", f"{bytes_text(found.bytes_read)}, {found.chunks_read} chunks"),
-        ("rows compared", f"{found.rows_compared:,}"),
-        ("largest error", f"{min(found.worst, 1e300):.1%} of what is allowed"),
+        ("checkpoint", verdict.checkpoint),
+        ("level", verdict.level),
+        ("read", f"{bytes_text(verdict.bytes_read)}, {verdict.chunks_read} chunks"),
+        ("rows compared", f"{verdict.rows_compared:,}"),
+        ("largest error", f"{min(verdict.worst, 1e300):.1%} of what is allowed"),
         *(
             []
-            if found.stripes is None
-            else [("stripes", stripes_text(found.stripes.fits, found.stripes.unknown))]
+            if verdict.stripes is None
+            else [("stripes", stripes_text(verdict.stripes.fits, verdict.stripes.unknown))]
         ),
         *((name, f"{value:.9g}") for name, value in sorted(metrics.items())),
         ("recorded", "no" if number is None else f"as validation {number}"),
-        ("result", terminal.result_text(found.result)),
+        ("result", terminal.result_text(verdict.result)),
     ]
     return [*views, terminal.fields_table(fields)]

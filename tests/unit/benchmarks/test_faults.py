@@ -68,7 +68,7 @@ def test_the_outcome_of_a_restore(ended: Ended, acknowledged: bool, outcome: Out
     verdict = judge(
         ended,
         newest=["two"],
-        others={"one": "the state of step 1"},
+        other_states={"one": "the state of step 1"},
         names=NAMES,
         acknowledged=acknowledged,
     )
