@@ -6,10 +6,10 @@ Each rank builds its own parts. The ranks communicate if a part depends on what 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recpoint.catalog.staging.area import default_staging_root
@@ -46,7 +46,8 @@ from recpoint.trainer_plugin.tables import find_tables, hold_pieces, optimizer_l
 __all__ = ["Assembly", "Trained", "assemble", "look_at"]
 
 
-class Trained(NamedTuple):
+@dataclass(frozen=True)
+class Trained:
     """What this process trains: the model, its tables and its other state.
 
     Attributes:
@@ -66,10 +67,12 @@ class Trained(NamedTuple):
     pieces: dict[str, HeldPiece]
 
 
-class Assembly(NamedTuple):
-    """The parts of a Checkpointer, before they are hooked into the model or write anything.
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """The parts of a Checkpointer that know its model. They write nothing before `track`.
 
     Attributes:
+        trained: what this process trains.
         shards: all tables of the job, in the order in which they are stored.
         trackers: `Table.key` -> tracker of the table's dirty rows, for tables that this rank
             stores.
@@ -82,6 +85,7 @@ class Assembly(NamedTuple):
         replicas: checks the state that is equal on all ranks.
     """
 
+    trained: Trained
     shards: tuple[StoredShard, ...]
     trackers: dict[str, Tracker]
     watch: OptimizerWatch
@@ -91,6 +95,34 @@ class Assembly(NamedTuple):
     memory: MemoryBound
     records: RecordBound
     replicas: Replicas
+
+    @property
+    def cache(self) -> Cache | None:
+        """The cache of the model's tables; None: they are not cached."""
+        tables = self.trained.tables
+        cached = next((table for table in tables if isinstance(table, CachedTable)), None)
+        return None if cached is None else cached.cache
+
+    def track(self, changed: Mapping[str, Tensor]) -> None:
+        """Hook into the model, and note rows that change from now on.
+
+        Args:
+            changed: `Table.key` -> dirty bitmap of the rows that have changed already.
+        """
+        for name, tracker in self.trackers.items():
+            tracker.forget(changed.get(name))
+            tracker.install()
+        for source in self.trained.sources:
+            source.track(self.trackers)
+        self.watch.install()
+
+    def untrack(self) -> None:
+        """Take the hooks out of the model."""
+        self.watch.remove()
+        for source in self.trained.sources:
+            source.untrack()
+        for tracker in self.trackers.values():
+            tracker.remove()
 
 
 def look_at(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> Trained:
@@ -271,5 +303,15 @@ def assemble(
         lambda: local_pieces(state.model.tensors()),
     )
     state.leave_to_others(replicas.stored_elsewhere)
-    records = RecordBound(ranks, cutter)
-    return Assembly(shards, trackers, watch, state, cutter, area, memory, records, replicas)
+    return Assembly(
+        trained=trained,
+        shards=shards,
+        trackers=trackers,
+        watch=watch,
+        state=state,
+        cutter=cutter,
+        area=area,
+        memory=memory,
+        records=RecordBound(ranks, cutter),
+        replicas=replicas,
+    )

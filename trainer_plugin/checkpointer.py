@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar, overload
@@ -15,14 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recpoint.catalog.overview.overview import HistogramReading
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import RestoreReport
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.run_url import naming_errors
-from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.cache.install import CachedTable
-from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.tables.marks import Tracker
 from recpoint.embeddings.tables.tables import Table, held_ids, zero_rows
 from recpoint.errors import (
@@ -33,8 +28,6 @@ from recpoint.errors import (
     ServerLost,
     SettingsError,
 )
-from recpoint.format.manifest import Kind
-from recpoint.format.servers import AllServers
 from recpoint.interrupts import Hold, held
 from recpoint.trainer_plugin.assembly import assemble, look_at
 from recpoint.trainer_plugin.batches.count import BatchCount
@@ -42,6 +35,8 @@ from recpoint.trainer_plugin.batches.loop import Bound, Loop
 from recpoint.trainer_plugin.batches.pipelined import Pipelined
 from recpoint.trainer_plugin.batches.signs import TrainingSigns
 from recpoint.trainer_plugin.batches.uncounted import Uncounted
+from recpoint.trainer_plugin.life_cycle import LifeCycle, misuse
+from recpoint.trainer_plugin.observation import Observation
 from recpoint.trainer_plugin.pipeline.pipeline import Pipeline
 from recpoint.trainer_plugin.pipeline.reader_pace import Pace
 from recpoint.trainer_plugin.policy import Policy, PolicyName, as_policy
@@ -75,8 +70,7 @@ from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.state.lookahead import Lookahead
 from recpoint.trainer_plugin.state.reader import Stateful
 
-__all__ = ["Checkpointer", "Observation", "observe"]
-
+__all__ = ["Checkpointer"]
 
 T = TypeVar("T")
 B = TypeVar("B")
@@ -189,7 +183,7 @@ class Checkpointer:
             with rng.untouched():
                 self._store = store_of(run)
             trained = look_at(model, optimizers)
-        parts = assemble(
+        self._parts = assemble(
             self._ranks,
             trained,
             settings,
@@ -199,22 +193,16 @@ class Checkpointer:
             extras=extras,
         )
         self._reader = reader
-        self._tables, self._sources = trained.tables, trained.sources
-        self._shards, self._trackers, self._watch = parts.shards, parts.trackers, parts.watch
-        self._state, self._cutter, self._area = parts.state, parts.cutter, parts.area
-        self._memory, self._records = parts.memory, parts.records
-        self._replicas = parts.replicas
         self._end = AgreedEnd(self._ranks, wait_seconds=settings.timeouts.ranks_seconds)
         self._pipeline: Pipeline | None = None
         self._pace: Pace | None = None
         self._servers_note: ServersNote | None = None
         self._uncounted: Uncounted | None = None  # until the first batch is counted
-        self._closed = False
-        self._is_busy = False  # True during a call that others must not interrupt
+        self._life = LifeCycle(lambda final: self._stop(final=final))
         self._signs = TrainingSigns(model, trained.optimizers)
         self._count = BatchCount(self._signs, reader, most_in_flight=settings.options.in_flight)
         self._loop = Loop(
-            self._state,
+            self._parts.state,
             self._count,
             batches_done=lambda: self.batches_done,
             note_done=self._note_done,
@@ -223,18 +211,15 @@ class Checkpointer:
         )
         self._rewinds = 0
         self._has_position = reader is not None or bool(extras)
-        # `final` of a close() that was called during another call.
-        self._close_wanted: bool | None = None
-        self._process = os.getpid()
         self.batches_done = 0
         try:
-            if self._replicas.stored_elsewhere:
-                self._memory.measure()  # less than before: other ranks store a part
-            share = self._memory.agree()
-            self._area.refuse_if_small(share, jobs=settings.staging.jobs)
-            self._area.warn_if_small(share)
-            self._records.refuse_if_large()
-            self._watch.warn()
+            if self._parts.replicas.stored_elsewhere:
+                self._parts.memory.measure()  # less than before: other ranks store a part
+            share = self._parts.memory.agree()
+            self._parts.area.refuse_if_small(share, jobs=settings.staging.jobs)
+            self._parts.area.warn_if_small(share)
+            self._parts.records.refuse_if_large()
+            self._parts.watch.warn()
         except BaseException:  # such as a warning that a filter turns into an error
             self._ranks.close()  # so that the other ranks notice when they next ask
             raise
@@ -287,9 +272,9 @@ class Checkpointer:
             BaseException: a signal handler raised it. Either nothing has started, and you can
                 repeat the call; or the restore is complete, and training can go on.
         """
-        self._refuse_child("restore()")
-        if self._pipeline is not None or self._closed or self._is_busy:
-            raise _misuse("restore()", "a second call", "one call before training")
+        self._life.refuse_child("restore()")
+        if self._pipeline is not None or self._life.is_closed or self._life.is_busy:
+            raise misuse("restore()", "a second call", "one call before training")
         _refuse_inference_mode("restore()")
         with naming_errors(self._store.url):
             selection = Selection(
@@ -300,10 +285,10 @@ class Checkpointer:
             )
             wanted = StartRequest(selection, fresh, partial, seed)
             wanted.check()
-            self._state.refuse_unwritable()  # states may have been created since __init__
-            self._state.warn_of_schedulers()
+            self._parts.state.refuse_unwritable()  # states may have been created since __init__
+            self._parts.state.warn_of_schedulers()
             try:
-                report = self._whole(lambda hold: self._restore(wanted, hold))
+                report = self._life.run_whole(lambda hold: self._restore(wanted, hold))
             except (IncompatibleModel, NothingToRestore) as error:
                 # Its message says what to change in the script. A traceback through recpoint would
                 # push the message out of sight; that of a cause is kept.
@@ -312,38 +297,19 @@ class Checkpointer:
             self.take_sigterm()
         return report
 
-    def _whole(self, call: Callable[[Hold], T]) -> T:
-        """Run `call` to its end; what a signal handler raises meanwhile is raised afterwards.
-
-        If a handler or a `state_dict` calls this object meanwhile, the call is refused or done
-        afterwards.
-        """
-        try:
-            with held() as hold:
-                self._is_busy = True
-                try:
-                    if self._closed:  # a signal handler closed it a moment ago
-                        raise _misuse("a call", "a Checkpointer that is closed", "an open one")
-                    return call(hold)
-                finally:
-                    self._is_busy = False
-        finally:
-            if self._close_wanted is not None:
-                self._stop(final=self._close_wanted)
-
     def _restore(self, wanted: StartRequest, hold: Hold) -> RestoreReport | None:
         generators, gradients = rng.capture(), torch.is_grad_enabled()
         try:
-            staged = take_area(self._area, self._ranks)
+            staged = take_area(self._parts.area, self._ranks)
             # This may take long, so a signal may interrupt it: training has not begun, and a
             # repeated call overwrites what this one wrote.
             run, start = hold.let_through(lambda: self._taken_over(wanted, staged))
             if not start.resumed:
                 rng.restore(generators)  # as in rng.untouched
-            self._area.take_over(start.generation)
+            self._parts.area.take_over(start.generation)
         except BaseException:
             torch.set_grad_enabled(gradients)  # an interrupted `no_grad` may not have ended
-            self._area.close()
+            self._parts.area.close()
             raise
         self._begin(run, start)
         return start.report
@@ -367,7 +333,7 @@ class Checkpointer:
                 self._running("batches()")
             _log.warning("%s. Training goes back to the newest checkpoint", lost)
             try:
-                self._whole(functools.partial(self._back, lost))
+                self._life.run_whole(functools.partial(self._back, lost))
             except (ServerLost, RankLost) as again:
                 if again is lost:  # there is nothing to go back to
                     raise
@@ -381,39 +347,34 @@ class Checkpointer:
         self._pipeline = self._pace = None
         self._end_servers_note()
         self._untrack()
-        self._cutter.unmarked.forget()
-        self._area.close()
+        self._parts.cutter.unmarked.forget()
+        self._parts.area.close()
         wanted = StartRequest(Selection(), fresh=False, partial=None, seed=None)
         if self._restore(wanted, hold) is None:
             # The run would begin anew, and the model has been trained: this is the end.
-            self._close_wanted = False
+            self._life.request_end(final=False)
             raise lost
 
     def _taken_over(self, wanted: StartRequest, staged: StagedParts) -> tuple[Run, Start]:
         drain_seconds = self._settings.timeouts.drain_seconds
-        run = open_run(self._store, self._area, self._ranks, staged, drain_seconds)
+        run = open_run(self._store, self._parts.area, self._ranks, staged, drain_seconds)
         job = TrainingJob(
             ranks=self._ranks,
-            tables=self._tables,
-            names=frozenset(shard.name for shard in self._shards),
-            state=self._state,
+            tables=self._parts.trained.tables,
+            names=frozenset(shard.name for shard in self._parts.shards),
+            state=self._parts.state,
             staged=max((generation for parts in staged for generation, _ in parts), default=0),
         )
         return run, start_training(run, job, self._settings.policy, wanted)
 
     def _begin(self, run: Run, start: Start) -> None:
         self.batches_done = start.batches_done
-        for name, tracker in self._trackers.items():
-            tracker.forget(start.changed.get(name))
-            tracker.install()
-        for source in self._sources:
-            source.track(self._trackers)
-        self._watch.install()
+        self._parts.track(start.changed)
         self._signs.install()
         self._count.begin()
-        self._memory.measure()
-        share = self._memory.agree()
-        self._area.clear_other_ranks(share.ranks, start.generation)
+        self._parts.memory.measure()
+        share = self._parts.memory.agree()
+        self._parts.area.clear_other_ranks(share.ranks, start.generation)
         _log.info(
             "generation %d of %s: %d batches done; staged checkpoints take at most %d bytes of %s"
             "; those of all %d rank(s) of this host at most %d bytes",
@@ -421,42 +382,42 @@ class Checkpointer:
             run.url,
             start.batches_done,
             self.memory_bound_bytes,
-            self._area.root,
+            self._parts.area.root,
             len(share.ranks),
             share.bound_bytes,
         )
         self._pipeline = pipeline = Pipeline(
             run=run,
             start=start,
-            area=self._area,
-            cutter=self._cutter,
-            memory=self._memory,
-            records=self._records,
-            trackers=self._trackers,
+            area=self._parts.area,
+            cutter=self._parts.cutter,
+            memory=self._parts.memory,
+            records=self._parts.records,
+            trackers=self._parts.trackers,
             settings=self._settings,
             ends=lambda: self._end.is_due,
             ranks=self._ranks,
-            replicas=self._replicas,
+            replicas=self._parts.replicas,
             reader=self._reader_ahead(),
         )
         pipeline.prepare()
         self._say_how_servers_are(start.generation)
-        self._state.warn_of_batches(start.batches_done)
+        self._parts.state.warn_of_batches(start.batches_done)
         self._pace = Pace(self._reader, pipeline)
         self._pace.restart(start.batches_done)
         if self._ranks.rank == 0:
-            self._uncounted = Uncounted(self._state.optimizers.parameters(), self._signs)
+            self._uncounted = Uncounted(self._parts.state.optimizers.parameters(), self._signs)
         if self._settings.options.announce and self._ranks.rank == 0:
             announce_start(run.url, start.report, resumed=start.resumed, left_count=start.left)
 
     def _say_how_servers_are(self, generation: int) -> None:
-        cache = self._cache()
+        cache = self._parts.cache
         if cache is not None and self._ranks.rank == 0:
             self._servers_note = ServersNote(
                 cache.home,
-                self._area,
+                self._parts.area,
                 generation=generation,
-                is_stalled=lambda: self._is_busy,
+                is_stalled=lambda: self._life.is_busy,
             )
             self._servers_note.start()
 
@@ -470,9 +431,8 @@ class Checkpointer:
 
         These are copied after it: from slots that no step has changed, or from the frozen home.
         """
-        if not isinstance(self._reader, Lookahead) or any(one.cached for one in self._tables):
-            return None
-        return self._reader
+        ahead = self._reader if isinstance(self._reader, Lookahead) else None
+        return ahead if self._parts.cache is None else None
 
     def take_sigterm(self) -> None:
         """Handle SIGTERM from now on, as `restore` does unless `Options.handle_sigterm` is False.
@@ -485,12 +445,12 @@ class Checkpointer:
     @property
     def memory_bound_bytes(self) -> int:
         """The most bytes that this process's slots take in the staging area."""
-        return self._memory.own_bytes
+        return self._parts.memory.own_bytes
 
     @property
     def host_memory_bound_bytes(self) -> int:
         """The most bytes of all ranks whose staging areas share a file system."""
-        return self._memory.host.bound_bytes
+        return self._parts.memory.host.bound_bytes
 
     @property
     def lookahead_bytes(self) -> int:
@@ -508,7 +468,7 @@ class Checkpointer:
     @property
     def epochs_done(self) -> int:
         """Complete passes over the reader in `batches`."""
-        passes = self._state.passes
+        passes = self._parts.state.passes
         return 0 if passes is None else passes.done
 
     @overload
@@ -640,16 +600,16 @@ class Checkpointer:
         if (
             pace.is_over(self.batches_done)
             or pipeline.outcomes.has_news()
-            or self._memory.has_grown()
+            or self._parts.memory.has_grown()
             or self._end.is_due
             or (pipeline.ahead is not None and pipeline.ahead.is_near(pace.left(self.batches_done)))
         ):
-            self._whole(lambda _: self._act(pipeline, pace))
+            self._life.run_whole(lambda _: self._act(pipeline, pace))
         if self._end.is_done:
             self._end.hand_on()
 
     def _note_done(self) -> None:
-        if self._is_over():
+        if self._life.is_over:
             return
         self.batches_done += 1
         if self._uncounted is not None:
@@ -658,8 +618,8 @@ class Checkpointer:
 
     def _act(self, pipeline: Pipeline, pace: Pace) -> None:
         pipeline.outcomes.fetch()
-        if self._memory.follow():
-            self._records.warn_if_large(pipeline.statistics.precision)
+        if self._parts.memory.follow():
+            self._parts.records.warn_if_large(pipeline.statistics.precision)
         pace.step(self.batches_done)
         if pipeline.ahead is not None:
             pipeline.ahead.step(self.batches_done, pace.left(self.batches_done))
@@ -676,7 +636,7 @@ class Checkpointer:
             of the batch that a loop over `batches` is working on, or during another call of this
             object (from a `state_dict` or a signal handler).
         """
-        if self._is_busy:
+        if self._life.is_busy:
             # It would be written into the slot that another checkpoint is being written to.
             _log.info("no checkpoint at batch %d: another call is in progress", self.batches_done)
             return False
@@ -688,7 +648,7 @@ class Checkpointer:
                 self.batches_done,
             )
             return False
-        return self._whole(lambda _: self._take(pipeline, pace))
+        return self._life.run_whole(lambda _: self._take(pipeline, pace))
 
     def _take(self, pipeline: Pipeline, pace: Pace) -> bool:
         pipeline.outcomes.fetch()
@@ -746,7 +706,7 @@ class Checkpointer:
                     one.cache.zero_rows(one.key_in_cache, held_ids(one, ids).cpu())
                 continue
             here = held_ids(one, ids)
-            states = list(self._state.optimizers.row_states(one).tensors.values())
+            states = list(self._parts.state.optimizers.row_states(one).tensors.values())
             with held():
                 # First, because the mark below counts all earlier in-place changes as reported.
                 tracker.notice_changes(states)
@@ -756,24 +716,36 @@ class Checkpointer:
     @property
     def stats(self) -> Stats:
         """Counts and timings of this process's checkpoints so far."""
+        cache = self._parts.cache
+        cache_stats = None if cache is None else cache.stats
         if self._pipeline is None:
-            return Statistics().read(self.batches_done, self._cache_stats())
-        if self._pipeline.outcomes.has_news() and not (self._is_over() or self._is_busy):
+            return Statistics().read(self.batches_done, cache_stats)
+        if self._pipeline.outcomes.has_news() and not (self._life.is_over or self._life.is_busy):
             with held():
                 self._pipeline.outcomes.fetch()
-        return self._pipeline.statistics.read(self.batches_done, self._cache_stats())
+        return self._pipeline.statistics.read(self.batches_done, cache_stats)
 
-    def _cache(self) -> Cache | None:
-        cached = next((one for one in self._tables if isinstance(one, CachedTable)), None)
-        return None if cached is None else cached.cache
+    def observe(self) -> Observation:
+        """Read the state of checkpointing. Unlike all else here, any thread may call it.
 
-    def _cache_stats(self) -> CacheStats | None:
-        cache = self._cache()
-        return None if cache is None else cache.stats
-
-    def _servers_now(self) -> AllServers | None:
-        cache = self._cache()
-        return None if cache is None or self._ranks.rank else cache.home.servers_now()
+        It changes nothing and takes no lock. It reads the numbers one after another while training
+        goes on, so they may be microseconds apart. It makes three requests to the file system and
+        none to the store or the device.
+        """
+        pipeline, cache = self._pipeline, self._parts.cache
+        statistics = Statistics() if pipeline is None else pipeline.statistics
+        return Observation.of(
+            statistics,
+            self._parts.area,
+            # Read before batches_done, which grows: no lag is negative.
+            safe_batches=statistics.safe_batches,
+            batches_done=self.batches_done,
+            running=pipeline is not None and not self._life.is_closed,
+            pending=0 if pipeline is None else pipeline.pending,
+            bound_bytes=self.memory_bound_bytes,
+            cache=None if cache is None else cache.stats,
+            servers=None if cache is None or self._ranks.rank else cache.home.servers_now(),
+        )
 
     def close(self, *, final: bool = True) -> None:
         """End checkpointing: take a last checkpoint if batches are new, and wait for the agent.
@@ -792,27 +764,19 @@ class Checkpointer:
                 end the last checkpoint, unless a second one interrupts a `state_dict` of yours;
                 with several ranks the first that interrupts a `state_dict` does.
         """
-        if self._is_busy:
-            self._close_wanted = final
+        if self._life.is_busy:
+            self._life.request_end(final=final)
             return
         self._stop(final=final, told=not final)
         if self._pipeline is not None:
             self._pipeline.outcomes.raise_noted()
-
-    def _is_over(self) -> bool:
-        """Whether this is closed, or belongs to another process.
-
-        A forked child may also leave the `with` block. The slots, threads and ranks belong to its
-        parent, and both processes would write to the memory in which checkpoints are staged.
-        """
-        return self._closed or os.getpid() != self._process
 
     def _stop(self, *, final: bool, told: bool = False, error: BaseException | None = None) -> None:
         """End as `close` does; with `told`, record the end of training even if not `final`.
 
         With `error`, record that this exception ended training.
         """
-        if self._is_over():
+        if self._life.is_over:
             return
         try:
             with held():
@@ -822,45 +786,44 @@ class Checkpointer:
 
     def _stop_whole(self, *, final: bool, told: bool, error: BaseException | None) -> None:
         pipeline = self._pipeline
-        self._is_busy, self._close_wanted = True, None
-        try:
-            if pipeline is not None and (final or told):
-                self._loop.leave()
-            if self._uncounted is not None and (final or told):
-                self._uncounted.warn()
-            if pipeline is not None and final:
-                if not self._count.is_between_steps:
-                    _log.warning(
-                        "training ends after batch %d while gradients wait for an optimizer step: "
-                        "the last checkpoint does not hold them, so a restart trains on without "
-                        "them. Next: step the optimizers before close()",
-                        self.batches_done,
-                    )
-                pipeline.finish(self.batches_done)
-            elif pipeline is not None and told:
-                pipeline.say_ended()
-            elif pipeline is not None and error is not None:
-                pipeline.say_failed(error, self.batches_done)
-        finally:
-            if self._uncounted is not None:
-                self._uncounted.end()
-            self._is_busy, self._closed = False, True
-            self._loop.end()
-            if pipeline is not None:
-                pipeline.close()
-            self._end_servers_note()
-            self._untrack()
-            self._area.close()
-            self._ranks.close()
+        with self._life.ending():
+            try:
+                self._end_training(final=final, told=told, error=error)
+            finally:
+                if self._uncounted is not None:
+                    self._uncounted.end()
+                self._loop.end()
+                if pipeline is not None:
+                    pipeline.close()
+                self._end_servers_note()
+                self._untrack()
+                self._parts.area.close()
+                self._ranks.close()
+
+    def _end_training(self, *, final: bool, told: bool, error: BaseException | None) -> None:
+        pipeline = self._pipeline
+        if pipeline is not None and (final or told):
+            self._loop.leave()
+        if self._uncounted is not None and (final or told):
+            self._uncounted.warn()
+        if pipeline is not None and final:
+            if not self._count.is_between_steps:
+                _log.warning(
+                    "training ends after batch %d while gradients wait for an optimizer step: "
+                    "the last checkpoint does not hold them, so a restart trains on without "
+                    "them. Next: step the optimizers before close()",
+                    self.batches_done,
+                )
+            pipeline.finish(self.batches_done)
+        elif pipeline is not None and told:
+            pipeline.say_ended()
+        elif pipeline is not None and error is not None:
+            pipeline.say_failed(error, self.batches_done)
 
     def _untrack(self) -> None:
-        self._watch.remove()
+        self._parts.untrack()
         self._signs.remove()
         self._count.end()
-        for source in self._sources:
-            source.untrack()
-        for tracker in self._trackers.values():
-            tracker.remove()
 
     def __enter__(self) -> Self:
         return self
@@ -876,57 +839,38 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        for table in self._tables:
-            if isinstance(table, CachedTable):
-                table.cache.end_failed_step()  # checkpoints wait for rows that wait for its end
+        if self._parts.cache is not None:
+            self._parts.cache.end_failed_step()  # checkpoints wait for rows that wait for its end
         self._stop(final=False, error=error)
 
     def _running(self, call: str) -> tuple[Pipeline, Pace]:
-        if self._is_busy:
-            raise _misuse(call, "a call during another call", "calls between two batches")
-        if self._pipeline is None or self._pace is None or self._closed:
+        self._life.refuse_busy(call)
+        if self._pipeline is None or self._pace is None or self._life.is_closed:
+            state = "closed" if self._life.is_closed else "not started"
             raise SettingsError(
                 call,
-                found=f"a Checkpointer that is {'closed' if self._closed else 'not started'}",
+                found=f"a Checkpointer that is {state}",
                 expected="one that restore() has started",
                 next_step="call restore() once before training, also if there is no checkpoint yet",
             )
-        self._refuse_child(call)
+        self._life.refuse_child(call)
         return self._pipeline, self._pace
-
-    def _refuse_child(self, call: str) -> None:
-        if os.getpid() != self._process:
-            raise SettingsError(
-                call,
-                found=f"a forked child (process {os.getpid()}) of the process that built this "
-                f"Checkpointer (process {self._process})",
-                expected="the process that built it, because a child would write its own state "
-                "into the parent's slots",
-                next_step="train and checkpoint in one process, and build the Checkpointer after "
-                "that process was forked",
-            )
 
     def _named(self, table: str) -> list[tuple[Table, Tracker]]:
         """Return the pieces of a table that this process holds, each with its tracker."""
         found = [
-            (shard.table, self._trackers[shard.key])
-            for shard in self._shards
+            (shard.table, self._parts.trackers[shard.key])
+            for shard in self._parts.shards
             if shard.name == table and shard.table is not None
         ]
-        if not any(shard.name == table for shard in self._shards):
+        if not any(shard.name == table for shard in self._parts.shards):
             raise SettingsError(
                 f"table {table!r}",
                 found="no such table in the model",
-                expected=f"one of {sorted({shard.name for shard in self._shards})!r:.400}",
+                expected=f"one of {sorted({shard.name for shard in self._parts.shards})!r:.400}",
                 next_step="use the name of the embedding module, as in model.named_modules()",
             )
         return found
-
-
-def _misuse(call: str, found: str, expected: str) -> SettingsError:
-    return SettingsError(
-        call, found=found, expected=expected, next_step="see the docstring of Checkpointer.restore"
-    )
 
 
 def _refuse_inference_mode(call: str) -> None:
@@ -938,106 +882,3 @@ def _refuse_inference_mode(call: str) -> None:
             expected="a call outside it, because training cannot change tensors made under it",
             next_step=f"call {call} outside torch.inference_mode()",
         )
-
-
-# What a monitoring thread may read of a Checkpointer without disturbing training.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """Describes the state of a trainer's checkpoints at one moment.
-
-    `step()` learns the outcomes of checkpoints. While training pauses, for instance for an
-    evaluation, `pending` and the counters therefore stand still, and the lag grows.
-
-    Attributes:
-        run: the run URL.
-        running: True between `restore()` and `close()`.
-        batches: number of batches that this process has trained.
-        lag_batches, lag_seconds: as in `Stats`; None: not running.
-        interval_seconds: length of the last interval between two due checkpoints, in seconds;
-            None: unknown.
-        committed, skipped, cancelled, failed: number of checkpoints with this outcome.
-        unmarked_rows: as in `Stats`.
-        pending: number of checkpoints that were cut and whose outcome is not known yet.
-        failures: number of failed checkpoints by cause (`recpoint.catalog.overview.overview`).
-        stalls: how long training waited for each checkpoint, in seconds.
-        copied_rows, copied_bytes: with a `Lookahead` as the reader: rows that checkpoints copied,
-            and their bytes with row states, by "before" (while training went on) and "in_stall".
-        stored_bytes: bytes of chunks of the committed checkpoints, by kind.
-        restores: number of checkpoints that this process restored and went on from.
-        last_commit_ms: when the newest checkpoint was committed, in milliseconds since the epoch;
-            None: no checkpoint was committed.
-        agent_running: whether an agent serves the staging area.
-        staging_free_bytes: bytes that snapshots may take in the staging area; None: unknown.
-        staging_bound_bytes: the most bytes that snapshots take.
-        cache: as in `Stats`.
-        servers: how the embedding servers are; None: there are none.
-    """
-
-    run: str
-    running: bool
-    batches: int
-    lag_batches: int | None
-    lag_seconds: float | None
-    interval_seconds: float | None
-    committed: int
-    skipped: int
-    cancelled: int
-    failed: int
-    unmarked_rows: int
-    pending: int
-    failures: Mapping[str, int]
-    stalls: HistogramReading
-    copied_rows: Mapping[str, int]
-    copied_bytes: Mapping[str, int]
-    stored_bytes: Mapping[Kind, int]
-    restores: int
-    last_commit_ms: int | None
-    agent_running: bool
-    staging_free_bytes: int | None
-    staging_bound_bytes: int
-    cache: CacheStats | None
-    servers: AllServers | None
-
-
-def observe(checkpointer: Checkpointer) -> Observation:
-    """Read the state of a Checkpointer from any thread, at any time.
-
-    It changes nothing and takes no lock. It reads the numbers one after another while training goes
-    on, so they may be microseconds apart. It makes three requests to the file system and none to
-    the store or the device.
-    """
-    # A function on private attributes, read only: a property of the public class would suggest that
-    # its other members may be called from other threads too; only the training thread may.
-    pipeline, area = checkpointer._pipeline, checkpointer._area
-    running = pipeline is not None and not checkpointer._closed
-    statistics = Statistics() if pipeline is None else pipeline.statistics
-    safe = statistics.safe_batches  # read before batches_done, which grows: no lag is negative
-    done = checkpointer.batches_done
-    return Observation(
-        run=area.run_url,
-        running=running,
-        batches=max(0, done - statistics.started_batches),
-        lag_batches=max(0, done - safe) if running else None,
-        lag_seconds=statistics.lag_seconds if running else None,
-        interval_seconds=statistics.interval_seconds,
-        committed=statistics.committed,
-        skipped=statistics.skipped,
-        cancelled=statistics.cancelled,
-        failed=statistics.failed,
-        unmarked_rows=statistics.unmarked_rows,
-        pending=0 if pipeline is None else pipeline.pending,
-        failures=dict(statistics.failures),
-        stalls=statistics.stalls.read(),
-        copied_rows=dict(statistics.copied_rows),
-        copied_bytes=dict(statistics.copied_bytes),
-        stored_bytes=dict(statistics.stored_bytes),
-        restores=statistics.restores,
-        last_commit_ms=statistics.last_commit_ms,
-        agent_running=area.agent_is_running(),
-        staging_free_bytes=area.free_bytes(),
-        staging_bound_bytes=checkpointer.memory_bound_bytes,
-        cache=checkpointer._cache_stats(),
-        servers=checkpointer._servers_now(),
-    )

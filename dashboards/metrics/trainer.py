@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from recpoint.dashboards.metrics.samples import Samples, require_prometheus
 from recpoint.dashboards.metrics.table import TRAINER_METRICS
 from recpoint.errors import SettingsError
-from recpoint.trainer_plugin.checkpointer import Checkpointer, Observation, observe
+from recpoint.trainer_plugin.checkpointer import Checkpointer
+from recpoint.trainer_plugin.observation import Observation
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -61,7 +62,7 @@ def export_metrics(
         require_registry(registry)
 
     collector = SampleCollector(
-        TRAINER_METRICS, lambda samples: _sample(samples, observe(checkpointer))
+        TRAINER_METRICS, lambda samples: _sample(samples, checkpointer.observe())
     )
     return MetricsExport(collector, registry=registry, port=port, address=address)
 

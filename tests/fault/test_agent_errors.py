@@ -22,7 +22,7 @@ def test_the_trainer_says_why_its_agent_cannot_store(
     ckpt.restore()
     os.rename(place.run, tmp_path / "away")
     with serving(place.staging, {}, log=tmp_path / "agent.log"):
-        until(ckpt._area.agent_is_running)
+        until(ckpt._parts.area.agent_is_running)
         train(training, ckpt, 1)
         trouble = until(lambda: read_trouble(place.run_directory, place.run))
         assert trouble is not None and trouble.next_step
@@ -51,7 +51,7 @@ def test_what_is_stored_at_last_is_no_error_any_more(
     ckpt.restore()
     away = tmp_path / "away"
     with serving(place.staging, {}, log=tmp_path / "agent.log"):
-        until(ckpt._area.agent_is_running)
+        until(ckpt._parts.area.agent_is_running)
         for _ in range(2):
             os.rename(place.run, away)
             train(training, ckpt, 1)

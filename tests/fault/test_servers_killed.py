@@ -155,7 +155,7 @@ def test_an_agent_that_is_killed_and_comes_back(
             stats = checkpoints.stats
             assert (stats.committed, stats.staged) == (2, 3) and stats.skipped > 0
             with AgentProcess(place.staging, log):
-                until(checkpoints._area.agent_is_running)
+                until(checkpoints._parts.area.agent_is_running)
                 checkpoints.close()
             assert checkpoints.stats.committed == 4
             assert checkpoints.stats.failed == 0

@@ -22,7 +22,6 @@ from recpoint.errors import SettingsError
 from recpoint.format.job import Outcome
 from recpoint.format.manifest import Quantizer
 from recpoint.kernels import dirty_bitmap
-from recpoint.trainer_plugin.checkpointer import observe
 from tests.training_builder import (
     DIM,
     ROWS,
@@ -71,12 +70,12 @@ def test_a_file_system_that_does_not_say_who_has_a_lock(
     train(training, ckpt, 3)
     ckpt.checkpoint()
     assert ckpt.stats.failed == 0 and ckpt.stats.skipped > 0
-    assert not observe(ckpt).agent_running, "as when the lock was last answered"
+    assert not ckpt.observe().agent_running, "as when the lock was last answered"
     (told,) = [record.getMessage() for record in caplog.records if "lock" in record.message]
     assert f"{place.staging / 'agent.lock'}: found " in told
     assert "; expected " in told and "RECPOINT_STAGING" in told, "once, in full"
     monkeypatch.undo()
-    assert not observe(ckpt).agent_running
+    assert not ckpt.observe().agent_running
     no_locks()
     ckpt.close()
     assert ckpt.stats.staged == 1
@@ -98,7 +97,7 @@ def test_an_agent_is_waited_for_while_no_lock_is_answered(
         train(training, ckpt, 1)
         no_locks()
         train(training, ckpt, 1)
-        assert observe(ckpt).agent_running
+        assert ckpt.observe().agent_running
         ckpt.close()
     assert ckpt.stats.committed >= 1 and ckpt.stats.failed == 0
     assert_restores(place, training)
@@ -288,7 +287,7 @@ def test_a_disk_that_reports_an_error_when_files_are_closed(
     with place.agent():
         ckpt.restore()
         train(training, ckpt, 1)
-        area, close = ckpt._area, os.close
+        area, close = ckpt._parts.area, os.close
         broken = {area._lock, *(slot._descriptor for slot in area._slots.values())}
         assert len(broken) == 2 and None not in broken
 
@@ -340,9 +339,9 @@ def test_a_monitor_looks_at_a_disk_that_does_not_answer(
         return look(path, *arguments, **named)
 
     monkeypatch.setattr(os, "stat", no_answer)
-    assert observe(ckpt).staging_free_bytes is None
+    assert ckpt.observe().staging_free_bytes is None
     monkeypatch.undo()
-    assert observe(ckpt).staging_free_bytes is not None
+    assert ckpt.observe().staging_free_bytes is not None
     ckpt.close(final=False)
 
 

@@ -183,7 +183,7 @@ def test_the_chunks_of_servers_count_towards_the_manifest_and_tables_towards_a_c
     with served(3) as home:
         both = Both("adagrad", SMALL, home)
         with checkpointing(both, place, **_WAITS) as ckpt:
-            estimated, _ = ckpt._records._joined(record_bound._AS_SET)
+            estimated, _ = ckpt._parts.records._joined(record_bound._AS_SET)
             both.train(ckpt, 12)
         stored = manifests(place)[-1]  # the oldest
         assert stored.kind == "full"

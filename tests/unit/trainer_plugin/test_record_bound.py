@@ -18,7 +18,6 @@ from recpoint.catalog.staging import area
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import RecordTooLarge, SettingsError
 from recpoint.format import records
-from recpoint.trainer_plugin.checkpointer import observe
 from recpoint.trainer_plugin.policy import FULL
 from recpoint.trainer_plugin.ranks.agreement import RecordNeeds
 from recpoint.trainer_plugin.ranks.ranks import Ranks
@@ -116,7 +115,7 @@ def test_row_states_of_the_first_step_count_and_nothing_is_staged(
             ckpt.step()
             assert not ckpt.checkpoint()
         assert ckpt.stats.failed == 3 and ckpt.stats.staged == 0 and staged(place) == 0
-        assert observe(ckpt).failures["too_large"] == 3
+        assert ckpt.observe().failures["too_large"] == 3
         assert "no checkpoint will be until this changes" in (ckpt.stats.last_error or "")
         # Nothing else keeps a checkpoint from being taken, and no row was lost.
         monkeypatch.setattr(records, "MAX_RECORD_BYTES", 64 << 20)

@@ -209,11 +209,11 @@ def forked(how, place):
         child = os.fork()
         if child:
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            assert not ckpt._area.jobs(), "the child has staged something"
+            assert not ckpt._parts.area.jobs(), "the child has staged something"
             training.batch()
             ckpt.step()
             ckpt.close()
-            return [path.stem for path in ckpt._area.jobs()]
+            return [path.stem for path in ckpt._parts.area.jobs()]
         elif how == "exits":
             sys.exit()
         elif how == "closes":

@@ -184,12 +184,12 @@ def test_a_disk_that_becomes_read_only(place: Place, mount: Mount | None) -> Non
     until(lambda: ckpt.stats.staged == 1)
     place.persist_all()
     until(lambda: ckpt.stats.committed == 1)
-    pinned = ckpt._area.free_slot(set())
+    pinned = ckpt._parts.area.free_slot(set())
     pinned.close()  # a file open for writing would keep the file system writable
-    lock = ckpt._area._lock
+    lock = ckpt._parts.area._lock
     assert lock is not None
     locks.release(lock)
-    ckpt._area._lock = None
+    ckpt._parts.area._lock = None
     mount.read_only(True)
     train(training, ckpt, 2)
     assert ckpt.stats.failed == 2 and "Read-only" in (ckpt.stats.last_error or "")

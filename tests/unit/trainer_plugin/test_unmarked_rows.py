@@ -67,7 +67,7 @@ def _stored(place: Place) -> dict[str, Any]:
 
 def _unmarked(training: Training, ckpt: Checkpointer) -> int:
     """A row of the users that neither training marks nor a cut stores."""
-    marked = ckpt._trackers["users"].bitmap
+    marked = ckpt._parts.trackers["users"].bitmap
     return next(row for row in range(ROWS) if not int(marked[row // 32]) >> row % 32 & 1)
 
 

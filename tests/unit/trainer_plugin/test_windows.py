@@ -106,7 +106,7 @@ def test_marks_stay_if_a_window_finds_no_memory(
     plain, ahead = jobs
     to_the_cut(plain, ahead)
     until(lambda: ahead.checkpoints.stats.committed == 2)  # which gives a bitmap back
-    trackers = list(ahead.checkpoints._trackers.values())
+    trackers = list(ahead.checkpoints._parts.trackers.values())
     trackers[-1]._spare.clear()  # so that the last table needs one more bitmap
 
     def fails(*_: Any, **__: Any) -> torch.Tensor:
@@ -282,7 +282,7 @@ def test_memory_follows_the_batches_and_the_window(jobs: tuple[Job, Job]) -> Non
     window = window_of(ahead)
     until(lambda: window._copier is not None)
     reader = ahead.reader
-    bitmaps = sum(tracker.bitmap_bytes for tracker in ahead.checkpoints._trackers.values())
+    bitmaps = sum(tracker.bitmap_bytes for tracker in ahead.checkpoints._parts.trackers.values())
     found = ahead.checkpoints.lookahead_bytes - reader.held_bytes - 2 * bitmaps
     assert found == sum(plan.size_bytes for plan in window._plans) > 0
     to_the_cut(plain, ahead)

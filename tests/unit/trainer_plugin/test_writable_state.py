@@ -179,10 +179,10 @@ def test_a_learning_rate_of_another_shape_or_memory(place: Place) -> None:
     ):
         model = Model(torch.ones(2))
         checkpoints = _checkpointer(place, model)
-        optimizer = checkpoints._state.optimizers.optimizers[0]
+        optimizer = checkpoints._parts.state.optimizers.optimizers[0]
         optimizer.param_groups[0]["rates"] = stored
-        saved = checkpoints._state.optimizers.capture()
+        saved = checkpoints._parts.state.optimizers.capture()
         optimizer.param_groups[0]["rates"] = given
-        checkpoints._state.optimizers.restore(saved, {})
+        checkpoints._parts.state.optimizers.restore(saved, {})
         assert optimizer.param_groups[0]["rates"].equal(rates)
         checkpoints.close()
