@@ -1,4 +1,4 @@
-"""Hooks into a table's lookups, so that its tracker learns which rows they read or rewrite.
+"""Hooks into a table's lookups, so that marks learn which rows they read or rewrite.
 
 A module calls `LookupHook` before each lookup. A module with max_norm rewrites the rows that it
 reads, so it also calls `AfterLookupHook` after each lookup; `RewritingLookup` then says whether
@@ -36,7 +36,7 @@ _SAYS_WHY: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 
 
 class LookupMarker(Protocol):
-    """Receives the lookups of one table; `marks.Tracker` implements it."""
+    """Receives the lookups of one table; `MarkedLookups` implements it."""
 
     table: Table
 

@@ -24,22 +24,13 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from recpoint.embeddings.tables.lookups import (
-    AfterLookupHook,
-    LookupHook,
-    RewritingLookup,
-    changes_of,
-    outside_graphs,
-    refuse_capture,
-)
+from recpoint.embeddings.tables.lookups import changes_of
+from recpoint.embeddings.tables.marked_lookups import FAILED_LOOKUP, MarkedLookups
 from recpoint.embeddings.tables.tables import Marker, Table
-from recpoint.interrupts import came_from_handler
 from recpoint.kernels import dirty_bitmap
 
 __all__ = ["Dirty", "Tracker", "mark_features"]
@@ -47,9 +38,6 @@ __all__ = ["Dirty", "Tracker", "mark_features"]
 _log = logging.getLogger("recpoint")
 
 _UNCOUNTED = "under torch.inference_mode(), where torch counts no in-place changes"
-
-_gradients_enabled = torch.is_grad_enabled
-_is_compiling = torch.compiler.is_compiling
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,7 +72,9 @@ class Tracker:
         aside: marks from before an open window; None: no window is open.
         version: version of the weight up to which its changes are explained.
         changes: changes of the weight in steps since the row states were last looked at.
-        rewrites: lookups since `version` that were marked and changed the weight once each.
+        is_marked_after_steps: lookups need no mark in a compiled graph, because a step of the
+            optimizer marks all rows that it changes.
+        set_bits: marks ids in `bitmap`.
         quick: what `optimizers.after_steps` needs for a table on the CPU that is marked by
             gradient: the weight, the address of the bitmap and the number of rows. None for other
             tables.
@@ -92,26 +82,21 @@ class Tracker:
 
     # Slots keep the object compact: between two steps its memory has left the CPU's caches.
     __slots__ = (
-        "_after_compiled_lookup",
-        "_after_hook",
         "aside",
-        "_before_compiled_lookup",
-        "_hook",
         "_installed",
         "_known",
-        "_lookup",
-        "_mark",
+        "_lookups",
         "_spare",
         "_states",
         "_storage",
-        "_whole",
         "all_rows",
         "bitmap",
         "by_gradient",
         "changes",
+        "is_marked_after_steps",
         "quick",
-        "rewrites",
         "rows",
+        "set_bits",
         "surprise",
         "table",
         "unapplied",
@@ -127,26 +112,23 @@ class Tracker:
         self.by_gradient = False
         self.unapplied = False
         self.surprise: str | None = None
-        self.version = self.rewrites = 0
+        self.version = 0
+        self._lookups = MarkedLookups(table)
         self._know_weight()
         self.quick: tuple[Tensor, int, int] | None = None
         self.aside: Dirty | None = None
         self._spare: list[Tensor] = [dirty_bitmap.new(self.rows, device=table.weight.device)]
         self._use(dirty_bitmap.new(self.rows, device=table.weight.device))
-        self._hook: RemovableHandle | None = None
-        self._after_hook: RemovableHandle | None = None
-        self._lookup: RewritingLookup | None = None
         self._installed = False
         self.changes = 0
         self._states: list[tuple[weakref.ref[Tensor], int]] = []
-        # Set by `choose`. _known: recpoint knows what a step of its optimizer changes. _whole: each
-        # step changes all rows.
-        self._known = self._whole = False
+        # Set by `choose`: recpoint knows what a step of its optimizer changes.
+        self._known = self.is_marked_after_steps = False
 
     def _use(self, bitmap: Tensor) -> None:
         mark, quick = dirty_bitmap.marker(bitmap, rows=self.rows), self._quick(bitmap)
         # Assigned together, after both calls succeeded: an address must never outlive its bitmap.
-        self.quick, self._mark, self.bitmap = quick, mark, bitmap
+        self.quick, self.set_bits, self.bitmap = quick, mark, bitmap
 
     def _quick(self, bitmap: Tensor) -> tuple[Tensor, int, int] | None:
         """Build the `quick` attribute for this bitmap."""
@@ -162,34 +144,12 @@ class Tracker:
     def install(self) -> None:
         """Hook into the module if rows are marked at lookups; `remove` undoes it."""
         self._installed = True
-        if not self.by_gradient and self._hook is None:
-            self._before_compiled_lookup = outside_graphs(
-                self.before_lookup, self.table.key, rewritten=self.table.changed_by_lookup
-            )
-            self._hook = self.table.before_lookup(LookupHook(self))
-        self._follow_rewrites()
-
-    def _follow_rewrites(self) -> None:
-        """Hook in after each lookup if lookups rewrite rows; take that hook out if they do not."""
-        wanted = self._hook is not None and self.table.changed_by_lookup
-        if wanted and self._after_hook is None:
-            self._after_compiled_lookup = outside_graphs(
-                self.after_lookup, self.table.key, rewritten=True
-            )
-            self._after_hook = self.table.after_lookup(AfterLookupHook(self))
-        elif not wanted and self._after_hook is not None:
-            self._after_hook.remove()
-            self._after_hook = self._lookup = None
-            del self._after_compiled_lookup  # as in remove()
+        self._lookups.install(self, marks=not self.by_gradient)
 
     def remove(self) -> None:
         """Take the hooks out of the module."""
         self._installed = False
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-            del self._before_compiled_lookup  # it refers to this tracker and so keeps the bitmaps
-        self._follow_rewrites()
+        self._lookups.remove()
 
     def choose(self, *, by_gradient: bool, whole: bool = False) -> None:
         """Choose between marking after steps and marking at lookups.
@@ -199,127 +159,29 @@ class Tracker:
                 changes only the rows of the gradient.
             whole: each step of the optimizer makes the whole table dirty.
         """
-        self._whole = whole
         self._known = by_gradient and self.table.counts_changes
-        wanted = (
+        self.is_marked_after_steps = self._known or whole
+        marks_by_gradient = (
             by_gradient
             and self.table.sparse
             and not self.table.changed_by_lookup
             and not self.weight.is_inference()  # its version is not counted
         )
-        if wanted == self.by_gradient:
-            self._follow_rewrites()
+        if marks_by_gradient == self.by_gradient:
+            self._lookups.follow_rewrites()
             return
-        self.by_gradient = wanted
+        self.by_gradient = marks_by_gradient
         self.quick = self._quick(self.bitmap)
         if self._installed:
             self.remove()
             self.install()
             # Neither way of marking knows rows that were looked up before this and change after it.
             self.all_rows = True
-            self.unapplied = not wanted
-
-    def before_lookup(
-        self,
-        module: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        outside_graph: bool = False,
-    ) -> None:
-        """Mark the ids of a lookup if the lookup or training can change their rows.
-
-        Runs at each lookup.
-
-        Args:
-            module: the table's module.
-            args, kwargs: what its `forward` was called with.
-            outside_graph: torch ended the graph before this call. `torch.compiler.is_compiling`
-                may still return True.
-        """
-        trains = module.training and _gradients_enabled() and self.weight.requires_grad
-        # A lookup of a module with max_norm rewrites the rows it reads, also in evaluation and
-        # without gradients.
-        rewritten = module.max_norm is not None
-        if not (trains or rewritten):
-            return
-        if not outside_graph and _is_compiling():
-            # Marking here would split the graph, which fullgraph=True refuses. Two kinds of
-            # optimizer do not need it. A known optimizer changes only rows of the gradient, which
-            # are marked after its step. An optimizer that changes all rows has all of them marked
-            # after its step.
-            if rewritten or not (self._known or self._whole):
-                self._before_compiled_lookup(module, args, kwargs, True)  # calls this method again
-            return
-        if rewritten or not (self._known or self._whole):
-            # The rows of the others are marked after steps, which are refused in a capture.
-            refuse_capture(f"a lookup of table {self.table.key!r}")
-        try:
-            ids = args[0] if args else kwargs["input"]
-            if rewritten:
-                self._rewrites_rows_of(module, ids)
-            self._mark(ids)
-        except IndexError:
-            return  # nothing was marked; the lookup itself fails, with torch's message
-        except Exception as error:
-            # No error here may stop training, and it is safe to mark all rows instead.
-            self._unexplained(f"a lookup could not be marked ({error})")
-            if came_from_handler(error):
-                raise
-        self.unapplied = self.unapplied or trains
-
-    def _rewrites_rows_of(self, module: Any, ids: Tensor) -> None:
-        """Note that a lookup begins that rewrites the rows of `ids`; `after_lookup` must follow."""
-        self._check_lookup()
-        if module.weight is not self.weight:
-            return  # `functional_call` has put another weight in its place
-        self._lookup = RewritingLookup.begun(module, ids)
-
-    def _check_lookup(self) -> None:
-        """Make the table dirty if a lookup that rewrites rows began and never returned.
-
-        A lookup that failed may have rewritten some rows, and torch does not count that change.
-        """
-        if self._lookup is not None:
-            self._lookup = None
-            self._unexplained("a lookup that rewrites its rows (max_norm) ended with an error")
-
-    def after_lookup(
-        self,
-        module: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        outside_graph: bool = False,
-    ) -> None:
-        """Count the one change of the weight that a lookup marked by `before_lookup` explains.
-
-        Runs after each lookup of a table with max_norm that returned. A further change of the
-        weight stays unexplained, and so does the change of a lookup that read other ids.
-
-        Args:
-            module: the table's module.
-            args, kwargs: what its `forward` was called with.
-            outside_graph: see `before_lookup`.
-        """
-        if not outside_graph and _is_compiling():
-            self._after_compiled_lookup(module, args, kwargs, True)  # calls this method again
-            return
-        lookup, self._lookup = self._lookup, None
-        if lookup is None or module.max_norm is None:
-            return
-        if not lookup.plain:
-            if changes_of(self.weight) != lookup.changes:
-                self._unexplained(
-                    "its module has max_norm and a forward that is not torch's, which may rewrite "
-                    "any row"
-                )
-            return
-        ids = args[0] if args else kwargs.get("input")  # a later hook may have replaced the ids
-        if module.weight is self.weight and lookup.explains_change(ids, self.weight):
-            self.rewrites += 1
+            self.unapplied = not marks_by_gradient
 
     def looked_up(self, ids: Tensor) -> None:
         """Mark rows that are about to be changed; see `tables.Marker`."""
-        self._mark(ids)
+        self.set_bits(ids)
         self.unapplied = True
 
     def applied(self) -> None:
@@ -328,20 +190,16 @@ class Tracker:
 
     def check_version(self) -> None:
         """Make the table dirty if anything but marked lookups changed it since the last step."""
-        self._check_lookup()
-        if self._count() > self._rewritten():
-            self._unexplained("its weight was changed outside the steps of its optimizer")
+        if self._lookups.forget_unfinished():
+            self.unexplained(FAILED_LOOKUP)
+        if self._count() > self._lookups.take_rewrites():
+            self.unexplained("its weight was changed outside the steps of its optimizer")
 
     def _count(self) -> int:
         """Return how often the weight was changed in place since the last call."""
         version = self._version()
         count, self.version = version - self.version, version
         return count
-
-    def _rewritten(self) -> int:
-        """Return how many of those changes were lookups that are marked, and reset the count."""
-        rewrites, self.rewrites = self.rewrites, 0
-        return rewrites
 
     def after_step(self) -> Tensor | None:
         """Mark the rows that a step of the table's optimizer has changed.
@@ -360,7 +218,7 @@ class Tracker:
             self.changes += count
             # A step changes the weight once, and not at all without a gradient.
             if count > 1 or (count and gradient is None):
-                self._unexplained(
+                self.unexplained(
                     "its weight was changed more often than steps with a gradient explain"
                 )
         else:
@@ -373,7 +231,7 @@ class Tracker:
             # more rows than have changed, never fewer.
             ids = gradient._indices()
         elif self.by_gradient or self.table.sparse:
-            self._unexplained("it got a dense gradient although its module has sparse=True")
+            self.unexplained("it got a dense gradient although its module has sparse=True")
             return None
         elif gradient.is_cpu:
             dirty_bitmap.mark_nonzero(self.bitmap, gradient, rows=self.rows)
@@ -382,7 +240,7 @@ class Tracker:
             ids = _rows_not_zero(gradient)
         if not ids.is_cpu:
             return ids
-        self._mark(ids)
+        self.set_bits(ids)
         return None
 
     def _after_lookups(self, has_gradient: bool) -> None:
@@ -392,12 +250,12 @@ class Tracker:
         # row states.
         self.changes += min(count, int(has_gradient))
         looked_up, self.unapplied = self.unapplied, False
-        rewritten = self._rewritten()
+        rewritten = self._lookups.take_rewrites()
         if count and not (has_gradient or looked_up):
-            self._unexplained("a step changed its weight, but its gradient was gone after the step")
+            self.unexplained("a step changed its weight, but its gradient was gone after the step")
         elif count > int(has_gradient) + rewritten and self._known:
             # Known optimizers change a weight once: a hook or the closure made the other changes.
-            self._unexplained("something beside its optimizer changed its weight during a step")
+            self.unexplained("something beside its optimizer changed its weight during a step")
 
     def step_failed(self, *, whole: bool) -> None:
         """Note that a step of the optimizer ended with an error: what it changed is unknown.
@@ -406,13 +264,18 @@ class Tracker:
             whole: such a step also changes rows that were not looked up.
         """
         if whole or not self.unapplied:
-            self._unexplained("a step of its optimizer ended with an error")
+            self.unexplained("a step of its optimizer ended with an error")
 
     def give_up(self, error: BaseException) -> None:
         """Make all rows dirty because the rows that a step changed could not be marked."""
-        self._unexplained(f"the rows that a step changed could not be marked ({error})")
+        self.unexplained(f"the rows that a step changed could not be marked ({error})")
 
-    def _unexplained(self, why: str) -> None:
+    def unexplained(self, why: str) -> None:
+        """Make all rows dirty because of a change that no step and no lookup explains.
+
+        Args:
+            why: what happened, for the log.
+        """
         self.all_rows = True
         self.surprise = self.surprise or why
 
@@ -433,7 +296,7 @@ class Tracker:
             IndexError: an id is out of range; nothing is marked.
             ValueError: ids are not int32 or int64.
         """
-        self._mark(ids.to(self.bitmap.device))
+        self.set_bits(ids.to(self.bitmap.device))
         self._announced()
 
     def mark_all(self) -> None:
@@ -443,7 +306,8 @@ class Tracker:
 
     def _announced(self) -> None:
         """Note that every change until now is marked."""
-        self.version, self.rewrites = self._version(), 0
+        self.version = self._version()
+        self._lookups.take_rewrites()
         self._know_row_states([tensor for ref, _ in self._states if (tensor := ref()) is not None])
 
     def take(self) -> Dirty:
@@ -473,11 +337,11 @@ class Tracker:
         Returns:
             bool [n], on the CPU.
         """
-        found = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
+        is_marked = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
         for bitmap in (self.bitmap, *(() if self.aside is None else (self.aside.bitmap,))):
             words = bitmap.index_select(0, (ids // 32).to(bitmap.device)).cpu().long()
-            found |= ((words >> (ids % 32)) & 1).bool()
-        return found
+            is_marked |= ((words >> (ids % 32)) & 1).bool()
+        return is_marked
 
     def set_aside(self) -> Dirty:
         """Go on with a clean bitmap before a cut, and return the marks until now.
@@ -519,7 +383,7 @@ class Tracker:
         except Exception as error:
             # Triton compiles the GPU's kernel at its first use, which fails on a full disk, for
             # instance. It is safe to mark all rows, as in before_lookup.
-            self._unexplained(f"rows could not be marked again ({error})")
+            self.unexplained(f"rows could not be marked again ({error})")
         self.all_rows = self.all_rows or dirty.all_rows
         self.release(dirty)
 
@@ -549,12 +413,14 @@ class Tracker:
         if changed is not None:
             dirty_bitmap.merge(self.bitmap, changed.to(self.bitmap.device))
         self.all_rows = self.unapplied = False
-        self.surprise = self._lookup = None
+        self.surprise = None
+        self._lookups.forget_unfinished()
         self._know_weight()
 
     def _know_weight(self) -> None:
         """Take every change of the weight until now as explained."""
-        self.version, self.rewrites = self._version(), 0
+        self.version = self._version()
+        self._lookups.take_rewrites()
         # A weak reference, so that freed memory stays free. The address alone is not enough,
         # because freed memory is used again.
         self._storage = weakref.ref(self.weight.untyped_storage()), self.weight.data_ptr()
@@ -569,14 +435,14 @@ class Tracker:
             self.weight = self.table.weight
             self._know_weight()
             self.quick = self._quick(self.bitmap)
-            self._unexplained("its weight was replaced")
+            self.unexplained("its weight was replaced")
         if self.weight.device != self.bitmap.device or self.table.rows != self.rows:
             self.rows = self.table.rows
             self._use(dirty_bitmap.new(self.rows, device=self.weight.device))
             self._spare.clear()
-            self._unexplained("its weight moved to another device or has another number of rows")
+            self.unexplained("its weight moved to another device or has another number of rows")
         if self.weight.is_inference():
-            self._unexplained(f"its weight was made {_UNCOUNTED}")
+            self.unexplained(f"its weight was made {_UNCOUNTED}")
 
     def follow_row_states(self, tensors: Sequence[Tensor]) -> None:
         """Notice that row states are other tensors, or were changed outside the steps.
@@ -586,15 +452,15 @@ class Tracker:
         """
         # A table that is dirty as a whole needs no check, and could fail it: momentum, for
         # instance, changes its buffer twice for each change of the weight.
-        known = () if self.all_rows else self._states
-        for (ref, version), tensor in zip(known, tensors, strict=False):
+        checked_states = () if self.all_rows else self._states
+        for (ref, version), tensor in zip(checked_states, tensors, strict=False):
             if ref() is not tensor:
-                self._unexplained("its optimizer has other row states")
+                self.unexplained("its optimizer has other row states")
             elif tensor.is_inference():
-                self._unexplained(f"its row states were made {_UNCOUNTED}")
+                self.unexplained(f"its row states were made {_UNCOUNTED}")
             # A step of a known optimizer changes row states as often as the weight, or not at all.
             elif self._known and changes_of(tensor) - version > self.changes:
-                self._unexplained("its row states were changed outside the steps of its optimizer")
+                self.unexplained("its row states were changed outside the steps of its optimizer")
         self._know_row_states(tensors)
 
     def _know_row_states(self, tensors: Sequence[Tensor]) -> None:
