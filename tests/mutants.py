@@ -311,9 +311,19 @@ def _cell(text: str) -> str:
     return "`" + " ".join(text.split()).replace("|", "\\|") + "`"
 
 
+def _write_record(lines: Mapping[tuple[str, ...], str]) -> None:
+    known_lines = [
+        key
+        for name, area in AREAS.items()
+        for mutant in area.mutants
+        if (key := (f"| {name}", mutant.file, _cell(mutant.before))) in lines
+    ]
+    RECORD.write_text(_HEAD + "".join(lines[key] + "\n" for key in known_lines))
+
+
 def main(names: Sequence[str] = ()) -> int:
     """Try the mutants of these areas, or of all. Return 1 if one was not caught."""
-    lines = {}
+    lines: dict[tuple[str, ...], str] = {}
     if RECORD.exists():
         rows = (line for line in RECORD.read_text().splitlines() if line.startswith("| "))
         lines = {tuple(line.split(" | ")[:3]): line for line in rows}
@@ -329,13 +339,7 @@ def main(names: Sequence[str] = ()) -> int:
             print(*cells, catch, sep=" | ", flush=True)
             line = f"| {' | '.join(cells)} | {catch} |"
             lines[tuple(line.split(" | ")[:3])] = line
-    known_lines = [
-        key
-        for name, area in AREAS.items()
-        for mutant in area.mutants
-        if (key := (f"| {name}", mutant.file, _cell(mutant.before))) in lines
-    ]
-    RECORD.write_text(_HEAD + "".join(lines[key] + "\n" for key in known_lines))
+            _write_record(lines)
     return 1 if missed else 0
 
 
