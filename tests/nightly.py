@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.changed import changed_files, touched_tests
 
@@ -86,26 +87,36 @@ class PartRecord:
         return self.outcome.startswith("passed")
 
 
-#: The parts that tests belong to by their marks, with the changes that touch them beside imports.
-MARKED: Mapping[str, tuple[str, ...]] = {
-    "aarch64": ("kernels/",),
-    "accelerate": ("examples/",),
-    "benchmarks": ("benchmarks/",),
-    "browser": ("dashboards/",),
-    "dask": ("flows/", "tasks/"),
-    "demo": ("dashboards/demo", "examples/"),
-    "deployments": ("flows/", "prefect.yaml"),
-    "kills": ("catalog/", "flows/", "trainer_plugin/"),
-    "loops": ("trainer_plugin/",),
-    "prefect": ("flows/",),
-    "prometheus": ("dashboards/",),
-    "ray": ("embeddings/",),
-    "runbook": ("docs/", "flows/"),
-    "site": ("docs/", "mkdocs.yml"),
-    "triton": ("kernels/",),
-    "tutorials": ("docs/tutorials/", "examples/"),
-    "wheel": ("build_backend/", "pyproject.toml", "MANIFEST.in"),
+class MarkedPart(NamedTuple):
+    """What is known of a part beside its tests: see `NightlyPart`."""
+
+    seconds: float
+    watches: tuple[str, ...]
+
+
+#: The parts that tests belong to by their marks. The seconds are of two idle cores.
+MARKED: Mapping[str, MarkedPart] = {
+    "aarch64": MarkedPart(60, ("kernels/",)),
+    "accelerate": MarkedPart(40, ("examples/",)),
+    "benchmarks": MarkedPart(700, ("benchmarks/",)),
+    "browser": MarkedPart(150, ("dashboards/",)),
+    "dask": MarkedPart(120, ("flows/", "tasks/")),
+    "demo": MarkedPart(500, ("dashboards/demo", "examples/")),
+    "deployments": MarkedPart(250, ("flows/", "prefect.yaml")),
+    "kills": MarkedPart(200, ("catalog/", "flows/", "trainer_plugin/")),
+    "loops": MarkedPart(90, ("trainer_plugin/",)),
+    "prefect": MarkedPart(90, ("flows/",)),
+    "prometheus": MarkedPart(60, ("dashboards/",)),
+    "ray": MarkedPart(200, ("embeddings/",)),
+    "runbook": MarkedPart(200, ("docs/how-to/", "flows/")),
+    "site": MarkedPart(60, ("docs/", "mkdocs.yml")),
+    "triton": MarkedPart(90, ("kernels/",)),
+    "tutorials": MarkedPart(120, ("docs/tutorials/", "examples/")),
+    "wheel": MarkedPart(240, ("build_backend/", "pyproject.toml", "MANIFEST.in")),
 }
+
+#: Of files whose tests take every place of a fault; others are taken to need ten minutes.
+_FAULT_SECONDS = {"interrupted_calls": 3_500.0, "trainers_killed": 2_700.0, "cached_kills": 330.0}
 
 
 def _files_with(pattern: str) -> tuple[str, ...]:
@@ -115,19 +126,25 @@ def _files_with(pattern: str) -> tuple[str, ...]:
 
 def _parts() -> dict[str, NightlyPart]:
     parts = {}
-    for name, watches in MARKED.items():
+    for name, (seconds, watches) in MARKED.items():
         files = _files_with(rf'mark\.nightly\("{name}"\)')
         arguments = f"PYTEST_ARGS=--nightly {name} {' '.join(files)}"
-        parts[name] = NightlyPart(goal=("unit", arguments), files=files, watches=watches)
+        parts[name] = NightlyPart(
+            goal=("unit", arguments), files=files, watches=watches, seconds=seconds
+        )
     examples = _files_with(r"@given\(|RuleBasedStateMachine|example_counts")
     parts["examples"] = NightlyPart(
-        goal=("unit", "ALL_EXAMPLES=1", f"PYTEST_ARGS={' '.join(examples)}"), files=examples
+        goal=("unit", "ALL_EXAMPLES=1", f"PYTEST_ARGS={' '.join(examples)}"),
+        files=examples,
+        seconds=450.0,
     )
     for file in _files_with(r"FAULTS_EVERY|\bat_steps\b"):
-        name = "faults-" + Path(file).stem.removeprefix("test_")
+        name = Path(file).stem.removeprefix("test_")
         arguments = f"PYTEST_ARGS=--nightly all {file}"
-        parts[name] = NightlyPart(
-            goal=("unit", "FAULTS=1", arguments), files=(file,), seconds=900.0
+        parts[f"faults-{name}"] = NightlyPart(
+            goal=("unit", "FAULTS=1", arguments),
+            files=(file,),
+            seconds=_FAULT_SECONDS.get(name, 600.0),
         )
     parts["byte-flips"] = NightlyPart(
         goal=("byte-flips",), watches=("format/", "catalog/check/"), seconds=2_800.0
@@ -170,8 +187,9 @@ def write_record(path: Path, lines: Mapping[str, PartRecord]) -> None:
 def in_order(parts: Mapping[str, NightlyPart], changed: Sequence[str], commit: str) -> list[str]:
     """Return the names of the parts: those that the change touches first.
 
-    The others follow in an order drawn by the commit, so that runs with a limit of minutes take
-    different ones.
+    These are the parts that watch a changed path, and then those whose tests import a changed
+    module. Among equals the commit draws the order, so that runs with a limit of minutes take
+    different parts.
 
     Args:
         parts: by name.
@@ -185,10 +203,12 @@ def in_order(parts: Mapping[str, NightlyPart], changed: Sequence[str], commit: s
         watched = any(
             path.removeprefix("src/recpoint/").startswith(part.watches) for path in changed
         )
-        if watched or near.intersection(part.files):
+        if watched:
             nearness = 0
+        elif near.intersection(part.files):
+            nearness = 1
         else:
-            nearness = 1 if far.intersection(part.files) else 2
+            nearness = 2 if far.intersection(part.files) else 3
         return nearness, zlib.crc32(f"{commit} {name}".encode())
 
     return sorted(parts, key=rank)
