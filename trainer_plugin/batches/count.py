@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.batches.signs import TrainingSigns
@@ -51,7 +52,7 @@ class BatchCount:
     Attributes:
         reads_ahead: whether the loop takes batches ahead of training.
         is_driven: whether `Pipelined` counts the batches.
-        keeps_batches: whether who takes batches ahead trains them even after a loop was left.
+        keeps_batches: whether a pipeline takes batches: it trains them even after a loop was left.
         is_between_steps: whether a checkpoint may be cut: no gradient waits for an optimizer step.
         batches_without_step: batches with a backward pass since the last optimizer step.
     """
@@ -63,6 +64,9 @@ class BatchCount:
         self._allowed = most_in_flight
         self._limit = MOST_IN_FLIGHT if most_in_flight is None else most_in_flight
         self.reads_ahead = self.is_driven = self.keeps_batches = False
+        # The pipeline that asked for batches last, and the one that `Pipelined` drives.
+        self._asked: weakref.ref[object] | None = None
+        self._driven: weakref.ref[object] | None = None
         self._has_warned = False  # of a loop that reads less far ahead than `most_in_flight`
         self._forget()
 
@@ -114,6 +118,21 @@ class BatchCount:
         refuse_pipeline(pipeline)
         self._read_ahead()
         self.is_driven = self.keeps_batches = True
+        self._driven = weakref.ref(pipeline)
+
+    def keeps_taken(self) -> bool:
+        """Whether who asks for a batch now trains the batches that were taken before, too.
+
+        A pipeline trains them even after a loop was left. Another pipeline does not have them.
+        """
+        if not self.keeps_batches:
+            return False
+        pipeline = asking_pipeline() if self._driven is None else self._driven()
+        if pipeline is None:
+            return True
+        is_other = self._asked is not None and self._asked() is not pipeline
+        self._asked = weakref.ref(pipeline)
+        return not is_other
 
     def _read_ahead(self) -> None:
         """From now on, the loop takes batches ahead: each trained batch is the oldest of them."""
@@ -375,7 +394,8 @@ class BatchCount:
             self._is_filled = self._has_landed = False
             if not reader.in_flight.has_ended:
                 self._untrained_fetches = 0  # who took them begins anew
-            if not (reader.in_flight.has_ended or self.keeps_batches or self._is_in_loop):
+            keeps = self.keeps_taken() if self.keeps_batches else reader.in_flight.has_ended
+            if not (keeps or self._is_in_loop):
                 warn_of_dropped(len(reader.in_flight))
                 reader.in_flight.forget()
         has_trained = self._signs.has_trained_since(self._last_fetch)
@@ -409,6 +429,7 @@ class BatchCount:
             refuse_pipeline(pipeline)
             self._read_ahead()
             self.keeps_batches = True
+            self._asked = weakref.ref(pipeline)
 
     def _look_at_thread(self) -> None:
         """Refuse a thread that takes batches which another one trains.
@@ -490,8 +511,8 @@ def warn_of_dropped(dropped: int) -> None:
     if dropped:
         _log.warning(
             "a training loop was left, and another one begins: %d batches that the first one had "
-            "taken and not trained count as left out. Next: if a pipeline still holds and trains "
-            "them, call checkpoints.pipelined(pipeline)",
+            "taken and not trained count as left out. Next: train them before another loop or "
+            "pipeline begins; if a pipeline still holds them, call checkpoints.pipelined(pipeline)",
             dropped,
         )
 

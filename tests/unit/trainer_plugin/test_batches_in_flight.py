@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -495,7 +496,7 @@ def test_a_batch_whose_step_is_left_out_counts(place: Place) -> None:
 def test_no_checkpoint_is_cut_between_the_steps_of_one_batch(place: Place) -> None:
     training = simple_training()
     two_optimizers(training)
-    with place.agent(), checkpointer(training, place, reader=shuffled(), jobs=2) as ckpt:
+    with place.agent(), checkpointer(training, place, reader=shuffled(), when_busy="wait") as ckpt:
         ckpt.restore()
         for number, batch in enumerate(ckpt.batches(total=3)):
             for optimizer in training.optimizers:
@@ -651,6 +652,31 @@ def test_training_may_move_to_another_thread(place: Place) -> None:
 def test_a_reader_that_keeps_no_positions_is_refused(place: Place) -> None:
     said = _refusal(lambda t, c, r: c.pipelined(Pipeline(t)), place, lambda: Batches(1))
     assert said.startswith("reader: found a Batches") and "ResumableLoader" in said
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["same", "new"])
+def test_a_new_pipeline_has_none_of_the_batches_of_the_one_before(
+    is_new: bool, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The batches in flight would never be trained, and the run would end early, unsaid."""
+    training = simple_training()
+    with checkpointer(training, place, reader=undrawn(), interval_batches=1000) as ckpt:
+        ckpt.restore()
+        first, second = Pipeline(training), Pipeline(training)
+        batches: Any = ckpt.batches(total=10)
+        for _ in range(2):
+            ckpt.pipelined(first).progress(batches)
+        batches.close()
+        pipeline: Any = ckpt.pipelined(second if is_new else first)
+        batches = ckpt.batches(total=10)
+        with suppress(StopIteration):
+            while True:
+                pipeline.progress(batches)
+        assert ckpt.batches_done == 10
+        ckpt.close(final=False)
+    assert len(first.trained) + len(second.trained) == (8 if is_new else 10)
+    dropped = [text for text in caplog.messages if "2 batches that the first one had taken" in text]
+    assert len(dropped) == is_new
 
 
 def test_step_is_not_called_beside_pipelined(place: Place) -> None:
