@@ -89,13 +89,13 @@ class StoreChunks:
     store: Store
 
     def sizes(self, prefix: str) -> Mapping[str, int]:
-        """See `ChunkSource.sizes`; one listing."""
+        """Return the sizes of all chunks in bytes, by key; costs one listing."""
         return {info.key: info.size_bytes for info in self.store.list(prefix)}
 
     def read(
         self, key: str, *, max_bytes: int, lend: Callable[[int], memoryview] | None = None
     ) -> bytes | memoryview:
-        """See `ChunkSource.read`."""
+        """Read a chunk from the store."""
         if lend is None:
             return self.store.get(key, max_bytes=max_bytes)
         return self.store.get_lent(key, max_bytes=max_bytes, lend=lend)

@@ -783,11 +783,11 @@ class _ShardTarget(PartsTarget):
         )
 
     def state_wanted(self, manifest: Manifest, known_trees: Mapping[int, object]) -> StateWanted:
-        """See `StateChoosingTarget.state_wanted`: the state of all ranks, or of none."""
+        """Ask for the state of all ranks, or of none."""
         return StateWanted(whole=range(manifest.ranks) if self._of_no_table else ())
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `RestoreTarget.finish`."""
+        """Copy the tensors that are of no table from the state."""
         tensors = state_tensors(state, self._include) if self._of_no_table else {}
         for name, target in self._of_no_table.items():
             target.copy_(tensors[name])

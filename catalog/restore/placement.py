@@ -198,11 +198,11 @@ class PieceSink:
 
     @property
     def wanted(self) -> range:
-        """See `RowSink.wanted`."""
+        """The rows of the table from the first part to the last."""
         return self._wanted_rows
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
-        """See `RowSink.take`."""
+        """Write to each part the rows that it takes."""
         for part in self._parts:
             target_rows = self._of(part)
             inner = stored.positions_of(target_rows)
@@ -214,7 +214,7 @@ class PieceSink:
             _place(stored.within(target_rows), chosen, part)
 
     def mark(self, rows: range | Tensor) -> None:
-        """See `RowSink.mark`."""
+        """Mark rows in each part that has them."""
         ids = torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, range) else rows
         for part in self._parts:
             target_rows = self._of(part)
@@ -473,13 +473,13 @@ class PartsTarget:
         self.manifest: Manifest | None = None
 
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
-        """See `RestoreTarget.begin`."""
+        """Return where the rows of each piece go."""
         return map_parts(manifest, self._parts)
 
     def state_wanted(self, manifest: Manifest, known_trees: Mapping[int, object]) -> StateWanted:
-        """See `StateChoosingTarget.state_wanted`: no state."""
+        """Ask for no state."""
         return StateWanted()
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `RestoreTarget.finish`."""
+        """Keep the manifest."""
         self.manifest = manifest

@@ -83,7 +83,7 @@ class MemoryTarget:
         self.state: dict[int, object] = {}
 
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
-        """See `RestoreTarget.begin`."""
+        """Make empty tensors for the tables, and return where their rows go."""
         tables = logical_tables(manifest.tables)
         for name in sorted((self._wanted_tables or frozenset()) - tables.keys()):
             raise IncompatibleModel(
@@ -103,7 +103,7 @@ class MemoryTarget:
         return map_parts(manifest, [self._part(name) for name in self.specs])
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
-        """See `RestoreTarget.finish`."""
+        """Keep the manifest and the state of all ranks."""
         self.manifest, self.state = manifest, state
 
     def _part(self, name: str) -> TablePart:

@@ -261,7 +261,7 @@ class SeenIds:
         self._seen = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def claim(self, rows: range | Tensor) -> Tensor | None:
-        """See `SeenRows.claim`."""
+        """Remember rows; return the positions of those not seen before, None if that is all."""
         ids = torch.arange(rows.start, rows.stop, device="cpu") if isinstance(rows, range) else rows
         places = torch.searchsorted(self._seen, ids)
         is_claimed = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")

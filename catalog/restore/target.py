@@ -53,7 +53,7 @@ class TableTarget:
         return range(self.first_row, self.first_row + len(self.values))
 
     def mark(self, rows: range | Tensor) -> None:
-        """See `RowSink.mark`."""
+        """Mark rows in `changed`."""
         mark_rows(self.changed, rows, of=len(self.values))
 
 
@@ -74,7 +74,7 @@ class RowSink(Protocol):
 
     @property
     def wanted(self) -> range | None:
-        """See the class."""
+        """The rows of the table that it takes; None: all."""
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
         """Take rows of a chunk, checked against the table; each row of the table comes once.

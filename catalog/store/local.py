@@ -67,7 +67,6 @@ class LocalStore(Store):
         return {"_root": self._root, "url": self.url, "_durable_directories": {}}
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
-        """See `Store.get`."""
         address = self._where(key)
         with self._translated(address, "reading"), self._open(key) as file:
             size_bytes = self._size(address, file, max_bytes)
@@ -79,7 +78,6 @@ class LocalStore(Store):
     def get_lent(
         self, key: str, *, max_bytes: int, lend: Callable[[int], memoryview]
     ) -> memoryview:
-        """See `Store.get_lent`."""
         address = self._where(key)
         with self._translated(address, "reading"), self._open(key) as file:
             size_bytes = self._size(address, file, max_bytes)
@@ -97,7 +95,6 @@ class LocalStore(Store):
         return size_bytes
 
     def get_range(self, key: str, *, start: int, end: int) -> bytes:
-        """See `Store.get_range`."""
         length_bytes = check_range(start, end)
         address = self._where(key)
         with self._translated(address, "reading"), self._open(key) as file:
@@ -113,15 +110,13 @@ class LocalStore(Store):
         return data
 
     def put(self, key: str, data: bytes) -> None:
-        """See `Store.put`."""
         self._write(key, data, exclusively=False)
 
     def create(self, key: str, data: bytes | memoryview) -> None:
-        """See `Store.create`."""
         self._write(key, data, exclusively=True)
 
     def create_from_file(self, key: str, path: Path) -> None:
-        """See `Store.create_from_file`: makes a link, so the bytes are not copied."""
+        """Make a link, so the bytes are not copied."""
         target = self._path(key)
         durable.step(f"create {key}")
         with self._translated(self._where(key), "writing", writing=True):
@@ -133,13 +128,12 @@ class LocalStore(Store):
         durable.step(f"created {key}")
 
     def scratch_directory(self) -> Path:
-        """See `Store.scratch_directory`: the store's root, because a link needs one file system."""
+        """The store's root, because a link needs one file system."""
         with self._translated(self.url, "writing", writing=True):
             durable.make_directory(self._root)
         return self._root
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`."""
         directory = check_prefix(prefix).rpartition("/")[0]
         return (
             info
@@ -148,7 +142,6 @@ class LocalStore(Store):
         )
 
     def size(self, key: str) -> int:
-        """See `Store.size`."""
         *above, name = check_key(key).split("/")
         with (
             self._translated(self._where(key), "looking at"),
@@ -160,7 +153,7 @@ class LocalStore(Store):
         return status.st_size
 
     def delete(self, key: str) -> None:
-        """See `Store.delete`. Directories that become empty are removed too."""
+        """Remove directories that become empty, too."""
         path = self._path(key)
         durable.step(f"delete {key}")
         with self._translated(self._where(key), "deleting", writing=True):
@@ -175,13 +168,12 @@ class LocalStore(Store):
         durable.step(f"deleted {key}")
 
     def list_unfinished(self) -> Iterator[ObjectInfo]:
-        """See `Store.list_unfinished`: temporary files."""
+        """Yield temporary files."""
         for info, is_temporary in self._walk(""):
             if is_temporary:
                 yield info
 
     def delete_unfinished(self, key: str) -> None:
-        """See `Store.delete_unfinished`."""
         directory, slash, name = key.rpartition("/")
         if not name.startswith(durable.TEMPORARY_PREFIX):
             raise ValueError(f"{key[:200]!r} is not a temporary file")
@@ -193,7 +185,6 @@ class LocalStore(Store):
         durable.step(f"deleted unfinished {directory}")
 
     def probe(self) -> None:
-        """See `Store.probe`."""
         try:
             probe_create_only(self)
         except StoreAccessDenied:

@@ -111,32 +111,27 @@ class RetryingStore(Store):
         return f"RetryingStore({self._store!r})"
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
-        """See `Store.get`."""
         return self._again(lambda: self._store.get(key, max_bytes=max_bytes))
 
     def get_lent(
         self, key: str, *, max_bytes: int, lend: Callable[[int], memoryview]
     ) -> bytes | memoryview:
-        """See `Store.get_lent`; each try asks `lend` for memory."""
+        """Ask `lend` for memory in each try."""
         return self._again(lambda: self._store.get_lent(key, max_bytes=max_bytes, lend=lend))
 
     def get_range(self, key: str, *, start: int, end: int) -> bytes:
-        """See `Store.get_range`."""
         return self._again(lambda: self._store.get_range(key, start=start, end=end))
 
     def put(self, key: str, data: bytes) -> None:
-        """See `Store.put`."""
         if self._retries.puts:
             self._again(lambda: self._store.put(key, data))
         else:
             self._store.put(key, data)
 
     def create(self, key: str, data: bytes | memoryview) -> None:
-        """See `Store.create`."""
         self._create(key, lambda: self._store.create(key, data))
 
     def create_from_file(self, key: str, path: Path) -> None:
-        """See `Store.create_from_file`."""
         self._create(key, lambda: self._store.create_from_file(key, path))
 
     def create_or_read(self, key: str, data: bytes, *, max_bytes: int) -> bytes | None:
@@ -167,32 +162,25 @@ class RetryingStore(Store):
         return self._again(create_or_get, replace(self._retries, failures=_is_gone))
 
     def scratch_directory(self) -> Path:
-        """See `Store.scratch_directory`."""
         return self._again(self._store.scratch_directory)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`."""
         return self._listed(check_prefix(prefix))
 
     def size(self, key: str) -> int:
-        """See `Store.size`."""
         return self._again(lambda: self._store.size(key))
 
     def delete(self, key: str) -> None:
-        """See `Store.delete`."""
         self._again(lambda: self._store.delete(key))
 
     def list_unfinished(self) -> Iterator[ObjectInfo]:
-        """See `Store.list_unfinished`."""
         # This listing has no order in which it could continue, so it starts again; it is short.
         yield from self._again(lambda: builtins.list(self._store.list_unfinished()))
 
     def delete_unfinished(self, key: str) -> None:
-        """See `Store.delete_unfinished`."""
         self._again(lambda: self._store.delete_unfinished(key))
 
     def probe(self) -> None:
-        """See `Store.probe`."""
         self._again(self._store.probe)
 
     def _create(self, key: str, create: Callable[[], None]) -> None:

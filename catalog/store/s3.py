@@ -290,11 +290,9 @@ class S3Store(Store):
         return f"S3Store({self.url!r})"
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
-        """See `Store.get`."""
         return self._read(key, 0, None, max_bytes)
 
     def get_range(self, key: str, *, start: int, end: int) -> bytes:
-        """See `Store.get_range`."""
         if check_range(start, end) == 0:
             if start > (size_bytes := self.size(key)):
                 raise too_short(self._where(key), found_bytes=size_bytes, expected_bytes=start)
@@ -302,30 +300,25 @@ class S3Store(Store):
         return self._read(key, start, end, None)
 
     def put(self, key: str, data: bytes) -> None:
-        """See `Store.put`."""
         durable.step(f"put {key}")
         self._write(key, data, {})
         durable.step(f"stored {key}")
 
     def create(self, key: str, data: bytes | memoryview) -> None:
-        """See `Store.create`."""
         durable.step(f"create {key}")
         self._write(key, data, {"IfNoneMatch": "*"})
         durable.step(f"created {key}")
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`."""
         return self._list(check_prefix(prefix))
 
     def size(self, key: str) -> int:
-        """See `Store.size`."""
         name = self._prefix + check_key(key)
         head = self._run("looking at", key, lambda: self._call("head_object", Key=name))
         size_bytes: int = head["ContentLength"]
         return size_bytes
 
     def delete(self, key: str) -> None:
-        """See `Store.delete`."""
         name = self._prefix + check_key(key)
         durable.step(f"delete {key}")
         try:
@@ -335,7 +328,7 @@ class S3Store(Store):
         durable.step(f"deleted {key}")
 
     def list_unfinished(self) -> Iterator[ObjectInfo]:
-        """See `Store.list_unfinished`: multipart uploads."""
+        """Yield multipart uploads."""
         markers = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
         unfinished = []
         for page in self._pages("list_multipart_uploads", markers, self._prefix):
@@ -346,7 +339,6 @@ class S3Store(Store):
         yield from sorted(unfinished, key=lambda info: info.key)
 
     def delete_unfinished(self, key: str) -> None:
-        """See `Store.delete_unfinished`."""
         target, _, upload = key.partition(_UPLOAD)
         if not upload:
             raise ValueError(f"{key[:200]!r} is not a multipart upload")
@@ -363,7 +355,6 @@ class S3Store(Store):
         durable.step(f"deleted unfinished {target}")
 
     def probe(self) -> None:
-        """See `Store.probe`."""
         probe_create_only(self)
 
     def _write(self, key: str, data: bytes | memoryview, condition: Mapping[str, str]) -> None:

@@ -163,7 +163,6 @@ class _FsspecS3Client:
         self._prepared: object = None
 
     async def call(self, method: str, **arguments: object) -> Mapping[str, Any]:
-        """See `S3Client.call`."""
         from botocore.handlers import add_expect_header
 
         try:
@@ -182,7 +181,6 @@ class _FsspecS3Client:
         return answer
 
     async def read(self, body: Any) -> bytes:
-        """See `S3Client.read`."""
         try:
             data: bytes = await body.read()
         except _s3_errors() as error:
@@ -190,7 +188,6 @@ class _FsspecS3Client:
         return data
 
     def run(self, request: Request[_Result], *, seconds: float) -> _Result:
-        """See `S3Client.run`."""
         try:
             result: _Result = sync(self._file_system.loop, request, timeout=seconds)
         except TimeoutError as error:  # fsspec's time-out, a subclass; the request is cancelled
@@ -297,14 +294,12 @@ class _FsspecStore(Store):
         return f"open_store({self.url!r})"
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
-        """See `Store.get`."""
         size_bytes = self.size(key)
         if size_bytes > max_bytes:
             raise too_large(self._where(key), found_bytes=size_bytes, max_bytes=max_bytes)
         return self.get_range(key, start=0, end=size_bytes)
 
     def get_range(self, key: str, *, start: int, end: int) -> bytes:
-        """See `Store.get_range`."""
         length_bytes = check_range(start, end)
         available_bytes = self.size(key) - start
         if available_bytes < length_bytes:
@@ -319,23 +314,19 @@ class _FsspecStore(Store):
         return data
 
     def put(self, key: str, data: bytes) -> None:
-        """See `Store.put`."""
         durable.step(f"put {check_key(key)}")
         self._run("writing", "pipe_file", key, bytes(data))
         durable.step(f"stored {key}")
 
     def create(self, key: str, data: bytes | memoryview) -> None:
-        """See `Store.create`."""
         durable.step(f"create {check_key(key)}")
         self._run("writing", "pipe_file", key, bytes(data), mode="create")
         durable.step(f"created {key}")
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Store.list`."""
         return self._list(check_prefix(prefix))
 
     def size(self, key: str) -> int:
-        """See `Store.size`."""
         entry = self._run("looking at", "info", check_key(key))
         if entry.get("type") != "file":
             raise missing(self._where(key))
@@ -345,7 +336,6 @@ class _FsspecStore(Store):
         return size_bytes
 
     def delete(self, key: str) -> None:
-        """See `Store.delete`."""
         durable.step(f"delete {check_key(key)}")
         try:
             self._run("deleting", "rm_file", key)
@@ -354,15 +344,13 @@ class _FsspecStore(Store):
         durable.step(f"deleted {key}")
 
     def list_unfinished(self) -> Iterator[ObjectInfo]:
-        """See `Store.list_unfinished`; empty, because fsspec has no call for unfinished writes."""
+        """Yield nothing, because fsspec has no call for unfinished writes."""
         return iter(())
 
     def delete_unfinished(self, key: str) -> None:
-        """See `Store.delete_unfinished`."""
         raise ValueError(f"{key[:200]!r} is not an unfinished object of {self.url}")
 
     def probe(self) -> None:
-        """See `Store.probe`."""
         if self._scheme in ("http", "https"):
             raise StoreUnsupported(
                 self.url,
