@@ -16,7 +16,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from benchmarks.report import Report, alternate, ratio
-from recpoint.catalog.retention.keep import BestBy, RetentionPolicy, plan
+from recpoint.catalog.retention.keep import plan
+from recpoint.catalog.retention.rules import BestBy, RetentionPolicy
 from recpoint.catalog.run.facts import gather
 from recpoint.catalog.run.representations import Representations, RunFacts
 from recpoint.catalog.run.run import Run

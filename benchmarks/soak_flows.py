@@ -16,7 +16,9 @@ from prefect import Flow
 from prefect.utilities.callables import parameter_schema
 
 from benchmarks.soak_processes import IN_A_SOAK
-from recpoint.catalog.retention.prune import execute, plan_prune, require_grace
+from recpoint.catalog.retention.grace import require_grace
+from recpoint.catalog.retention.plan import plan_prune
+from recpoint.catalog.retention.prune import execute
 from recpoint.flows import retain as retaining
 from recpoint.flows import sweep as sweeping
 

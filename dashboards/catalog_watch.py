@@ -11,12 +11,13 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
-from recpoint.catalog.overview.overview import CAUSES, RunOverview, cause_of
+from recpoint.catalog.overview.overview import RunOverview
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging.area import default_staging_root
 from recpoint.catalog.store.contract import now_ms
 from recpoint.catalog.store.store import open_store
+from recpoint.counting import CAUSES, cause_of
 from recpoint.errors import RecpointError
 from recpoint.format.record_kinds import VALIDATION
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from rich.console import RenderableType
 from rich.text import Text
 
-from recpoint.catalog.overview.overview import RunOverview, alarms
+from recpoint.catalog.overview.alarms import alarms
+from recpoint.catalog.overview.overview import RunOverview
 from recpoint.dashboards.terminal import FittedColumn, FittedTable, shown, verdict_text
 from recpoint.dashboards.texts import NONE, risk_text, staged_text
 from recpoint.errors import RecpointError

@@ -16,8 +16,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from recpoint.catalog.retention.prune import PrunePlan
-from recpoint.catalog.retention.staged import Fate, StagedLoss, StagedWork
+from recpoint.catalog.retention.discard_staged import StagedLoss
+from recpoint.catalog.retention.plan import PrunePlan
+from recpoint.catalog.retention.staged import Fate, StagedWork
 from recpoint.catalog.run.pins import pinned_text
 from recpoint.catalog.run.validations import Verdict
 from recpoint.catalog.staging.free import FreeSlot

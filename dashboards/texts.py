@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from recpoint.catalog.overview.alarms import Alarm
 from recpoint.catalog.overview.overview import (
-    Alarm,
     CheckpointFacts,
     ExpiringManifest,
     Failure,

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from recpoint.catalog.overview.overview import Alarm, RunOverview, alarms
+from recpoint.catalog.overview.alarms import Alarm, alarms
+from recpoint.catalog.overview.overview import RunOverview
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.store.run_url import naming_run, parse_run_url
 from recpoint.dashboards.catalog_watch import current_watch

@@ -33,7 +33,7 @@ from prefect.events.schemas.automations import Automation, AutomationCore, Event
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
 
-from recpoint.catalog.overview.overview import INTERVALS_OF_SILENCE
+from recpoint.catalog.overview.alarms import INTERVALS_OF_SILENCE
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store

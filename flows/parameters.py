@@ -15,7 +15,7 @@ from uuid import UUID
 from prefect.filesystems import WritableFileSystem
 from pydantic import Field, PrivateAttr
 
-from recpoint.catalog.retention.prune import GRACE_FLOOR_SECONDS
+from recpoint.catalog.retention.grace import GRACE_FLOOR_SECONDS
 from recpoint.flows.repeated_lines import ResultNotStored
 from recpoint.format.naming import MAX_GENERATION, MAX_STEP
 

@@ -12,7 +12,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import BaseModel, Field
 
-from recpoint.catalog.retention.keep import BestBy, RetentionPolicy
+from recpoint.catalog.retention.rules import BestBy, RetentionPolicy
 from recpoint.catalog.staging import area
 from recpoint.catalog.store.store import open_store
 from recpoint.flows.parameters import NO_RESULTS, GraceSeconds, RunUrl, StagingArea

@@ -13,7 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from recpoint.catalog.retention.prune import require_grace
+from recpoint.catalog.retention.grace import require_grace
 from recpoint.catalog.retention.staged import StagedWork
 from recpoint.catalog.retention.sweep import GRACE_NEEDED, SweepPlan
 from recpoint.catalog.retention.sweep_here import sweep_here, swept_words

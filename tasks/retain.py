@@ -8,8 +8,9 @@ from typing import NamedTuple
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from recpoint.catalog.retention.keep import RetentionPolicy
-from recpoint.catalog.retention.prune import PrunePlan, execute, plan_prune
+from recpoint.catalog.retention.plan import PrunePlan, plan_prune
+from recpoint.catalog.retention.prune import execute
+from recpoint.catalog.retention.rules import RetentionPolicy
 from recpoint.catalog.retention.sweep import spared_words
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store

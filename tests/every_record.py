@@ -10,7 +10,7 @@ from recpoint.catalog.check.validate import record, validate
 from recpoint.catalog.consolidate.merge import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.persist import persist
-from recpoint.catalog.run import deletions, leases, pins, publications
+from recpoint.catalog.run import deletions, leases, metrics, pins, publications
 from recpoint.catalog.run.run import Run, leave_rejection, tell_ended
 from recpoint.errors import RanksMissing
 from recpoint.format.naming import MANIFEST_KEY, ManifestName, parse_chunk_key
@@ -73,7 +73,7 @@ def _beside(run: Run, folder: Path, tables: list[Table]) -> None:
     """Write the records that no restore needs."""
     record(run, validate(run, ManifestName(30, 1), level="full"))
     pins.pin(run, ManifestName(20, 1), label="release-7", who="ann@desk", why="served")
-    pins.record_metric(run, ManifestName(20, 1), "auc", 0.8125)
+    metrics.record_metric(run, ManifestName(20, 1), "auc", 0.8125)
     publications.publish(run, ManifestName(30, 1), held=False, who="ann@desk", why="the newest")
     # Marks the own manifest of step 30, and leaves the plan.
     retain(run, LAST, grace=3600.0)

@@ -13,8 +13,9 @@ from recpoint.catalog.consolidate.merge import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, restore
-from recpoint.catalog.retention.keep import RetentionPolicy
-from recpoint.catalog.retention.prune import PrunePlan, PruneResult, execute, plan_prune
+from recpoint.catalog.retention.plan import PrunePlan, plan_prune
+from recpoint.catalog.retention.prune import PruneResult, execute
+from recpoint.catalog.retention.rules import RetentionPolicy
 from recpoint.catalog.run import leases
 from recpoint.catalog.run.deletions import TAKE_OVER_SECONDS
 from recpoint.catalog.run.run import Run

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from recpoint.catalog.overview.overview import HistogramReading
+from recpoint.counting import HistogramReading
 from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.format.manifest import Kind
 from recpoint.format.servers import AllServers
@@ -33,7 +33,7 @@ class Observation:
         committed, skipped, cancelled, failed: number of checkpoints with this outcome.
         unmarked_rows: as in `Stats`.
         pending: number of checkpoints that were cut and whose outcome is not known yet.
-        failures: number of failed checkpoints by cause (`recpoint.catalog.overview.overview`).
+        failures: number of failed checkpoints by cause (`recpoint.counting`).
         stalls: how long training waited for each checkpoint, in seconds.
         copied_rows, copied_bytes: with a `Lookahead` as the reader: rows that checkpoints copied,
             and their bytes with row states, by "before" (while training went on) and "in_stall".

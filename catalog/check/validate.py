@@ -16,7 +16,7 @@ from recpoint.catalog.check.rows import RowValidation, Sampled, Unequal, read_sa
 from recpoint.catalog.restore.chunks import StoreChunks, look_at_stored
 from recpoint.catalog.restore.state import read_state
 from recpoint.catalog.run.chain import Chain, PassedOver, read_with_chain, resolve_chain
-from recpoint.catalog.run.deletions import Going
+from recpoint.catalog.run.going import Going
 from recpoint.catalog.run.lineage import Representation
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import LEVELS, add_record, records_of

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from recpoint.catalog.overview.overview import Age, CheckpointFacts, ExpiringManifest, Failure
+from recpoint.catalog.overview.plan_watch import PlanWatch
 from recpoint.catalog.persist.ranks import first_part, missing_text, parts_text
-from recpoint.catalog.retention.prune import PlanWatch
-from recpoint.catalog.run.deletions import TAKE_OVER_SECONDS
+from recpoint.catalog.run.deletions import TAKE_OVER_SECONDS, read_deletion
 from recpoint.catalog.run.lineage import next_step_of_lost
-from recpoint.catalog.run.pins import read_deletion
 from recpoint.catalog.run.run import RejectionWatch, Run, read_end
 from recpoint.catalog.run.validations import Verdict
 from recpoint.catalog.store.contract import ObjectInfo

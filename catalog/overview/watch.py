@@ -9,18 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from recpoint.catalog.overview.overview import (
-    Age,
-    CheckpointFacts,
-    Ended,
-    Generation,
-    Lag,
+from recpoint.catalog.overview.alarms import clock_note
+from recpoint.catalog.overview.appearances import Appearances
+from recpoint.catalog.overview.figures import (
     ManifestFigures,
-    RunOverview,
-    ServersSeen,
-    StagedRisk,
-    Validated,
-    clock_note,
     ended_lag,
     expected_interval_seconds,
     gone_lag,
@@ -32,6 +24,17 @@ from recpoint.catalog.overview.overview import (
     totals,
     unreadable,
     with_risk,
+)
+from recpoint.catalog.overview.overview import (
+    Age,
+    CheckpointFacts,
+    Ended,
+    Generation,
+    Lag,
+    RunOverview,
+    ServersSeen,
+    StagedRisk,
+    Validated,
 )
 from recpoint.catalog.overview.troubles import Troubles
 from recpoint.catalog.run.chain import Chain, resolve_chain
@@ -58,50 +61,9 @@ from recpoint.format.naming import ManifestName, parse_job_stem
 from recpoint.format.record_kinds import GENERATION, MANIFEST
 from recpoint.format.records import EndRecord
 
-__all__ = ["RunWatch"]
-
-
-# Estimates an object's age from the two listings between which it appeared, whatever clocks say.
-
-
-class Appearances:
-    """Remembers between which listings each object appeared. For one thread at a time."""
-
-    def __init__(self) -> None:
-        # Monotonic times between which an object appeared that the first listing did not have.
-        self._appeared: dict[str, tuple[float, float]] = {}
-        self._known: set[str] = set()
-        self._first_seen: float | None = None
-        self._last_began = 0.0
-
-    def note_listing(self, keys: set[str], began: float) -> None:
-        """Note the keys of a listing that began at monotonic time `began`."""
-        now = time.monotonic()
-        if self._first_seen is None:
-            self._first_seen = now
-        else:
-            for key in keys - self._known:
-                self._appeared[key] = (self._last_began, now)
-            for key in self._known - keys:
-                self._appeared.pop(key, None)
-        self._known, self._last_began = keys, began
-
-    def age(self, info: ObjectInfo) -> Age:
-        """Return an object's age by the store's time, limited to the bounds observed here."""
-        now = time.monotonic()
-        store_seconds = time.time() - info.modified_ms / 1000
-        if info.key in self._appeared:
-            after, seen = self._appeared[info.key]
-            return Age.of(store_seconds=store_seconds, least=now - seen, most=now - after)
-        first = now if self._first_seen is None else self._first_seen
-        least = now - first if info.key in self._known else 0.0
-        return Age.of(store_seconds=store_seconds, least=least, most=None)
-
-
-# Refreshes a run's overview repeatedly, and reads each manifest once (format §2, §5, §10).
-#
-# A refresh lists the records of a run and reads only the manifests that it has not read before. Its
-# cost depends on the number of new checkpoints, not on the length of the run.
+__all__ = [
+    "RunWatch",
+]
 
 
 #: Number of the newest checkpoints of the live line that are read; others are only counted.

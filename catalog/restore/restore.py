@@ -20,7 +20,7 @@ from recpoint.catalog.restore.placement import PartsTarget, TablePart, map_parts
 from recpoint.catalog.restore.rows import LogicalTable, logical_tables
 from recpoint.catalog.restore.target import RestoreTarget, RowSink, TableTarget
 from recpoint.catalog.run.chain import Chain, PassedOver, read_with_chain
-from recpoint.catalog.run.deletions import Going
+from recpoint.catalog.run.going import Going
 from recpoint.catalog.run.leases import reading
 from recpoint.catalog.run.repair import manifests_gone, superseded_alone, superseded_text
 from recpoint.catalog.run.run import Run

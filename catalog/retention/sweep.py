@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final, NamedTuple, Self
 
+from recpoint.catalog.retention.named_chunks import NamedChunks
 from recpoint.catalog.run.facts import OnStep, unwatched
-from recpoint.catalog.run.lineage import Representation
-from recpoint.catalog.run.repair import Link, LostManifests, why_gone
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import owned
 from recpoint.catalog.store.contract import ObjectInfo, Store, host_seconds, now_ms, store_ms
-from recpoint.catalog.store.scheduler import ReadScheduler
-from recpoint.errors import FormatError, ObjectNotFound, SettingsError, StagingRefused, StoreError
+from recpoint.errors import SettingsError, StoreError
 from recpoint.format.naming import (
     PART_KEY,
     AttemptName,
@@ -32,175 +27,15 @@ from recpoint.format.record_kinds import PART, PIN, kind_of
 
 __all__ = [
     "GRACE_NEEDED",
-    "LastSweep",
     "SweepPlan",
     "SweepResult",
     "execute",
-    "last_sweep",
-    "note_sweep",
     "plan_sweep",
     "spared_words",
-    "swept_ms",
 ]
 
 
-# Notes when an agent has last swept a run of its staging area, and if that was the last time (§7).
-
-
-_FILE: Final = "sweep.json"
-_MOST_BYTES: Final = 65_536
-
-
-class LastSweep(NamedTuple):
-    """The note of a run's last sweep.
-
-    Attributes:
-        at_ms: time of the sweep, or since when the first one is waited for; in milliseconds since
-            the epoch by this host's clock.
-        ended_ms: if the sweep found nothing left to do after training had ended: the time of that
-            end, by the trainer's clock. None: something was left, or training had not ended.
-    """
-
-    at_ms: int
-    ended_ms: int | None
-
-
-def note_sweep(run_dir: Path, *, ended_ms: int | None = None) -> None:
-    """Note that a run was swept now, or that the wait for its first sweep begins.
-
-    Args:
-        run_dir: the run's directory in a staging area.
-        ended_ms: see `LastSweep`.
-
-    Raises:
-        StagingRefused: the directory belongs to another user.
-        OSError: the note cannot be written.
-    """
-    document: dict[str, int] = {"at_ms": now_ms()}
-    if ended_ms is not None:
-        document["ended_ms"] = ended_ms
-    owned.write_atomically(run_dir.parent, run_dir / _FILE, json.dumps(document).encode())
-
-
-def last_sweep(run_dir: Path) -> LastSweep | None:
-    """Return the note of the last sweep; None if there is none or it is damaged."""
-    try:
-        document = json.loads(owned.read(run_dir.parent, run_dir / _FILE, _MOST_BYTES))
-        at_ms, ended_ms = document["at_ms"], document.get("ended_ms")
-    except (
-        OSError,
-        StagingRefused,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):
-        return None
-    if type(at_ms) is not int:
-        return None
-    return LastSweep(at_ms, ended_ms if type(ended_ms) is int else None)
-
-
-def swept_ms(run_dir: Path) -> int | None:
-    """Return `LastSweep.at_ms` of a run; None as for `last_sweep`."""
-    note = last_sweep(run_dir)
-    return None if note is None else note.at_ms
-
-
-# Collects the chunks that the manifests of a run name, for a sweep (format §6.5).
-
-
-class NamedChunks:
-    """The chunks that manifests name, and lost manifests that are needed; reads each manifest once.
-
-    Args:
-        run: the run.
-        spare_newest: see `recpoint.catalog.retention.sweep.plan_sweep`.
-        pins: names of the pins of each pinned checkpoint.
-
-    Attributes:
-        chunks: keys of chunks that a manifest names, or named when it was read.
-        attempts: the attempts of these chunks.
-        unreadable: keys of manifests that cannot be read.
-        lost: the checkpoints that are needed although their manifests are lost.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        *,
-        spare_newest: bool,
-        pins: Mapping[ManifestName, Sequence[str]] | None = None,
-    ) -> None:
-        self._run = run
-        self._spare_newest = spare_newest
-        self._pins = pins or {}
-        self._links: dict[Representation, Link] = {}
-        self._there: Mapping[ManifestName, Sequence[Representation]] | None = None
-        self._newest = 0
-        self._newest_steps: dict[int, int] = {}
-        self.chunks: set[str] = set()
-        self.attempts: set[AttemptName] = set()
-        self.unreadable: list[str] = []
-        self.lost = LostManifests(pins=self._pins)
-
-    def read_new_manifests(self, on_step: OnStep = unwatched) -> None:
-        """Read the manifests that have appeared since the last call."""
-        self.unreadable.clear()
-        there = self._run.representations()
-        self._newest = max(self._run.generation_numbers(), default=0)
-        self._newest_steps = {name.generation: name.step for name in sorted(there)}
-        left = [one for forms in there.values() for one in forms if one not in self._links]
-        with ReadScheduler.of_records() as reads:
-            found = zip(left, reads.results(left, self._read), strict=True)
-            for number, (one, read) in enumerate(found, 1):
-                on_step("looking for orphans", number, len(left))
-                if read is None:
-                    self.unreadable.append(one.key)
-                    continue
-                link, chunks = read
-                if link is not None:
-                    self._links[one] = link
-                    self.chunks.update(chunks)
-                    self.attempts.update(filter(None, map(parse_chunk_key, chunks[:1])))
-        if left or there != self._there:
-            self._there = there
-            named = (one for forms in there.values() for one in forms if one in self._links)
-            gone = why_gone(self._run, there)
-            self.lost = LostManifests((self._links[one] for one in named), self._pins, gone=gone)
-
-    def _read(self, one: Representation) -> tuple[Link | None, list[str]] | None:
-        """Return a manifest's link and the keys of its chunks.
-
-        Returns (None, []) if it was removed after it was listed, and None if it is unreadable.
-        """
-        try:
-            manifest = self._run.read_manifest(one)
-        except ObjectNotFound:
-            return None, []
-        except FormatError:
-            return None
-        return Link.of(manifest), [entry.key for entry in manifest.chunks]
-
-    def may_be_committed(self, attempt: AttemptName, infos: Iterable[ObjectInfo]) -> bool:
-        """Tell whether the newest trainer may still commit an attempt.
-
-        The attempt may be staged on another host. If parts show that it has several ranks, other
-        hosts may have some of them staged. If its generation is newer than the newest record, that
-        record is lost, and its trainer may continue.
-        """
-        return (
-            (self._spare_newest or any(PART_KEY.parse(info.key) for info in infos))
-            and attempt.generation >= self._newest
-            and attempt.step > self._newest_steps.get(attempt.generation, -1)
-        )
-
-
-# Removes objects that no checkpoint will ever need: plan, then execute (format §6.4, §6.5).
-
-
-#: Why a command refuses a shorter grace than `recpoint.catalog.retention.prune` allows.
+#: Why a command refuses a shorter grace than `recpoint.catalog.retention.grace` allows.
 GRACE_NEEDED = "objects that are still being written are younger"
 
 #: This long after an attempt was checked, it is checked again before more of it is removed, because

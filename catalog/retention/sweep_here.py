@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from recpoint.catalog.retention.staged import StagedWork, run_is_gone
+from recpoint.catalog.retention.discard_staged import run_is_gone
+from recpoint.catalog.retention.staged import StagedWork
 from recpoint.catalog.retention.sweep import (
     SweepPlan,
     SweepResult,

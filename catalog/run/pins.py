@@ -1,30 +1,28 @@
-"""Pins checkpoints, which retention then keeps, and records their metrics (format §6.6)."""
+"""Pins checkpoints, which retention then keeps (format §6.6)."""
 
 from __future__ import annotations
 
 import getpass
-import math
 import socket
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 from recpoint.catalog.run.chain import resolve_chain
+from recpoint.catalog.run.deletions import read_deletion
 from recpoint.catalog.run.lineage import Representation
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.contract import now_ms
-from recpoint.catalog.store.records import Records
 from recpoint.errors import (
     ChainError,
     FormatError,
-    NonFiniteValue,
     NothingToRestore,
     ObjectNotFound,
     RetentionRefused,
     SettingsError,
 )
 from recpoint.format.naming import DELETION_KEY, PIN_KEY, ManifestName, is_label
-from recpoint.format.record_kinds import DELETION, MARK, METRIC, PIN
-from recpoint.format.retention_records import Deletion, Metric, Pin
+from recpoint.format.record_kinds import MARK, PIN
+from recpoint.format.retention_records import Pin
 
 __all__ = [
     "DEFAULT_NAME",
@@ -32,9 +30,7 @@ __all__ = [
     "pin",
     "pinned",
     "pinned_text",
-    "read_deletion",
-    "read_metrics",
-    "record_metric",
+    "require_label",
     "unpin",
     "words",
 ]
@@ -104,7 +100,7 @@ def hold(
         RetentionRefused: it is already being deleted.
         StoreError: the store cannot be reached or refuses; the pin may have been set.
     """
-    _check_label("label", label)
+    require_label("label", label)
     ref = run.manifest(*name).ref
     wish = Pin(
         run=run.id,
@@ -138,7 +134,7 @@ def unpin(run: Run, name: ManifestName, *, label: str = DEFAULT_NAME) -> None:
         SettingsError: no key can hold the label.
         NothingToRestore: there is no such pin.
     """
-    _check_label("label", label)
+    require_label("label", label)
     others = pinned(run).get(name, ())
     if label not in others:
         raise NothingToRestore(
@@ -157,67 +153,6 @@ def pinned(run: Run) -> dict[ManifestName, tuple[str, ...]]:
         name = ManifestName(step, generation)
         found[name] = (*found.get(name, ()), label)
     return found
-
-
-def record_metric(run: Run, name: ManifestName, metric: str, value: float) -> None:
-    """Record a measured value of a checkpoint; it replaces an earlier value of this metric.
-
-    Raises:
-        SettingsError: no key can hold the metric's name.
-        NonFiniteValue: the value is infinite or NaN, so it cannot be ranked.
-        ObjectNotFound: there is no such checkpoint.
-    """
-    _check_label("metric", metric)
-    if not math.isfinite(value):
-        raise NonFiniteValue(
-            f"metric {metric}", found=str(value), expected="a finite number", next_step="leave it"
-        )
-    record = Metric(
-        run=run.id,
-        checkpoint=run.manifest(*name).ref,
-        name=metric,
-        value=float(value).hex(),
-        created_ms=now_ms(),
-    )
-    run.records(METRIC).put(record, *name, metric)
-
-
-def read_metrics(
-    run: Run, wanted: Iterable[str], *, of: Container[ManifestName]
-) -> dict[str, dict[ManifestName, float]]:
-    """Returns the values of metrics, by metric and checkpoint; leaves out unreadable records.
-
-    Args:
-        run: the run.
-        wanted: names of the metrics.
-        of: the existing checkpoints; left-over metrics of other checkpoints are not read.
-    """
-    found: dict[str, dict[ManifestName, float]] = {metric: {} for metric in wanted}
-    if not found:
-        return found
-    for named in run.records(METRIC).names():
-        name = ManifestName(named.step, named.generation)
-        if named.name not in found or name not in of:
-            continue
-        try:
-            value = run.records(METRIC).read(*named).value
-            found[named.name][name] = float.fromhex(value)
-        except (FormatError, ObjectNotFound):
-            continue
-    return found
-
-
-def read_deletion(run: Run) -> Deletion | None:
-    """Returns the announced deletion, of a retention at work or of a killed one; None if none.
-
-    Raises:
-        FormatError: the record cannot be read.
-    """
-    try:
-        # The run is not checked: callers decide about the record of another run.
-        return Records(run.store, DELETION, run=None).read()
-    except ObjectNotFound:
-        return None
 
 
 def _chain_that_stays(run: Run, key: str, name: ManifestName) -> set[str]:
@@ -253,7 +188,12 @@ def _chain_keys(run: Run, name: ManifestName) -> set[str]:
     return {Representation.of(link).key for link in resolve_chain(run, name).manifests}
 
 
-def _check_label(setting: str, label: str) -> None:
+def require_label(setting: str, label: str) -> None:
+    """Refuse a name that no key can hold.
+
+    Raises:
+        SettingsError: names the setting and what is expected.
+    """
     if not is_label(label):
         raise SettingsError(
             setting,

@@ -22,7 +22,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from recpoint.catalog.overview.overview import HistogramReading
+from recpoint.counting import HistogramReading
 from recpoint.dashboards.metrics import table
 from recpoint.dashboards.metrics.samples import MetricSample, Samples
 from recpoint.errors import SettingsError

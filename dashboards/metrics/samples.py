@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from recpoint.catalog.overview.overview import HistogramReading
+from recpoint.counting import HistogramReading
 from recpoint.errors import SettingsError
 from recpoint.installation import install_command
 

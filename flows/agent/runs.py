@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 from uuid import UUID
 
-from recpoint.catalog.overview.overview import CAUSES, Histogram, cause_of, cause_of_name
 from recpoint.catalog.persist.persist import PersistJob, reject_job
 from recpoint.catalog.persist.ranks import parts_text
 from recpoint.catalog.staging import area, owned
 from recpoint.catalog.staging.area import read_note, trainer_state
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.contract import now_ms
+from recpoint.counting import CAUSES, Histogram, cause_of, cause_of_name
 from recpoint.errors import (
     CheckpointCancelled,
     RecpointError,

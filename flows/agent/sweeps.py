@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from recpoint.catalog.retention.sweep import last_sweep, note_sweep, swept_ms
+from recpoint.catalog.retention.last_sweep import last_sweep, note_sweep, swept_ms
 from recpoint.catalog.staging import area
 from recpoint.catalog.staging.area import read_note, trainer_state
 from recpoint.catalog.store.contract import now_ms

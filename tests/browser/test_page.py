@@ -23,8 +23,9 @@ import torch
 from recpoint.catalog.check.validate import record, validate
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.retention.keep import RetentionPolicy
-from recpoint.catalog.retention.prune import execute, plan_prune
+from recpoint.catalog.retention.plan import plan_prune
+from recpoint.catalog.retention.prune import execute
+from recpoint.catalog.retention.rules import RetentionPolicy
 from recpoint.catalog.run.pins import pin
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area

@@ -12,8 +12,9 @@ import torch
 from recpoint.catalog.consolidate.merge import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.restore.restore import MemoryTarget, restore
-from recpoint.catalog.retention.keep import RetentionPolicy
-from recpoint.catalog.retention.prune import execute, plan_prune
+from recpoint.catalog.retention.plan import plan_prune
+from recpoint.catalog.retention.prune import execute
+from recpoint.catalog.retention.rules import RetentionPolicy
 from recpoint.catalog.run import pins, publications
 from recpoint.catalog.run.leases import reading
 from recpoint.catalog.run.run import Run

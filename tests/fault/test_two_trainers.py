@@ -14,7 +14,7 @@ import pytest
 
 from recpoint import Checkpointer
 from recpoint.catalog.check.check import check
-from recpoint.catalog.overview.overview import alarms
+from recpoint.catalog.overview.alarms import alarms
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.run.run import Run

@@ -17,7 +17,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.settings import PREFECT_API_URL
 
 from recpoint.catalog.check.check import check
-from recpoint.catalog.retention.sweep import LastSweep, last_sweep, note_sweep, swept_ms
+from recpoint.catalog.retention.last_sweep import LastSweep, last_sweep, note_sweep, swept_ms
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AgentLock

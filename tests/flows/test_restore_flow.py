@@ -12,7 +12,7 @@ import pytest
 
 from recpoint.catalog.restore.files import INDEX, restore_shards
 from recpoint.catalog.restore.order import Selection
-from recpoint.catalog.run import deletions
+from recpoint.catalog.run import going
 from recpoint.catalog.run.deletions import announce
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import Store, open_store
@@ -133,7 +133,7 @@ def test_another_checkpoint_is_not_replaced(
 def test_what_a_retention_is_deleting_is_refused_by_name(
     run: Run, chain: list[Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deletions, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(going, "_WAIT_SECONDS", 0.0)
     announce(run, (MANIFEST_KEY.of(2, chain[0].generation),))
     target = tmp_path / "target"
     state = run_restore(run.url, str(target), shard_bytes=1, step=2)

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recpoint.catalog.overview.overview import RunOverview, alarms
+from recpoint.catalog.overview.alarms import alarms
+from recpoint.catalog.overview.overview import RunOverview
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import add_record

@@ -7,13 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpoint.catalog.retention.keep import (
-    BestBy,
-    RetentionPlan,
-    RetentionPolicy,
-    needed_manifests,
-    plan,
-)
+from recpoint.catalog.retention.keep import RetentionPlan, needed_manifests, plan
+from recpoint.catalog.retention.rules import BestBy, RetentionPolicy
 from recpoint.catalog.run.representations import Opinion, Representations, RunFacts, StoredManifest
 from recpoint.errors import RetentionRefused
 from recpoint.format.naming import ManifestName

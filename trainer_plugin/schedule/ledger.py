@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median_low
 
-from recpoint.catalog.overview.overview import CAUSES, Histogram, cause_of
+from recpoint.counting import CAUSES, Histogram, cause_of
 from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.tables.marks import Dirty, Tracker
 from recpoint.format.history import ChosenPrecision

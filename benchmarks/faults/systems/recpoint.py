@@ -214,8 +214,9 @@ class Recpoint(System):
 
     def retain(self, keep: int) -> None:
         """See `System.retain`."""
-        from recpoint.catalog.retention.keep import RetentionPolicy
-        from recpoint.catalog.retention.prune import execute, plan_prune
+        from recpoint.catalog.retention.plan import plan_prune
+        from recpoint.catalog.retention.prune import execute
+        from recpoint.catalog.retention.rules import RetentionPolicy
 
         policy = RetentionPolicy(keep_last=keep, require_validated=False)
         run = self._run()

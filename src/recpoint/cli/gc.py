@@ -11,18 +11,14 @@ import typer
 from rich.console import RenderableType
 from rich.table import Table
 
-from recpoint.catalog.retention.keep import BestBy, RetentionPolicy
-from recpoint.catalog.retention.prune import (
-    PrunePlan,
-    PruneResult,
-    execute,
-    plan_prune,
-    require_grace,
-)
-from recpoint.catalog.retention.staged import discard_staged, staged_losses, there_is_a_run
+from recpoint.catalog.retention.discard_staged import discard_staged, staged_losses, there_is_a_run
+from recpoint.catalog.retention.grace import require_grace
+from recpoint.catalog.retention.plan import PrunePlan, plan_prune
+from recpoint.catalog.retention.prune import PruneResult, execute
+from recpoint.catalog.retention.rules import BestBy, RetentionPolicy
 from recpoint.catalog.retention.sweep import GRACE_NEEDED, spared_words
 from recpoint.catalog.retention.sweep_here import SweptHere, sweep_here
-from recpoint.catalog.run import pins
+from recpoint.catalog.run import metrics, pins
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area
 from recpoint.catalog.staging.free import free_slots
@@ -562,7 +558,7 @@ def record_metric(
     _require_label(name, "METRIC")
     run = open_run(url)
     checkpoint = find_checkpoint(run, step, generation)
-    pins.record_metric(run, checkpoint, name, value)
+    metrics.record_metric(run, checkpoint, name, value)
     document = {**_named(*checkpoint), "name": name, "value": value}
     return Result(document, terminal.shown(f"{name} of {checkpoint} is {value:g}"))
 

@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 
 from recpoint import flows
-from recpoint.catalog.overview.overview import INTERVALS_OF_SILENCE
+from recpoint.catalog.overview.alarms import INTERVALS_OF_SILENCE
 from recpoint.cli.gc import StagingOption, seconds_of
 from recpoint.cli.reporting import JsonOption, Result, command, output_console, progress_console
 from recpoint.dashboards import terminal

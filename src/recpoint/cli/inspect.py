@@ -18,10 +18,11 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from recpoint.catalog.overview.overview import RunOverview, StagedRisk, alarms
+from recpoint.catalog.overview.alarms import alarms
+from recpoint.catalog.overview.overview import RunOverview, StagedRisk
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.restore.order import Selection, candidates
-from recpoint.catalog.retention.prune import marked
+from recpoint.catalog.retention.marks import marked
 from recpoint.catalog.run.chain import Chain, resolve_chain
 from recpoint.catalog.run.lineage import Representation
 from recpoint.catalog.run.pins import pinned

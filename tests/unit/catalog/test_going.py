@@ -18,7 +18,7 @@ from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.placement import TablePart
 from recpoint.catalog.restore.restore import MemoryTarget, restore, restore_parts
 from recpoint.catalog.retention.prune import PruneResult, execute
-from recpoint.catalog.run import deletions, leases
+from recpoint.catalog.run import going, leases
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import NothingToRestore, ObjectNotFound, RetentionRefused
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture(autouse=True)
 def asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deletions, "_ASK_SECONDS", 0.001)
+    monkeypatch.setattr(going, "_ASK_SECONDS", 0.001)
 
 
 def start(run: Run, step: int | None = None) -> ManifestName:
@@ -148,7 +148,7 @@ def test_beside_a_killed_retention_what_it_announced_is_refused_and_the_rest_is_
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed(run)
-    monkeypatch.setattr(deletions, "_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(going, "_WAIT_SECONDS", 0.05)
     with pytest.raises(RetentionRefused, match=r"read again in (29|30) minutes") as refused:
         start(run, 10)
     assert "it is being deleted" in refused.value.found
@@ -165,7 +165,7 @@ def test_half_an_hour_later_nobody_deletes_under_that_announcement(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed(run)
-    monkeypatch.setattr(deletions, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(going, "_WAIT_SECONDS", 0.0)
     make_announcement_old(run, stamp=False)
     with pytest.raises(RetentionRefused):
         start(run, 10)
@@ -201,7 +201,7 @@ def test_a_store_that_stops_to_answer_while_a_deletion_is_waited_for_refuses(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed(run)
-    monkeypatch.setattr(deletions, "_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(going, "_WAIT_SECONDS", 0.05)
     asked: list[str] = []
 
     def fail(call: str, key: str) -> None:
@@ -279,7 +279,7 @@ def test_in_any_order_of_their_calls_a_trainer_goes_on_from_what_stays(
 
 def test_parts_of_what_goes_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(run)
-    monkeypatch.setattr(deletions, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(going, "_WAIT_SECONDS", 0.0)
     whole = MemoryTarget()
     restore(run, whole, Selection(step=20))
     name, table = next(iter(whole.tables.items()))

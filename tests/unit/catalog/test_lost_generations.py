@@ -15,8 +15,8 @@ from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.persist.persist import classify, persist_job
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, restore
-from recpoint.catalog.retention.keep import RetentionPolicy
-from recpoint.catalog.retention.prune import PrunePlan, plan_prune
+from recpoint.catalog.retention.plan import PrunePlan, plan_prune
+from recpoint.catalog.retention.rules import RetentionPolicy
 from recpoint.catalog.retention.sweep import plan_sweep
 from recpoint.catalog.retention.sweep_here import knows_what_is_staged
 from recpoint.catalog.run import publications

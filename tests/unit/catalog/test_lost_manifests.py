@@ -15,7 +15,7 @@ from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.persist import persist
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.retention.sweep import SweepPlan, SweepResult, execute, plan_sweep
-from recpoint.catalog.run import pins, publications
+from recpoint.catalog.run import metrics, pins, publications
 from recpoint.catalog.run.repair import line_to_go_on
 from recpoint.catalog.run.run import Run, leave_rejection
 from recpoint.catalog.run.validations import verdicts
@@ -89,7 +89,7 @@ def texts(report: CheckReport, severity: str) -> list[str]:
 
 def test_what_a_lost_manifest_has_named_stays_until_it_is_back(run: Run) -> None:
     record(run, validate(run, ManifestName(10, 1), level="full"))
-    pins.record_metric(run, ManifestName(10, 1), "auc", 0.5)
+    metrics.record_metric(run, ManifestName(10, 1), "auc", 0.5)
     before = keys(run)
     attempt = run.manifest(10, 1).attempt
     lost = lose(run, MANIFEST_KEY.of(10, 1))
@@ -233,7 +233,7 @@ def test_one_that_is_pinned(run: Run) -> None:
 
 SIGNS: dict[str, Callable[[Run], object]] = {
     "validated": lambda run: record(run, validate(run, ManifestName(13, 1), level="metadata")),
-    "measured": lambda run: pins.record_metric(run, ManifestName(13, 1), "auc", 0.5),
+    "measured": lambda run: metrics.record_metric(run, ManifestName(13, 1), "auc", 0.5),
     "published": lambda run: publications.publish(run, ManifestName(13, 1)),
     "consolidated": lambda run: consolidated(run, 12),
     "marked": lambda run: (add(run, 14, None), add(run, 15, None), retain(run)),

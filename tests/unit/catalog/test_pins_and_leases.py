@@ -14,7 +14,7 @@ from recpoint.catalog.check.check import check
 from recpoint.catalog.consolidate.merge import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.retention.prune import PruneResult, execute
-from recpoint.catalog.run import leases, pins
+from recpoint.catalog.run import deletions, leases, metrics, pins
 from recpoint.catalog.run.deletions import announce
 from recpoint.catalog.run.facts import gather
 from recpoint.catalog.run.publications import publish
@@ -238,7 +238,7 @@ class TestPins:
 
         with pytest.raises(StoreUnavailable):
             execute(Run.open(InterposedStore(run.store, before=die)), planned(run))
-        doomed = pins.read_deletion(run)
+        doomed = deletions.read_deletion(run)
         assert doomed is not None and set(doomed.manifests) == {
             named(run, step) for step in (10, 20, 30)
         }
@@ -274,26 +274,26 @@ class TestMetrics:
         [METRIC_KEY.of(10, 1, "loss"), METRIC_KEY.of(20, 1, "auc"), METRIC_KEY.of(20, 1, "loss")],
     )
     def test_one_under_anothers_key_is_left_out(self, run: Run, to: str) -> None:
-        pins.record_metric(run, ManifestName(10, 1), "auc", 0.75)
+        metrics.record_metric(run, ManifestName(10, 1), "auc", 0.75)
         data = run.store.get(METRIC_KEY.of(10, 1, "auc"), max_bytes=1 << 20)
         run.store.put(to, data)
-        assert pins.read_metrics(run, ["loss", "auc"], of=run.manifest_names()) == {
+        assert metrics.read_metrics(run, ["loss", "auc"], of=run.manifest_names()) == {
             "loss": {},
             "auc": {ManifestName(10, 1): 0.75},
         }
 
     def test_a_bit_that_flips_on_the_way_loses_none(self, run: Run) -> None:
-        pins.record_metric(run, ManifestName(10, 1), "auc", 0.75)
+        metrics.record_metric(run, ManifestName(10, 1), "auc", 0.75)
         store = FaultStore(run.store, [Fault.flip(key_contains="metrics/")])
-        found = pins.read_metrics(Run.open(store), ["auc"], of=run.manifest_names())
+        found = metrics.read_metrics(Run.open(store), ["auc"], of=run.manifest_names())
         assert found == {"auc": {ManifestName(10, 1): 0.75}}
 
     def test_those_of_deleted_checkpoints_are_not_read_and_go_with_the_chunks(
         self, run: Run
     ) -> None:
         for step in steps(run):
-            pins.record_metric(run, ManifestName(step, 1), "auc", 0.5)
-            pins.record_metric(run, ManifestName(step, 1), "loss", 0.5)
+            metrics.record_metric(run, ManifestName(step, 1), "auc", 0.5)
+            metrics.record_metric(run, ManifestName(step, 1), "loss", 0.5)
         kept = {METRIC_KEY.of(step, 1, name) for step in (40, 50) for name in ("auc", "loss")}
         run.store.delete(MANIFEST_KEY.of(30, 1))  # nothing stands on it
         store = InterposedStore(run.store)

@@ -12,11 +12,13 @@ import torch
 from recpoint.catalog.check.check import check
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, restore
-from recpoint.catalog.retention.keep import BestBy, RetentionPolicy
-from recpoint.catalog.retention.prune import PruneResult, execute, leave_plan, plan_prune
+from recpoint.catalog.retention.plan import plan_prune
+from recpoint.catalog.retention.prune import PruneResult, execute
+from recpoint.catalog.retention.rules import BestBy, RetentionPolicy
+from recpoint.catalog.retention.stored_plan import leave_plan
 from recpoint.catalog.retention.sweep import execute as execute_sweep
 from recpoint.catalog.retention.sweep import plan_sweep
-from recpoint.catalog.run import leases, pins
+from recpoint.catalog.run import leases, metrics, pins
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.contract import Store, now_ms
 from recpoint.catalog.store.store import open_store
@@ -173,17 +175,17 @@ def test_a_grace_below_its_floor_is_refused(run: Run) -> None:
 
 def test_best_by_a_recorded_metric(run: Run) -> None:
     for step, value in ((10, 0.5), (20, 0.75), (40, 0.625)):
-        pins.record_metric(run, ManifestName(step, 1), "auc", value)
-    pins.record_metric(run, ManifestName(10, 1), "auc", 0.25)  # measured again
+        metrics.record_metric(run, ManifestName(step, 1), "auc", value)
+    metrics.record_metric(run, ManifestName(10, 1), "auc", 0.25)  # measured again
     run.store.put(METRIC_KEY.of(30, 1, "auc"), b"damaged")
     policy = RetentionPolicy(best_by=(BestBy("auc", "max"),), require_validated=False)
     assert [d.manifest.name.step for d in planned(run, policy).mark] == [30]
     policy = RetentionPolicy(best_by=(BestBy("auc", "min"),), require_validated=False)
     assert [d.manifest.name.step for d in planned(run, policy).mark] == [30, 20]
     with pytest.raises(NonFiniteValue):
-        pins.record_metric(run, ManifestName(10, 1), "auc", float("nan"))
+        metrics.record_metric(run, ManifestName(10, 1), "auc", float("nan"))
     with pytest.raises(ObjectNotFound):
-        pins.record_metric(run, ManifestName(11, 1), "auc", 1.0)
+        metrics.record_metric(run, ManifestName(11, 1), "auc", 1.0)
 
 
 def test_superseded_checkpoints_go_and_their_generations_stay(run: Run) -> None:

@@ -7,8 +7,9 @@ import pytest
 
 from recpoint import Follower
 from recpoint.catalog.check.check import check
-from recpoint.catalog.retention.keep import RetentionPolicy
-from recpoint.catalog.retention.prune import execute, plan_prune
+from recpoint.catalog.retention.plan import plan_prune
+from recpoint.catalog.retention.prune import execute
+from recpoint.catalog.retention.rules import RetentionPolicy
 from recpoint.catalog.retention.sweep import plan_sweep
 from recpoint.catalog.run import pins
 from recpoint.catalog.run.publications import (

@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from recpoint.catalog.retention.keep import (
-    BestBy,
-    RetentionPlan,
-    RetentionPolicy,
-    needed_manifests,
-    plan,
-)
+from recpoint.catalog.retention.keep import RetentionPlan, needed_manifests, plan
+from recpoint.catalog.retention.rules import BestBy, RetentionPolicy
 from recpoint.catalog.run.representations import RunFacts, StoredManifest
 from recpoint.errors import RetentionRefused, SettingsError
 from recpoint.format.naming import ManifestName

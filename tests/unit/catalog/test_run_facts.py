@@ -8,7 +8,7 @@ import pytest
 
 from recpoint.catalog.check.validate import record, validate
 from recpoint.catalog.restore.restore import MemoryTarget, restore
-from recpoint.catalog.retention.keep import RetentionPolicy
+from recpoint.catalog.retention.rules import RetentionPolicy
 from recpoint.catalog.run.facts import gather
 from recpoint.catalog.run.representations import Representations
 from recpoint.catalog.run.run import Run

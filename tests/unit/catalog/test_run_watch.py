@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.catalog.overview import overview
-from recpoint.catalog.overview.overview import Age, StagedRisk, alarms
+from recpoint.catalog.overview.alarms import alarms
+from recpoint.catalog.overview.figures import measured_interval_seconds
+from recpoint.catalog.overview.overview import Age, StagedRisk
 from recpoint.catalog.overview.watch import RunWatch
-from recpoint.catalog.retention.keep import BestBy, RetentionPolicy
-from recpoint.catalog.retention.prune import execute, leave_plan, plan_prune
+from recpoint.catalog.retention.plan import plan_prune
+from recpoint.catalog.retention.prune import execute
+from recpoint.catalog.retention.rules import BestBy, RetentionPolicy
+from recpoint.catalog.retention.stored_plan import leave_plan
 from recpoint.catalog.run.pins import pin
 from recpoint.catalog.run.run import Run, tell_ended
 from recpoint.catalog.run.validations import add_record
@@ -558,5 +561,5 @@ def test_only_the_newest_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_measured_interval_is_the_median(run: Run) -> None:
     three(run)
     checkpoints = watch(run).refresh().checkpoints
-    assert overview.measured_interval_seconds(checkpoints) == 100.0
-    assert overview.measured_interval_seconds(()) is None
+    assert measured_interval_seconds(checkpoints) == 100.0
+    assert measured_interval_seconds(()) is None

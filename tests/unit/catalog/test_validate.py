@@ -14,7 +14,7 @@ from recpoint.catalog.persist import persist
 from recpoint.catalog.restore.chunks import StoreChunks, read_chunk, read_rows
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.retention.sweep import execute, plan_sweep
-from recpoint.catalog.run.pins import read_metrics, record_metric
+from recpoint.catalog.run.metrics import read_metrics, record_metric
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import records_of, verdicts
 from recpoint.catalog.store.scheduler import ReadScheduler

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.run import deletions
+from recpoint.catalog.run import going
 from recpoint.catalog.run.deletions import announce
 from recpoint.catalog.run.validations import verdicts
 from recpoint.format.naming import MANIFEST_KEY
@@ -15,7 +15,7 @@ from tests.unit.cli.conftest import Invoke, SavedRun
 
 @pytest.fixture(autouse=True)
 def waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deletions, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(going, "_WAIT_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("command", ["restore", "restore into files", "seed", "validate"])

@@ -14,7 +14,7 @@ import pytest
 from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import persist
 from recpoint.catalog.persist.persist import PersistJob, reject_job
-from recpoint.catalog.retention.staged import discard_staged
+from recpoint.catalog.retention.discard_staged import discard_staged
 from recpoint.catalog.run.run import Run, tell_ended
 from recpoint.catalog.staging import area, locks
 from recpoint.catalog.staging.agent import DRAIN, AgentLock, sweep_of
@@ -256,7 +256,7 @@ def test_a_discard_waits_as_long_as_the_agent_drops_jobs(
 
     shutil.rmtree(run.url)
     clock = SimpleNamespace(monotonic=lambda: passed[0], sleep=wait)
-    monkeypatch.setattr("recpoint.catalog.retention.staged.time", clock)
+    monkeypatch.setattr("recpoint.catalog.retention.discard_staged.time", clock)
     with AgentLock(staging):
         if dropped == len(paths):
             assert [loss.step for loss in discard_staged(run_dir)] == [1, 2, 3, 4]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from recpoint.catalog.overview.overview import CAUSES
+from recpoint.counting import CAUSES
 from recpoint.dashboards.alert_rules import alert_rules
 from recpoint.dashboards.metrics.table import METRICS
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from recpoint.catalog.overview.alarms import Alarm
 from recpoint.catalog.overview.overview import (
     Age,
-    Alarm,
     CheckpointFacts,
     Ended,
     ExpiringManifest,

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import recpoint
-from recpoint.catalog.overview.overview import CAUSES, SECONDS, Histogram, cause_of, cause_of_name
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
+from recpoint.counting import CAUSES, SECONDS, Histogram, cause_of, cause_of_name
 from recpoint.dashboards import terminal
 from recpoint.dashboards.metrics.table import AGENT_METRICS, METRICS, TRAINER_METRICS
 from recpoint.embeddings.home.contract import Home

@@ -21,7 +21,7 @@ from prefect.client.schemas.objects import ConcurrencyLimitStrategy
 from prefect.utilities.schema_tools.validation import validate
 from pydantic import BaseModel
 
-from recpoint.catalog.retention.prune import GRACE_FLOOR_SECONDS
+from recpoint.catalog.retention.grace import GRACE_FLOOR_SECONDS
 from recpoint.flows.parameters import NO_RESULTS
 from recpoint.format.naming import job_stem
 from recpoint.tasks.job_name import job_name

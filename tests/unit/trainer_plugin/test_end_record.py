@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recpoint.catalog.overview.overview import alarms
+from recpoint.catalog.overview.alarms import alarms
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.run.run import Run, read_end
 from recpoint.catalog.store.store import open_store

@@ -9,7 +9,7 @@ import pytest
 from recpoint import Seed
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, restore
-from recpoint.catalog.run import deletions, leases
+from recpoint.catalog.run import going, leases
 from recpoint.catalog.run.deletions import announce
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
@@ -24,7 +24,7 @@ from tests.training_builder import Place, checkpointer, simple_training, train
 
 @pytest.fixture(autouse=True)
 def waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deletions, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(going, "_WAIT_SECONDS", 0.0)
 
 
 @pytest.fixture
