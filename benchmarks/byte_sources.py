@@ -17,13 +17,13 @@ from benchmarks.dirty_trace import Masks, fleet_masks
 from benchmarks.row_wise import RowWiseAdagrad
 from benchmarks.stored_sizes import Form, MergedFull, check, form_of
 from benchmarks.trained_rows import trained_rows
-from benchmarks.workload import StagedRun, examples_on_path, scratch, staged_run
+from benchmarks.workload import StagedTraining, examples_on_path, scratch, staged_run
 from recpoint import Precision
 from recpoint.catalog.consolidate.merge import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging.area import read_job
 from recpoint.catalog.staging.job import Extent, ids_name, open_slot, read_into, values_name
+from recpoint.catalog.staging.job_files import read_job
 from recpoint.catalog.store.store import open_store
 from recpoint.format.job import Job
 from recpoint.format.manifest import Kind, Manifest, TableSpec
@@ -291,7 +291,7 @@ def _merged(url: str, job: Job, manifest: Manifest, ids: list[Any], forms: list[
     return merged
 
 
-def _compared(tracked: StagedRun, url: str) -> tuple[list[Any], list[Form], Stored]:
+def _compared(tracked: StagedTraining, url: str) -> tuple[list[Any], list[Form], Stored]:
     """Cut and persist a checkpoint; return its row ids, the rows' forms, and what was stored."""
     path = tracked.cut()
     staged = open_slot(path, read_job(path))

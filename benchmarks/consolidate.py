@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from benchmarks.report import Report, ratio
-from benchmarks.workload import ROOT, StagedRun, Tables, scratch, staged_run
+from benchmarks.workload import ROOT, StagedTraining, Tables, scratch, staged_run
 from recpoint.catalog.consolidate.merge import Consolidated, consolidate
 from recpoint.catalog.consolidate.plan import (
     ConsolidationPlan,
@@ -97,7 +97,7 @@ def run(*, smoke: bool) -> Report:
 
 
 def _train(
-    model: Tables, optimizers: list[torch.optim.Optimizer], tracked: StagedRun, *, seed: int
+    model: Tables, optimizers: list[torch.optim.Optimizer], tracked: StagedTraining, *, seed: int
 ) -> None:
     rows = model.table(0).num_embeddings
     generator = torch.Generator().manual_seed(seed)

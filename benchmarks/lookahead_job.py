@@ -17,9 +17,10 @@ from torch import Tensor
 
 from benchmarks.criteo_dlrm import CriteoDLRM
 from benchmarks.forked import forked
-from benchmarks.workload import StagedRun, Tables, examples_on_path, wait_for
+from benchmarks.workload import StagedTraining, Tables, examples_on_path, wait_for
 from recpoint import Checkpointer, Consecutive, Lookahead, Options
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.format.job import Job
 
 __all__ = ["Result", "Task", "Taken", "play"]
@@ -192,7 +193,7 @@ def _main(task: Task) -> Result:
         options=Options(on_error="raise", handle_sigterm=False, announce=False),
     )
     checkpointer.restore()
-    staged = StagedRun(checkpointer, folder / "staging", str(folder / "run"))
+    staged = StagedTraining(checkpointer, folder / "staging", str(folder / "run"))
     checkpoints: list[Taken] = []
     cpu, wall = -process_time(), -perf_counter()
     batches = iter(reader)
@@ -216,9 +217,9 @@ def _main(task: Task) -> Result:
     return Result(taken=checkpoints, state=_state(job), cpu_seconds=cpu, wall_seconds=wall)
 
 
-def _taken(staged: StagedRun, last_rows: int, *, digests: bool) -> Taken:
-    path = wait_for(lambda: next(iter(area.staged_jobs(staged.directory)), None))
-    job = area.read_job(path)
+def _taken(staged: StagedTraining, last_rows: int, *, digests: bool) -> Taken:
+    path = wait_for(lambda: next(iter(StagedRun(staged.directory).staged_jobs()), None))
+    job = job_files.read_job(path)
     digest = _digest(job, staged.directory) if digests else ""
     stats = staged.checkpointer.stats
     staged.persist()

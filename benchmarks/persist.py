@@ -21,7 +21,8 @@ import psutil
 from benchmarks.report import Report, Spread, ratio
 from benchmarks.workload import Tables, scratch, staged_run
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.staging.area import read_job, spool_directory
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.job_files import read_job
 from recpoint.catalog.store.store import Store, open_store
 from recpoint.testing.seaweed import SeaweedServer
 from recpoint.trainer_plugin.settings import FixedBits
@@ -188,7 +189,7 @@ def _in_own_process(
     if own_end.recv() != "ready":
         raise RuntimeError("the persisting process did not start")
     watched = psutil.Process(process.pid)
-    spool = spool_directory(job_file.parent.parent)
+    spool = StagedRun(job_file.parent.parent).spool_directory
     idle = _own_bytes(watched)
     own_end.send("go")
     peak = 0

@@ -26,9 +26,9 @@ from time import perf_counter, process_time, sleep
 from typing import Any, NamedTuple
 
 from benchmarks.report import Report, Spread, spread_of
-from benchmarks.workload import StagedRun, Tables, scratch, staged_run, wait_for
+from benchmarks.workload import StagedTraining, Tables, scratch, staged_run, wait_for
 from recpoint.catalog.persist.persist import PersistJob, persist_job
-from recpoint.catalog.staging.area import read_job
+from recpoint.catalog.staging.job_files import read_job
 from recpoint.testing.seaweed import SeaweedServer
 
 __all__ = ["KEYS", "run"]
@@ -117,7 +117,7 @@ class _AtWork:
         return idle + max(0.0, end - busy_until)
 
 
-def _compare(tracked: StagedRun, flow: Callable[[PersistJob], object], rounds: int) -> Report:
+def _compare(tracked: StagedTraining, flow: Callable[[PersistJob], object], rounds: int) -> Report:
     at_work = _AtWork()
     at_work.watch()
     ways: dict[str, Callable[[Path], object]] = {

@@ -24,7 +24,8 @@ from torch import nn
 from benchmarks.report import Report, ratio, spread_of
 from recpoint import Checkpointer, Staging, Timeouts
 from recpoint.catalog.persist import persist
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.errors import RanksMissing
 from recpoint.trainer_plugin.snapshot.cut import Cut, Cutter
 
@@ -119,8 +120,10 @@ def _job(ranks: int, rows: int, checkpoints: int) -> tuple[list[_Milliseconds], 
                 process.join()
                 raise RuntimeError(f"a rank ended with {process.exitcode}") from None
             process.join(_PATIENCE_SECONDS)
-        (run,) = area.run_directories(folder / "staging")
-        fulls = [path for path in area.staged_jobs(run) if area.read_job(path).kind == "full"]
+        (run,) = [run.path for run in staged_runs(folder / "staging")]
+        fulls = [
+            path for path in StagedRun(run).staged_jobs() if job_files.read_job(path).kind == "full"
+        ]
         started = time.perf_counter()
         for path in fulls:
             try:

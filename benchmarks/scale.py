@@ -28,7 +28,7 @@ from benchmarks.workload import Tables, scratch, staged_run
 from recpoint import Consecutive, Continuous, Intermittent
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging.area import read_job
+from recpoint.catalog.staging.job_files import read_job
 from recpoint.catalog.store.scheduler import WriteBudget, WriteScheduler
 from recpoint.catalog.store.store import open_store
 from recpoint.format.manifest import ChunkEntry

@@ -42,8 +42,8 @@ from torch import nn
 
 from benchmarks.perfect_gather import perfect_gather
 from benchmarks.report import Report, ratio
-from benchmarks.workload import StagedRun, Tables, scratch, staged_run
-from recpoint.catalog.staging import area
+from benchmarks.workload import StagedTraining, Tables, scratch, staged_run
+from recpoint.catalog.staging import job_files
 from recpoint.kernels import dirty_bitmap, dirty_rows
 
 __all__ = ["KEYS", "in_turn", "run"]
@@ -174,7 +174,7 @@ class _Size:
         self._memcpy: Callable[[], float] | None = None
 
     @contextmanager
-    def started(self) -> Iterator[StagedRun]:
+    def started(self) -> Iterator[StagedTraining]:
         """Yield the run of this size after its full, which is also the slot's first use."""
         with staged_run(
             self._model,
@@ -185,7 +185,7 @@ class _Size:
             tracked.cut_and_persist()
             yield tracked
 
-    def measure(self, tracked: StagedRun, is_recorded: bool) -> None:
+    def measure(self, tracked: StagedTraining, is_recorded: bool) -> None:
         """Train a step, take a snapshot and time its competitors; record if `is_recorded`."""
         ids = self._draw()
         self._model.top(self._table(ids)).sum().backward()
@@ -193,7 +193,7 @@ class _Size:
             optimizer.step()
             optimizer.zero_grad()
         tracked.checkpointer.step()
-        job = area.read_job(tracked.cut())
+        job = job_files.read_job(tracked.cut())
         self.copied_bytes = sum(segment.bytes for segment in job.segments)
         self._memcpy = self._memcpy or _memcpy(self.copied_bytes)
         measured = (self._memcpy(), self._select(), self._gather(), *self._count_and_copy())

@@ -23,8 +23,8 @@ from torch.optim import Adagrad, Optimizer
 from benchmarks.criteo_dlrm import KAGGLE, MLPERF, CriteoDLRM
 from benchmarks.report import Report, Spread, alternate, ratio
 from benchmarks.torchrec_tracker import INSTALL, TorchRecTracker, installed
-from benchmarks.workload import StagedRun, examples_on_path, scratch, staged_run
-from recpoint.catalog.staging import area
+from benchmarks.workload import StagedTraining, examples_on_path, scratch, staged_run
+from recpoint.catalog.staging import job_files
 from recpoint.embeddings.tables.marks import Tracker
 from recpoint.embeddings.tables.optimizers import OptimizerWatch, after_steps
 from recpoint.kernels import dirty_bitmap
@@ -260,7 +260,7 @@ def _added_to_lookups(plain: Any, hooked: Any, batches: list[Any], rounds: int) 
     return statistics.median(b - a for a, b in zip(without_s, with_s, strict=True))
 
 
-def _evaluation_marks(tracked: StagedRun, model: Any, batches: list[Any]) -> int:
+def _evaluation_marks(tracked: StagedTraining, model: Any, batches: list[Any]) -> int:
     """Return the number of rows in an increment after lookups that train nothing."""
     tracked.cut_and_persist()  # the full, after which no row is marked
     with torch.no_grad():
@@ -271,7 +271,7 @@ def _evaluation_marks(tracked: StagedRun, model: Any, batches: list[Any]) -> int
         model(batches[2].dense, batches[2].sparse)
     model.train()
     tracked.checkpointer.step()
-    return area.read_job(tracked.cut()).dirty_rows
+    return job_files.read_job(tracked.cut()).dirty_rows
 
 
 def _against_torchrec(report: Report, *, batches: int, smoke: bool) -> None:

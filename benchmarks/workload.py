@@ -16,13 +16,22 @@ from torch import nn
 
 from recpoint import Consecutive, Options, Precision
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.format.job import Job, Outcome
 from recpoint.trainer_plugin.checkpointer import Checkpointer
 from recpoint.trainer_plugin.settings import FixedBits
 
-__all__ = ["ROOT", "StagedRun", "Tables", "examples_on_path", "scratch", "staged_run", "wait_for"]
+__all__ = [
+    "ROOT",
+    "StagedTraining",
+    "Tables",
+    "examples_on_path",
+    "scratch",
+    "staged_run",
+    "wait_for",
+]
 
 T = TypeVar("T")
 
@@ -78,30 +87,30 @@ class Tables(nn.Module):
         ]
 
 
-class StagedRun:
+class StagedTraining:
     """A checkpointer whose jobs this process persists when the benchmark calls `persist`."""
 
     def __init__(self, checkpointer: Checkpointer, staging: Path, url: str) -> None:
         self.checkpointer = checkpointer
         self.staging = staging
         self.url = url
-        self.directory = area.run_directory(staging, open_store(url).url)
+        self.directory = StagedRun.of(staging, open_store(url).url).path
 
     def cut(self) -> Path:
         """Take a checkpoint, wait until it is staged, and return its job file."""
         if not self.checkpointer.checkpoint():
             raise RuntimeError(f"no checkpoint was cut: {self.checkpointer.stats}")
-        return wait_for(lambda: next(iter(area.staged_jobs(self.directory)), None))
+        return wait_for(lambda: next(iter(StagedRun(self.directory).staged_jobs()), None))
 
     def cut_and_persist(self) -> tuple[Job, Outcome]:
         """Call `cut`, then `persist`; return the job and the outcome."""
-        job = area.read_job(self.cut())
+        job = job_files.read_job(self.cut())
         return job, self.persist()
 
     def persist(self) -> Outcome:
         """Persist the staged job without Prefect, and wait until the trainer knows of it."""
         committed_before = self.checkpointer.stats.committed
-        job_file = area.staged_jobs(self.directory)[0]
+        job_file = StagedRun(self.directory).staged_jobs()[0]
         outcome = persist_job(job_file)
         if outcome.result != "committed":
             raise RuntimeError(outcome.error)
@@ -132,7 +141,7 @@ def staged_run(
     staging: Path,
     bits: Precision | FixedBits = "lossless",
     row_local_optimizers: Sequence[type] = (),
-) -> Iterator[StagedRun]:
+) -> Iterator[StagedTraining]:
     """Yield a started run without an interval: the benchmark takes checkpoints by `cut`."""
     checkpointer = Checkpointer(
         model,
@@ -148,6 +157,6 @@ def staged_run(
     )
     checkpointer.restore()
     try:
-        yield StagedRun(checkpointer, staging, url)
+        yield StagedTraining(checkpointer, staging, url)
     finally:
         checkpointer.close(final=False)

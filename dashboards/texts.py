@@ -15,7 +15,7 @@ from recpoint.catalog.overview.overview import (
     RunOverview,
 )
 from recpoint.catalog.run.pins import pinned_text
-from recpoint.catalog.staging.area import BEAT_SECONDS
+from recpoint.catalog.staging.trainer_note import BEAT_SECONDS
 from recpoint.dashboards.terminal import shown
 from recpoint.dashboards.watched_runs import RunView, WatchedRun
 from recpoint.format.retention_records import Plan

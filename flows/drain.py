@@ -14,8 +14,9 @@ from typing import Any
 from prefect import State, flow
 from prefect.states import Completed
 
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import area, job_files
 from recpoint.catalog.staging.agent import AtWork, at_work
+from recpoint.catalog.staging.area import staged_runs
 from recpoint.errors import RecpointError, StagingError
 from recpoint.flows.agent.agent import run_agent
 from recpoint.flows.parameters import NO_RESULTS, StagingArea
@@ -74,13 +75,13 @@ def _left_to(worker: AtWork, root: Path, jobs: int) -> str:
 def _runs_with_jobs(root: Path) -> list[str]:
     """Return the URLs of the runs with staged jobs; jobs that cannot be read name no run."""
     urls: set[str] = set()
-    for run_dir in area.run_directories(root):
-        for job_file in area.staged_jobs(run_dir):
+    for staged_run in staged_runs(root):
+        for job_file in staged_run.staged_jobs():
             with suppress(RecpointError, OSError):
-                urls.add(area.read_job(job_file).run_url)
+                urls.add(job_files.read_job(job_file).run_url)
                 break
     return sorted(urls)
 
 
 def _count(root: Path) -> int:
-    return sum(len(area.staged_jobs(run_dir)) for run_dir in area.run_directories(root))
+    return sum(len(staged_run.staged_jobs()) for staged_run in staged_runs(root))

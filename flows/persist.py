@@ -44,6 +44,7 @@ from recpoint.catalog.persist.persist import (
 from recpoint.catalog.persist.plan import ChunkGroup
 from recpoint.catalog.persist.ranks import parts_text, ranks_missing
 from recpoint.catalog.staging.agent import AgentLock, sweep_of
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import CheckpointCancelled, RanksMissing, RecpointError, SettingsError
 from recpoint.flows.parameters import NO_RESULTS, JobPath
 from recpoint.format.job import Job, Outcome
@@ -253,8 +254,12 @@ def _alone(job_path: str) -> AbstractContextManager[object]:
 
     If two processes did one job, each would remove the files that the other has encoded.
     """
-    run_dir = Path(job_path).parent.parent
-    return AgentLock(run_dir.parent, sweep_of(run_dir)) if run_dir.is_dir() else nullcontext()
+    staged_run = StagedRun.of_job(Path(job_path))
+    return (
+        AgentLock(staged_run.staging, sweep_of(staged_run))
+        if staged_run.exists()
+        else nullcontext()
+    )
 
 
 async def _persist(open_job: _OpenJob, log: LoggerAdapter[Logger]) -> State[Any]:

@@ -13,7 +13,8 @@ from prefect.states import Completed
 from pydantic import BaseModel, Field
 
 from recpoint.catalog.retention.rules import BestBy, RetentionPolicy
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import area, job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.flows.parameters import NO_RESULTS, GraceSeconds, RunUrl, StagingArea
 from recpoint.tasks.reports import artifact_key, emit
@@ -132,8 +133,8 @@ async def retain(
     root = area.default_staging_root() if staging is None else Path(staging)
     store_url = open_store(run_url).url
     await tag_flow_run(store_url)
-    run_dir = area.run_directory(root, store_url)
-    staged_here = await asyncio.to_thread(area.staged_attempts, run_dir)
+    staged_run = StagedRun.of(root, store_url)
+    staged_here = await asyncio.to_thread(job_files.staged_attempts, staged_run)
     retained = await retain_store(run_url, policy, grace_seconds, sorted(staged_here), dry_run)
     if retained.refused:
         return Completed(name="Refused", message=retained.refused)

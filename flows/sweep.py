@@ -18,6 +18,7 @@ from recpoint.catalog.retention.staged import StagedWork
 from recpoint.catalog.retention.sweep import GRACE_NEEDED, SweepPlan
 from recpoint.catalog.retention.sweep_here import sweep_here, swept_words
 from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.free import FreeSlot
 from recpoint.catalog.store.store import open_store
 from recpoint.flows.parameters import NO_RESULTS, GraceSeconds, RunUrl, StagingArea
@@ -43,11 +44,11 @@ def _run_name() -> str:
     **RETRIES,
 )
 async def sweep_store(
-    run_url: str, grace_seconds: float, run_dir: Path, include_newest: bool, dry_run: bool
+    run_url: str, grace_seconds: float, staged_run: StagedRun, include_newest: bool, dry_run: bool
 ) -> tuple[str, str]:
     """Plan a sweep and, unless it is a dry run, execute it; return the run's id and a report."""
     return await asyncio.to_thread(
-        _sweep_store, run_url, grace_seconds, run_dir, include_newest, dry_run
+        _sweep_store, run_url, grace_seconds, staged_run, include_newest, dry_run
     )
 
 
@@ -94,9 +95,9 @@ async def sweep(
     root = area.default_staging_root() if staging is None else Path(staging)
     store_url = open_store(run_url).url
     await tag_flow_run(store_url)
-    run_dir = area.run_directory(root, store_url)
+    staged_run = StagedRun.of(root, store_url)
     run_id, report_text = await sweep_store(
-        run_url, grace_seconds, run_dir, include_newest, dry_run
+        run_url, grace_seconds, staged_run, include_newest, dry_run
     )
     message = report_text.partition("\n")[0]
     url = run_url.replace("`", "'")  # a backtick would end the code span
@@ -122,11 +123,11 @@ def run_sweep(run_url: str, **settings: Any) -> State[Any]:
 
 
 def _sweep_store(
-    run_url: str, grace_seconds: float, run_dir: Path, include_newest: bool, dry_run: bool
+    run_url: str, grace_seconds: float, staged_run: StagedRun, include_newest: bool, dry_run: bool
 ) -> tuple[str, str]:
     swept = sweep_here(
         open_store(run_url),
-        run_dir,
+        staged_run,
         grace_seconds=grace_seconds,
         include_newest=include_newest,
         dry_run=dry_run,

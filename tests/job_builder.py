@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
 from recpoint.catalog.staging import job as staged_job
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.contract import now_ms
 from recpoint.format.dtypes import dtype_name, item_bytes
@@ -98,10 +99,15 @@ def stage(
         cache: what the trainer's cache did.
     """
     url = run_url or run.url
-    directory = area.run_directory(staging, url)
-    for sub in (area.slots_directory, area.jobs_directory, area.outcomes_directory):
-        sub(directory).mkdir(parents=True, exist_ok=True)
-    slot_file = area.slot_path(directory, rank, slot)
+    directory = StagedRun.of(staging, url).path
+    staged_run = StagedRun(directory)
+    for made in (
+        staged_run.slots_directory,
+        staged_run.jobs_directory,
+        staged_run.outcomes_directory,
+    ):
+        made.mkdir(parents=True, exist_ok=True)
+    slot_file = staged_run.slot_path(rank, slot)
     segments: list[Segment] = []
     end = 0
     staged_tables: list[StagedTable] = []
@@ -204,7 +210,7 @@ def stage(
         history=history,
     )
     links.add(job.ref)
-    path = area.job_path(directory, generation, step, rank)
+    path = staged_run.job_path(generation, step, rank)
     durable.write_atomically(path, pack_record(job))
     return path
 
@@ -243,7 +249,7 @@ def _codes(
 
 def rewrite(path: Path, **changes: object) -> None:
     """Replace fields of a job file and correct its digest, as a hostile trainer could."""
-    job = area.read_job(path)
+    job = job_files.read_job(path)
     fields = {name: getattr(job, name) for name in type(job).model_fields}
     durable.write_atomically(path, pack_record(Job.model_construct(**{**fields, **changes})))
 

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from recpoint import Checkpointer
 from recpoint.catalog.persist import persist
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.format.job import Job
 from recpoint.format.naming import ManifestName
@@ -49,11 +50,11 @@ class StagedPlay(RuleBasedStateMachine):
         return Run.open(open_store(self.url))
 
     def jobs(self) -> list[tuple[Path, Job]]:
-        return [(p, area.read_job(p)) for p in area.staged_jobs(self.run_directory)]
+        return [(p, job_files.read_job(p)) for p in StagedRun(self.run_directory).staged_jobs()]
 
     def settled(self) -> None:
         """What was cut is staged, and every answer there is has been heard."""
-        outcomes = area.outcomes_directory(self.run_directory)
+        outcomes = StagedRun(self.run_directory).outcomes_directory
         until(lambda: not list(outcomes.glob(f"{self.generation:08d}-*.json")))
         pipeline = self.trainer._pipeline
         assert pipeline is not None

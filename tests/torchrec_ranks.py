@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from recpoint.catalog.persist import persist
-from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.errors import RanksMissing
 from tests import torchrec_plays
 
@@ -70,8 +70,8 @@ def _agent(staging: str) -> None:
     """Act as the agent of a host for all ranks that stage there, until it is killed."""
     with AgentLock(Path(staging)):
         while True:
-            for run in area.run_directories(Path(staging)):
-                for job in area.staged_jobs(run):
+            for run in [run.path for run in staged_runs(Path(staging))]:
+                for job in StagedRun(run).staged_jobs():
                     with contextlib.suppress(RanksMissing, FileNotFoundError):
                         persist.persist_job(job)
             time.sleep(0.01)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from recpoint import Checkpointer
 from recpoint.catalog.persist import persist
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
 from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.errors import RanksMissing
 from recpoint.format import state_tree
 from recpoint.format.job import Outcome
@@ -161,7 +162,11 @@ class InlineAgent:
 
 
 def _staged_jobs(staging: Path) -> list[Path]:
-    return [job for run in area.run_directories(staging) for job in area.staged_jobs(run)]
+    return [
+        job
+        for run in [run.path for run in staged_runs(staging)]
+        for job in StagedRun(run).staged_jobs()
+    ]
 
 
 def persist_all(staging: Path) -> int:
@@ -174,7 +179,7 @@ def persist_all(staging: Path) -> int:
 
 def reject(job_file: Path, error_type: str) -> None:
     """Answers a staged job as an agent does that cannot commit it."""
-    job = area.read_job(job_file)
+    job = job_files.read_job(job_file)
     outcome = Outcome(
         step=job.step,
         generation=job.generation,
@@ -188,7 +193,7 @@ def reject(job_file: Path, error_type: str) -> None:
         quantizers=(),
         finished_ms=0,
     )
-    area.finish(job_file, outcome)
+    job_files.finish(job_file, outcome)
 
 
 @dataclass
@@ -206,7 +211,7 @@ class Place:
 
     @property
     def run_directory(self) -> Path:
-        return area.run_directory(self.staging, self.run)
+        return StagedRun.of(self.staging, self.run).path
 
 
 def simple_training(seed: int = 1, *, lr: float = 0.1) -> Training:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
-from recpoint.catalog.staging.area import BEAT_SECONDS
+from recpoint.catalog.staging.trainer_note import BEAT_SECONDS
 from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.errors import HomeError, ServerLost
@@ -134,7 +134,7 @@ class ServersNote:
             _LOG.warning(
                 "%s: how the embedding servers are could not be written, so pages do not show it: "
                 "%s. Training goes on",
-                self._area.run_directory,
+                self._area.staged_run,
                 error,
             )
 

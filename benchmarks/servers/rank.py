@@ -31,7 +31,7 @@ from benchmarks.servers.trainers import Job, PeerForm, Played, Recovered, Stall,
 from benchmarks.workload import wait_for
 from recpoint import Checkpointer, Options, Staging, Timeouts
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.home.contract import Home, TableRows
@@ -201,17 +201,17 @@ class _Part:
         if not self._checkpointer.checkpoint():
             raise RuntimeError(f"no checkpoint was cut: {self._checkpointer.stats}")
         self._checkpoints_taken += 1
-        (run,) = area.run_directories(self._staging)
+        (run,) = [run.path for run in staged_runs(self._staging)]
         staged = self._checkpoints_taken * self._parts
-        wait_for(lambda: len(area.staged_jobs(run)) >= staged or None)
+        wait_for(lambda: len(StagedRun(run).staged_jobs()) >= staged or None)
         settle_ms = self._settles_ms[-1] if self._ranks > 1 else 0.0
         whole_ms = list(self._checkpointer.stats.stalls_ms)[-1]
         return Stall(whole_ms=whole_ms, settle_ms=settle_ms, cut_ms=self._cuts_ms[-1])
 
     def persist(self) -> float:
         """Persist the staged checkpoint; return the seconds that it takes."""
-        (run,) = area.run_directories(self._staging)
-        (job,) = area.staged_jobs(run)
+        (run,) = [run.path for run in staged_runs(self._staging)]
+        (job,) = StagedRun(run).staged_jobs()
         start_s = time.perf_counter()
         outcome = persist_job(job)
         seconds = time.perf_counter() - start_s

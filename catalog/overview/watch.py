@@ -43,15 +43,10 @@ from recpoint.catalog.run.pins import pinned
 from recpoint.catalog.run.run import Run, read_end
 from recpoint.catalog.run.validations import Doubts, Verdict, verdicts
 from recpoint.catalog.staging.agent import read_trouble
-from recpoint.catalog.staging.area import (
-    TrainerNote,
-    read_job,
-    read_note,
-    run_directory,
-    staged_jobs,
-    trainer_state,
-)
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.job_files import read_job
 from recpoint.catalog.staging.servers import read_servers
+from recpoint.catalog.staging.trainer_note import TrainerNote, read_trainer_note, trainer_state
 from recpoint.catalog.store.contract import ObjectInfo, now_ms
 from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import ChainError, FormatError, ObjectNotFound, StagingRefused
@@ -383,7 +378,7 @@ class RunWatch:
             or generation.host != socket.gethostname()[:255]
         ):
             return None
-        note = read_note(run_directory(self._staging, self.run.url))
+        note = read_trainer_note(StagedRun.of(self._staging, self.run.url))
         # A trainer writes its note after its generation's record, by the same clock. An older note
         # is of an earlier trainer: the newest may stage in another area.
         return None if note is None or note.at_ms < generation.created_ms else note
@@ -391,8 +386,8 @@ class RunWatch:
     def _gone_ms(self, note: TrainerNote) -> int | None:
         """Return the last sign of life of a trainer that was killed; None: it was not."""
         assert self._staging is not None  # the note is from there
-        run_dir = run_directory(self._staging, self.run.url)
-        return note.seen_ms if trainer_state(run_dir, note) == "lost" else None
+        staged_run = StagedRun.of(self._staging, self.run.url)
+        return note.seen_ms if trainer_state(staged_run, note) == "lost" else None
 
     def _staged_job(self, generation: int, after: int) -> Job | None:
         """Return the newest whole checkpoint that is staged here, if its step is above `after`.
@@ -400,10 +395,10 @@ class RunWatch:
         It is the job of one part. None too if the staging area does not say.
         """
         assert self._staging is not None  # it has the trainer's note
-        run_dir = run_directory(self._staging, self.run.url)
+        staged_run = StagedRun.of(self._staging, self.run.url)
         parts: dict[int, list[Path]] = {}  # by step
         try:
-            for path in staged_jobs(run_dir):
+            for path in staged_run.staged_jobs():
                 name = parse_job_stem(path.stem)
                 if name is not None and name[0] == generation and name[1] > after:
                     parts.setdefault(name[1], []).append(path)
@@ -432,17 +427,17 @@ class RunWatch:
             step=job.step,
             at_risk_seconds=seconds,
             at_risk_batches=batches,
-            trouble=read_trouble(run_directory(self._staging, self.run.url), self.run.url),
+            trouble=read_trouble(StagedRun.of(self._staging, self.run.url), self.run.url),
         )
 
     def _servers(self, generation: Generation | None, note: TrainerNote) -> ServersSeen | None:
         """Return what the newest trainer has said last of its embedding servers, if it has any."""
         assert self._staging is not None  # it has the trainer's note
-        run_dir = run_directory(self._staging, self.run.url)
+        staged_run = StagedRun.of(self._staging, self.run.url)
         # First: what a trainer that has ended by then has written is not taken for what is now.
-        lives = trainer_state(run_dir, note) in ("training", "unknown")
+        lives = trainer_state(staged_run, note) in ("training", "unknown")
         try:
-            record = read_servers(run_dir)
+            record = read_servers(staged_run)
         except (OSError, FormatError, StagingRefused) as error:
             return ServersSeen(servers=None, age_seconds=0.0, trainer_lives=lives, error=str(error))
         if record is None or generation is None or record.generation != generation.number:

@@ -37,8 +37,9 @@ from recpoint.catalog.run.commit import (
     not_there,
 )
 from recpoint.catalog.run.run import Run, leave_rejection
-from recpoint.catalog.staging.area import finish, raise_if_cancelled, read_job
+from recpoint.catalog.staging.cancels import raise_if_cancelled
 from recpoint.catalog.staging.job import StagedJob, open_slot
+from recpoint.catalog.staging.job_files import finish, read_job
 from recpoint.catalog.store.contract import now_ms
 from recpoint.catalog.store.run_url import naming_run
 from recpoint.catalog.store.scheduler import ReadScheduler, WriteBudget, WriteScheduler
@@ -392,7 +393,7 @@ class PersistJob:
         This is rule 7 of the staging order (format §7).
 
         Raises:
-            StagingRefused, OSError: as `area.finish`.
+            StagingRefused, OSError: as `job_files.finish`.
         """
         outcome = _outcome(
             self.job.step, self.job.generation, self.job.attempt, committed=committed
@@ -406,7 +407,7 @@ class PersistJob:
         Then record the rejection in the store, if the store can be reached.
 
         Raises:
-            StagingRefused, OSError: as `area.finish`.
+            StagingRefused, OSError: as `job_files.finish`.
         """
         job = self.job
         outcome = _outcome(job.step, job.generation, job.attempt, error=error)
@@ -557,7 +558,7 @@ def reject_job(job_file: Path | str, error: RecpointError) -> Outcome:
     Raises:
         FileNotFoundError: there is no such job (any more).
         RecpointError: the file cannot be read, and its name is not that of a job.
-        StagingRefused, OSError: as `area.finish`.
+        StagingRefused, OSError: as `job_files.finish`.
     """
     try:
         job = PersistJob.open(job_file)

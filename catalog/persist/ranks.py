@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from recpoint.catalog.run.commit import commit, not_there
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging.area import raise_if_cancelled
+from recpoint.catalog.staging.cancels import raise_if_cancelled
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.contract import now_ms
 from recpoint.errors import (

@@ -6,9 +6,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
 from recpoint.catalog.staging.agent import AgentLock, sweep_of
-from recpoint.catalog.staging.area import remove_mark, write_mark
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.cancels import remove_mark, write_mark
 from recpoint.catalog.store.run_url import naming_run
 from recpoint.errors import (
     CheckpointCancelled,
@@ -54,10 +55,10 @@ class StagedLoss(NamedTuple):
     snapshot_ms: int = 0
 
 
-def staged_losses(run_dir: Path) -> list[StagedLoss]:
+def staged_losses(staged_run: StagedRun) -> list[StagedLoss]:
     """Return what would be lost if all staged jobs of a run were discarded; changes nothing."""
     losses = []
-    for path in area.staged_jobs(run_dir):
+    for path in staged_run.staged_jobs():
         job = _readable(path)
         if job is None:
             losses.append(StagedLoss(path.stem))
@@ -69,15 +70,15 @@ def staged_losses(run_dir: Path) -> list[StagedLoss]:
     return losses
 
 
-def run_is_gone(error: NothingToRestore, run_dir: Path) -> NothingToRestore:
+def run_is_gone(error: NothingToRestore, staged_run: StagedRun) -> NothingToRestore:
     """Return the error for a missing run, with the number of jobs staged for it, if any."""
-    jobs = area.staged_jobs(run_dir)
+    jobs = staged_run.staged_jobs()
     if not jobs:
         return error
     count = "1 job" if len(jobs) == 1 else f"{len(jobs)} jobs"
     return NothingToRestore(
         error.subject,
-        found=f"{error.found}, and {count} staged for it in {run_dir}",
+        found=f"{error.found}, and {count} staged for it in {staged_run}",
         expected="the run that they are for",
         next_step=naming_run(
             "mount it or put it back, and they can be stored; if it is gone for good, "
@@ -97,7 +98,7 @@ def there_is_a_run(run_url: str) -> SettingsError:
     )
 
 
-def discard_staged(run_dir: Path) -> list[StagedLoss]:
+def discard_staged(staged_run: StagedRun) -> list[StagedLoss]:
     """Reject each staged job of a run that is gone, so that its slot is free.
 
     If an agent serves the staging area, it is told by a mark, as a trainer would tell it, and this
@@ -105,7 +106,7 @@ def discard_staged(run_dir: Path) -> list[StagedLoss]:
     answered.
 
     Args:
-        run_dir: the run's directory in a staging area of this host.
+        staged_run: the run's directory in a staging area of this host.
 
     Returns:
         The discarded jobs.
@@ -115,51 +116,51 @@ def discard_staged(run_dir: Path) -> list[StagedLoss]:
             running, or its agent does not drop the jobs.
         OSError: the staging area cannot be written.
     """
-    if area.trainer_is_running(run_dir):
+    if staged_run.trainer_is_running():
         raise StagingError(
-            str(run_dir),
+            str(staged_run),
             found="a trainer of the run at work",
             expected="no trainer, because it would stage more jobs",
             next_step="stop the trainer first",
         )
-    losses = staged_losses(run_dir)
+    losses = staged_losses(staged_run)
     if not losses:
         return []
     # Not at the top: it imports torch, which commands that only list do not need.
     from recpoint.catalog.persist.persist import reject_job
 
-    lock = AgentLock(run_dir.parent, sweep_of(run_dir))
+    lock = AgentLock(staged_run.staging, sweep_of(staged_run))
     other = lock.take()
     if other is None:
         try:
-            for path in area.staged_jobs(run_dir):
+            for path in staged_run.staged_jobs():
                 reject_job(path, _discarded(path))
         finally:
             lock.release()
     elif other.ends_by_itself:
         raise lock.refused(other)  # it may never look at the marks of these jobs
     else:
-        _have_the_agent_discard(run_dir)
+        _have_the_agent_discard(staged_run)
     return losses
 
 
-def _have_the_agent_discard(run_dir: Path) -> None:
+def _have_the_agent_discard(staged_run: StagedRun) -> None:
     marked = []
-    jobs = area.staged_jobs(run_dir)
+    jobs = staged_run.staged_jobs()
     for path in jobs:
         job = _readable(path)
         if job is not None:  # the agent rejects an unreadable job by itself
-            write_mark(run_dir, job.ref, job.rank)
+            write_mark(staged_run, job.ref, job.rank)
             marked.append(job)
     fewest = len(jobs)
     deadline = time.monotonic() + _AGENT_SECONDS
-    while left := area.staged_jobs(run_dir):
+    while left := staged_run.staged_jobs():
         if len(left) < fewest:  # it makes progress; how long a job takes is unknown
             fewest = len(left)
             deadline = time.monotonic() + _AGENT_SECONDS
         if time.monotonic() >= deadline:
             raise StagingError(
-                str(run_dir),
+                str(staged_run),
                 found=f"{len(left)} jobs that were to be dropped, and none dropped for "
                 f"{_AGENT_SECONDS:.0f} s",
                 expected="an agent that drops them",
@@ -167,7 +168,7 @@ def _have_the_agent_discard(run_dir: Path) -> None:
             )
         time.sleep(_POLL_SECONDS)
     for job in marked:
-        remove_mark(run_dir, job.ref, job.rank)
+        remove_mark(staged_run, job.ref, job.rank)
 
 
 def _discarded(path: Path) -> CheckpointCancelled:
@@ -181,6 +182,6 @@ def _discarded(path: Path) -> CheckpointCancelled:
 
 def _readable(path: Path) -> Job | None:
     try:
-        return area.read_job(path)
+        return job_files.read_job(path)
     except (FormatError, FileNotFoundError):
         return None

@@ -14,8 +14,9 @@ from recpoint.catalog.persist.ranks import missing_ranks, parts_text
 from recpoint.catalog.retention.staged import Fate, JobFate, StagedWork
 from recpoint.catalog.run.facts import OnStep, unwatched
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
 from recpoint.catalog.staging.agent import AgentLock, AtWork, at_work, sweep_of
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.job import open_slot
 from recpoint.errors import MissingLink, ObjectNotFound, RanksMissing, RecpointError, StagingRefused
 from recpoint.format.records import CheckpointRef
@@ -23,46 +24,46 @@ from recpoint.format.records import CheckpointRef
 __all__ = ["finish_staged", "foresee_staged"]
 
 
-def finish_staged(run_dir: Path, *, on_step: OnStep = unwatched) -> StagedWork:
+def finish_staged(staged_run: StagedRun, *, on_step: OnStep = unwatched) -> StagedWork:
     """Commit or reject the staged jobs of a run and empty its spool, unless an agent does.
 
     If it is killed, the remaining jobs are unchanged: an agent or the next call continues.
 
     Args:
-        run_dir: the run's directory in a staging area of this host; it need not exist.
+        staged_run: the run's directory in a staging area of this host; it need not exist.
         on_step: called after each job, in this thread.
 
     Raises:
         StagingError: other users can write to the staging area.
         OSError: the staging area cannot be read or written.
     """
-    if not run_dir.is_dir():
+    if not staged_run.exists():
         return StagedWork()
-    if (other := at_work(run_dir.parent)) is not None:
-        return _left_to(other, run_dir)
-    lock = AgentLock(run_dir.parent, sweep_of(run_dir))
+    if (other := at_work(staged_run.staging)) is not None:
+        return _left_to(other, staged_run)
+    lock = AgentLock(staged_run.staging, sweep_of(staged_run))
     if (other := lock.take()) is not None:  # an agent or sweep has started just now
-        return _left_to(other, run_dir)
+        return _left_to(other, staged_run)
     try:
-        area.clean(run_dir)
-        return _finish(run_dir, on_step)
+        staged_run.clean()
+        return _finish(staged_run, on_step)
     finally:
         lock.release()
 
 
-def foresee_staged(run: Run, run_dir: Path) -> StagedWork:
+def foresee_staged(run: Run, staged_run: StagedRun) -> StagedWork:
     """Predict what `finish_staged` would do, without reading the slots.
 
     Raises:
         OSError: the staging area cannot be read.
     """
-    if (other := at_work(run_dir.parent)) is not None:
-        return _left_to(other, run_dir)
+    if (other := at_work(staged_run.staging)) is not None:
+        return _left_to(other, staged_run)
     fates: list[JobFate] = []
     unreadable: list[Path] = []
     coming: set[CheckpointRef] = set()
     waits = ""
-    for path in area.staged_jobs(run_dir):
+    for path in staged_run.staged_jobs():
         if waits:
             fates.append(JobFate(path.stem, "stays", waits))
             continue
@@ -97,27 +98,27 @@ def foresee_staged(run: Run, run_dir: Path) -> StagedWork:
     return StagedWork(jobs=tuple(fates), unreadable=tuple(unreadable))
 
 
-def _left_to(other: AtWork, run_dir: Path) -> StagedWork:
+def _left_to(other: AtWork, staged_run: StagedRun) -> StagedWork:
     fate: Fate = "waits for its agent"
     why = "an agent serves this staging area"
     if other.ends_by_itself:  # it may be for another run, or be past these jobs already
         fate, why = "stays", f"{other} is at work here: run this again after it"
-    jobs = area.staged_jobs(run_dir)
+    jobs = staged_run.staged_jobs()
     return StagedWork(jobs=tuple(JobFate(path.stem, fate, why) for path in jobs))
 
 
-def _finish(run_dir: Path, on_step: OnStep) -> StagedWork:
+def _finish(staged_run: StagedRun, on_step: OnStep) -> StagedWork:
     fates: list[JobFate] = []
     waits = ""
-    jobs = area.staged_jobs(run_dir)
+    jobs = staged_run.staged_jobs()
     for done, path in enumerate(jobs, 1):
         if waits:
             fates.append(JobFate(path.stem, "stays", waits))
             continue
         try:
-            if not area.finish_answered(path):
+            if not job_files.finish_answered(path):
                 persist_job(path)
-            outcome = area.answer_given(path)
+            outcome = job_files.answer_given(path)
         except FileNotFoundError:
             continue  # its trainer has just started and removed it
         except RanksMissing as error:  # its part is stored, so the jobs after it need not wait

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from recpoint.catalog.retention.discard_staged import run_is_gone
@@ -19,8 +18,9 @@ from recpoint.catalog.retention.sweep import (
 )
 from recpoint.catalog.run.facts import OnStep, unwatched
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
 from recpoint.catalog.staging.agent import at_work
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.free import FreeSlot, free_slots, has_ended
 from recpoint.catalog.store.contract import Store
 from recpoint.errors import FormatError, NothingToRestore, RunRecordLost
@@ -31,8 +31,8 @@ __all__ = ["NOTHING_LEFT", "SweptHere", "knows_what_is_staged", "sweep_here", "s
 # Tells whether this host knows the staged jobs; only the trainer's host can (format §6.5).
 
 
-def knows_what_is_staged(run: Run, run_dir: Path) -> bool:
-    """Tell whether the newest trainer of a run stages its checkpoints in `run_dir`.
+def knows_what_is_staged(run: Run, staged_run: StagedRun) -> bool:
+    """Tell whether the newest trainer of a run stages its checkpoints in `staged_run`.
 
     This is so if that trainer was started on this host and the directory is in use: its trainer or
     an agent is running, or jobs are staged. A directory that an earlier trainer has left is no
@@ -40,16 +40,16 @@ def knows_what_is_staged(run: Run, run_dir: Path) -> bool:
 
     Args:
         run: the run.
-        run_dir: the run's directory in a staging area of this host; it need not exist.
+        staged_run: the run's directory in a staging area of this host; it need not exist.
 
     Raises:
         StoreError: the store cannot be read.
     """
-    other = at_work(run_dir.parent)
-    in_use = run_dir.is_dir() and (
-        area.trainer_is_running(run_dir)
+    other = at_work(staged_run.staging)
+    in_use = staged_run.exists() and (
+        staged_run.trainer_is_running()
         or (other is not None and not other.ends_by_itself)
-        or bool(area.staged_jobs(run_dir))
+        or bool(staged_run.staged_jobs())
     )
     numbers = run.generation_numbers() if in_use else []
     named = max((name.generation for name in run.manifest_names()), default=0) if numbers else 0
@@ -96,7 +96,7 @@ class SweptHere:
 
 def sweep_here(
     store: Store,
-    run_dir: Path,
+    staged_run: StagedRun,
     *,
     grace_seconds: float,
     include_newest: bool = False,
@@ -109,7 +109,7 @@ def sweep_here(
 
     Args:
         store: the store of the run.
-        run_dir: the run's directory in the staging area of this host; it need not exist.
+        staged_run: the run's directory in the staging area of this host; it need not exist.
         grace_seconds: see `plan_sweep`.
         include_newest: also remove attempts that only the newest trainer could still commit; for
             use when no host has them staged any more.
@@ -127,13 +127,13 @@ def sweep_here(
     except RunRecordLost:
         raise
     except NothingToRestore as error:
-        raise run_is_gone(error, run_dir) from None
+        raise run_is_gone(error, staged_run) from None
     # Before jobs are finished, because staged jobs show that the newest trainer stages here.
-    knows = knows_what_is_staged(run, run_dir)
-    work = _staged_work(run, run_dir, dry_run, on_step)
+    knows = knows_what_is_staged(run, staged_run)
+    work = _staged_work(run, staged_run, dry_run, on_step)
     slots = free_slots(
-        run_dir,
-        ended=has_ended(run, run_dir),
+        staged_run,
+        ended=has_ended(run, staged_run),
         grace_seconds=grace_seconds,
         besides=work.would_go,
         dry_run=dry_run,
@@ -141,7 +141,7 @@ def sweep_here(
     plan = plan_sweep(
         run,
         grace_seconds=grace_seconds,
-        keep=partial(area.staged_attempts, run_dir, besides=work.unreadable),
+        keep=partial(job_files.staged_attempts, staged_run, besides=work.unreadable),
         spare_newest=not (include_newest or knows),
         ask_store=not dry_run,
         on_step=on_step,
@@ -164,10 +164,12 @@ def swept_words(swept: SweptHere) -> str:
     return "; ".join(said)
 
 
-def _staged_work(run: Run, run_dir: Path, dry_run: bool, on_step: OnStep) -> StagedWork:
-    if not run_dir.is_dir():
+def _staged_work(run: Run, staged_run: StagedRun, dry_run: bool, on_step: OnStep) -> StagedWork:
+    if not staged_run.exists():
         return StagedWork()
     # Imported only if something may be staged, because it imports torch, which takes long.
     from recpoint.catalog.retention.finish_staged import finish_staged, foresee_staged
 
-    return foresee_staged(run, run_dir) if dry_run else finish_staged(run_dir, on_step=on_step)
+    return (
+        foresee_staged(run, staged_run) if dry_run else finish_staged(staged_run, on_step=on_step)
+    )

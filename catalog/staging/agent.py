@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Self
 
-from recpoint.catalog.staging import area, locks, owned
+from recpoint.catalog.staging import locks
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.locks import Holder
+from recpoint.catalog.staging.notes import read_note
 from recpoint.catalog.staging.owned import make_root
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.contract import now_ms
 from recpoint.catalog.store.run_url import naming_run
-from recpoint.errors import StagingError, StagingRefused
+from recpoint.errors import StagingError
+from recpoint.format.notes import STATUS_NOTE
 
 __all__ = [
     "AGENT",
@@ -62,9 +64,9 @@ class AtWork(NamedTuple):
         """What it writes into the lock file after its process number."""
         return f"{self.kind} {self.run}".rstrip()
 
-    def serves(self, run_dir: Path) -> bool:
+    def serves(self, staged_run: StagedRun) -> bool:
         """Says whether it does the jobs of this run."""
-        return self.run in ("", run_dir.name)
+        return self.run in ("", staged_run.name)
 
     def __str__(self) -> str:
         """Returns its name in messages."""
@@ -76,9 +78,9 @@ AGENT: Final = AtWork("agent")
 DRAIN: Final = AtWork("drain")
 
 
-def sweep_of(run_dir: Path) -> AtWork:
+def sweep_of(staged_run: StagedRun) -> AtWork:
     """Returns a sweep of the run with this directory."""
-    return AtWork("sweep", run_dir.name)
+    return AtWork("sweep", staged_run.name)
 
 
 def agent_lock_path(staging: Path | str) -> Path:
@@ -195,7 +197,6 @@ def _said_by(holder: Holder) -> AtWork:
 # The status file of an agent, read by a trainer whose checkpoints wait (format §7).
 
 
-_MOST_BYTES: Final = 65_536
 _MOST_CHARACTERS: Final = 2_000
 #: An agent writes the file every five seconds. If the file is older, the agent hangs or is gone.
 _FRESH_MS: Final = 30_000
@@ -225,26 +226,22 @@ class AgentTrouble(NamedTuple):
         return f"{self.error}{_NEXT}{self.next_step}" if self.next_step else self.error
 
 
-def read_trouble(run_dir: Path, run_url: str) -> AgentTrouble | None:
+def read_trouble(staged_run: StagedRun, run_url: str) -> AgentTrouble | None:
     """Returns why this host's agent cannot store this run's checkpoints; None: it does not say.
 
     The training process calls this, so nothing is raised. A file that is missing, not whole, or not
     written for half a minute says nothing.
 
     Args:
-        run_dir: the run's directory in the staging area.
+        staged_run: the run's directory in the staging area.
         run_url: put into the commands that the error proposes.
     """
-    try:
-        found = json.loads(owned.read(run_dir.parent, area.status_path(run_dir), _MOST_BYTES))
-        alive_ms, tries, text = found["alive_ms"], found["failures"], found["last_error"]
-    except (OSError, StagingRefused, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    if type(alive_ms) is not int or type(tries) is not int or not isinstance(text, str):
+    status = read_note(staged_run, STATUS_NOTE)
+    if status is None or not status.last_error or status.failures < 1:
         return None
     # If the clock was set back, the time lies in the future; a live agent overwrites it.
-    if not text or tries < 1 or abs(now_ms() - alive_ms) > _FRESH_MS:
+    if abs(now_ms() - status.alive_ms) > _FRESH_MS:
         return None
-    line = naming_run(" ".join(text.split()), run_url)[:_MOST_CHARACTERS]
+    line = naming_run(" ".join(status.last_error.split()), run_url)[:_MOST_CHARACTERS]
     error, _, next_step = line.rpartition(_NEXT)
-    return AgentTrouble(error, next_step, tries) if error else AgentTrouble(line, "", tries)
+    return AgentTrouble(*((error, next_step) if error else (line, "")), tries=status.failures)

@@ -28,17 +28,9 @@ from typing import NamedTuple
 
 from recpoint.catalog.run.run import Run, read_end
 from recpoint.catalog.staging import locks, owned
-from recpoint.catalog.staging.area import (
-    jobs_directory,
-    outcomes_directory,
-    read_job,
-    read_note,
-    run_directories,
-    slots_directory,
-    staged_jobs,
-    trainer_lock_path,
-    trainer_state,
-)
+from recpoint.catalog.staging.area import StagedRun, staged_runs
+from recpoint.catalog.staging.job_files import read_job
+from recpoint.catalog.staging.trainer_note import read_trainer_note, trainer_state
 from recpoint.catalog.store import durable
 from recpoint.errors import FormatError, StagingError, StagingRefused
 from recpoint.format.naming import parse_job_stem
@@ -70,7 +62,7 @@ class FreeSlot(NamedTuple):
 
 
 def free_slots(
-    run_dir: Path,
+    staged_run: StagedRun,
     *,
     ended: bool,
     grace_seconds: float,
@@ -80,7 +72,7 @@ def free_slots(
     """Remove the slots that no job names, of ranks that no process on this host trains.
 
     Args:
-        run_dir: the run's directory in a staging area of this host; it need not exist.
+        staged_run: the run's directory in a staging area of this host; it need not exist.
         ended: training has ended by itself, or the run is gone, so no trainer is expected.
         grace_seconds: without `ended`, slots that were in use less than this ago stay: a killed
             trainer may be started again, and starts faster with its old slots.
@@ -92,10 +84,10 @@ def free_slots(
         OSError: the staging area cannot be read or written.
     """
     found: list[FreeSlot] = []
-    slots = slots_by_rank(run_dir)
+    slots = slots_by_rank(staged_run)
     if not slots:
         return found
-    idle_seconds = _idle_seconds(run_dir)
+    idle_seconds = _idle_seconds(staged_run)
     for rank, paths in sorted(slots.items()):
         old = [
             path
@@ -104,27 +96,27 @@ def free_slots(
         ]
         reason = "training has ended" if ended else f"unused for more than {grace_seconds:g} s"
         if dry_run:
-            lock = trainer_lock_path(run_dir, rank)
-            if not locks.is_held(lock, root=run_dir.parent):
+            lock = staged_run.trainer_lock_path(rank)
+            if not locks.is_held(lock, root=staged_run.staging):
                 found += [
                     FreeSlot(path.name, path.stat().st_size, reason)
-                    for path in read_rank_jobs(run_dir, rank, besides).unnamed(old)
+                    for path in read_rank_jobs(staged_run, rank, besides).unnamed(old)
                 ]
             continue
-        jobs = read_rank_jobs(run_dir, rank)
+        jobs = read_rank_jobs(staged_run, rank)
         # Checked first, so that the lock is taken only if there is something to remove.
         if jobs.unnamed(old):
             found += [FreeSlot(*freed, reason) for freed in _remove(jobs, old)]
     return found
 
 
-def has_ended(run: Run, run_dir: Path) -> bool:
+def has_ended(run: Run, staged_run: StagedRun) -> bool:
     """Says whether the newest trainer of a run said, in the store or in staging, that it ended.
 
     Raises:
         StoreError: the store cannot be read.
     """
-    if trainer_state(run_dir, read_note(run_dir)) == "ended":
+    if trainer_state(staged_run, read_trainer_note(staged_run)) == "ended":
         return True
     newest = max(run.generation_numbers(), default=0)
     try:
@@ -133,18 +125,18 @@ def has_ended(run: Run, run_dir: Path) -> bool:
         return False
 
 
-def free_slots_of_ended(run_dir: Path) -> list[FreeSlot]:
+def free_slots_of_ended(staged_run: StagedRun) -> list[FreeSlot]:
     """As `free_slots`, if training has ended and all its jobs are answered; otherwise does little.
 
     Raises:
         StagingRefused: something in the run's directory is not this user's own.
         OSError: the staging area cannot be read or written.
     """
-    if not slots_by_rank(run_dir) or staged_jobs(run_dir):
+    if not slots_by_rank(staged_run) or staged_run.staged_jobs():
         return []
-    if trainer_state(run_dir, read_note(run_dir)) != "ended":
+    if trainer_state(staged_run, read_trainer_note(staged_run)) != "ended":
         return []
-    return free_slots(run_dir, ended=True, grace_seconds=0.0)
+    return free_slots(staged_run, ended=True, grace_seconds=0.0)
 
 
 class LeftBehind(NamedTuple):
@@ -168,15 +160,15 @@ def left_behind(staging: Path) -> list[LeftBehind]:
     What cannot be read is left out.
     """
     found: list[LeftBehind] = []
-    run_dirs: list[Path] = []
+    found_runs: list[StagedRun] = []
     with suppress(OSError, StagingRefused):
-        run_dirs = run_directories(staging)
-    for run_dir in run_dirs:
+        found_runs = staged_runs(staging)
+    for staged_run in found_runs:
         with suppress(OSError, StagingRefused):
-            note = read_note(run_dir)
-            if note is None or trainer_state(run_dir, note) != "lost":
+            note = read_trainer_note(staged_run)
+            if note is None or trainer_state(staged_run, note) != "lost":
                 continue
-            slots = [path for paths in slots_by_rank(run_dir).values() for path in paths]
+            slots = [path for paths in slots_by_rank(staged_run).values() for path in paths]
             size_bytes = sum(path.stat().st_size for path in slots)
             if size_bytes:
                 found.append(LeftBehind(note.run_url, size_bytes))
@@ -188,13 +180,13 @@ class RankJobs:
     """The jobs of one rank when they were read, and the slots that they name.
 
     Attributes:
-        run_dir: the run's directory.
+        staged_run: the run's directory.
         rank: the rank.
         files: (inode, time of the last change in ns, size in bytes) of each job file, by its name.
         slots: names of the slots; None: a job cannot be read, and may name any slot of the rank.
     """
 
-    run_dir: Path
+    staged_run: StagedRun
     rank: int
     files: Mapping[str, tuple[int, int, int]]
     slots: frozenset[str] | None
@@ -207,13 +199,13 @@ class RankJobs:
     def hold(self) -> bool:
         """Says whether no job is new or changed, by names and times, without reading a job."""
         try:
-            found = {path.name: _identity(path) for path in _jobs_of(self.run_dir, self.rank)}
+            found = {path.name: _identity(path) for path in _jobs_of(self.staged_run, self.rank)}
         except FileNotFoundError:
             return False  # a job was answered just now; the next call will see it
         return found.items() <= self.files.items()
 
 
-def read_rank_jobs(run_dir: Path, rank: int, besides: Collection[str] = ()) -> RankJobs:
+def read_rank_jobs(staged_run: StagedRun, rank: int, besides: Collection[str] = ()) -> RankJobs:
     """Read which slots the jobs of a rank name, except the jobs whose stems are in `besides`.
 
     Call this before taking the rank's trainer lock, because parsing a job of many tables takes
@@ -221,7 +213,7 @@ def read_rank_jobs(run_dir: Path, rank: int, besides: Collection[str] = ()) -> R
     """
     files: dict[str, tuple[int, int, int]] = {}
     slots: set[str] | None = set()
-    for path in _jobs_of(run_dir, rank):
+    for path in _jobs_of(staged_run, rank):
         if path.stem in besides:
             continue
         try:
@@ -233,15 +225,15 @@ def read_rank_jobs(run_dir: Path, rank: int, besides: Collection[str] = ()) -> R
         except (FormatError, StagingRefused):
             slots = None
     named = None if slots is None else frozenset(slots)
-    return RankJobs(run_dir=run_dir, rank=rank, files=files, slots=named)
+    return RankJobs(staged_run=staged_run, rank=rank, files=files, slots=named)
 
 
-def slots_by_rank(run_dir: Path) -> dict[int, list[Path]]:
+def slots_by_rank(staged_run: StagedRun) -> dict[int, list[Path]]:
     """Returns the slot files of a run by rank, sorted by name; follows no links."""
     slots: dict[int, list[Path]] = {}
-    directory = slots_directory(run_dir)
+    directory = staged_run.slots_directory
     try:
-        with owned.directory(run_dir.parent, directory) as opened:
+        with owned.directory(staged_run.staging, directory) as opened:
             for name in sorted(os.listdir(opened)):
                 match = _SLOT_NAME.match(name)
                 if match and _is_plain(name, opened):
@@ -270,7 +262,7 @@ def remove_unnamed(
     removed: list[tuple[str, int]] = []
     if not jobs.hold():
         return removed
-    area = jobs.run_dir.parent
+    area = jobs.staged_run.staging
     for path in jobs.unnamed(slots):
         try:
             descriptor = owned.open_file(area, path)
@@ -288,10 +280,10 @@ def remove_unnamed(
 def _remove(jobs: RankJobs, slots: list[Path]) -> list[tuple[str, int]]:
     try:
         lock = locks.acquire(
-            trainer_lock_path(jobs.run_dir, jobs.rank),
+            jobs.staged_run.trainer_lock_path(jobs.rank),
             expected="no trainer of this rank",
             next_step="nothing: its slots stay while it trains",
-            root=jobs.run_dir.parent,
+            root=jobs.staged_run.staging,
         )
     except StagingRefused:
         raise
@@ -312,10 +304,10 @@ def _is_plain(name: str, directory: int) -> bool:
     return stat.S_ISREG(status.st_mode)
 
 
-def _jobs_of(run_dir: Path, rank: int) -> list[Path]:
+def _jobs_of(staged_run: StagedRun, rank: int) -> list[Path]:
     return [
         path
-        for path in staged_jobs(run_dir)
+        for path in staged_run.staged_jobs()
         if (name := parse_job_stem(path.stem)) is not None and name[2] == rank
     ]
 
@@ -325,13 +317,13 @@ def _identity(path: Path) -> tuple[int, int, int]:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _idle_seconds(run_dir: Path) -> float:
+def _idle_seconds(staged_run: StagedRun) -> float:
     """Returns the seconds since a job was staged or answered.
 
     The time of a slot does not show its last use, because writes through mapped memory may not
     change it.
     """
-    directories = (jobs_directory(run_dir), outcomes_directory(run_dir))
+    directories = (staged_run.jobs_directory, staged_run.outcomes_directory)
     return min(map(_age_seconds, directories))
 
 

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Self, cast
 import crc32c
 
 from recpoint.catalog.staging import owned
-from recpoint.catalog.staging.area import slots_directory, spool_directory
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import DigestMismatch, MalformedObject, StagingError
 from recpoint.format.chunk import MAX_SAMPLE_ROWS, sample_arrays
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
@@ -104,7 +104,7 @@ class StagedJob:
     @property
     def spool(self) -> Path:
         """Directory for this job's encoded parts; the first writer makes it."""
-        return spool_directory(self.path.parent.parent) / self.path.stem
+        return StagedRun.of_job(self.path).spool_directory / self.path.stem
 
     def extent(self, name: str, *, first: int = 0, count: int | None = None) -> Extent:
         """Returns where `count` entries of a segment lie, from entry `first` on.
@@ -158,7 +158,7 @@ def open_slot(path: Path, job: Job) -> StagedJob:
         StagingError: the slot is missing, not a plain file, or too short.
         StagingRefused: the slot, or a directory above it, is not this user's own.
     """
-    slot = slots_directory(path.parent.parent) / job.slot
+    slot = StagedRun.of_job(path).slots_directory / job.slot
     if not job.slot.startswith(f"r{job.rank:05d}-"):
         raise _malformed(path, f"the slot {job.slot}", f"a slot of rank {job.rank}")
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from recpoint.catalog.staging import owned
-from recpoint.catalog.staging.area import run_directory
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store import durable
 from recpoint.errors import ForeignObject
 from recpoint.format.records import MAX_RECORD_BYTES, pack_record, unpack_record
@@ -23,12 +23,12 @@ _TEMPORARY: Final = f"{durable.TEMPORARY_PREFIX}servers"
 _NEXT_STEP: Final = "wait some seconds: a trainer that lives replaces it; if none does, remove it"
 
 
-def servers_path(run_dir: Path | str) -> Path:
+def servers_path(staged_run: StagedRun) -> Path:
     """Returns the path of the file."""
-    return Path(run_dir) / "servers.json"
+    return staged_run.path / "servers.json"
 
 
-def write_servers(run_dir: Path, record: ServersRecord) -> None:
+def write_servers(staged_run: StagedRun, record: ServersRecord) -> None:
     """Replace the file so that it is whole at every moment, but not durably.
 
     Raises:
@@ -36,10 +36,10 @@ def write_servers(run_dir: Path, record: ServersRecord) -> None:
         OSError: it cannot be written.
     """
     data = pack_record(record)
-    owned.replace(run_dir.parent, servers_path(run_dir), data, temporary=_TEMPORARY)
+    owned.replace(staged_run.staging, servers_path(staged_run), data, temporary=_TEMPORARY)
 
 
-def read_servers(run_dir: Path) -> ServersRecord | None:
+def read_servers(staged_run: StagedRun) -> ServersRecord | None:
     """Returns what a trainer has written last, whichever trainer that was; None: none has.
 
     Raises:
@@ -47,18 +47,18 @@ def read_servers(run_dir: Path) -> ServersRecord | None:
         StagingRefused: it, or a directory above it, is not this user's own.
         OSError: it cannot be read.
     """
-    path = servers_path(run_dir)
+    path = servers_path(staged_run)
     try:
         # With one byte more than the bound the parser refuses a larger file, whatever its size.
-        data = owned.read(run_dir.parent, path, MAX_RECORD_BYTES + 1)
+        data = owned.read(staged_run.staging, path, MAX_RECORD_BYTES + 1)
     except FileNotFoundError:
         return None
     record = unpack_record(ServersRecord, data, name=str(path), next_step=_NEXT_STEP)
-    if run_directory(run_dir.parent, record.run_url).name != run_dir.name:
+    if StagedRun.of(staged_run.staging, record.run_url) != staged_run:
         raise ForeignObject(
             str(path),
             found="embedding servers of another run",  # whose URL may hold a credential
-            expected=f"those of the run of {run_dir.name}",
+            expected=f"those of the run of {staged_run.name}",
             next_step=_NEXT_STEP,
         )
     return record

@@ -28,7 +28,7 @@ from rich.text import Text
 import recpoint
 from recpoint.catalog.check.check import CheckReport, check
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging.area import run_directory, staged_jobs
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.dashboards import terminal
 from recpoint.dashboards.demo.processes import (
@@ -294,13 +294,13 @@ class _Demo:
         It goes on while no rank, or not every one, has staged its part of a checkpoint, because the
         rows of a cache are staged while it trains.
         """
-        directory = run_directory(self.staging, self.run_url)
+        directory = StagedRun.of(self.staging, self.run_url)
 
         def is_enough() -> bool:
             return len(self.committed) >= count
 
         def is_staged() -> bool:
-            stems = [parse_job_stem(path.stem) for path in staged_jobs(directory)]
+            stems = [parse_job_stem(path.stem) for path in directory.staged_jobs()]
             ranks_by_step = Counter(stem[:2] for stem in stems if stem is not None)
             return self.settings.ranks in ranks_by_step.values()
 

@@ -23,7 +23,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from recpoint.catalog.staging import area, locks, owned
+from recpoint.catalog.staging import area, cancels, job_files, locks, owned
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.sample import Sample, Sampler, place_sample
 from recpoint.catalog.staging.slot import Placed, Slot, digest_segments, place_behind
 from recpoint.catalog.store.contract import now_ms
@@ -74,7 +75,7 @@ class PartStager:
         self._parts: dict[str, _Part] = {}  # by attempt, the newest last
         self._dropped: deque[str] = deque(maxlen=_MOST_DROPPED)  # attempts that nobody wants
         self._slots: dict[Path, Slot] = {}
-        self._held: dict[Path, int] = {}  # run directory -> lock of this server's part there
+        self._held: dict[StagedRun, int] = {}  # lock of this server's part there
         self._leaving: list[_Part] = []  # dropped, and rows may still be written to their slots
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recpoint-stage")
 
@@ -193,8 +194,8 @@ class PartStager:
         if part is None:
             return
         try:
-            if area.read_job(part.job_path).attempt == attempt:
-                area.write_mark(part.run_directory, part.job.ref, part.job.rank)
+            if job_files.read_job(part.job_path).attempt == attempt:
+                cancels.write_mark(part.staged_run, part.job.ref, part.job.rank)
         except FileNotFoundError:
             return  # it was not staged, or the agent has answered
         except (OSError, StagingError, FormatError) as error:
@@ -328,25 +329,25 @@ class PartStager:
 
     def _free_slot(self, part: _Part, most: int) -> Slot:
         """Return a slot that no job uses, after making sure that this server alone writes here."""
-        run_directory, number = part.run_directory, part.job.rank
-        area.make_directories(part.root, run_directory)
+        staged_run, number = part.staged_run, part.job.rank
+        staged_run.make_directories()
         self._take_lock(part)
         busy = self._busy_slots(part, most)
         index = 0
         while area.slot_name(number, index) in busy:
             index += 1
-        path = area.slot_path(run_directory, number, index)
+        path = staged_run.slot_path(number, index)
         if path not in self._slots:
             self._slots[path] = Slot(path)
         return self._slots[path]
 
     def _take_lock(self, part: _Part) -> None:
         """Make sure that no other process stages this server's rows here."""
-        run_directory = part.run_directory
-        lock_path = area.trainer_lock_path(run_directory, part.job.rank)
-        held = self._held.get(run_directory)
+        staged_run = part.staged_run
+        lock_path = staged_run.trainer_lock_path(part.job.rank)
+        held = self._held.get(staged_run)
         if held is None or locks.is_lost(held, lock_path):
-            self._held[run_directory] = locks.acquire(
+            self._held[staged_run] = locks.acquire(
                 lock_path,
                 expected="no other process that stages this server's rows",
                 next_step="stop that process, or train under another run URL",
@@ -363,16 +364,16 @@ class PartStager:
             StagingError: as many jobs are staged as may be.
         """
         busy = set()
-        for path in area.staged_jobs(part.run_directory):
+        for path in part.staged_run.staged_jobs():
             name = parse_job_stem(path.stem)
             if name is not None and name[2] == part.job.rank:
                 try:
-                    busy.add(area.read_job(path).slot)
+                    busy.add(job_files.read_job(path).slot)
                 except FileNotFoundError:
                     continue  # answered meanwhile
         if len(busy) >= most:
             raise StagingError(
-                str(area.jobs_directory(part.run_directory)),
+                str(part.staged_run.jobs_directory),
                 found=f"{len(busy)} staged checkpoints of this server",
                 expected=f"fewer than {most}, as Staging.jobs allows",
                 next_step="see that an agent runs on this host: recpoint agent",
@@ -424,13 +425,13 @@ class PartStager:
         for one in earlier:
             one.note_answer()  # a trainer may still ask
         for directory in (
-            area.outcomes_directory(part.run_directory),
-            area.cancels_directory(part.run_directory),
+            part.staged_run.outcomes_directory,
+            part.staged_run.cancels_directory,
         ):
             for name in owned.names(part.root, directory):
                 stem = parse_job_stem(name.removesuffix(".json"))
                 is_own = stem is not None and stem[2] == part.job.rank
-                if is_own and not (area.jobs_directory(part.run_directory) / name).exists():
+                if is_own and not (part.staged_run.jobs_directory / name).exists():
                     owned.remove(part.root, directory / name)
 
 
@@ -453,7 +454,7 @@ class _Part:
     def __init__(self, job: Job, root: Path) -> None:
         self.job = job
         self.root = root
-        self.run_directory = area.run_directory(root, job.run_url)
+        self.staged_run = StagedRun.of(root, job.run_url)
         self.named: dict[int, tuple[tuple[StagedTable, ...], Sequence[NamedRows]]] = {}
         self.complete: set[int] = set()
         self.rows: dict[int, _Rows] = {}
@@ -482,7 +483,7 @@ class _Part:
     def note_answer(self) -> None:
         """Learn whether the agent has rejected the part."""
         try:
-            outcome = area.read_outcome(self.outcome_path)
+            outcome = job_files.read_outcome(self.outcome_path)
         except (OSError, FormatError, StagingError):
             return  # there is none yet, or it is of no use
         if outcome.result == "rejected" and outcome.attempt == self.job.attempt:
@@ -492,13 +493,13 @@ class _Part:
     def job_path(self) -> Path:
         """The job file."""
         ref = self.job.ref
-        return area.job_path(self.run_directory, ref.generation, ref.step, self.job.rank)
+        return self.staged_run.job_path(ref.generation, ref.step, self.job.rank)
 
     @property
     def outcome_path(self) -> Path:
         """The agent's answer."""
         ref = self.job.ref
-        return area.outcome_path(self.run_directory, ref.generation, ref.step, self.job.rank)
+        return self.staged_run.outcome_path(ref.generation, ref.step, self.job.rank)
 
 
 class _Rows:

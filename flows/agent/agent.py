@@ -34,7 +34,9 @@ from typing import Final, Literal
 from recpoint.catalog.consolidate.plan import ConsolidationTriggers
 from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AGENT, DRAIN, AgentLock, AtWork
+from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.catalog.staging.free import free_slots_of_ended, left_behind
+from recpoint.catalog.staging.notes import write_status
 from recpoint.catalog.store.contract import now_ms
 from recpoint.errors import StagingError, StagingRefused
 from recpoint.flows.agent.consolidations import BackgroundConsolidation, Which
@@ -146,23 +148,23 @@ class FreedMemory:
 _LOG = logging.getLogger("recpoint.agent")
 
 
-def free_ended_slots(runs: Mapping[Path, RunState]) -> None:
+def free_ended_slots(runs: Mapping[StagedRun, RunState]) -> None:
     """Remove the slots of runs that have ended; cheap if there are none.
 
     Args:
-        runs: the state of each run, by the run's directory.
+        runs: the state of each run.
     """
-    for run_dir, state in runs.items():
+    for staged_run, state in runs.items():
         if state.works:
             continue
         try:
-            freed = free_slots_of_ended(run_dir)
+            freed = free_slots_of_ended(staged_run)
         except (OSError, StagingRefused) as error:
-            _LOG.warning("%s: its slots cannot be removed: %s", run_dir.name, error)
+            _LOG.warning("%s: its slots cannot be removed: %s", staged_run.name, error)
             continue
         if freed:
             size = sum(slot.size_bytes for slot in freed)
-            _LOG.info("%s has ended: %d bytes of slots are free again", run_dir.name, size)
+            _LOG.info("%s has ended: %d bytes of slots are free again", staged_run.name, size)
 
 
 _POLL_SECONDS = 0.2
@@ -297,7 +299,7 @@ def run_agent(
     root = area.default_staging_root() if staging is None else Path(staging)
     with turn_of(DRAIN if once else AGENT, root) as turn:
         if turn is None:
-            return sum(len(area.staged_jobs(run)) for run in area.run_directories(root))
+            return sum(len(run.staged_jobs()) for run in staged_runs(root))
         gate = PrefectGate(enabled=prefect == "auto")
         agent = Agent(
             root,
@@ -350,7 +352,7 @@ class Agent:
         self._gate = gate
         self.was_stopped = False
         self._ended = False
-        self._runs: dict[Path, RunState] = {}
+        self._runs: dict[StagedRun, RunState] = {}
         self._persist = AgentPersist(gate)
         self._queue = AgentQueue(staging)
         self._places = threading.BoundedSemaphore(_RUNS_AT_ONCE)
@@ -409,14 +411,14 @@ class Agent:
         Raises:
             StagingError: with `once`, some jobs cannot be read, so their number is unknown.
         """
-        run_dirs = area.run_directories(self._staging)
-        for run_dir in run_dirs:
+        found_runs = staged_runs(self._staging)
+        for staged_run in found_runs:
             try:
-                area.clean(run_dir)
+                staged_run.clean()
             except (OSError, StagingRefused) as error:
-                _LOG.warning("%s: cannot be cleaned: %s", run_dir.name, error)
+                _LOG.warning("%s: cannot be cleaned: %s", staged_run.name, error)
         self._gate.start()
-        self._background.start(run_dirs)
+        self._background.start(found_runs)
         self._sweeps.start()
         _LOG.info("serving %s", self._staging)
         self._log_left_behind()
@@ -433,8 +435,8 @@ class Agent:
                     if not self._keep_turn():
                         self.stop()
                         break
-                    for run_dir in list(self._runs):
-                        self._write_status(run_dir)
+                    for staged_run in list(self._runs):
+                        self._write_status(staged_run)
                     free_ended_slots(self._runs)
                     self._freed.give_back(self._tries())
                     if self._gate.api_url is not None:
@@ -469,46 +471,46 @@ class Agent:
         Returns:
             Whether there is such a run, even if no further thread may be started.
         """
-        run_dirs = self._queue.run_directories()
-        if run_dirs is None:
+        found_runs = self._queue.staged_runs()
+        if found_runs is None:
             return False
-        for gone in self._runs.keys() - set(run_dirs):
+        for gone in self._runs.keys() - set(found_runs):
             if not self._runs[gone].works:
                 del self._runs[gone]
                 self._queue.forget(gone)
                 self._background.forget(gone)
         found = False
-        for run_dir in run_dirs:
-            state = self._runs.get(run_dir)
+        for staged_run in found_runs:
+            state = self._runs.get(staged_run)
             if state is None:
                 state = RunState(waiting=WaitingJobs(self._name_ranks_after))
-                self._runs[run_dir] = state
-            job_file = self._queue.due_job(run_dir, state)
+                self._runs[staged_run] = state
+            job_file = self._queue.due_job(staged_run, state)
             found = found or job_file is not None
             if job_file is not None and self._places.acquire(blocking=False):
-                self._begin(run_dir, state, job_file)
+                self._begin(staged_run, state, job_file)
         return found
 
-    def _begin(self, run_dir: Path, state: RunState, job_file: Path) -> None:
+    def _begin(self, staged_run: StagedRun, state: RunState, job_file: Path) -> None:
         """Start the thread of a run, for which `_places` was acquired; if that fails, try later."""
         thread = threading.Thread(
-            target=self._serve_run, args=(run_dir, state), name=run_dir.name, daemon=True
+            target=self._serve_run, args=(staged_run, state), name=staged_run.name, daemon=True
         )
         try:
             thread.start()
         except (RuntimeError, MemoryError) as error:
             self._places.release()
             postpone(state, error, job_log(str(job_file)))
-            self._write_status(run_dir)
+            self._write_status(staged_run)
             return
         state.thread = thread
 
-    def _serve_run(self, run_dir: Path, state: RunState) -> None:
+    def _serve_run(self, staged_run: StagedRun, state: RunState) -> None:
         try:
-            self._jobs.serve_run(run_dir, state)
+            self._jobs.serve_run(staged_run, state)
         finally:
             self._places.release()
-        self._write_status(run_dir)
+        self._write_status(staged_run)
 
     def _is_drained(self) -> bool:
         return not self._queue.has_untried(self._runs) and self._background.idle
@@ -530,26 +532,26 @@ class Agent:
         deadline = min(deadline, time.monotonic() + _TELL_SECONDS)
         for thread in self._persist.telling:
             thread.join(max(0.0, deadline - time.monotonic()))
-        for run_dir, state in self._runs.items():
+        for staged_run, state in self._runs.items():
             if state.works:
-                _LOG.warning("%s: %s stays staged", run_dir.name, state.job)
-            self._write_status(run_dir)
+                _LOG.warning("%s: %s stays staged", staged_run.name, state.job)
+            self._write_status(staged_run)
 
-    def _write_status(self, run_dir: Path) -> None:
-        state = self._runs.get(run_dir)
+    def _write_status(self, staged_run: StagedRun) -> None:
+        state = self._runs.get(staged_run)
         if state is None:
             return
         try:
-            area.write_status(
-                run_dir,
+            write_status(
+                staged_run,
                 {
                     "pid": os.getpid(),
                     "alive_ms": now_ms(),
                     **state.status(),
                     "prefect_ui": self._gate.ui_url,
-                    "consolidation": self._background.status(run_dir),
-                    "sweep": self._sweeps.status(run_dir),
+                    "consolidation": self._background.status(staged_run),
+                    "sweep": self._sweeps.status(staged_run),
                 },
             )
         except (OSError, StagingRefused) as error:
-            _LOG.warning("%s: no status could be written: %s", run_dir.name, error)
+            _LOG.warning("%s: no status could be written: %s", staged_run.name, error)

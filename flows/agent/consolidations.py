@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from recpoint.catalog.consolidate.plan import (
@@ -26,12 +25,14 @@ from recpoint.catalog.consolidate.plan import (
     newest_checkpoint,
 )
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.notes import read_note, remove_note, write_note_durably
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import NothingToRestore, RecpointError, RunRecordLost, StagingRefused
 from recpoint.flows.agent.children import READY, answer_of, damage_of, environment_of
 from recpoint.flows.agent.gate import growing_pause
 from recpoint.format.job import Job
+from recpoint.format.notes import CONSOLIDATION_NOTE, ConsolidationNote
 
 __all__ = ["BackgroundConsolidation", "Which"]
 
@@ -77,7 +78,7 @@ class BackgroundConsolidation:
         which: which runs to consolidate.
         triggers: when a consolidation pays; the defaults if None.
         prefect_url: returns the URL at which Prefect answers now; None: it does not answer.
-        tell: called with the run's directory when its status has changed.
+        tell: called with the run when its status has changed.
     """
 
     def __init__(
@@ -86,16 +87,16 @@ class BackgroundConsolidation:
         which: Which,
         triggers: ConsolidationTriggers | None,
         prefect_url: Callable[[], str | None],
-        tell: Callable[[Path], None],
+        tell: Callable[[StagedRun], None],
     ) -> None:
         self._which = which
         self._triggers = triggers or ConsolidationTriggers()
         self._prefect_url = prefect_url
         self._tell = tell
         self._lock = threading.Lock()
-        self._candidates: dict[Path, _Candidate] = {}
+        self._candidates: dict[StagedRun, _Candidate] = {}
         self._turns = 0
-        self._at_work: Path | None = None
+        self._at_work: StagedRun | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._may_be_stopped = False  # if stopped before `ready`, it would outlive a killed agent
         self._paused = False
@@ -104,39 +105,39 @@ class BackgroundConsolidation:
             target=self._keep_consolidating, name="consolidate", daemon=True
         )
 
-    def start(self, run_dirs: list[Path]) -> None:
+    def start(self, found_runs: list[StagedRun]) -> None:
         """Start the thread, with the runs that an earlier agent consolidated."""
         if self._which == "off":
             return
-        for run_dir in run_dirs:
-            if (run_url := area.consolidated_run(run_dir)) is not None:
-                self._candidates[run_dir] = _Candidate(run_url)
+        for staged_run in found_runs:
+            if (note := read_note(staged_run, CONSOLIDATION_NOTE)) is not None:
+                self._candidates[staged_run] = _Candidate(note.run_url)
         self._thread.start()
 
-    def committed(self, run_dir: Path, job: Job) -> None:
+    def committed(self, staged_run: StagedRun, job: Job) -> None:
         """Note that a job of a run was committed: the run is to be checked.
 
         Args:
-            run_dir: the run's directory.
+            staged_run: the run.
             job: the job.
         """
         wanted = self._which == "all" or (self._which == "auto" and job.policy == "continuous")
         try:
-            area.remember_consolidated_run(run_dir, job.run_url if wanted else None)
+            _note_for_next_agent(staged_run, job.run_url if wanted else None)
         except (OSError, StagingRefused) as error:
-            _LOG.warning("%s: cannot be noted for the next agent: %s", run_dir.name, error)
+            _LOG.warning("%s: cannot be noted for the next agent: %s", staged_run.name, error)
         with self._lock:
             if not wanted:
-                self._candidates.pop(run_dir, None)
-            elif run_dir in self._candidates:
-                self._candidates[run_dir].is_new = True
+                self._candidates.pop(staged_run, None)
+            elif staged_run in self._candidates:
+                self._candidates[staged_run].is_new = True
             else:
-                self._candidates[run_dir] = _Candidate(job.run_url)
+                self._candidates[staged_run] = _Candidate(job.run_url)
 
-    def forget(self, run_dir: Path) -> None:
+    def forget(self, staged_run: StagedRun) -> None:
         """Forget a run whose directory is gone."""
         with self._lock:
-            self._candidates.pop(run_dir, None)
+            self._candidates.pop(staged_run, None)
 
     def give_way(self, busy: bool) -> None:
         """Stop the consolidating process while jobs are due (`busy`); continue it afterwards."""
@@ -163,13 +164,13 @@ class BackgroundConsolidation:
         if self._thread.is_alive():
             self._thread.join(_END_SECONDS)
 
-    def status(self, run_dir: Path) -> dict[str, object] | None:
+    def status(self, staged_run: StagedRun) -> dict[str, object] | None:
         """Return a run's consolidation for its status file; None: the run is not consolidated."""
         with self._lock:
-            candidate = self._candidates.get(run_dir)
+            candidate = self._candidates.get(staged_run)
             if candidate is None:
                 return None
-            at_work = self._at_work == run_dir
+            at_work = self._at_work == staged_run
             return {
                 "state": ("waiting" if self._paused else "at work") if at_work else "idle",
                 "done": candidate.done,
@@ -177,21 +178,21 @@ class BackgroundConsolidation:
                 "last_error": candidate.last_error,
             }
 
-    def done(self, run_dir: Path) -> int:
+    def done(self, staged_run: StagedRun) -> int:
         """Return how many consolidations of a run were done; takes no lock."""
-        candidate = self._candidates.get(run_dir)
+        candidate = self._candidates.get(staged_run)
         return 0 if candidate is None else candidate.done
 
     def _signal(self, number: int) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
-    def _next(self) -> Path | None:
+    def _next(self) -> StagedRun | None:
         """Return the due run whose last turn is longest ago, so that no run starves another."""
         now = time.monotonic()
         due = [
-            (candidate.turn, run_dir)
-            for run_dir, candidate in self._candidates.items()
+            (candidate.turn, staged_run)
+            for staged_run, candidate in self._candidates.items()
             if candidate.is_new and now >= candidate.retry_at
         ]
         return min(due, key=lambda pair: pair[0], default=(0, None))[1]
@@ -199,29 +200,29 @@ class BackgroundConsolidation:
     def _keep_consolidating(self) -> None:
         while not self._stop.wait(_POLL_SECONDS):
             with self._lock:
-                run_dir = None if self._paused else self._next()
-                if run_dir is None:
+                staged_run = None if self._paused else self._next()
+                if staged_run is None:
                     continue
-                candidate = self._candidates[run_dir]
+                candidate = self._candidates[staged_run]
                 candidate.is_new = False
                 self._turns += 1
                 candidate.turn = self._turns
-                self._at_work = run_dir
+                self._at_work = staged_run
             try:
-                self._serve(run_dir, candidate)
+                self._serve(staged_run, candidate)
             except Exception as error:  # the thread must go on, whatever the error
                 self._failed(
-                    run_dir, candidate, f"{type(error).__name__}: {error}", damage_of(error)
+                    staged_run, candidate, f"{type(error).__name__}: {error}", damage_of(error)
                 )
                 if not isinstance(error, RecpointError | OSError):
-                    _LOG.exception("%s: unexpected error in a consolidation", run_dir.name)
+                    _LOG.exception("%s: unexpected error in a consolidation", staged_run.name)
             finally:
                 with self._lock:
                     self._at_work = self._process = None
                     self._may_be_stopped = False
-                self._tell(run_dir)
+                self._tell(staged_run)
 
-    def _serve(self, run_dir: Path, candidate: _Candidate) -> None:
+    def _serve(self, staged_run: StagedRun, candidate: _Candidate) -> None:
         try:
             run = Run.open(open_store(candidate.run_url))
         except RunRecordLost:
@@ -229,20 +230,20 @@ class BackgroundConsolidation:
         except NothingToRestore as gone:
             # The run was removed or moved away. If there is another commit, it is checked again.
             candidate.last_error = str(gone)
-            _LOG.info("%s: there is nothing to consolidate: %s", run_dir.name, gone)
+            _LOG.info("%s: there is nothing to consolidate: %s", staged_run.name, gone)
             return
         name = newest_checkpoint(run)
         if name is None:
             return
         plan = choose_consolidation(run, name, triggers=self._triggers)
         if plan.is_held_back:
-            self._hold_back(run_dir, candidate, plan.reason)
+            self._hold_back(staged_run, candidate, plan.reason)
             return
         if not plan.pays:
             candidate.last_error = candidate.told = None
             return
-        _LOG.info("%s: consolidating step %d: %s", run_dir.name, name.step, plan.reason)
-        self._tell(run_dir)
+        _LOG.info("%s: consolidating step %d: %s", staged_run.name, name.step, plan.reason)
+        self._tell(staged_run)
         answer = self._run_process(candidate.run_url)
         if self._stop.is_set():
             return
@@ -252,12 +253,12 @@ class BackgroundConsolidation:
             if "done" in answer:
                 candidate.done += 1
                 candidate.last = said
-            _LOG.info("%s: %s", run_dir.name, said)
+            _LOG.info("%s: %s", staged_run.name, said)
         else:
             error = str(answer.get("error", "its process ended without an answer"))
-            self._failed(run_dir, candidate, error, answer.get("damage"))
+            self._failed(staged_run, candidate, error, answer.get("damage"))
 
-    def _hold_back(self, run_dir: Path, candidate: _Candidate, reason: str) -> None:
+    def _hold_back(self, staged_run: StagedRun, candidate: _Candidate, reason: str) -> None:
         """Note that a merge pays and may have too large a manifest; warn once, until one is made.
 
         Restores read a longer and longer chain, until the trainer's policy takes a full.
@@ -265,13 +266,15 @@ class BackgroundConsolidation:
         candidate.last_error = reason
         level = logging.DEBUG if candidate.told == _HELD_BACK else logging.WARNING
         candidate.told = _HELD_BACK
-        _LOG.log(level, "%s: not consolidated: %s. %s", run_dir.name, reason, _NEXT_OF_HELD_BACK)
+        _LOG.log(level, "%s: not consolidated: %s. %s", staged_run.name, reason, _NEXT_OF_HELD_BACK)
 
-    def _failed(self, run_dir: Path, candidate: _Candidate, error: str, damage: str | None) -> None:
+    def _failed(
+        self, staged_run: StagedRun, candidate: _Candidate, error: str, damage: str | None
+    ) -> None:
         """Note a failure: try again after a pause, or, if the chain is damaged, after a commit.
 
         Args:
-            run_dir: the run's directory.
+            staged_run: the run.
             candidate: the run.
             error: what happened.
             damage: what is damaged in the chain (`damage_of`); None: nothing, waiting may help.
@@ -291,7 +294,7 @@ class BackgroundConsolidation:
             logging.DEBUG if damage is not None and damage == candidate.told else logging.WARNING
         )
         candidate.told = damage
-        _LOG.log(level, "%s: not consolidated, %s: %s", run_dir.name, then, error)
+        _LOG.log(level, "%s: not consolidated, %s: %s", staged_run.name, then, error)
 
     def _run_process(self, run_url: str) -> dict[str, Any]:
         """Consolidate in a child process; return its answer."""
@@ -314,3 +317,13 @@ class BackgroundConsolidation:
                     self._signal(signal.SIGSTOP)
         said, _ = process.communicate()
         return answer_of(said, process.returncode)
+
+
+def _note_for_next_agent(staged_run: StagedRun, run_url: str | None) -> None:
+    """Note the URL of a run to consolidate in the background; None removes the note."""
+    if run_url is None:
+        remove_note(staged_run, CONSOLIDATION_NOTE)
+        return
+    note = ConsolidationNote(run_url=run_url)
+    if read_note(staged_run, CONSOLIDATION_NOTE) != note:
+        write_note_durably(staged_run, CONSOLIDATION_NOTE, note)

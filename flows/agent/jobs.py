@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from recpoint.catalog.persist.persist import PersistJob, classify, drive, persist_job
-from recpoint.catalog.staging import area
-from recpoint.catalog.staging.area import is_cancelled
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun, staged_runs
+from recpoint.catalog.staging.cancels import is_cancelled
 from recpoint.errors import FormatError, RanksMissing, RecpointError, StagingError, StagingRefused
 from recpoint.flows.agent.gate import PrefectGate
 from recpoint.flows.agent.runs import Awaits, RunState, expect_end, postpone_or_reject
@@ -89,7 +90,7 @@ class AgentPersist:
 
         def tell() -> None:
             try:
-                end(awaits.flow_run, area.answer_given(awaits.job_file))
+                end(awaits.flow_run, job_files.answer_given(awaits.job_file))
             except Exception as error:  # only Prefect's display depends on this call
                 _LOG.info("%s: its flow run still waits in Prefect: %s", awaits.job_file, error)
 
@@ -158,64 +159,63 @@ class AgentQueue:
 
     def __init__(self, staging: Path) -> None:
         self._staging = staging
-        self._unreadable: dict[Path, OSError | StagingRefused] = {}
+        self._area_error: OSError | StagingRefused | None = None
+        self._unreadable: dict[StagedRun, OSError | StagingRefused] = {}
 
-    def run_directories(self) -> list[Path] | None:
-        """Return the directories of all runs; None while the staging area cannot be read.
+    def staged_runs(self) -> list[StagedRun] | None:
+        """Return all runs; None while the staging area cannot be read.
 
         Directories of other users are logged once, and left out.
         """
-        foreign: set[Path] = set()
+        foreign: set[StagedRun] = set()
 
-        def refused(run_dir: Path, error: StagingRefused) -> None:
-            foreign.add(run_dir)
-            if run_dir not in self._unreadable:
-                _LOG.warning("%s: left alone: %s", run_dir.name, error)
-            self._unreadable[run_dir] = error
+        def refused(staged_run: StagedRun, error: StagingRefused) -> None:
+            foreign.add(staged_run)
+            if staged_run not in self._unreadable:
+                _LOG.warning("%s: left alone: %s", staged_run.name, error)
+            self._unreadable[staged_run] = error
 
         try:
-            run_dirs = area.run_directories(self._staging, refused=refused)
+            found_runs = staged_runs(self._staging, refused=refused)
         except (OSError, StagingRefused) as error:
-            if self._staging not in self._unreadable:
+            if self._area_error is None:
                 _LOG.warning("cannot look into %s: %s", self._staging, error)
-            self._unreadable[self._staging] = error
+            self._area_error = error
             return None
-        self._unreadable.pop(self._staging, None)
-        still_there = foreign.union(run_dirs)
-        for path in list(self._unreadable):
-            if path not in still_there:
-                self._unreadable.pop(path, None)
-        return run_dirs
+        self._area_error = None
+        for gone in self._unreadable.keys() - foreign.union(found_runs):
+            self._unreadable.pop(gone, None)
+        return found_runs
 
-    def jobs(self, run_dir: Path) -> list[Path]:
+    def jobs(self, staged_run: StagedRun) -> list[Path]:
         """Return the run's job files; none while its directory cannot be read."""
         try:
-            jobs = area.staged_jobs(run_dir)
+            jobs = staged_run.staged_jobs()
         except (OSError, StagingRefused) as error:
-            if run_dir not in self._unreadable:
-                _LOG.warning("%s: its jobs cannot be read: %s", run_dir.name, error)
-            self._unreadable[run_dir] = error
+            if staged_run not in self._unreadable:
+                _LOG.warning("%s: its jobs cannot be read: %s", staged_run.name, error)
+            self._unreadable[staged_run] = error
             return []
-        self._unreadable.pop(run_dir, None)
+        self._unreadable.pop(staged_run, None)
         return jobs
 
-    def forget(self, run_dir: Path) -> None:
+    def forget(self, staged_run: StagedRun) -> None:
         """Forget a run whose directory is gone."""
-        self._unreadable.pop(run_dir, None)
+        self._unreadable.pop(staged_run, None)
 
-    def due_job(self, run_dir: Path, state: RunState) -> Path | None:
+    def due_job(self, staged_run: StagedRun, state: RunState) -> Path | None:
         """Return the job for which to start a thread now; None: there is none."""
         if state.works or not state.is_to_be_looked_at():
             return None
-        job_file = self.next_job(run_dir, state)
+        job_file = self.next_job(staged_run, state)
         if job_file is None:
             return None
         due = time.monotonic() >= state.retry_at or is_dropped(job_file)
         return job_file if due else None
 
-    def next_job(self, run_dir: Path, state: RunState) -> Path | None:
+    def next_job(self, staged_run: StagedRun, state: RunState) -> Path | None:
         """Return the first job to be done, or whose missing parts are to be looked for, now."""
-        jobs = self.jobs(run_dir)
+        jobs = self.jobs(staged_run)
         if jobs:
             state.jobs_seen = time.monotonic()
         for job_file in jobs:
@@ -223,15 +223,15 @@ class AgentQueue:
                 return job_file
         return None
 
-    def has_untried(self, runs: Mapping[Path, RunState]) -> bool:
+    def has_untried(self, runs: Mapping[StagedRun, RunState]) -> bool:
         """Whether a run has jobs for which a drain must go on.
 
         A drain does not go on for a run whose last try failed, or whose jobs all wait for other
         ranks.
         """
         return any(
-            state.failures == 0 and not all(map(state.waiting.holds, self.jobs(run_dir)))
-            for run_dir, state in runs.items()
+            state.failures == 0 and not all(map(state.waiting.holds, self.jobs(staged_run)))
+            for staged_run, state in runs.items()
         )
 
     def left(self, *, all_must_be_known: bool) -> int:
@@ -240,7 +240,7 @@ class AgentQueue:
         Raises:
             StagingError: with `all_must_be_known`, some directory cannot be read.
         """
-        left = sum(len(self.jobs(run_dir)) for run_dir in self.run_directories() or ())
+        left = sum(len(self.jobs(staged_run)) for staged_run in self.staged_runs() or ())
         if all_must_be_known:
             for path, error in list(self._unreadable.items()):  # reports the first only
                 subject, found = str(path), str(error)
@@ -281,8 +281,8 @@ class AgentJobs:
         queue: lists the jobs.
         persist: persists one job.
         ends: whether no further job may be begun.
-        tell: called with the run's directory when its status has changed.
-        committed: called with the run's directory and the job when a job of rank 0 was committed.
+        tell: called with the run when its status has changed.
+        committed: called with the run and the job when a job of rank 0 was committed.
     """
 
     def __init__(
@@ -291,8 +291,8 @@ class AgentJobs:
         persist: AgentPersist,
         *,
         ends: Callable[[], bool],
-        tell: Callable[[Path], None],
-        committed: Callable[[Path, Job], None],
+        tell: Callable[[StagedRun], None],
+        committed: Callable[[StagedRun, Job], None],
     ) -> None:
         self._queue = queue
         self._persist = persist
@@ -300,22 +300,22 @@ class AgentJobs:
         self._tell = tell
         self._committed = committed
 
-    def serve_run(self, run_dir: Path, state: RunState) -> None:
+    def serve_run(self, staged_run: StagedRun, state: RunState) -> None:
         """Do a run's jobs until none is left or the rest must wait."""
         try:
             while not self._ends():
-                job_file = self._queue.next_job(run_dir, state)
-                if job_file is None or not self._serve_job(run_dir, state, job_file):
+                job_file = self._queue.next_job(staged_run, state)
+                if job_file is None or not self._serve_job(staged_run, state, job_file):
                     break
             self._persist.settle(state)
-            jobs = self._queue.jobs(run_dir)
+            jobs = self._queue.jobs(staged_run)
             state.waiting.keep(jobs)
             for gone in state.opened.keys() - set(jobs):
                 del state.opened[gone]
         finally:
             state.job = None
 
-    def _serve_job(self, run_dir: Path, state: RunState, job_file: Path) -> bool:
+    def _serve_job(self, staged_run: StagedRun, state: RunState, job_file: Path) -> bool:
         """Do one job; False if it is to be tried again later, and the run must wait."""
         log = job_log(str(job_file))
         opened: PersistJob | None = None
@@ -329,14 +329,14 @@ class AgentJobs:
                     _wait(state, opened, ranks, log)
                     return True
             state.job = job_file.stem
-            self._tell(run_dir)
+            self._tell(staged_run)
             if opened is not None:
                 job = opened.job
                 if state.run_id != job.run:
-                    expect_end(run_dir, job)
+                    expect_end(staged_run, job)
                 state.run_url, state.run_id = job.run_url, job.run
                 state.saw_cut(job.generation, job.step, job.snapshot_ms)
-            if not area.finish_answered(job_file):
+            if not job_files.finish_answered(job_file):
                 self._persist.persist(job_file, opened, state, log)
             state.failures = state.unforeseen = 0
             if opened is not None and job_file.exists():
@@ -347,7 +347,7 @@ class AgentJobs:
             state.waiting.look_soon()
             state.last_error = state.answered(job_file, job)
             if job is not None and job.rank == 0 and state.last_error is None:
-                self._committed(run_dir, job)
+                self._committed(staged_run, job)
             return True
         except Exception as error:
             # No error of one job may end the agent, which serves the other runs too.

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from recpoint.catalog.staging import area
-from recpoint.catalog.staging.area import TrainerState, read_note, trainer_state
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.trainer_note import TrainerState, read_trainer_note, trainer_state
 from recpoint.catalog.store.run_url import parse_run_url
 from recpoint.errors import SettingsError, StagingRefused
 from recpoint.flows.agent.runs import RunFacts, RunState
@@ -69,21 +69,21 @@ class AgentObservation:
 
 def observe_agent(
     staging: Path,
-    runs: Mapping[Path, RunState],
+    runs: Mapping[StagedRun, RunState],
     *,
     prefect: bool,
-    consolidations: Callable[[Path], int],
+    consolidations: Callable[[StagedRun], int],
 ) -> AgentObservation:
     """Return the state of a staging area and of its agent's runs.
 
     Args:
         staging: the staging area.
-        runs: the state of each run, by the run's directory.
+        runs: the state of each run.
         prefect: see `AgentObservation`.
         consolidations: returns the number of consolidations of the run in a directory.
     """
     free, size = _space(staging)
-    seen = (_observe_run(run_dir, state, consolidations) for run_dir, state in runs.items())
+    seen = (_observe_run(staged_run, state, consolidations) for staged_run, state in runs.items())
     return AgentObservation(
         prefect=prefect,
         staging_free_bytes=free,
@@ -102,11 +102,11 @@ def _space(staging: Path) -> tuple[int | None, int | None]:
 
 
 def _observe_run(
-    run_dir: Path, state: RunState, consolidations: Callable[[Path], int]
+    staged_run: StagedRun, state: RunState, consolidations: Callable[[StagedRun], int]
 ) -> RunObservation | None:
-    note = read_note(run_dir)
-    trainer = trainer_state(run_dir, note)
-    staged_at = _staged_at(run_dir)
+    note = read_trainer_note(staged_run)
+    trainer = trainer_state(staged_run, note)
+    staged_at = _staged_at(staged_run)
     now = time.time()
     told = 0.0 if note is None else note.at_ms / 1000
     ended = trainer in ("ended", "unknown") and now - told > _SHOWN_AFTER_END_SECONDS
@@ -114,13 +114,13 @@ def _observe_run(
         return None
     url = _url(state) if note is None else note.run_url
     return RunObservation(
-        run=url or run_dir.name,
+        run=url or staged_run.name,
         has_url=url is not None,
         staged_jobs=len(staged_at),
         queue_age_seconds=max(0.0, now - min(staged_at)) if staged_at else 0.0,
         trainer=trainer,
         facts=state.facts,
-        consolidations=consolidations(run_dir),
+        consolidations=consolidations(staged_run),
         missing_ranks=len({part for late in state.waiting.late() for part in late.missing}),
     )
 
@@ -133,11 +133,11 @@ def _url(state: RunState) -> str | None:
         return None
 
 
-def _staged_at(run_dir: Path) -> list[float]:
+def _staged_at(staged_run: StagedRun) -> list[float]:
     """Return when each staged job was staged, in seconds since the epoch on this host's clock."""
     found = []
     try:
-        for path in area.staged_jobs(run_dir):
+        for path in staged_run.staged_jobs():
             try:
                 found.append(path.stat().st_mtime)
             except FileNotFoundError:

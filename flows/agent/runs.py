@@ -15,11 +15,9 @@ directory.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import random
-import secrets
 import statistics
 import threading
 import time
@@ -32,9 +30,10 @@ from uuid import UUID
 
 from recpoint.catalog.persist.persist import PersistJob, reject_job
 from recpoint.catalog.persist.ranks import parts_text
-from recpoint.catalog.staging import area, owned
-from recpoint.catalog.staging.area import read_note, trainer_state
-from recpoint.catalog.store import durable
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.notes import read_note, write_note
+from recpoint.catalog.staging.trainer_note import read_trainer_note, trainer_state
 from recpoint.catalog.store.contract import now_ms
 from recpoint.counting import CAUSES, Histogram, cause_of, cause_of_name
 from recpoint.errors import (
@@ -47,6 +46,7 @@ from recpoint.errors import (
 from recpoint.flows.agent.gate import growing_pause
 from recpoint.format.job import Job, Outcome
 from recpoint.format.manifest import Kind
+from recpoint.format.notes import NEWEST_RUN_NOTE, NewestRunNote
 
 __all__ = [
     "NAME_AFTER_SECONDS",
@@ -306,7 +306,7 @@ class RunState:
         Returns:
             Why the job was rejected; None: it was not.
         """
-        outcome = area.answer_given(job_file)
+        outcome = job_files.answer_given(job_file)
         if outcome is None:
             return None
         self.facts.answered(job, outcome)
@@ -451,53 +451,43 @@ def _reject(job_file: Path, error: Exception) -> None:
 
 _LOG = logging.getLogger("recpoint.agent")
 
-_FILE: Final = "silence.json"
-_MOST_BYTES: Final = 65_536
 
-
-class _Expected(NamedTuple):
-    """A run whose commits Prefect may know; `told_ms`: time of the end that Prefect was told of."""
-
-    run_id: str
-    run_url: str
-    told_ms: int | None = None
-
-
-def expect_end(run_dir: Path, job: Job) -> None:
+def expect_end(staged_run: StagedRun, job: Job) -> None:
     """Keep the run's id and URL in the run's directory, for the agent that sees the training end.
 
     If the directory cannot be written, a later agent cannot tell Prefect of the end.
     """
-    there = _expected(run_dir)
-    if there is None or (there.run_id, there.run_url) != (job.run, job.run_url):
-        _write_expected(run_dir, _Expected(job.run, job.run_url))
+    expected = read_note(staged_run, NEWEST_RUN_NOTE)
+    if expected is None or (expected.run, expected.run_url) != (job.run, job.run_url):
+        _keep(staged_run, NewestRunNote(run=job.run, run_url=job.run_url))
 
 
-def tell_ended_trainings(runs: Mapping[Path, RunState]) -> None:
+def tell_ended_trainings(runs: Mapping[StagedRun, RunState]) -> None:
     """Send one event for each training that ended by itself; does not wait for Prefect.
 
     Leaves out runs of which no agent has persisted a job: nobody expects a commit of those. Call it
     while Prefect answers.
 
     Args:
-        runs: the state of each run, by the run's directory.
+        runs: the state of each run.
     """
-    for run_dir, state in runs.items():
+    for staged_run, state in runs.items():
         if state.works:
             continue
-        note = read_note(run_dir)
+        note = read_trainer_note(staged_run)
         if note is None or note.state != "ended" or state.end_told_ms == note.at_ms:
             continue
         # The event must follow the last commit, because a commit starts the wait for the next one.
         try:
-            if trainer_state(run_dir, note) != "ended" or area.staged_jobs(run_dir):
+            if trainer_state(staged_run, note) != "ended" or staged_run.staged_jobs():
                 continue
         except (OSError, StagingRefused) as error:
-            _LOG.warning("%s: cannot check whether training ended: %s", run_dir.name, error)
+            _LOG.warning("%s: cannot check whether training ended: %s", staged_run.name, error)
             continue
-        expected = _expected(run_dir)
+        expected = read_note(staged_run, NEWEST_RUN_NOTE)
         if expected is None and state.run_id is not None and state.run_url is not None:
-            expected = _Expected(state.run_id, state.run_url)  # its file could not be written
+            # Its file could not be written.
+            expected = NewestRunNote(run=state.run_id, run_url=state.run_url)
         if expected is None:
             continue
         if expected.told_ms != note.at_ms:
@@ -505,42 +495,14 @@ def tell_ended_trainings(runs: Mapping[Path, RunState]) -> None:
             # it. The gate has already done it.
             from recpoint.tasks.reports import emit
 
-            emit("ended", expected.run_id, expected.run_url)
-            _write_expected(run_dir, expected._replace(told_ms=note.at_ms))
+            emit("ended", expected.run, expected.run_url)
+            _keep(staged_run, expected.model_copy(update={"told_ms": note.at_ms}))
         state.end_told_ms = note.at_ms
 
 
-def _expected(run_dir: Path) -> _Expected | None:
-    """Read what `expect_end` wrote; None: there is no file, or it is damaged."""
+def _keep(staged_run: StagedRun, note: NewestRunNote) -> None:
+    """Replace the note atomically, but without fsync, because only an alert depends on it."""
     try:
-        found = json.loads(owned.read(run_dir.parent, run_dir / _FILE, _MOST_BYTES))
-        run_id, run_url, told_ms = found["run"], found["run_url"], found.get("told_ms")
-    except (
-        OSError,
-        StagingRefused,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):
-        return None
-    if not isinstance(run_id, str) or not isinstance(run_url, str):
-        return None
-    return _Expected(run_id, run_url, told_ms if type(told_ms) is int else None)
-
-
-def _write_expected(run_dir: Path, expected: _Expected) -> None:
-    """Replace the file atomically, but without fsync, because only an alert depends on it."""
-    document: dict[str, object] = {"run": expected.run_id, "run_url": expected.run_url}
-    if expected.told_ms is not None:
-        document["told_ms"] = expected.told_ms
-    try:
-        owned.replace(
-            run_dir.parent,
-            run_dir / _FILE,
-            (json.dumps(document) + "\n").encode(),
-            temporary=f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}",
-        )
+        write_note(staged_run, NEWEST_RUN_NOTE, note)
     except (OSError, StagingRefused) as error:
-        _LOG.warning("%s: %s cannot be written: %s", run_dir.name, _FILE, error)
+        _LOG.warning("%s: %s cannot be written: %s", staged_run.name, NEWEST_RUN_NOTE.file, error)

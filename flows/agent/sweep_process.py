@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from recpoint.catalog.retention.sweep_here import NOTHING_LEFT, sweep_here, swept_words
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import NothingToRestore, RecpointError, RunRecordLost
 from recpoint.flows.agent.children import give_way, log_to_stderr, run_flow
@@ -33,13 +34,14 @@ def main(arguments: list[str]) -> int:
     Returns:
         Exit status: 0, or 1 if it failed.
     """
-    run_url, run_dir, grace_seconds = arguments[0], Path(arguments[1]), float(arguments[2])
+    run_url, grace_seconds = arguments[0], float(arguments[2])
+    staged_run = StagedRun(Path(arguments[1]))
     give_way(int(arguments[3]))
     log_to_stderr()
     try:
-        done = run_flow(lambda: _flow(run_url, run_dir, grace_seconds), _LOG)
+        done = run_flow(lambda: _flow(run_url, staged_run, grace_seconds), _LOG)
         if done is None:
-            swept = sweep_here(open_store(run_url), run_dir, grace_seconds=grace_seconds)
+            swept = sweep_here(open_store(run_url), staged_run, grace_seconds=grace_seconds)
             done = swept_words(swept)
     except RunRecordLost as error:
         print(json.dumps({"error": str(error)}), flush=True)
@@ -55,10 +57,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _flow(run_url: str, run_dir: Path, grace_seconds: float) -> Any:
+def _flow(run_url: str, staged_run: StagedRun, grace_seconds: float) -> Any:
     from recpoint.flows.sweep import run_sweep
 
-    return run_sweep(run_url, staging=str(run_dir.parent), grace_seconds=grace_seconds)
+    return run_sweep(run_url, staging=str(staged_run.staging), grace_seconds=grace_seconds)
 
 
 if __name__ == "__main__":

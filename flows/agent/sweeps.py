@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import Final
 
 from recpoint.catalog.retention.last_sweep import last_sweep, note_sweep, swept_ms
-from recpoint.catalog.staging import area
-from recpoint.catalog.staging.area import read_note, trainer_state
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun, staged_runs
+from recpoint.catalog.staging.notes import read_note
+from recpoint.catalog.staging.trainer_note import read_trainer_note, trainer_state
 from recpoint.catalog.store.contract import now_ms
 from recpoint.errors import FormatError, RecpointError, SettingsError, StagingRefused
 from recpoint.flows.agent.children import answer_of, environment_of
 from recpoint.flows.agent.gate import growing_pause
+from recpoint.format.notes import CONSOLIDATION_NOTE
 
 __all__ = ["BackgroundSweep", "SWEEP_EVERY_SECONDS", "require_sweep_period"]
 
@@ -81,7 +84,7 @@ class BackgroundSweep:
         staging: the staging area.
         every_seconds: the period; None: never sweep.
         prefect_url: returns the URL at which Prefect answers now; None: it does not answer.
-        tell: called with the run's directory when its status has changed.
+        tell: called with the run when its status has changed.
     """
 
     def __init__(
@@ -90,16 +93,16 @@ class BackgroundSweep:
         *,
         every_seconds: float | None,
         prefect_url: Callable[[], str | None],
-        tell: Callable[[Path], None],
+        tell: Callable[[StagedRun], None],
     ) -> None:
         require_sweep_period(every_seconds)
         self._staging = staging
         self._every = every_seconds
         self._prefect_url = prefect_url
         self._tell = tell
-        self._runs: dict[Path, _Swept] = {}
+        self._runs: dict[StagedRun, _Swept] = {}
         self._busy = False
-        self._at_work: Path | None = None
+        self._at_work: StagedRun | None = None
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._stop = threading.Event()
@@ -127,48 +130,48 @@ class BackgroundSweep:
         if self._thread.is_alive():
             self._thread.join(_END_SECONDS)
 
-    def status(self, run_dir: Path) -> dict[str, object] | None:
+    def status(self, staged_run: StagedRun) -> dict[str, object] | None:
         """Return a run's sweeps for its status file; None: this agent does not sweep."""
         if self._every is None:
             return None
-        swept = self._runs.get(run_dir, _Swept())
+        swept = self._runs.get(staged_run, _Swept())
         return {
-            "state": "at work" if self._at_work == run_dir else "idle",
+            "state": "at work" if self._at_work == staged_run else "idle",
             "done": swept.done,
             "last": swept.last,
-            "last_ms": swept_ms(run_dir),
+            "last_ms": swept_ms(staged_run),
             "last_error": swept.last_error,
         }
 
     def _keep_sweeping(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
             try:
-                run_dirs = area.run_directories(self._staging)
+                found_runs = staged_runs(self._staging)
             except (OSError, StagingRefused):
                 continue  # the agent logs this error
             except Exception:  # no error may end this thread
                 _LOG.exception("cannot list the runs to sweep; next try in a moment")
                 continue
-            for gone in self._runs.keys() - set(run_dirs):
+            for gone in self._runs.keys() - set(found_runs):
                 del self._runs[gone]
-            for run_dir in run_dirs:
+            for staged_run in found_runs:
                 if self._stop.is_set():
                     return
                 try:
-                    self._sweep_if_due(run_dir)
+                    self._sweep_if_due(staged_run)
                 except Exception as error:  # no error may end this thread
-                    self._failed(run_dir, f"{type(error).__name__}: {error}")
+                    self._failed(staged_run, f"{type(error).__name__}: {error}")
                     if not isinstance(error, RecpointError | OSError):
-                        _LOG.exception("%s: unexpected error in a sweep", run_dir.name)
+                        _LOG.exception("%s: unexpected error in a sweep", staged_run.name)
 
-    def _sweep_if_due(self, run_dir: Path) -> None:
-        swept = self._runs.setdefault(run_dir, _Swept())
+    def _sweep_if_due(self, staged_run: StagedRun) -> None:
+        swept = self._runs.setdefault(staged_run, _Swept())
         if time.monotonic() < swept.retry_at:
             return
-        last = last_sweep(run_dir)
+        last = last_sweep(staged_run)
         at_ms = now_ms()
         if last is None or last.at_ms > at_ms:  # never swept, or the clock was set back since
-            note_sweep(run_dir)
+            note_sweep(staged_run)
             return
         assert self._every is not None
         late_seconds = (at_ms - last.at_ms) / 1000 - self._every
@@ -176,23 +179,25 @@ class BackgroundSweep:
             return
         if self._busy and late_seconds < _PATIENCE_SECONDS:
             return
-        ended_ms = _ended_ms(run_dir)
+        ended_ms = _ended_ms(staged_run)
         if ended_ms is not None and last.ended_ms == ended_ms:
             swept.retry_at = time.monotonic() + _SETTLED_SECONDS
             return
-        run_url = _run_url(run_dir)
+        run_url = _run_url(staged_run)
         if run_url is None:
             return  # the run's URL is not known yet
-        self._at_work = run_dir
+        self._at_work = staged_run
         try:
-            self._tell(run_dir)
-            self._sweep(run_dir, swept, run_url, ended_ms)
+            self._tell(staged_run)
+            self._sweep(staged_run, swept, run_url, ended_ms)
         finally:
             self._at_work = None
-            self._tell(run_dir)
+            self._tell(staged_run)
 
-    def _sweep(self, run_dir: Path, swept: _Swept, run_url: str, ended_ms: int | None) -> None:
-        arguments = [run_url, str(run_dir), str(_GRACE_SECONDS), str(os.getpid())]
+    def _sweep(
+        self, staged_run: StagedRun, swept: _Swept, run_url: str, ended_ms: int | None
+    ) -> None:
+        arguments = [run_url, str(staged_run), str(_GRACE_SECONDS), str(os.getpid())]
         process = subprocess.Popen(
             [sys.executable, "-m", "recpoint.flows.agent.sweep_process", *arguments],
             stdin=subprocess.DEVNULL,
@@ -208,46 +213,46 @@ class BackgroundSweep:
             return
         answer = answer_of(said, process.returncode)
         if "error" in answer:
-            self._failed(run_dir, str(answer["error"]))
+            self._failed(staged_run, str(answer["error"]))
             return
         for_good = answer.get("nothing_left") or "gone" in answer
-        note_sweep(run_dir, ended_ms=ended_ms if for_good else None)
+        note_sweep(staged_run, ended_ms=ended_ms if for_good else None)
         swept.failures, swept.last_error = 0, None
         swept.done += 1
         swept.last = str(answer.get("done") or answer.get("gone"))
-        _LOG.info("%s: swept: %s", run_dir.name, swept.last)
+        _LOG.info("%s: swept: %s", staged_run.name, swept.last)
 
-    def _failed(self, run_dir: Path, error: str) -> None:
-        swept = self._runs.setdefault(run_dir, _Swept())
+    def _failed(self, staged_run: StagedRun, error: str) -> None:
+        swept = self._runs.setdefault(staged_run, _Swept())
         pause = growing_pause(
             swept.failures, first=_FIRST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS
         )
         swept.failures += 1
         swept.last_error = error
         swept.retry_at = time.monotonic() + pause
-        _LOG.warning("%s: not swept, next try in %.0f s: %s", run_dir.name, pause, error)
+        _LOG.warning("%s: not swept, next try in %.0f s: %s", staged_run.name, pause, error)
 
 
-def _ended_ms(run_dir: Path) -> int | None:
+def _ended_ms(staged_run: StagedRun) -> int | None:
     """Return when training ended, in milliseconds since the epoch, as the trainer noted it.
 
     None: it has not ended, or jobs are still staged.
     """
-    note = read_note(run_dir)
-    if note is None or trainer_state(run_dir, note) != "ended" or area.staged_jobs(run_dir):
+    note = read_trainer_note(staged_run)
+    if note is None or trainer_state(staged_run, note) != "ended" or staged_run.staged_jobs():
         return None
     return note.at_ms
 
 
-def _run_url(run_dir: Path) -> str | None:
+def _run_url(staged_run: StagedRun) -> str | None:
     """Return the URL of the run, as its trainer, an earlier agent or a staged job gives it."""
-    if (note := read_note(run_dir)) is not None:
+    if (note := read_trainer_note(staged_run)) is not None:
         return note.run_url
-    if (run_url := area.consolidated_run(run_dir)) is not None:
-        return run_url
-    for path in area.staged_jobs(run_dir):
+    if (consolidated := read_note(staged_run, CONSOLIDATION_NOTE)) is not None:
+        return consolidated.run_url
+    for path in staged_run.staged_jobs():
         try:
-            return area.read_job(path).run_url
+            return job_files.read_job(path).run_url
         except (FormatError, StagingRefused, FileNotFoundError):
             continue
     return None

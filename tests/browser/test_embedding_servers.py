@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.servers import read_servers
 from tests.browser.conftest import PATIENCE_SECONDS, dashboard
 from tests.browser.test_page import CLIPPED, LOW_CONTRAST, NOT_RIGHT
@@ -99,7 +100,7 @@ def says(page: Page, words: str) -> None:
 def recovering(staging: Path) -> int | None:
     """The process that is rebuilt, as the trainer has told it."""
     (run_dir,) = staging.glob("run-*")
-    told = read_servers(run_dir)
+    told = read_servers(StagedRun(run_dir))
     assert told is not None
     return next((one.pid for one in told.servers.each if one.state == "recovering"), None)
 

@@ -28,7 +28,9 @@ from recpoint.catalog.retention.prune import execute
 from recpoint.catalog.retention.rules import RetentionPolicy
 from recpoint.catalog.run.pins import pin
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.trainer_note import write_trainer_note
 from recpoint.catalog.store.contract import now_ms
 from recpoint.catalog.store.local import LocalStore
 from recpoint.errors import RanksMissing
@@ -205,7 +207,7 @@ def test_the_values_are_the_catalogs(page: Page, tmp_path: Path) -> None:
     )
     execute(run, plan)
     job_file = stage(run, tmp_path / "staging", catalog_builder.tables(), step=400, generation=1)
-    slot = area.slots_directory(job_file.parent.parent) / area.read_job(job_file).slot
+    slot = StagedRun(job_file.parent.parent).slots_directory / job_files.read_job(job_file).slot
     slot.write_bytes(bytes(slot.stat().st_size))
     rejected = persist_job(job_file)
     validated = validate(run, ManifestName(200, 1))
@@ -514,7 +516,7 @@ def test_a_long_note_makes_its_figure_no_wider(
     monkeypatch.setenv("RECPOINT_STAGING", str(staging))
     run, _ = small_run(tmp_path / "a-run-with-long-names-in-its-path" / "run")
     stage(run, staging, catalog_builder.tables(), step=400, generation=1)
-    area.write_note(area.run_directory(staging, run.url), run.url, "training")
+    write_trainer_note(StagedRun.of(staging, run.url), run.url, "training")
     with dashboard(tmp_path / "log", run.url) as address:
         for width in (420, 800, 1280):
             page.set_viewport_size({"width": width, "height": 900})

@@ -25,7 +25,8 @@ from recpoint import Staging, Timeouts
 from recpoint.catalog.consolidate.merge import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging.area import is_cancelled, run_directory, staged_jobs
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.cancels import is_cancelled
 from recpoint.catalog.store.store import open_store
 from recpoint.format.naming import ManifestName
 from recpoint.testing import die_at
@@ -203,7 +204,7 @@ def cancelling_life(
             _batch(model, optimizers, next(batches))
             checkpointer.step()
         _wait(lambda: checkpointer.stats.staged == 1)
-    (job_file,) = staged_jobs(run_directory(staging, Run.open(open_store(url)).url))
+    (job_file,) = StagedRun.of(staging, Run.open(open_store(url)).url).staged_jobs()
     _wait(lambda: is_cancelled(job_file))
     checkpointer.close(final=False)
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.format.job import Job
 from tests.fault.lives import begin
 from tests.fault.rank_lives import rank_life
@@ -89,8 +90,8 @@ class RankJob:
 
     def staged_jobs(self) -> list[Job]:
         """What is staged, by step and rank."""
-        (run,) = area.run_directories(self.staging)
-        found = [area.read_job(path) for path in area.staged_jobs(run)]
+        (run,) = [run.path for run in staged_runs(self.staging)]
+        found = [job_files.read_job(path) for path in StagedRun(run).staged_jobs()]
         return sorted(found, key=lambda job: (job.step, job.rank))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog.staging.agent import read_trouble
+from recpoint.catalog.staging.area import StagedRun
 from tests.fault.lives import serving
 from tests.training_builder import Place, checkpointer, simple_training, train, until
 
@@ -24,7 +25,7 @@ def test_the_trainer_says_why_its_agent_cannot_store(
     with serving(place.staging, {}, log=tmp_path / "agent.log"):
         until(ckpt._parts.area.agent_is_running)
         train(training, ckpt, 1)
-        trouble = until(lambda: read_trouble(place.run_directory, place.run))
+        trouble = until(lambda: read_trouble(StagedRun(place.run_directory), place.run))
         assert trouble is not None and trouble.next_step
         caplog.clear()
         train(training, ckpt, 6)  # of which none is the eighth in a row
@@ -55,7 +56,7 @@ def test_what_is_stored_at_last_is_no_error_any_more(
         for _ in range(2):
             os.rename(place.run, away)
             train(training, ckpt, 1)
-            until(lambda: read_trouble(place.run_directory, place.run))
+            until(lambda: read_trouble(StagedRun(place.run_directory), place.run))
             caplog.clear()
             train(training, ckpt, 2)
             assert sum("cannot store them" in text for text in caplog.messages) == 1, "anew"

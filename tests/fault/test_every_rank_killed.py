@@ -29,7 +29,7 @@ import torch.distributed
 from recpoint.catalog.check.check import check
 from recpoint.catalog.retention.sweep import execute, plan_sweep
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import staged_runs
 from recpoint.catalog.store.store import open_store
 from recpoint.testing.seaweed import SeaweedServer
 from tests.fault.kill_points import Death, act_of, at_steps
@@ -278,7 +278,7 @@ def test_two_hosts_with_an_agent_each_over_one_s3_server(
     assert {life.told["begun"] for life in second} == {_COMMITTED}
     require_whole(s3_run_url)
     for rank, host in enumerate(hosts):  # neither has seen anything of the other
-        (run,) = area.run_directories(host)
+        (run,) = [run.path for run in staged_runs(host)]
         # Slots are given back with the training's end; locks and outcomes name ranks as well.
         assert {path.stem[-6:] for path in run.rglob("*-r*")} <= {f"r{rank:05d}"}
 

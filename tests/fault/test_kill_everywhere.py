@@ -27,7 +27,7 @@ from recpoint.catalog.retention.sweep import execute, plan_sweep
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import locks
 from recpoint.catalog.staging.agent import AgentLock, agent_lock_path
-from recpoint.catalog.staging.area import run_directory
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.format import naming
 from recpoint.testing.seaweed import SeaweedServer
@@ -143,7 +143,7 @@ def _require_whole(place: _Place, url: str, truth: dict[str, Any]) -> None:
     assert _came_out(place, url) == truth
     run = Run.open(open_store(url))
     _require_sound(run, truth)
-    directory = run_directory(place.staging, run.url)
+    directory = StagedRun.of(place.staging, run.url).path
     # What the agent is writing at this moment has such a name for as long as that takes.
     until(lambda: not [path for path in directory.rglob(".tmp-*") if path.is_file()])
     left = [path for path in directory.rglob("*") if path.is_file()]

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area as cancel
-from recpoint.catalog.staging import area as staged
+from recpoint.catalog.staging import cancels, job_files
 from recpoint.catalog.staging.agent import AgentLock, agent_lock_path, at_work
+from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.catalog.staging.job import open_slot
 from recpoint.catalog.store.store import open_store
 from recpoint.cli import app
@@ -111,7 +111,7 @@ def test_a_run_directory_that_is_a_link_is_not_followed(
         StagingArea(public, place.run).create()
     assert caught.value.subject == str(place.run_directory)
     assert list(elsewhere.iterdir()) == []
-    assert staged.run_directories(public) == []
+    assert [run.path for run in staged_runs(public)] == []
 
 
 def given_away(path: Path) -> None:
@@ -136,7 +136,7 @@ def test_each_directory_of_a_run_is_this_users_own(
     area = StagingArea(public / "area", "/runs/own")
     area.create()
     area.create()
-    path = area.run_directory / name
+    path = area.staged_run.path / name
     if not name and change is replaced_by_a_link:
         shutil.rmtree(path)
         path.mkdir()
@@ -157,9 +157,9 @@ def test_modes_below_a_directory_that_nobody_else_may_enter_do_not_matter(tmp_pa
     area = StagingArea(tmp_path / "area", "/runs/own")
     area.create()
     for name in ("slots", "jobs", "outcomes"):
-        (area.run_directory / name).chmod(0o775)
+        (area.staged_run.path / name).chmod(0o775)
     area.create()
-    area.run_directory.chmod(0o755)
+    area.staged_run.path.chmod(0o755)
     with pytest.raises(StagingError, match="nobody else can write"):
         area.create()
 
@@ -218,13 +218,13 @@ def test_each_user_has_directories_of_their_own_in_a_directory_of_root(public: P
     root.mkdir()
     root.chmod(0o1777)
     assert area_of(ANOTHER, root, "/runs/theirs") == "taken"
-    run_dir = staged.run_directory(root, "/runs/theirs")
+    run_dir = StagedRun.of(root, "/runs/theirs").path
     assert run_dir.stat().st_uid == ANOTHER and run_dir.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in (run_dir / "slots").iterdir()] == ["r00000-0.bin"]
     # Root may own the volume, and nothing in it: who has made a run's directory reads the model.
-    staged.run_directory(root, "/runs/own").mkdir()
+    StagedRun.of(root, "/runs/own").path.mkdir()
     assert "of user 0" in area_of(ANOTHER, root, "/runs/own")
-    third = staged.run_directory(root, "/runs/third")
+    third = StagedRun.of(root, "/runs/third").path
     third.mkdir()
     os.chown(third, ANOTHER + 1, -1)
     third.chmod(0o777)
@@ -242,8 +242,8 @@ def test_a_staging_area_of_another_user_is_refused_by_who_stages_stores_and_swee
         StagingArea(root, run.url).create,
         lambda: run_agent(root, once=True, prefect="off"),
         lambda: at_work(root),
-        lambda: staged.run_directories(root),
-        lambda: staged.staged_jobs(staged.run_directory(root, run.url)),
+        lambda: [run.path for run in staged_runs(root)],
+        lambda: StagedRun.of(root, run.url).staged_jobs(),
     ]
     for call in calls:
         with pytest.raises(StagingError, match=THEIRS) as caught:
@@ -294,11 +294,11 @@ def test_a_job_of_another_user_is_never_taken(
     assert run_agent(staging, once=True, prefect="off") == 1
     assert not good.exists() and len(other.live_line()) == 1
     assert job.read_bytes() == before and run.manifest_names() == []
-    assert not staged.outcome_path(job.parent.parent, 1, 1, 0).exists()
-    status = staged.status_path(job.parent.parent).read_text()
+    assert not StagedRun(job.parent.parent).outcome_path(1, 1, 0).exists()
+    status = StagedRun(job.parent.parent).status_path.read_text()
     assert "StagingRefused" in status and str(job) in status and THEIRS in status
     with pytest.raises(StagingError, match=THEIRS):
-        open_slot(job, staged.read_job(job))
+        open_slot(job, job_files.read_job(job))
     os.chown(job, os.geteuid(), -1)
     assert run_agent(staging, once=True, prefect="off") == 0
     assert len(run.live_line()) == 1
@@ -306,9 +306,9 @@ def test_a_job_of_another_user_is_never_taken(
 
 def test_a_slot_of_another_user_is_not_read(run: Run, tmp_path: Path) -> None:
     job = stage(run, tmp_path / "staging", tables(), step=1, generation=1)
-    opened = open_slot(job, staged.read_job(job))
+    opened = open_slot(job, job_files.read_job(job))
     os.chown(opened.slot, ANOTHER, -1)
-    for read in (opened.verify, lambda: open_slot(job, staged.read_job(job))):
+    for read in (opened.verify, lambda: open_slot(job, job_files.read_job(job))):
         with pytest.raises(StagingError, match=THEIRS) as caught:
             read()
         assert caught.value.subject == str(opened.slot)
@@ -354,11 +354,11 @@ def test_a_sweep_refuses_what_is_staged_by_another_user(
 
 def test_a_cancel_mark_of_another_user_drops_nothing(run: Run, tmp_path: Path) -> None:
     job = stage(run, tmp_path / "staging", tables(), step=1, generation=1)
-    ref = staged.read_job(job).ref
-    cancel.write_mark(job.parent.parent, ref, 0)
-    assert cancel.is_cancelled(job)
-    os.chown(cancel.cancel_path(job.parent.parent, ref, 0), ANOTHER, -1)
-    assert not cancel.is_cancelled(job)
+    ref = job_files.read_job(job).ref
+    cancels.write_mark(StagedRun.of_job(job), ref, 0)
+    assert cancels.is_cancelled(job)
+    os.chown(StagedRun.of_job(job).cancel_path(ref, 0), ANOTHER, -1)
+    assert not cancels.is_cancelled(job)
     assert run_agent(tmp_path / "staging", once=True, prefect="off") == 0
     assert len(run.live_line()) == 1
 

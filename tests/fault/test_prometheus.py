@@ -14,7 +14,7 @@ from typing import Self
 
 import pytest
 
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.dashboards.alert_rules import alert_rules, grafana_dashboard
 from recpoint.dashboards.metrics.table import METRICS
 from tests.forked_program import run_module
@@ -175,7 +175,7 @@ def test_panels_answer_rules_work_and_alerts_fire_for_what_they_are_for(tmp_path
                     fail_validation(run)
                     until(fires(server, "RecpointValidationFailed"))
         assert {rule["health"] for rule in server.rules()} == {"ok"}
-    assert not area.staged_jobs(area.run_directory(staging, str(run)))
+    assert not StagedRun.of(staging, str(run)).staged_jobs()
 
 
 def fail_validation(run: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from recpoint.catalog.persist import plan
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.catalog.store.store import open_store
 from recpoint.trainer_plugin.state import rng
 from tests.fault.rank_jobs import WAITING, RankJob, require_same_end
@@ -41,8 +41,8 @@ def test_another_number_of_ranks_goes_on_where_the_others_stopped(job: RankJob) 
                 assert state in (None, life.told["restored_state"])
                 samples += life.told["samples"]
             state = lives[0].told["state"]
-            (run,) = area.run_directories(job.staging)
-            of_ranks = {path.name[:6] for path in area.slots_directory(run).iterdir()}
+            (run,) = [run.path for run in staged_runs(job.staging)]
+            of_ranks = {path.name[:6] for path in StagedRun(run).slots_directory.iterdir()}
             assert of_ranks == {f"r{rank:05d}" for rank in range(ranks)}
         # The reader of three ranks cannot be divided between two, and that is said.
         refused = job.train(2, batches, divisible=False, settings=WAITING)

@@ -17,7 +17,8 @@ from recpoint.catalog.persist.ranks import parts_there
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.retention.sweep import execute, plan_sweep
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import RanksMissing
 from recpoint.testing import die_at
@@ -80,8 +81,8 @@ class TestKilledAtEveryStep:
         except RanksMissing as missing:
             assert missing.ranks == (1,) and killed and last.exists()
         if last.exists():
-            area.clean(last.parent.parent)
-            if not area.finish_answered(last):
+            StagedRun(last.parent.parent).clean()
+            if not job_files.finish_answered(last):
                 assert persist.persist_job(last).result == "committed"
         if first.exists():
             assert persist.persist_job(first).result == "committed"
@@ -133,7 +134,7 @@ def test_two_agents_with_staging_areas_of_their_own_over_one_s3_server(
             until(partial(all_gone, (waits, last)))
             for job in (waits, last):
                 answer = job.parent.parent / "outcomes" / job.name
-                assert area.read_outcome(answer).result == "committed"
+                assert job_files.read_outcome(answer).result == "committed"
         assert s3_run.live_line() == [(30, 1), (20, 1), (10, 1)]
         require_committed_once(s3_run, trained, 30)
     finally:
@@ -152,8 +153,8 @@ def test_a_killed_rank_on_s3(
         persist.persist_job(first)
     ended(life(last, s3_environment.environment(), die=die))
     if last.exists():
-        area.clean(last.parent.parent)
-        if not area.finish_answered(last):
+        StagedRun(last.parent.parent).clean()
+        if not job_files.finish_answered(last):
             assert persist.persist_job(last).result == "committed"
     assert persist.persist_job(first).result == "committed"
     require_committed_once(s3_run, trained, 10)

@@ -18,9 +18,9 @@ from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import persist
 from recpoint.catalog.retention.finish_staged import finish_staged
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area as staged
-from recpoint.catalog.staging.area import write_note
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.free import free_slots, free_slots_of_ended
+from recpoint.catalog.staging.trainer_note import write_trainer_note
 from recpoint.flows.agent.agent import run_agent
 from recpoint.testing import die_at
 from recpoint.trainer_plugin.snapshot.staging import StagingArea
@@ -36,8 +36,8 @@ _STARTS = 150
 def sweep_here_life(*, run_dir: str, die: int | None = None, count_into: str | None = None) -> None:
     """Finish what is staged and free the slots, as `recpoint sweep` does."""
     die_at.install(die_at=die, count_into=count_into)
-    finish_staged(Path(run_dir))
-    free_slots(Path(run_dir), ended=True, grace_seconds=0.0)
+    finish_staged(StagedRun(Path(run_dir)))
+    free_slots(StagedRun(Path(run_dir)), ended=True, grace_seconds=0.0)
 
 
 def agent_once_life(*, run_dir: str, die: int | None = None, count_into: str | None = None) -> None:
@@ -50,7 +50,7 @@ def freeing_life(*, run_dir: str) -> None:
     """Free slots all the time."""
     freed = 0
     while os.getppid() != 1:
-        freed += len(free_slots(Path(run_dir), ended=True, grace_seconds=0.0))
+        freed += len(free_slots(StagedRun(Path(run_dir)), ended=True, grace_seconds=0.0))
         (Path(run_dir) / "freed").write_text(str(freed))
 
 
@@ -65,14 +65,14 @@ def test_killed_at_any_step_no_job_loses_its_slot(
         run.claim(None)
         job = stage(run, here / "staging", tables(), step=1, generation=1, slot=1)
         run_dir = job.parent.parent
-        staged.slot_path(run_dir, 0, 0).write_bytes(bytes(1000))
-        write_note(run_dir, run.url, "ended")
+        StagedRun(run_dir).slot_path(0, 0).write_bytes(bytes(1000))
+        write_trainer_note(StagedRun(run_dir), run.url, "ended")
         code = ended(begin(life, {}, run_dir=str(run_dir), **death._asdict()))
         assert code in (0, -signal.SIGKILL)
-        assert job.exists() <= staged.slot_path(run_dir, 0, 1).exists()
-        finish_staged(run_dir)
-        free_slots_of_ended(run_dir)
-        assert not list(staged.slots_directory(run_dir).iterdir())
+        assert job.exists() <= StagedRun(run_dir).slot_path(0, 1).exists()
+        finish_staged(StagedRun(run_dir))
+        free_slots_of_ended(StagedRun(run_dir))
+        assert not list(StagedRun(run_dir).slots_directory.iterdir())
         assert [name.step for name in run.live_line()] == [1]
         assert check(run, level="full").ok
         return code != 0
@@ -83,7 +83,7 @@ def test_killed_at_any_step_no_job_loses_its_slot(
 def test_a_trainer_that_starts_is_neither_refused_nor_robbed(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run")
     run.claim(None)
-    run_dir = staged.run_directory(tmp_path / "staging", run.url)
+    run_dir = StagedRun.of(tmp_path / "staging", run.url).path
     StagingArea(tmp_path / "staging", run.url).create()
     sweeper = begin(freeing_life, {}, run_dir=str(run_dir))
     try:
@@ -103,7 +103,7 @@ def test_a_trainer_that_starts_is_neither_refused_nor_robbed(tmp_path: Path) -> 
                 assert persist.persist_job(job).result == "committed"
             if start >= _STARTS and int((run_dir / "freed").read_text() or 0) > 20:
                 break
-        until(lambda: not list(staged.slots_directory(run_dir).iterdir()))
+        until(lambda: not list(StagedRun(run_dir).slots_directory.iterdir()))
     finally:
         sweeper.kill()
         sweeper.join()

@@ -19,7 +19,7 @@ from recpoint import Checkpointer
 from recpoint.catalog.check.check import check
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import StoreAccessDenied
 from recpoint.format.naming import attempt_prefix
@@ -81,7 +81,7 @@ def agent(place: Place, server: SeaweedServer, endpoint: str) -> Any:
 
 def status(place: Place) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(area.status_path(place.run_directory).read_text())
+        found: dict[str, Any] = json.loads(StagedRun(place.run_directory).status_path.read_text())
     except FileNotFoundError:
         return {}
     return found
@@ -224,7 +224,7 @@ def test_training_ends_while_the_store_is_away_and_the_agent_commits_later(
         assert (ckpt.stats.staged, ckpt.stats.committed, ckpt.stats.failed) == (2, 0, 0)
         until(lambda: is_failing(place))
         proxy.plan = []
-        until(lambda: not area.staged_jobs(place.run_directory))
+        until(lambda: not StagedRun(place.run_directory).staged_jobs())
     assert_whole(place, training, committed=2)
 
 

@@ -18,8 +18,9 @@ from recpoint.catalog.overview.alarms import alarms
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
 from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import StaleWriter
@@ -237,7 +238,7 @@ def test_a_job_of_an_earlier_attempt_is_rejected_and_its_step_committed_anew(
     first, ckpt = start(place, 1)
     train(first, ckpt, 2)
     ckpt.close(final=False)
-    (stale,) = area.staged_jobs(place.run_directory)
+    (stale,) = StagedRun(place.run_directory).staged_jobs()
     with AgentLock(place.staging):
         second, again = start(place, 2)
         if answered == "before":
@@ -248,7 +249,7 @@ def test_a_job_of_an_earlier_attempt_is_rejected_and_its_step_committed_anew(
         until(lambda: again.stats.committed == 1)
         again.close(final=False)
     assert again.stats.failed == 0
-    left = area.read_outcome(place.run_directory / "outcomes" / stale.name)
+    left = job_files.read_outcome(place.run_directory / "outcomes" / stale.name)
     assert (left.result, left.error_type) == ("rejected", "StaleWriter")
     assert_newest_is(place, second, line=[(2, 2)])
 
@@ -262,7 +263,7 @@ def test_where_the_lock_file_was_removed_no_snapshot_is_written_over_anothers(
     with place.agent():
         train(first, ckpt, 2)
         until(lambda: ckpt.stats.committed == 1)
-    area.trainer_lock_path(place.run_directory).unlink()
+    StagedRun(place.run_directory).trainer_lock_path().unlink()
     second, again = start(place, 2)
     train(second, again, 2)
     until(lambda: again.stats.staged == 1)
@@ -270,7 +271,7 @@ def test_where_the_lock_file_was_removed_no_snapshot_is_written_over_anothers(
     until(lambda: ckpt.stats.failed == 1)
     assert ckpt.stats.last_error is not None and "lock held by" in ckpt.stats.last_error
     ckpt.close(final=False)
-    (job,) = area.staged_jobs(place.run_directory)
+    (job,) = StagedRun(place.run_directory).staged_jobs()
     assert persist_job(job).result == "committed"
     again.close(final=False)
     run = Run.open(open_store(place.run))
@@ -284,7 +285,7 @@ def test_a_job_that_two_agents_have_is_committed_once(hosts: tuple[Place, Place]
     until(lambda: ckpt.stats.staged == 1)
     shutil.copytree(hosts[0].staging, hosts[1].staging)
     for place in hosts:
-        (job,) = area.staged_jobs(place.run_directory)
+        (job,) = StagedRun(place.run_directory).staged_jobs()
         assert persist_job(job).result == "committed"
     until(lambda: ckpt.stats.committed == 1)
     ckpt.close(final=False)

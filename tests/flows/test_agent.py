@@ -12,9 +12,10 @@ import pytest
 
 from recpoint.catalog.check.check import check
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import cancels, job_files
 from recpoint.catalog.staging.agent import DRAIN, AgentLock, agent_lock_path, at_work, sweep_of
-from recpoint.catalog.staging.area import write_note
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.trainer_note import write_trainer_note
 from recpoint.errors import StagingError
 from recpoint.flows.agent.agent import Agent, run_agent
 from recpoint.flows.agent.gate import PrefectGate
@@ -25,7 +26,7 @@ from tests.polling import until
 
 
 def outcome_of(path: Path) -> str:
-    answer = area.read_outcome(path.parent.parent / "outcomes" / path.name)
+    answer = job_files.read_outcome(path.parent.parent / "outcomes" / path.name)
     return answer.result if answer.result == "committed" else answer.error_type
 
 
@@ -46,19 +47,19 @@ def test_slots_go_with_the_last_job_of_a_training_that_ended(run: Run, tmp_path:
     staging = tmp_path / "staging"
     (first,) = stage_chain(run, staging, count=1)
     run_dir = first.parent.parent
-    write_note(run_dir, run.url, "training")
+    write_trainer_note(StagedRun(run_dir), run.url, "training")
     assert run_agent(staging, once=True, prefect="off") == 0
-    assert len(list(area.slots_directory(run_dir).iterdir())) == 1
+    assert len(list(StagedRun(run_dir).slots_directory.iterdir())) == 1
     with AgentProcess(staging, tmp_path / "log") as agent:
         until(lambda: agent.logged("serving") > 0)
-        write_note(run_dir, run.url, "ended")
-        until(lambda: not list(area.slots_directory(run_dir).iterdir()))
+        write_trainer_note(StagedRun(run_dir), run.url, "ended")
+        until(lambda: not list(StagedRun(run_dir).slots_directory.iterdir()))
         until(lambda: agent.logged("bytes of slots are free again") == 1)  # said after that
         assert agent.terminate() == 0
     # And of one that ended while no agent was there.
     stage(run, staging, tables(), step=2, generation=1)
     assert run_agent(staging, once=True, prefect="off") == 0
-    assert not list(area.slots_directory(run_dir).iterdir())
+    assert not list(StagedRun(run_dir).slots_directory.iterdir())
 
 
 def test_an_empty_or_missing_staging_area_is_nothing_to_do(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_a_store_that_is_away_keeps_its_jobs_and_holds_up_no_other_run(
     assert run_agent(staging, once=True, prefect="off") == 2
     assert all(path.exists() for path in waiting)
     assert {outcome_of(path) for path in done} == {"committed"}
-    status = json.loads(area.status_path(waiting[0].parent.parent).read_text())
+    status = json.loads(StagedRun(waiting[0].parent.parent).status_path.read_text())
     assert "no run.json" in status["last_error"] and status["pid"] == os.getpid()
     (tmp_path / "away").rename(tmp_path / "run")
     assert run_agent(staging, once=True, prefect="off") == 0
@@ -106,7 +107,7 @@ def test_a_run_that_cannot_be_read_stops_no_other(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     staging = tmp_path / "staging"
-    odd = area.run_directory(staging, "/somewhere/else")
+    odd = StagedRun.of(staging, "/somewhere/else").path
     odd.mkdir(parents=True)
     (odd / "jobs").write_text("no directory")
     (odd / "outcomes").write_text("no directory")
@@ -141,7 +142,7 @@ def test_a_staging_area_that_cannot_be_read_is_told_of_once_until_it_can(
 
 def test_a_run_that_was_quiet_for_long_is_served_within_seconds(run: Run, tmp_path: Path) -> None:
     staging = tmp_path / "staging"
-    area.run_directory(staging, run.url).mkdir(parents=True)
+    StagedRun.of(staging, run.url).path.mkdir(parents=True)
     agent = Agent(staging, gate=PrefectGate(enabled=False), consolidate="off")
     assert agent._begin_due_runs() is False
     (state,) = agent._runs.values()
@@ -166,7 +167,10 @@ def test_an_agent_waits_for_a_sweep_or_drain_and_does_what_it_left(
 ) -> None:
     staging = tmp_path / "staging"
     (job,) = stage_chain(run, staging, count=1)
-    others = AgentLock(staging, sweep_of(staging / "other-0123456789ab")), AgentLock(staging, DRAIN)
+    others = (
+        AgentLock(staging, sweep_of(StagedRun(staging / "other-0123456789ab"))),
+        AgentLock(staging, DRAIN),
+    )
     assert others[0].take() is None
     with AgentProcess(staging, tmp_path / "log") as agent:
         until(lambda: agent.logged(f"{os.getpid()}, a sweep of other-0123456789ab") == 1)
@@ -231,11 +235,11 @@ def test_a_resident_agent_waits_for_the_store_and_ends_on_sigterm(run: Run, tmp_
 def test_a_job_that_waits_for_its_store_is_dropped_without_it(run: Run, tmp_path: Path) -> None:
     staging = tmp_path / "staging"
     (path,) = stage_chain(run, staging, count=1)
-    ref = area.read_job(path).ref
+    ref = job_files.read_job(path).ref
     Path(run.url).rename(tmp_path / "away")
     with AgentProcess(staging, tmp_path / "log") as agent:
         until(lambda: agent.logged("next try in") >= 2)
-        area.write_mark(path.parent.parent, ref, 0)
+        cancels.write_mark(StagedRun.of_job(path), ref, 0)
         until(lambda: not path.exists())
     assert outcome_of(path) == "CheckpointCancelled"
 

@@ -28,7 +28,8 @@ from recpoint.catalog.consolidate.plan import (
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.chain import PassedOver, resolve_chain
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.cli.application import app
 from recpoint.flows.agent.agent import run_agent
 from recpoint.flows.agent.consolidations import BackgroundConsolidation, Which
@@ -40,6 +41,7 @@ from tests.consolidation import chain_of, merge
 from tests.forked_program import PARENT, run_module
 from tests.job_builder import Links, stage
 from tests.polling import until
+from tests.staged_notes import note_to_consolidate
 
 AFTER = 4
 WHEN = ConsolidationTriggers(links=AFTER)
@@ -90,7 +92,7 @@ def require_restored(run: Run, trained: list[Table], step: int) -> None:
 
 
 def status_of(run: Run, staging: Path) -> dict[str, object]:
-    path = area.status_path(area.run_directory(staging, run.url))
+    path = StagedRun.of(staging, run.url).status_path
     status = json.loads(path.read_text())["consolidation"]
     assert isinstance(status, dict)
     return status
@@ -189,8 +191,8 @@ def test_a_consolidation_killed_meanwhile_is_tried_again(
     staging, trained = tmp_path / "staging", tables()
     stage_links(run, staging, trained, count=5)
     run_agent(staging, once=True, prefect="off", consolidate="off")
-    run_dir = area.run_directory(staging, run.url)
-    area.remember_consolidated_run(run_dir, run.url)
+    run_dir = StagedRun.of(staging, run.url).path
+    note_to_consolidate(run_dir, run.url)
     with background(run_dir) as (consolidation, process):
         process().kill()
         until(lambda: status(consolidation, run_dir)["last_error"])
@@ -204,28 +206,28 @@ def test_a_chain_with_a_link_that_failed_is_told_once_and_waits_for_the_next_com
 ) -> None:
     monkeypatch.setattr("recpoint.flows.agent.consolidations._FIRST_PAUSE_SECONDS", 0.0)
     staging, trained = tmp_path / "staging", tables()
-    jobs = [area.read_job(path) for path in stage_links(run, staging, trained, count=6)]
+    jobs = [job_files.read_job(path) for path in stage_links(run, staging, trained, count=6)]
     run_agent(staging, once=True, prefect="off", consolidate="off")
     chunk = next(entry for entry in run.manifest(2, 1).chunks if entry.content == "rows")
     there = run.store.get(chunk.key, max_bytes=1 << 20)
     run.store.delete(chunk.key)
     record(run, validate(run, ManifestName(2, 1)))
     run.store.put(chunk.key, there)
-    run_dir = area.run_directory(staging, run.url)
+    run_dir = StagedRun.of(staging, run.url).path
     consolidation = BackgroundConsolidation(
         which="all", triggers=WHEN, prefect_url=lambda: None, tell=lambda run_dir: None
     )
     consolidation.start([])
     try:
         for job in jobs[-2:]:
-            consolidation.committed(run_dir, job)
+            consolidation.committed(StagedRun(run_dir), job)
             # Done with until something is committed, though there is no pause.
             until(lambda: consolidation.idle)
             assert "step 2" in str(status(consolidation, run_dir)["last_error"])
         told = [r for r in caplog.records if r.levelname == "WARNING" and "step 2" in r.message]
         assert len(told) == 1 and "after the next commit" in told[0].message
         record(run, validate(run, ManifestName(2, 1)))
-        consolidation.committed(run_dir, jobs[-1])
+        consolidation.committed(StagedRun(run_dir), jobs[-1])
         until(lambda: status(consolidation, run_dir)["done"] == 1)
     finally:
         consolidation.stop()
@@ -235,14 +237,14 @@ def test_a_merge_that_may_have_too_large_a_manifest_is_told_once(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staging, trained = tmp_path / "staging", tables()
-    jobs = [area.read_job(path) for path in stage_links(run, staging, trained, count=6)]
+    jobs = [job_files.read_job(path) for path in stage_links(run, staging, trained, count=6)]
     run_agent(staging, once=True, prefect="off", consolidate="off")
     # So small a buffer may have each chunk of a source become chunks of the merge.
     monkeypatch.setattr(moves, "BUFFERED_BYTES", 1)
     whole = plan_consolidation(run, run.live_line()[0], triggers=WHEN)
     least_bytes = min(merge.most_manifest_bytes for merge in whole.merges)
-    run_dir = area.run_directory(staging, run.url)
-    looked_at: list[Path] = []
+    staged_run = StagedRun.of(staging, run.url)
+    looked_at: list[StagedRun] = []
     consolidation = BackgroundConsolidation(
         which="all", triggers=WHEN, prefect_url=lambda: None, tell=looked_at.append
     )
@@ -255,9 +257,11 @@ def test_a_merge_that_may_have_too_large_a_manifest_is_told_once(
         consolidation.start([])
         try:
             for looks, job in enumerate(jobs[-2:], start=1):
-                consolidation.committed(run_dir, job)
+                consolidation.committed(staged_run, job)
                 until(has_looked(looks))
-                assert "no merge is sure" in str(status(consolidation, run_dir)["last_error"])
+                assert "no merge is sure" in str(
+                    status(consolidation, staged_run.path)["last_error"]
+                )
         finally:
             consolidation.stop()
     (warning,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
@@ -269,8 +273,8 @@ def test_it_stands_still_while_jobs_are_due(run: Run, tmp_path: Path) -> None:
     staging, trained = tmp_path / "staging", tables()
     stage_links(run, staging, trained, count=5)
     run_agent(staging, once=True, prefect="off", consolidate="off")
-    run_dir = area.run_directory(staging, run.url)
-    area.remember_consolidated_run(run_dir, run.url)
+    run_dir = StagedRun.of(staging, run.url).path
+    note_to_consolidate(run_dir, run.url)
     with background(run_dir) as (consolidation, process):
         child = process()
         consolidation.give_way(True)  # it has hardly begun
@@ -291,22 +295,22 @@ def test_runs_take_turns(run: Run, tmp_path: Path) -> None:
     """One that commits while it is looked at does not keep the others waiting for ever."""
     staging, other = tmp_path / "staging", new_run(tmp_path / "other")
     (path,) = stage_links(run, staging, tables(), count=1)
-    job = area.read_job(path)
+    job = job_files.read_job(path)
     looked_at: list[Path] = []
-    run_dirs = [area.run_directory(staging, one.url) for one in (run, other)]
+    run_dirs = [StagedRun.of(staging, one.url).path for one in (run, other)]
     for run_dir, one in zip(run_dirs, (run, other), strict=True):
         run_dir.mkdir(parents=True, exist_ok=True)
-        area.remember_consolidated_run(run_dir, one.url)
+        note_to_consolidate(run_dir, one.url)
 
-    def tell(run_dir: Path) -> None:
-        looked_at.append(run_dir)
-        if run_dir == run_dirs[0]:
-            consolidation.committed(run_dir, job)
+    def tell(staged_run: StagedRun) -> None:
+        looked_at.append(staged_run.path)
+        if staged_run.path == run_dirs[0]:
+            consolidation.committed(staged_run, job)
 
     consolidation = BackgroundConsolidation(
         which="all", triggers=WHEN, prefect_url=lambda: None, tell=tell
     )
-    consolidation.start(run_dirs)
+    consolidation.start([StagedRun(run_dir) for run_dir in run_dirs])
     try:
         until(lambda: len(looked_at) >= 3)
     finally:
@@ -326,12 +330,12 @@ def test_what_its_process_finds_is_told_for_what_it_is(
     merged = chain_of(run, run.manifest(4, 1))[-1]
     entry = next(entry for entry in merged.chunks if entry.content == "rows")
     run.store.put(entry.key, bytes(entry.bytes))
-    run_dir = area.run_directory(staging, run.url)
-    area.remember_consolidated_run(run_dir, run.url)
+    run_dir = StagedRun.of(staging, run.url).path
+    note_to_consolidate(run_dir, run.url)
     told: list[Path] = []
 
-    def tell(run_dir: Path) -> None:
-        told.append(run_dir)
+    def tell(staged_run: StagedRun) -> None:
+        told.append(staged_run.path)
         if merged_already and len(told) == 1:  # it has planned, and has not begun
             _, done = consolidate_around_damage(run, plan_newest)
             assert done is not None and done.outcome == "created"
@@ -342,7 +346,7 @@ def test_what_its_process_finds_is_told_for_what_it_is(
     consolidation = BackgroundConsolidation(
         which="auto", triggers=WHEN, prefect_url=lambda: None, tell=tell
     )
-    consolidation.start([run_dir])
+    consolidation.start([StagedRun(run_dir)])
     try:
         until(lambda: len(told) == 2)
         found = status(consolidation, run_dir)
@@ -367,7 +371,7 @@ class background:
         )
 
     def __enter__(self) -> tuple[BackgroundConsolidation, Callable[[], psutil.Process]]:
-        self._consolidation.start([self._run_dir])
+        self._consolidation.start([StagedRun(self._run_dir)])
         return self._consolidation, lambda: until(self._process)
 
     def __exit__(self, *exception: object) -> None:
@@ -378,7 +382,7 @@ class background:
 
 
 def status(consolidation: BackgroundConsolidation, run_dir: Path) -> dict[str, object]:
-    found = consolidation.status(run_dir)
+    found = consolidation.status(StagedRun(run_dir))
     assert found is not None
     return found
 
@@ -418,15 +422,17 @@ def test_a_run_that_is_gone_is_told_of_once(
 ) -> None:
     run_dir = tmp_path / "staging" / "run-of-an-earlier-year"
     run_dir.mkdir(parents=True)
-    area.remember_consolidated_run(run_dir, str(tmp_path / "nowhere"))
+    note_to_consolidate(run_dir, str(tmp_path / "nowhere"))
     background = BackgroundConsolidation(
         which="all", triggers=WHEN, prefect_url=lambda: None, tell=lambda _: None
     )
-    background.start([run_dir])
+    background.start([StagedRun(run_dir)])
     try:
-        status = until(lambda: (s := background.status(run_dir)) and s["last_error"] and s)
+        status = until(
+            lambda: (s := background.status(StagedRun(run_dir))) and s["last_error"] and s
+        )
         assert "no run.json" in str(status)
         until(lambda: background.idle)  # with no further try to come
-        assert background._candidates[run_dir].failures == 0
+        assert background._candidates[StagedRun(run_dir)].failures == 0
     finally:
         background.stop()

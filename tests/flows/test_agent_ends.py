@@ -14,8 +14,9 @@ import pytest
 
 from recpoint.catalog.persist import persist
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
 from recpoint.catalog.staging.agent import DRAIN, AgentLock, agent_lock_path
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.cli.reporting import exit_code
 from recpoint.errors import StagingError
 from recpoint.flows.agent.agent import Agent, run_agent
@@ -63,7 +64,7 @@ def test_jobs_that_outlast_the_end_of_their_agent_stay_staged(tmp_path: Path, wh
     assert all(job.exists() for job in jobs)
     assert run_agent(staging, once=True, prefect="off", consolidate="off") == 0
     for job in jobs:
-        answer = area.read_outcome(area.outcomes_directory(job.parents[1]) / job.name)
+        answer = job_files.read_outcome(StagedRun(job.parents[1]).outcomes_directory / job.name)
         assert answer.result == "committed"
 
 

@@ -12,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area, locks
-from recpoint.catalog.staging.area import write_note
+from recpoint.catalog.staging import locks
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.trainer_note import write_trainer_note
 from recpoint.cli.application import app
 from recpoint.dashboards.metrics.table import AGENT_METRICS
 from tests.catalog_builder import new_run, tables
@@ -39,7 +40,7 @@ def test_an_agent_tells_what_it_has_done_and_what_the_catalog_says(
     stage_chain(run, staging, count=3)
     bad = stage(run, staging, tables(), step=9, generation=1, slot=9)
     bad.write_bytes(b"\xff" * 100)
-    write_note(bad.parent.parent, run.url, "training")
+    write_trainer_note(StagedRun.of_job(bad), run.url, "training")
     with MetricsAgent(staging, tmp_path / "log") as agent:
 
         def is_read() -> Samples | None:
@@ -91,7 +92,7 @@ def test_a_store_that_is_away_makes_values_old_and_counts_failures(
 ) -> None:
     staging = tmp_path / "staging"
     (first,) = stage_chain(run, staging, count=1)
-    write_note(first.parent.parent, run.url, "training")
+    write_trainer_note(StagedRun.of_job(first), run.url, "training")
     with MetricsAgent(staging, tmp_path / "log") as agent:
         until(lambda: of_run(scrape(agent.url), run.url, "recpoint_catalog_checkpoints") == 1)
         (tmp_path / "run").rename(tmp_path / "away")
@@ -122,9 +123,9 @@ def black_hole() -> Iterator[str]:
 def test_a_scrape_waits_for_no_store(tmp_path: Path, black_hole: str) -> None:
     staging = tmp_path / "staging"
     url = "s3://bucket/hangs"
-    run_dir = area.run_directory(staging, url)
+    run_dir = StagedRun.of(staging, url).path
     run_dir.mkdir(parents=True)
-    write_note(run_dir, url, "training")
+    write_trainer_note(StagedRun(run_dir), url, "training")
     credentials = {"AWS_ENDPOINT_URL": black_hole, "AWS_ACCESS_KEY_ID": "a"}
     credentials["AWS_SECRET_ACCESS_KEY"] = "b"
     log = tmp_path / "log"
@@ -145,7 +146,7 @@ def test_a_scrape_waits_for_no_store(tmp_path: Path, black_hole: str) -> None:
 def test_trainers_that_live_end_or_get_lost(tmp_path: Path) -> None:
     staging = tmp_path / "staging"
     run = new_run(tmp_path / "run")
-    run_dir = area.run_directory(staging, run.url)
+    run_dir = StagedRun.of(staging, run.url).path
     run_dir.mkdir(parents=True)
 
     def state(agent: MetricsAgent) -> tuple[float | None, float | None]:
@@ -155,20 +156,20 @@ def test_trainers_that_live_end_or_get_lost(tmp_path: Path) -> None:
 
     with MetricsAgent(staging, tmp_path / "log") as agent:
         assert state(agent) == (None, None)
-        lock = locks.acquire(area.trainer_lock_path(run_dir), expected="", next_step="")
-        write_note(run_dir, run.url, "training")
+        lock = locks.acquire(StagedRun(run_dir).trainer_lock_path(), expected="", next_step="")
+        write_trainer_note(StagedRun(run_dir), run.url, "training")
         until(lambda: state(agent) == (1, 0))
         locks.release(lock)
         assert state(agent) == (0, 1)
-        write_note(run_dir, run.url, "ended")
+        write_trainer_note(StagedRun(run_dir), run.url, "ended")
         assert state(agent) == (0, 0)
 
 
 def test_a_run_whose_name_is_not_text_costs_no_other_its_metrics(tmp_path: Path) -> None:
     staging = tmp_path / "staging"
     for url in (str(tmp_path / "run"), str(tmp_path / os.fsdecode(b"mod\xe8le"))):
-        (run_dir := area.run_directory(staging, url)).mkdir(parents=True)
-        write_note(run_dir, url, "training")  # as one of an earlier version did
+        (run_dir := StagedRun.of(staging, url).path).mkdir(parents=True)
+        write_trainer_note(StagedRun(run_dir), url, "training")  # as one of an earlier version did
     with MetricsAgent(staging, tmp_path / "log") as agent:
 
         def there() -> bool:

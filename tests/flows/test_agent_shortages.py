@@ -13,7 +13,8 @@ import pytest
 
 from recpoint.catalog.persist import persist
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.flows.agent.agent import Agent
 from recpoint.flows.agent.gate import PrefectGate
 from tests.interposed_store import InterposedStore
@@ -63,7 +64,9 @@ class _Tries(logging.Handler):
 
 
 def result_of(job_file: Path) -> tuple[str, str]:
-    outcome = area.read_outcome(area.outcomes_directory(job_file.parents[1]) / job_file.name)
+    outcome = job_files.read_outcome(
+        StagedRun(job_file.parents[1]).outcomes_directory / job_file.name
+    )
     return outcome.result, outcome.error
 
 
@@ -107,7 +110,7 @@ def test_a_run_whose_thread_cannot_be_started_is_served_later(
         threading.stack_size(_NO_ROOM)
         (job,) = stage_chain(run, staging, count=1)
         until(lambda: caplog.text.count("can't start new thread") >= 2)
-        status = json.loads(area.status_path(job.parents[1]).read_text())
+        status = json.loads(StagedRun(job.parents[1]).status_path.read_text())
         assert status["last_error"] == "RuntimeError: can't start new thread"
         (seen,) = agent.observe().runs
         assert seen.facts.failures["other"] >= 2 and job.exists()

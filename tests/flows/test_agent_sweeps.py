@@ -17,20 +17,22 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.settings import PREFECT_API_URL
 
 from recpoint.catalog.check.check import check
-from recpoint.catalog.retention.last_sweep import LastSweep, last_sweep, note_sweep, swept_ms
+from recpoint.catalog.retention.last_sweep import last_sweep, note_sweep, swept_ms
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AgentLock
-from recpoint.catalog.staging.area import read_note, write_note
+from recpoint.catalog.staging.area import StagedRun, staged_runs
+from recpoint.catalog.staging.trainer_note import read_trainer_note, write_trainer_note
 from recpoint.errors import SettingsError
 from recpoint.flows.agent.agent import Agent, run_agent
 from recpoint.flows.agent.gate import PrefectGate
 from recpoint.flows.agent.sweeps import BackgroundSweep
+from recpoint.format.notes import SweepNote
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import Checkpoint, build, new_run, tables, upload
 from tests.forked_program import PARENT, run_module
 from tests.job_builder import stage, stage_chain
 from tests.polling import until
+from tests.staged_notes import note_to_consolidate
 
 DAY = 86400.0
 
@@ -43,15 +45,15 @@ def a_run(directory: Path, staging: Path, name: str) -> tuple[Run, Path, Checkpo
     upload(run.store, orphan)
     for key in orphan.chunks:
         os.utime(Path(run.url) / key, (1, 1))
-    run_dir = area.run_directory(staging, run.url)
+    run_dir = StagedRun.of(staging, run.url).path
     run_dir.mkdir(parents=True)
-    write_note(run_dir, run.url, "training")
+    write_trainer_note(StagedRun(run_dir), run.url, "training")
     return run, run_dir, orphan
 
 
 def swept_before(run_dir: Path, seconds: float) -> int:
     """Have the last sweep so long ago; its time stamp."""
-    note_sweep(run_dir)
+    note_sweep(StagedRun(run_dir))
     at_ms = int((time.time() - seconds) * 1000)
     (run_dir / "sweep.json").write_text(json.dumps({"at_ms": at_ms}))
     return at_ms
@@ -62,7 +64,7 @@ def has_orphans(run: Run) -> bool:
 
 
 def status_of(run_dir: Path) -> dict[str, Any]:
-    status: dict[str, Any] = json.loads(area.status_path(run_dir).read_text())["sweep"]
+    status: dict[str, Any] = json.loads(StagedRun(run_dir).status_path.read_text())["sweep"]
     return status
 
 
@@ -78,11 +80,11 @@ def test_a_run_is_swept_once_a_day_however_often_the_agent_starts(tmp_path: Path
     with AgentProcess(staging, tmp_path / "log") as agent:
         until(lambda: not has_orphans(due))
         until(lambda: agent.logged("a-due-") and agent.logged("swept: Removed"))
-        until(lambda: swept_ms(new_dir) is not None)
-        until(lambda: (swept_ms(ahead_dir) or in_a_week) < in_a_week)
+        until(lambda: swept_ms(StagedRun(new_dir)) is not None)
+        until(lambda: (swept_ms(StagedRun(ahead_dir)) or in_a_week) < in_a_week)
         until(lambda: status_of(due_dir)["done"] == 1)
         assert agent.terminate() == 0
-    at_ms = swept_ms(due_dir)
+    at_ms = swept_ms(StagedRun(due_dir))
     assert at_ms is not None and abs(time.time() - at_ms / 1000) < 600
     assert status_of(due_dir)["last_error"] is None
 
@@ -92,7 +94,7 @@ def test_a_run_is_swept_once_a_day_however_often_the_agent_starts(tmp_path: Path
     swept_before(last_dir, DAY + 60)
     with AgentProcess(staging, tmp_path / "log"):
         until(lambda: not has_orphans(last))
-    assert swept_ms(due_dir) == at_ms and swept_ms(recent_dir) == an_hour_ago
+    assert swept_ms(StagedRun(due_dir)) == at_ms and swept_ms(StagedRun(recent_dir)) == an_hour_ago
     assert has_orphans(recent) and has_orphans(new) and has_orphans(ahead)
 
 
@@ -106,19 +108,19 @@ def test_a_sweep_that_fails_is_made_up_for_by_the_next_agent(tmp_path: Path) -> 
     with AgentProcess(staging, tmp_path / "log") as agent:
         until(lambda: agent.logged("not swept, next try in 60 s") >= 1)
         until(lambda: status_of(run_dir)["last_error"] is not None)
-    assert swept_ms(run_dir) == at_ms
+    assert swept_ms(StagedRun(run_dir)) == at_ms
     record.write_bytes(good)
     with AgentProcess(staging, tmp_path / "log"):
         until(lambda: not has_orphans(run))
-        until(lambda: swept_ms(run_dir) != at_ms)
+        until(lambda: swept_ms(StagedRun(run_dir)) != at_ms)
 
 
 def test_an_error_that_nobody_foresaw_ends_no_sweeps_of_other_runs(tmp_path: Path) -> None:
     staging = tmp_path / "staging"
-    odd_dir = area.run_directory(staging, str(tmp_path / "a-odd"))
+    odd_dir = StagedRun.of(staging, str(tmp_path / "a-odd")).path
     odd_dir.mkdir(parents=True)
     # Damage that no process can be given as an argument.
-    area.remember_consolidated_run(odd_dir, f"{tmp_path}/a-odd\0")
+    note_to_consolidate(odd_dir, f"{tmp_path}/a-odd\0")
     swept_before(odd_dir, 2 * DAY)
     run, run_dir, _ = a_run(tmp_path, staging, "b-run")
     swept_before(run_dir, 2 * DAY)
@@ -138,8 +140,13 @@ def test_a_sweep_leaves_what_is_staged_to_its_agent(tmp_path: Path) -> None:
     job = stage(run, staging, tables(), step=5, generation=1)
     with AgentProcess(staging, tmp_path / "log"):
         until(lambda: not job.exists())
-        until(lambda: len(list(run.store.list("chunks/"))) > 0 and swept_ms(run_dir) is not None)
-        until(lambda: time.time() - (swept_ms(run_dir) or 0) / 1000 < DAY)
+        until(
+            lambda: (
+                len(list(run.store.list("chunks/"))) > 0
+                and swept_ms(StagedRun(run_dir)) is not None
+            )
+        )
+        until(lambda: time.time() - (swept_ms(StagedRun(run_dir)) or 0) / 1000 < DAY)
     (name,) = run.live_line()
     assert {info.key for info in run.store.list("chunks/")} == {
         entry.key for entry in run.manifest(*name).chunks
@@ -151,7 +158,7 @@ def test_no_agent_that_drains_or_was_told_not_to_sweeps(tmp_path: Path) -> None:
     run, run_dir, _ = a_run(tmp_path, staging, "run")
     at_ms = swept_before(run_dir, 2 * DAY)
     assert run_agent(staging, once=True, prefect="off") == 0
-    assert has_orphans(run) and swept_ms(run_dir) == at_ms
+    assert has_orphans(run) and swept_ms(StagedRun(run_dir)) == at_ms
     assert status_of(run_dir) is None
     for period in (0.0, -1.0, float("nan")):
         with pytest.raises(SettingsError, match="sweep_every"):
@@ -194,7 +201,7 @@ def test_a_run_that_is_gone_is_told_and_not_asked_for_again(tmp_path: Path) -> N
     at_ms = swept_before(run_dir, 2 * DAY)
     Path(run.url).rename(tmp_path / "away")
     with AgentProcess(staging, tmp_path / "log"):
-        until(lambda: swept_ms(run_dir) != at_ms)
+        until(lambda: swept_ms(StagedRun(run_dir)) != at_ms)
         until(lambda: "no run.json" in str(status_of(run_dir)["last"]))
 
 
@@ -212,15 +219,15 @@ def test_what_a_lost_manifest_has_named_outlasts_the_daily_sweep(tmp_path: Path)
     run.claim(None)
     stage_chain(run, staging, count=3)
     assert run_agent(staging, once=True, prefect="off") == 0
-    (run_dir,) = area.run_directories(staging)
-    write_note(run_dir, run.url, "training")
+    (run_dir,) = [run.path for run in staged_runs(staging)]
+    write_trainer_note(StagedRun(run_dir), run.url, "training")
     make_old(Path(run.url))
     lost = min((Path(run.url) / "manifests").iterdir())
     data = lost.read_bytes()
     lost.unlink()
     at_ms = swept_before(run_dir, 2 * DAY)
     with AgentProcess(staging, tmp_path / "log"):
-        until(lambda: swept_ms(run_dir) != at_ms)
+        until(lambda: swept_ms(StagedRun(run_dir)) != at_ms)
         until(lambda: status_of(run_dir)["done"] == 1)
     said = status_of(run_dir)["last"]
     assert said.startswith("Removed 0 objects, 0 bytes;")
@@ -242,17 +249,17 @@ def test_a_run_that_has_ended_is_swept_until_nothing_is_left(tmp_path: Path) -> 
     staging = tmp_path / "staging"
     ended, ended_dir, _ = a_run(tmp_path, staging, "a-ended")
     other, other_dir, _ = a_run(tmp_path, staging, "z-other")  # is looked at after it
-    note_sweep(other_dir)
+    note_sweep(StagedRun(other_dir))
 
-    def sweep(awaited: Path) -> LastSweep | None:
+    def sweep(awaited: Path) -> SweepNote | None:
         """Have another agent sweep until it has swept this run; the note of the one that ended."""
-        at_ms = swept_ms(awaited)
+        at_ms = swept_ms(StagedRun(awaited))
         with AgentProcess(staging, tmp_path / "log"):
-            until(lambda: swept_ms(awaited) != at_ms)
-        return last_sweep(ended_dir)
+            until(lambda: swept_ms(StagedRun(awaited)) != at_ms)
+        return last_sweep(StagedRun(ended_dir))
 
     swept_before(ended_dir, 2 * DAY)
-    write_note(ended_dir, ended.url, "ended")
+    write_trainer_note(StagedRun(ended_dir), ended.url, "ended")
     note = sweep(ended_dir)
     assert note is not None and note.ended_ms is None  # it has removed something
     assert not has_orphans(ended)
@@ -265,16 +272,16 @@ def test_a_run_that_has_ended_is_swept_until_nothing_is_left(tmp_path: Path) -> 
     for key in young.chunks:
         ended.store.delete(key)
     due_again(ended_dir)
-    note, trainer = sweep(ended_dir), read_note(ended_dir)
+    note, trainer = sweep(ended_dir), read_trainer_note(StagedRun(ended_dir))
     assert note is not None and trainer is not None and note.ended_ms == trainer.at_ms
     # Other agents do not begin again.
     due_again(ended_dir)
     due_again(other_dir)
-    asleep = last_sweep(ended_dir)
+    asleep = last_sweep(StagedRun(ended_dir))
     assert sweep(other_dir) == asleep
     # A training that has begun and ended since is another one.
-    write_note(ended_dir, ended.url, "training")
-    write_note(ended_dir, ended.url, "ended")
+    write_trainer_note(StagedRun(ended_dir), ended.url, "training")
+    write_trainer_note(StagedRun(ended_dir), ended.url, "ended")
     note = sweep(ended_dir)
     assert note is not None and asleep is not None and note.at_ms > asleep.at_ms
 
@@ -286,9 +293,9 @@ def test_a_run_that_is_still_trained_is_swept_every_day(tmp_path: Path) -> None:
         run.store.delete(key)
     at_ms = swept_before(run_dir, 2 * DAY)
     with AgentProcess(staging, tmp_path / "log"):
-        until(lambda: swept_ms(run_dir) != at_ms)
+        until(lambda: swept_ms(StagedRun(run_dir)) != at_ms)
         until(lambda: "nothing is left for a later one" in str(status_of(run_dir)["last"]))
-    note = last_sweep(run_dir)
+    note = last_sweep(StagedRun(run_dir))
     assert note is not None and note.ended_ms is None
 
 
@@ -301,7 +308,7 @@ def test_nothing_is_remembered_of_a_directory_that_is_gone(tmp_path: Path) -> No
     )
 
     def done() -> object:
-        status = sweeps.status(run_dir)
+        status = sweeps.status(StagedRun(run_dir))
         assert status is not None
         return status["done"]
 
@@ -328,17 +335,17 @@ def serving(agent: Agent) -> Iterator[None]:
 def test_an_agent_forgets_to_consolidate_what_is_gone(tmp_path: Path) -> None:
     staging = tmp_path / "staging"
     run, run_dir, _ = a_run(tmp_path, staging, "run")
-    area.remember_consolidated_run(run_dir, run.url)
+    note_to_consolidate(run_dir, run.url)
     agent = Agent(staging, gate=PrefectGate(enabled=False))
 
     def consolidation() -> tuple[object] | None:
-        path = area.status_path(run_dir)
+        path = StagedRun(run_dir).status_path
         return (json.loads(path.read_text())["consolidation"],) if path.exists() else None
 
     with AgentLock(staging), serving(agent):
         until(lambda: (consolidation() or (None,))[0] is not None)
         run_dir.rename(tmp_path / "away")
         _, other_dir, _ = a_run(tmp_path, staging, "other")
-        until(area.status_path(other_dir).exists)  # it has looked since
+        until(StagedRun(other_dir).status_path.exists)  # it has looked since
         run_dir.mkdir()
         assert until(consolidation) == (None,)

@@ -13,7 +13,8 @@ import pytest
 
 from recpoint.catalog.persist import persist
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.flows.agent.agent import Agent
 from recpoint.flows.agent.gate import PrefectGate
 from recpoint.format.naming import MANIFEST_KEY
@@ -37,7 +38,7 @@ def test_missing_ranks_are_named_and_later_jobs_go_on(
     assert len(list(run.store.list("parts/"))) == 2 and not run.manifest_names()
     (seen,) = agent.observe().runs
     assert seen.missing_ranks == 1 and seen.facts.failures["other"] == 0
-    status = json.loads(area.status_path(first.parent.parent).read_text())
+    status = json.loads(StagedRun(first.parent.parent).status_path.read_text())
     assert [(late["job"], late["ranks"]) for late in status["missing_ranks"]] == [
         (first.stem, [1]),
         (second.stem, [1]),
@@ -60,7 +61,7 @@ def test_a_missing_embedding_server_is_named(
         agent = Agent(hosts[0], gate=PrefectGate(enabled=False), name_ranks_after=0)
         assert agent.serve(once=True) == 2  # of the rank, and of the server that is on its host
     assert "for the part of embedding server 2" in caplog.text
-    status = json.loads(area.status_path(here[0].parent.parent).read_text())
+    status = json.loads(StagedRun(here[0].parent.parent).status_path.read_text())
     assert [(late["ranks"], late["servers"]) for late in status["missing_ranks"]] == [
         ([], [1, 2]),  # when the rank's job was tried, no server's part was there
         ([], [2]),
@@ -100,5 +101,5 @@ def test_a_job_that_waits_in_vain_is_rejected(
     finally:
         agent.stop()
         serving.join()
-    outcome = area.read_outcome(area.outcome_path(job.parent.parent, 1, 10, 0))
+    outcome = job_files.read_outcome(StagedRun(job.parent.parent).outcome_path(1, 10, 0))
     assert (outcome.result, outcome.error_type) == ("rejected", error_type)

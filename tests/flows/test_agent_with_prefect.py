@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.flows import prefect_server
 from recpoint.flows.agent.gate import PrefectGate
 from tests.agent_process import AgentProcess
@@ -63,7 +64,7 @@ def test_jobs_are_committed_whatever_the_server_does(
         step += 1
         path = stage(run, staging, tables(bits=4), step=step, generation=1, slot=step)
         until(lambda: not path.exists(), seconds=_BOUND_SECONDS)
-        answer = area.read_outcome(path.parent.parent / "outcomes" / path.name)
+        answer = job_files.read_outcome(path.parent.parent / "outcomes" / path.name)
         assert answer.result == "committed"
         return f"persist run step {step} rank 0"
 
@@ -100,9 +101,9 @@ def test_jobs_are_committed_whatever_the_server_does(
         until(lambda: agent.logged("Prefect is at") >= 1, seconds=_SHOWN_SECONDS)
         server = prefect_server.running_server()
         assert server is not None
-        run_dir = area.run_directory(staging, run.url)
+        run_dir = StagedRun.of(staging, run.url).path
         shown = prefect_server.ui_url(server.url)
-        until(lambda: shown in area.status_path(run_dir).read_text())
+        until(lambda: shown in StagedRun(run_dir).status_path.read_text())
 
         # There: the flow is run, and to be seen.
         persist_until_shown(server.url)

@@ -16,7 +16,7 @@ import pytest
 
 from recpoint.catalog.check.check import check
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 
 _BY_NIGHT = pytest.mark.nightly("demo")
@@ -109,7 +109,7 @@ def test_a_killed_trainer_ends_where_the_uninterrupted_one_does(
     last_steps = [json.loads(file.read_text().splitlines()[-1])["step"] for file in progress]
     assert max(last_steps) == document["killed_at_step"]
     # Nothing is left behind: no process, no server, nothing in memory.
-    assert not Path(area.run_directory("/dev/shm", document["run"])).exists()
+    assert not Path(StagedRun.of("/dev/shm", document["run"]).path).exists()
     left = subprocess.run(
         [sys.executable, "-m", "recpoint", "server", "status", "--json"],
         capture_output=True,

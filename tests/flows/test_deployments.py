@@ -26,8 +26,8 @@ from recpoint.catalog.run.chain import resolve_chain
 from recpoint.catalog.run.publications import newest_publication
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import records_of
-from recpoint.catalog.staging import area
-from recpoint.catalog.staging.area import write_note
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.trainer_note import write_trainer_note
 from recpoint.flows import prefect_server
 from recpoint.format.naming import EXPIRED_KEY, MANIFEST_KEY, ManifestName, row_chunk_key
 from recpoint.format.record_kinds import VALIDATION
@@ -264,7 +264,7 @@ def test_silence_rejection_and_a_failed_validation_raise_alerts(
     def bad(step: int) -> Path:
         """Damaged before the agent can come to it, since it is staged elsewhere at first."""
         job = stage(run, tmp_path / "aside", tables(), step=step, generation=1, slot=step)
-        there = area.run_directory(staging, run.url)
+        there = StagedRun.of(staging, run.url).path
         slot = next((job.parent.parent / "slots").glob(f"*-{step}.bin"))
         slot.write_bytes(bytes(slot.stat().st_size))
         slot.rename(there / "slots" / slot.name)
@@ -321,8 +321,8 @@ def runs_of_alarms(server: Server, place: Path, seconds: int) -> tuple[Run, Run,
     staging, steps = place / "staging", itertools.count(1)
 
     def job(one: Run, step: int) -> Path:
-        (directory := area.run_directory(staging, one.url)).mkdir(parents=True, exist_ok=True)
-        write_note(directory, one.url, "ended" if one is run else "training")
+        (directory := StagedRun.of(staging, one.url).path).mkdir(parents=True, exist_ok=True)
+        write_trainer_note(StagedRun(directory), one.url, "ended" if one is run else "training")
         return stage(one, staging, tables(), step=step, generation=1, slot=step)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -13,8 +13,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from recpoint.catalog.persist import persist
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
-from recpoint.catalog.staging.area import write_note
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.trainer_note import write_trainer_note
 from recpoint.errors import StoreAccessDenied
 from recpoint.flows.agent.runs import RunState, tell_ended_trainings
 from recpoint.flows.consolidate import run_consolidate
@@ -74,14 +74,14 @@ def test_an_end_is_told_once_also_by_an_agent_that_did_no_job_of_the_run(
 ) -> None:
     job = stage(run, tmp_path / "s", tables(), step=1, generation=1)
     run_dir = job.parent.parent
-    write_note(run_dir, run.url, "training")
+    write_trainer_note(StagedRun(run_dir), run.url, "training")
     with AgentProcess(tmp_path / "s", tmp_path / "log") as agent:
         until(lambda: not job.exists())
         assert agent.terminate() == 0
-    tell_ended_trainings({run_dir: RunState()})
-    write_note(run_dir, run.url, "ended")
+    tell_ended_trainings({StagedRun(run_dir): RunState()})
+    write_trainer_note(StagedRun(run_dir), run.url, "ended")
     for _ in range(2):  # agents that were started after its last commit
-        tell_ended_trainings({run_dir: RunState()})
+        tell_ended_trainings({StagedRun(run_dir): RunState()})
     reports.emit("published", run.id, run.url)  # told after all of theirs
     assert names(told(run, count=2)) == ["ended", "published"]
 
@@ -89,13 +89,13 @@ def test_an_end_is_told_once_also_by_an_agent_that_did_no_job_of_the_run(
 def test_nobody_is_told_of_the_end_of_a_run_that_no_agent_did_a_job_of(
     run: Run, tmp_path: Path
 ) -> None:
-    run_dir = area.run_directory(tmp_path / "s", run.url)
+    run_dir = StagedRun.of(tmp_path / "s", run.url).path
     run_dir.mkdir(parents=True)
-    write_note(run_dir, run.url, "ended")
+    write_trainer_note(StagedRun(run_dir), run.url, "ended")
     for damaged in (None, "{", "[]", '{"run": 1, "run_url": "x"}', '{"run_url": "x"}'):
         if damaged is not None:
             (run_dir / "silence.json").write_text(damaged)
-        tell_ended_trainings({run_dir: RunState()})
+        tell_ended_trainings({StagedRun(run_dir): RunState()})
     reports.emit("published", run.id, run.url)
     assert names(told(run, count=1)) == ["published"]
 

@@ -29,8 +29,9 @@ from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import persist, plan
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import cancels, job_files
 from recpoint.catalog.staging.agent import AgentLock, at_work
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import Store
 from recpoint.errors import RecpointError, StoreAccessDenied, StoreThrottled, StoreUnavailable
 from recpoint.flows.agent.gate import PrefectGate
@@ -119,7 +120,7 @@ def test_a_job_is_committed_and_everything_carries_its_name(run: Run, tmp_path: 
         )
         assert run_persist(persist.PersistJob.open(path)).state.is_completed()
         assert not path.exists()
-        answer = area.read_outcome(path.parent.parent / "outcomes" / path.name)
+        answer = job_files.read_outcome(path.parent.parent / "outcomes" / path.name)
         assert answer.result == "committed"
     assert check(run, level="full").ok
     (flow_run,) = flow_runs(tmp_path, f"run:{run.url}", "step:2", "rank:0")
@@ -196,7 +197,7 @@ def test_a_rejected_job_is_a_failed_run_that_says_why(run: Run, tmp_path: Path) 
     run.claim(None)
     assert run_persist(persist.PersistJob.open(path)).state.is_failed()
     assert not path.exists()
-    answer = area.read_outcome(path.parent.parent / "outcomes" / path.name)
+    answer = job_files.read_outcome(path.parent.parent / "outcomes" / path.name)
     assert (answer.result, answer.error_type) == ("rejected", "StaleWriter")
     (flow_run,) = flow_runs(tmp_path, "step:4")
     assert flow_run.state is not None and "StaleWriter" in str(flow_run.state.message)
@@ -205,12 +206,12 @@ def test_a_rejected_job_is_a_failed_run_that_says_why(run: Run, tmp_path: Path) 
 def test_a_job_that_the_trainer_wants_dropped_is_no_failed_run(run: Run, tmp_path: Path) -> None:
     staging = tmp_path / "dropped"
     path = stage(run, staging, tables(), step=7, generation=1)
-    area.write_mark(path.parent.parent, area.read_job(path).ref, 0)
+    cancels.write_mark(StagedRun.of_job(path), job_files.read_job(path).ref, 0)
     state = run_persist(persist.PersistJob.open(path)).state
     assert state.is_completed() and state.name == "Dropped"
     assert not path.exists() and run.manifest_names() == []
-    answer = area.outcome_path(area.run_directory(staging, run.url), 1, 7, 0)
-    assert area.read_outcome(answer).error_type == "CheckpointCancelled"
+    answer = StagedRun.of(staging, run.url).outcome_path(1, 7, 0)
+    assert job_files.read_outcome(answer).error_type == "CheckpointCancelled"
 
 
 @pytest.mark.parametrize(
@@ -402,7 +403,7 @@ def test_asked_for_beside_an_agent_it_leaves_the_job_to_that_one(run: Run, tmp_p
         return state
 
     path = stage(run, tmp_path / "staging", tables(), step=1, generation=1)
-    (spooled := area.spool_directory(path.parent.parent) / path.stem).mkdir(parents=True)
+    (spooled := StagedRun(path.parent.parent).spool_directory / path.stem).mkdir(parents=True)
     (spooled / "of the agent").write_text("encoded")
     with AgentLock(tmp_path / "staging"):
         refused = asyncio.run(asked_for(path))

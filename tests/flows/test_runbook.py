@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.testing.seaweed import SeaweedServer
 from tests.agent_process import AgentProcess
@@ -67,7 +67,7 @@ def train(site: Site, batches: int) -> None:
         until(lambda: agent.logged("serving") > 0)
         said = site.shell(f"python train.py {batches}; echo exit $?")
     assert said.endswith("exit 0\n"), said
-    assert not area.staged_jobs(area.run_directory(site.staging, site.environment["RUN"]))
+    assert not StagedRun.of(site.staging, site.environment["RUN"]).staged_jobs()
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +109,8 @@ def damage(site: Site, step: int) -> None:
 def stage(site: Site, batches: int) -> None:
     """Train on without an agent: the last checkpoint stays staged."""
     said = site.shell(f"python train.py {batches}")
-    run_dir = area.run_directory(site.staging, site.environment["RUN"])
-    assert len(area.staged_jobs(run_dir)) == 1, said
+    run_dir = StagedRun.of(site.staging, site.environment["RUN"]).path
+    assert len(StagedRun(run_dir).staged_jobs()) == 1, said
 
 
 def test_restore_now(site: Site) -> None:
@@ -169,7 +169,7 @@ def test_upgrade(site: Site) -> None:
 
 def test_lag_alarm(s3_site: Site) -> None:
     stage(s3_site, 40)
-    status = area.status_path(area.run_directory(s3_site.staging, s3_site.environment["RUN"]))
+    status = StagedRun.of(s3_site.staging, s3_site.environment["RUN"]).status_path
     right = s3_site.environment["AWS_SECRET_ACCESS_KEY"]
     s3_site.environment["AWS_SECRET_ACCESS_KEY"] = "wrong"
     with agent_of(s3_site):

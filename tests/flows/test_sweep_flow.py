@@ -19,6 +19,7 @@ from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import persist
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging.agent import AGENT, DRAIN, AgentLock, sweep_of
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.flows.drain import drain
 from recpoint.flows.sweep import sweep
 from tests.catalog_builder import build, tables, upload
@@ -109,7 +110,7 @@ def test_a_drain_is_left_to_who_does_the_jobs_of_all_runs(
     assert job_file.exists()
     # A sweep of another run leaves them, and ends by itself.
     caplog.set_level(logging.INFO, "recpoint.agent")
-    sweeps = AgentLock(tmp_path, sweep_of(tmp_path / "other-0123456789ab"))
+    sweeps = AgentLock(tmp_path, sweep_of(StagedRun(tmp_path / "other-0123456789ab")))
     assert sweeps.take() is None
 
     def end() -> None:

@@ -16,7 +16,8 @@ from recpoint import Checkpointer, Options, Precision
 from recpoint.catalog.persist import persist
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area as staged
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.format.manifest import ChosenMethod
 from recpoint.trainer_plugin.settings import Where
@@ -49,7 +50,7 @@ def _trained(folder: Path, table: nn.Embedding, precision: Precision) -> _Stored
         options=Options(handle_sigterm=False, on_error="raise"),
     )
     ckpt.restore()
-    jobs = staged.run_directory(area, open_store(url).url)
+    jobs = StagedRun.of(area, open_store(url).url).path
     codes: list[bool] = []
 
     def committed() -> bool:
@@ -68,9 +69,9 @@ def _trained(folder: Path, table: nn.Embedding, precision: Precision) -> _Stored
         ckpt.step()  # hears of the commit before, whose methods are compiled beside training
         until(compiled, seconds=300)
         assert ckpt.checkpoint()
-        until(lambda: bool(staged.staged_jobs(jobs)))
-        (path,) = staged.staged_jobs(jobs)
-        codes.append(staged.read_job(path).tables[0].codes)
+        until(lambda: bool(StagedRun(jobs).staged_jobs()))
+        (path,) = StagedRun(jobs).staged_jobs()
+        codes.append(job_files.read_job(path).tables[0].codes)
         assert persist.persist_job(path).result == "committed"
         until(committed)
     ckpt.close(final=False)

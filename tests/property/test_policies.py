@@ -23,8 +23,8 @@ from recpoint import Checkpointer, Options, Staging, Timeouts
 from recpoint.catalog.persist import persist
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, restore
-from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.format.naming import ManifestName
 from recpoint.trainer_plugin.policy import POLICIES, Policy
 from recpoint.trainer_plugin.settings import WhenBusy
@@ -74,7 +74,7 @@ class Trainings(StagedPlay):
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.directory = Path(tempfile.mkdtemp(prefix="recpoint-policies-", dir=memory))
         self.url, self.staging = str(self.directory / "run"), self.directory / "staging"
-        self.run_directory = area.run_directory(self.staging, self.url)
+        self.run_directory = StagedRun.of(self.staging, self.url).path
         self.agent = AgentLock(self.staging)
         self.agent.__enter__()
         self.truth: dict[ManifestName, _Rows] = {}
@@ -229,7 +229,7 @@ class Trainings(StagedPlay):
     @rule()
     def damage_oldest(self) -> None:
         path, job = self.jobs()[0]
-        slot = area.slots_directory(self.run_directory) / job.slot
+        slot = StagedRun(self.run_directory).slots_directory / job.slot
         with slot.open("r+b") as file:
             file.seek(job.segments[0].offset)
             byte = file.read(1)[0]

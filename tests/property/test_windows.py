@@ -25,8 +25,8 @@ from recpoint import Checkpointer, Lookahead, Options, Staging, Timeouts
 from recpoint.catalog.persist import persist
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, restore
-from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.format.naming import ManifestName
 from recpoint.trainer_plugin.policy import Consecutive, Continuous, Intermittent, OneShot, Policy
 from recpoint.trainer_plugin.snapshot.window import Window
@@ -115,7 +115,7 @@ class Windows(StagedPlay):
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.directory = Path(tempfile.mkdtemp(prefix="recpoint-windows-", dir=memory))
         self.url, self.staging = str(self.directory / "run"), self.directory / "staging"
-        self.run_directory = area.run_directory(self.staging, self.url)
+        self.run_directory = StagedRun.of(self.staging, self.url).path
         self.agent = AgentLock(self.staging)
         self.agent.__enter__()
         self.truth: dict[ManifestName, _Rows] = {}

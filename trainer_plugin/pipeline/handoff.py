@@ -18,14 +18,9 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from recpoint.catalog.staging.area import (
-    BEAT_SECONDS,
-    job_path,
-    outcome_path,
-    read_outcome,
-    remove_mark,
-    write_mark,
-)
+from recpoint.catalog.staging.cancels import remove_mark, write_mark
+from recpoint.catalog.staging.job_files import read_outcome
+from recpoint.catalog.staging.trainer_note import BEAT_SECONDS
 from recpoint.embeddings.server.served_part import ServedPart
 from recpoint.errors import FormatError, MalformedObject, StagingError
 from recpoint.format.job import Outcome
@@ -253,7 +248,7 @@ class Handoff:
                 "no agent is running on this host, so checkpoints of %s wait in %s and are not "
                 "stored. Next: %s",
                 self._run_url,
-                self._area.run_directory,
+                self._area.staged_run,
                 self._area.agent_command(),
             )
 
@@ -333,7 +328,7 @@ class Handoff:
             self._marked.add(ref)
             _drop_at_servers(self._awaited[ref])
             try:
-                write_mark(self._area.run_directory, ref, self._area.rank)
+                write_mark(self._area.staged_run, ref, self._area.rank)
             except (OSError, StagingError) as error:
                 _log.warning(
                     "checkpoint of %s cannot be cancelled, so it will be stored: %s", ref, error
@@ -346,7 +341,7 @@ class Handoff:
             self._marked.discard(ref)
             # A mark that stays does no harm: the job is answered, and it concerns no other job.
             with contextlib.suppress(OSError, StagingError):
-                remove_mark(self._area.run_directory, ref, self._area.rank)
+                remove_mark(self._area.staged_run, ref, self._area.rank)
 
     def _look_for_outcomes(self) -> None:
         for ref in list(self._awaited):
@@ -402,10 +397,10 @@ class Handoff:
         return Answered(ref=ref, outcome=outcome)
 
     def _job_path(self, ref: CheckpointRef) -> Path:
-        return job_path(self._area.run_directory, ref.generation, ref.step, self._area.rank)
+        return self._area.staged_run.job_path(ref.generation, ref.step, self._area.rank)
 
     def _outcome_path(self, ref: CheckpointRef) -> Path:
-        return outcome_path(self._area.run_directory, ref.generation, ref.step, self._area.rank)
+        return self._area.staged_run.outcome_path(ref.generation, ref.step, self._area.rank)
 
 
 def _lost_at_servers(part: ServedPart, ref: CheckpointRef, patience_seconds: float) -> str | None:

@@ -93,7 +93,7 @@ class WaitingLog:
             "an agent stored what is staged, %d would be lost. Next: %s",
             batches_done,
             in_row,
-            self._area.run_directory,
+            self._area.staged_run,
             reason,
             self._statistics.read(batches_done).lag_batches,
             batches_done - self._staged_batches,
@@ -127,7 +127,7 @@ class WaitingLog:
         _log.warning(
             "training ends with %d checkpoint(s) staged in %s and not stored%s%s. Next: %s",
             staged,
-            self._area.run_directory,
+            self._area.staged_run,
             "" if agent and trouble is None else f", and {reason}",
             "" if trouble is None else ". They stay there for the agent",
             next_step,
@@ -168,7 +168,7 @@ class WaitingLog:
     def _trouble(self, *, agent: bool) -> AgentTrouble | None:
         trouble = None
         if agent:
-            trouble = read_trouble(self._area.run_directory, self._area.run_url)
+            trouble = read_trouble(self._area.staged_run, self._area.run_url)
         self._statistics.agent_error = None if trouble is None else str(trouble)
         return trouble
 

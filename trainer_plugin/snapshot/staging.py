@@ -28,12 +28,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from recpoint.catalog.staging import area, locks, owned
+from recpoint.catalog.staging import area, job_files, locks, owned
 from recpoint.catalog.staging.agent import agent_lock_path, at_work
-from recpoint.catalog.staging.area import NoteState, beat, cancels_directory, write_note
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.free import read_rank_jobs, remove_unnamed, slots_by_rank
 from recpoint.catalog.staging.servers import write_servers
 from recpoint.catalog.staging.slot import Slot
+from recpoint.catalog.staging.trainer_note import NoteState, beat, write_trainer_note
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.contract import Clocks, now_ms
 from recpoint.errors import FormatError, SettingsError, StagingError, StagingRefused
@@ -210,11 +211,11 @@ class StagingArea:
     def __init__(self, root: Path, run_url: str, *, rank: int = 0) -> None:
         self.root = root.absolute()  # a script may change its working directory while it trains
         self.run_url = run_url
-        self.run_directory = area.run_directory(self.root, run_url)
+        self.staged_run = StagedRun.of(self.root, run_url)
         self.rank = rank
-        self._slots_directory = area.slots_directory(self.run_directory)
+        self._slots_directory = self.staged_run.slots_directory
         self._lock: int | None = None
-        self._lock_path = area.trainer_lock_path(self.run_directory, rank)
+        self._lock_path = self.staged_run.trainer_lock_path(rank)
         # Assumed until the first answer, so that files that an agent may read are left alone.
         self._agent_seen = True
         self._told_unanswered = False
@@ -230,7 +231,7 @@ class StagingArea:
             StagingError: a directory cannot be made.
         """
         try:
-            area.make_directories(self.root, self.run_directory)
+            self.staged_run.make_directories()
             # If another user owns the lock, no agent of this user could take it, and training would
             # wait for the other user's agent.
             owned.require_own(self.root, agent_lock_path(self.root))
@@ -306,7 +307,7 @@ class StagingArea:
         except (OSError, StagingRefused) as error:
             self._tell_unanswered(error)
         else:
-            self._agent_seen = worker is not None and worker.serves(self.run_directory)
+            self._agent_seen = worker is not None and worker.serves(self.staged_run)
             self._told_unanswered = False
         return self._agent_seen
 
@@ -348,15 +349,15 @@ class StagingArea:
             (generation, step) -> rank -> number of ranks that take part; 0: unknown.
         """
         parts: dict[tuple[int, int], dict[int, int]] = {}
-        answered = self._files(area.outcomes_directory(self.run_directory), ".json")
-        for path in [*answered, *area.staged_jobs(self.run_directory)]:
+        answered = self._files(self.staged_run.outcomes_directory, ".json")
+        for path in [*answered, *self.staged_run.staged_jobs()]:
             name = parse_job_stem(path.stem)
             if name is None:
                 continue
             ranks = 0
             if path.parent.name == "jobs":
                 with contextlib.suppress(FormatError, OSError):
-                    ranks = area.read_job(path).ranks
+                    ranks = job_files.read_job(path).ranks
             parts.setdefault((name[0], name[1]), {})[name[2]] = ranks
         return parts
 
@@ -395,11 +396,11 @@ class StagingArea:
             StagingError: a file cannot be removed.
         """
         try:
-            for path in self._files(cancels_directory(self.run_directory), ".json"):
+            for path in self._files(self.staged_run.cancels_directory, ".json"):
                 name = parse_job_stem(path.stem)
                 if name is not None and name[2] == self.rank:
                     owned.remove(self.root, path)
-            for path in self._half_written(cancels_directory(self.run_directory)):
+            for path in self._half_written(self.staged_run.cancels_directory):
                 owned.remove(self.root, path)
         except OSError as error:
             raise self._unusable(error) from error
@@ -409,7 +410,7 @@ class StagingArea:
         whose = self.rank if rank is None else rank
         return [
             path
-            for path in area.staged_jobs(self.run_directory)
+            for path in self.staged_run.staged_jobs()
             if (name := parse_job_stem(path.stem)) is not None and name[2] == whose
         ]
 
@@ -430,14 +431,14 @@ class StagingArea:
                 self._remove_job(path, generation)
                 continue
             try:
-                self._foreign[_slot_index(area.read_job(path).slot)] = path
+                self._foreign[_slot_index(job_files.read_job(path).slot)] = path
             except (FormatError, FileNotFoundError):
                 continue  # an unreadable or removed job names no slot that anyone could read
         self._remove_outcomes(self.rank, generation)
         # Left by a trainer that was killed while it wrote a job. No trainer of this rank is writing
         # now, because this process has the lock. Other ranks of this job write jobs only after all
         # ranks have passed this point.
-        jobs = area.jobs_directory(self.run_directory)
+        jobs = self.staged_run.jobs_directory
         for path in self._half_written(jobs):
             owned.remove(self.root, path)
         self._note("training")
@@ -453,7 +454,7 @@ class StagingArea:
             generation: generation of this job.
         """
         try:
-            for rank, slots in slots_by_rank(self.run_directory).items():
+            for rank, slots in slots_by_rank(self.staged_run).items():
                 if rank not in ranks:
                     self._clear_rank(rank, slots, generation)
         except (OSError, StagingRefused) as error:
@@ -466,10 +467,10 @@ class StagingArea:
             for path in self.jobs(rank)
             if not agent and (name := parse_job_stem(path.stem)) and name[0] < generation
         ]
-        jobs = read_rank_jobs(self.run_directory, rank, besides={path.stem for path in old})
+        jobs = read_rank_jobs(self.staged_run, rank, besides={path.stem for path in old})
         try:
             lock = locks.acquire(
-                area.trainer_lock_path(self.run_directory, rank),
+                self.staged_run.trainer_lock_path(rank),
                 expected=f"no trainer of rank {rank}, which this job does not have on this host",
                 next_step="stop that process",
                 root=self.root,
@@ -506,7 +507,7 @@ class StagingArea:
         )
 
     def _remove_outcomes(self, rank: int, generation: int) -> None:
-        for path in self._files(area.outcomes_directory(self.run_directory), ".json"):
+        for path in self._files(self.staged_run.outcomes_directory, ".json"):
             name = parse_job_stem(path.stem)
             if name is not None and name[0] < generation and name[2] == rank:
                 owned.remove(self.root, path)
@@ -562,7 +563,7 @@ class StagingArea:
         while self._name(index) in busy or self._is_foreign(index):
             index += 1
         if index not in self._slots:
-            self._slots[index] = Slot(area.slot_path(self.run_directory, self.rank, index))
+            self._slots[index] = Slot(self.staged_run.slot_path(self.rank, index))
         return self._slots[index]
 
     def free_bytes(self, *, all_ranks: bool = False) -> int | None:
@@ -578,14 +579,14 @@ class StagingArea:
             return None
         try:
             whose = "r*-*.bin" if all_ranks else f"r{self.rank:05d}-*.bin"
-            slots = area.slots_directory(self.run_directory).glob(whose)
+            slots = self.staged_run.slots_directory.glob(whose)
             return room.free_bytes + sum(path.stat().st_size for path in slots)
         except OSError:
             return None  # `create` reports what is wrong with the area
 
     def _room(self) -> _AreaMemory | None:
         """Return the room of the staging area, which need not exist yet. None: unknown."""
-        place = self.run_directory
+        place = self.staged_run.path
         try:
             while not place.exists() and place != place.parent:
                 place = place.parent
@@ -655,7 +656,7 @@ class StagingArea:
         """Show that this process lives. Never raises: only what people are told depends on it."""
         if self._lock is not None:
             with contextlib.suppress(OSError, StagingRefused):
-                beat(self.run_directory)
+                beat(self.staged_run)
 
     def tell_servers(self, servers: AllServers, *, generation: int) -> None:
         """Say how the embedding servers are, if the lock is still held.
@@ -668,20 +669,18 @@ class StagingArea:
             record = ServersRecord(
                 run_url=self.run_url, generation=generation, at_ms=now_ms(), servers=servers
             )
-            write_servers(self.run_directory, record)
+            write_servers(self.staged_run, record)
 
     def _note(self, state: NoteState) -> None:
         try:
-            write_note(self.run_directory, self.run_url, state)
+            write_trainer_note(self.staged_run, self.run_url, state)
         except (OSError, StagingRefused) as error:
             # Only what people are told depends on the note.
-            _log.warning(
-                "%s: no note for the agent could be written: %s", self.run_directory, error
-            )
+            _log.warning("%s: no note for the agent could be written: %s", self.staged_run, error)
 
     def _unusable(self, error: OSError) -> StagingError:
         return StagingError(
-            str(error.filename or self.run_directory),
+            str(error.filename or self.staged_run),
             found=error.strerror or str(error),
             expected="a directory that this process can create and write",
             next_step="set another directory: staging= or RECPOINT_STAGING",

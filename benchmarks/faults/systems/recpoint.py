@@ -125,8 +125,8 @@ class Recpoint(System):
     def _thread(self) -> Iterator[None]:
         """Do the agent's work in a thread, and try again after an error, as agents do."""
         from recpoint.catalog.persist.persist import persist_job
-        from recpoint.catalog.staging import area
         from recpoint.catalog.staging.agent import AgentLock
+        from recpoint.catalog.staging.area import StagedRun, staged_runs
         from recpoint.errors import RecpointError
 
         ended = threading.Event()
@@ -135,8 +135,8 @@ class Recpoint(System):
             with AgentLock(self.place.staging):
                 while not ended.wait(0.01):
                     with suppress(RecpointError, OSError):
-                        for directory in area.run_directories(self.place.staging):
-                            for job in area.staged_jobs(directory):
+                        for directory in [run.path for run in staged_runs(self.place.staging)]:
+                            for job in StagedRun(directory).staged_jobs():
                                 persist_job(job)
 
         def again() -> None:

@@ -20,7 +20,8 @@ from recpoint.catalog.retention.sweep import GRACE_NEEDED, spared_words
 from recpoint.catalog.retention.sweep_here import SweptHere, sweep_here
 from recpoint.catalog.run import metrics, pins
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import area, job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.free import free_slots
 from recpoint.catalog.store.run_url import naming_run
 from recpoint.catalog.store.store import Store, open_store
@@ -285,13 +286,13 @@ def sweep_run(
     grace_seconds = seconds_of(grace)
     require_grace(grace_seconds, why=GRACE_NEEDED)
     store = open_store(url)
-    directory = _directory(store.url, staging)
+    staged_run = _staged_run(store.url, staging)
     if discard:
-        return _discard(store, directory, dry_run=dry_run)
+        return _discard(store, staged_run, dry_run=dry_run)
     with showing_steps(quiet=json_output) as on_step:
         swept = sweep_here(
             store,
-            directory,
+            staged_run,
             grace_seconds=grace_seconds,
             include_newest=include_newest,
             dry_run=dry_run,
@@ -310,7 +311,7 @@ def sweep_run(
     return Result(_sweep_document(swept, url), *views)
 
 
-def _discard(store: Store, directory: Path, *, dry_run: bool) -> Result:
+def _discard(store: Store, staged_run: StagedRun, *, dry_run: bool) -> Result:
     try:
         run = Run.open(store)
     except RunRecordLost:
@@ -319,9 +320,9 @@ def _discard(store: Store, directory: Path, *, dry_run: bool) -> Result:
         pass
     else:
         raise there_is_a_run(run.url)
-    losses = staged_losses(directory) if dry_run else discard_staged(directory)
+    losses = staged_losses(staged_run) if dry_run else discard_staged(staged_run)
     jobs = [loss.job for loss in losses]
-    slots = free_slots(directory, ended=True, grace_seconds=0.0, besides=jobs, dry_run=dry_run)
+    slots = free_slots(staged_run, ended=True, grace_seconds=0.0, besides=jobs, dry_run=dry_run)
     document = {
         "dry_run": dry_run,
         "discarded": [loss._asdict() for loss in losses],
@@ -331,12 +332,12 @@ def _discard(store: Store, directory: Path, *, dry_run: bool) -> Result:
     return Result(document, *views)
 
 
-def staged_here(run: Run, staging: Path | None) -> Path:
+def staged_here(run: Run, staging: Path | None) -> StagedRun:
     """Return the run's directory in this host's staging area; it may not exist."""
-    return _directory(run.url, staging)
+    return _staged_run(run.url, staging)
 
 
-def _directory(run_url: str, staging: Path | None) -> Path:
+def _staged_run(run_url: str, staging: Path | None) -> StagedRun:
     root = Path(staging or area.default_staging_root())
     if root.exists() and not root.is_dir():
         raise StagingError(
@@ -345,7 +346,7 @@ def _directory(run_url: str, staging: Path | None) -> Path:
             expected="the staging area of this host, a directory",
             next_step="give the directory: --staging or RECPOINT_STAGING",
         )
-    return area.run_directory(root, run_url)
+    return StagedRun.of(root, run_url)
 
 
 def seconds_of(text: str, *, option: str = "--grace") -> float:
@@ -436,7 +437,7 @@ def retain(
             run,
             policy,
             grace_seconds=seconds_of(grace),
-            keep=area.staged_attempts(staged_here(run, staging)),
+            keep=job_files.staged_attempts(staged_here(run, staging)),
             ask_store=not dry_run,
             on_step=on_step,
         )

@@ -26,7 +26,7 @@ from recpoint.catalog.consolidate.merge import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.persist import plan as persist_plan
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.staging.area import read_job
+from recpoint.catalog.staging.job_files import read_job
 from recpoint.format.job import Job
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName

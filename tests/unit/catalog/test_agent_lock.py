@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import (
     AGENT,
     DRAIN,
@@ -20,17 +19,18 @@ from recpoint.catalog.staging.agent import (
     at_work,
     sweep_of,
 )
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import StagingError
 
 
 @pytest.mark.parametrize("kind", ["agent", "drain", "sweep"])
 def test_who_finishes_jobs_is_known_as_long_as_it_does(tmp_path: Path, kind: str) -> None:
-    own, other = (area.run_directory(tmp_path, url) for url in ("/runs/own", "/runs/other"))
-    who = {"agent": AGENT, "drain": DRAIN, "sweep": sweep_of(own)}[kind]
+    own, other = (StagedRun.of(tmp_path, url).path for url in ("/runs/own", "/runs/other"))
+    who = {"agent": AGENT, "drain": DRAIN, "sweep": sweep_of(StagedRun(own))}[kind]
     with AgentLock(tmp_path, who):
         found = at_work(tmp_path)
         assert found is not None and found == who._replace(process=str(os.getpid()))
-        assert found.serves(own) and found.serves(other) == (kind != "sweep")
+        assert found.serves(StagedRun(own)) and found.serves(StagedRun(other)) == (kind != "sweep")
         assert found.ends_by_itself == (kind != "agent")
         with pytest.raises(StagingError) as refused, AgentLock(tmp_path):
             pytest.fail("two of them")
@@ -46,7 +46,7 @@ def test_a_message_names_who_is_at_work() -> None:
 
 
 def test_nothing_is_left_of_who_held_it_before(tmp_path: Path) -> None:
-    with AgentLock(tmp_path, sweep_of(tmp_path / f"{'long' * 25}-0123456789ab")):
+    with AgentLock(tmp_path, sweep_of(StagedRun(tmp_path / f"{'long' * 25}-0123456789ab"))):
         pass
     inode = agent_lock_path(tmp_path).stat().st_ino
     with AgentLock(tmp_path):

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AgentTrouble, read_trouble
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.notes import write_status
 from recpoint.catalog.store.durable import TEMPORARY_PREFIX
 from recpoint.errors import StoreAccessDenied
 from recpoint.flows.agent.runs import RunState
@@ -30,8 +31,8 @@ def failing(*, tries: int = 3, age_seconds: float = 0.0, **other: object) -> dic
 
 
 def test_the_error_is_taken_apart(tmp_path: Path) -> None:
-    area.write_status(tmp_path, failing())
-    found = read_trouble(tmp_path, URL)
+    write_status(StagedRun(tmp_path), failing())
+    found = read_trouble(StagedRun(tmp_path), URL)
     assert found is not None and str(found) == f"StoreAccessDenied: {DENIED}"
     assert found.tries == 3 and found.next_step == "give a key"
     assert found.error.endswith("found 401 NoCredentialsError; expected a write")
@@ -39,13 +40,13 @@ def test_the_error_is_taken_apart(tmp_path: Path) -> None:
 
 
 def test_what_has_no_advice_is_told_as_it_is(tmp_path: Path) -> None:
-    area.write_status(tmp_path, failing(last_error="OSError: no\nroom"))
-    assert read_trouble(tmp_path, URL) == AgentTrouble("OSError: no room", "", 3)
+    write_status(StagedRun(tmp_path), failing(last_error="OSError: no\nroom"))
+    assert read_trouble(StagedRun(tmp_path), URL) == AgentTrouble("OSError: no room", "", 3)
 
 
 def test_a_command_that_is_proposed_names_the_run(tmp_path: Path) -> None:
-    area.write_status(tmp_path, failing(last_error="X: bad. Next: recpoint check URL"))
-    found = read_trouble(tmp_path, URL)
+    write_status(StagedRun(tmp_path), failing(last_error="X: bad. Next: recpoint check URL"))
+    found = read_trouble(StagedRun(tmp_path), URL)
     assert found is not None and found.next_step == f"recpoint check {URL}"
 
 
@@ -63,46 +64,46 @@ def test_a_command_that_is_proposed_names_the_run(tmp_path: Path) -> None:
     ],
 )
 def test_what_says_nothing_of_now_is_passed_over(status: dict[str, Any], tmp_path: Path) -> None:
-    area.write_status(tmp_path, failing())
-    assert read_trouble(tmp_path, URL) is not None
-    area.write_status(tmp_path, status)
-    assert read_trouble(tmp_path, URL) is None
+    write_status(StagedRun(tmp_path), failing())
+    assert read_trouble(StagedRun(tmp_path), URL) is not None
+    write_status(StagedRun(tmp_path), status)
+    assert read_trouble(StagedRun(tmp_path), URL) is None
 
 
 def test_what_is_wrong_is_told_where_no_second_file_can_be_written(tmp_path: Path) -> None:
-    area.write_status(tmp_path, failing(last_error="StoreFull: " + "x" * 500))
+    write_status(StagedRun(tmp_path), failing(last_error="StoreFull: " + "x" * 500))
     temporary = tmp_path / f"{TEMPORARY_PREFIX}status-{threading.get_ident()}"
     temporary.mkdir()  # what is in its way, as a disk that is full is
-    area.write_status(tmp_path, failing(last_error="StagingFull: no room"))
-    found = read_trouble(tmp_path, URL)
+    write_status(StagedRun(tmp_path), failing(last_error="StagingFull: no room"))
+    found = read_trouble(StagedRun(tmp_path), URL)
     assert found is not None and str(found) == "StagingFull: no room"
-    area.status_path(tmp_path).unlink()
+    StagedRun(tmp_path).status_path.unlink()
     with pytest.raises(OSError, match="status"):
-        area.write_status(tmp_path, failing())
+        write_status(StagedRun(tmp_path), failing())
 
 
 def test_what_there_is_no_room_for_leaves_what_was_told_before(tmp_path: Path) -> None:
-    area.write_status(tmp_path, failing(last_error="StagingFull: no room"))
-    before = area.status_path(tmp_path).read_bytes()
+    write_status(StagedRun(tmp_path), failing(last_error="StagingFull: no room"))
+    before = StagedRun(tmp_path).status_path.read_bytes()
     (tmp_path / f"{TEMPORARY_PREFIX}status-{threading.get_ident()}").mkdir()
     kept = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, kept[1]))  # a page, of a full disk
     try:
         with pytest.raises(OSError, match="too large"):
-            area.write_status(tmp_path, failing(last_error="StagingFull: " + "x" * 5000))
-        assert area.status_path(tmp_path).read_bytes() == before
-        area.write_status(tmp_path, failing(last_error="StagingFull: " + "x" * 500))
-        area.write_status(tmp_path, failing(last_error="StagingFull: still"))
+            write_status(StagedRun(tmp_path), failing(last_error="StagingFull: " + "x" * 5000))
+        assert StagedRun(tmp_path).status_path.read_bytes() == before
+        write_status(StagedRun(tmp_path), failing(last_error="StagingFull: " + "x" * 500))
+        write_status(StagedRun(tmp_path), failing(last_error="StagingFull: still"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, kept)
-    assert str(read_trouble(tmp_path, URL)) == "StagingFull: still"
+    assert str(read_trouble(StagedRun(tmp_path), URL)) == "StagingFull: still"
 
 
 @pytest.mark.parametrize("data", [b"", b"[" * 60_000, b"[]", b"\xff", b'{"a": 1', b" " * 70_000])
 def test_a_damaged_file_says_nothing(data: bytes, tmp_path: Path) -> None:
-    assert read_trouble(tmp_path, URL) is None  # there is none
-    area.status_path(tmp_path).write_bytes(data)
-    assert read_trouble(tmp_path, URL) is None
-    area.status_path(tmp_path).unlink()
-    area.status_path(tmp_path).mkdir()
-    assert read_trouble(tmp_path, URL) is None
+    assert read_trouble(StagedRun(tmp_path), URL) is None  # there is none
+    StagedRun(tmp_path).status_path.write_bytes(data)
+    assert read_trouble(StagedRun(tmp_path), URL) is None
+    StagedRun(tmp_path).status_path.unlink()
+    StagedRun(tmp_path).status_path.mkdir()
+    assert read_trouble(StagedRun(tmp_path), URL) is None

@@ -8,7 +8,8 @@ import pytest
 
 from recpoint.catalog.persist import persist
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import cancels, job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import CheckpointCancelled
 from recpoint.format.records import CheckpointRef, pack_record
 from tests.catalog_builder import new_run, tables
@@ -33,7 +34,7 @@ def run_dir(job_file: Path) -> Path:
 
 
 def mark(job_file: Path) -> None:
-    area.write_mark(run_dir(job_file), area.read_job(job_file).ref, 0)
+    cancels.write_mark(StagedRun(run_dir(job_file)), job_files.read_job(job_file).ref, 0)
 
 
 def test_a_marked_job_is_rejected_and_nothing_is_stored(run: Run, tmp_path: Path) -> None:
@@ -43,8 +44,8 @@ def test_a_marked_job_is_rejected_and_nothing_is_stored(run: Run, tmp_path: Path
     assert (outcome.result, outcome.error_type) == ("rejected", "CheckpointCancelled")
     assert run.manifest_names() == [] and not list(run.store.list("chunks/"))
     assert not job_file.exists()
-    answer = area.outcome_path(run_dir(job_file), 1, 10, 0)
-    assert area.read_outcome(answer) == outcome
+    answer = StagedRun(run_dir(job_file)).outcome_path(1, 10, 0)
+    assert job_files.read_outcome(answer) == outcome
 
 
 def test_a_job_is_dropped_although_its_store_is_away(run: Run, tmp_path: Path) -> None:
@@ -76,25 +77,25 @@ def test_a_mark_that_is_not_for_this_job_means_nothing(
     run: Run, tmp_path: Path, damage: str
 ) -> None:
     job_file = staged_job(run, tmp_path)
-    path = area.cancel_path(run_dir(job_file), area.read_job(job_file).ref, 0)
+    path = StagedRun(run_dir(job_file)).cancel_path(job_files.read_job(job_file).ref, 0)
     if damage == "another attempt":
         other = CheckpointRef(step=10, generation=1, attempt="ab" * 16)
-        area.write_mark(run_dir(job_file), other, 0)
+        cancels.write_mark(StagedRun(run_dir(job_file)), other, 0)
     elif damage == "a directory":
         path.mkdir(parents=True)
     else:
         path.parent.mkdir(parents=True)
-        path.write_bytes(b"" if damage == "empty" else pack_record(area.read_job(job_file)))
-    assert not area.is_cancelled(job_file)
+        path.write_bytes(b"" if damage == "empty" else pack_record(job_files.read_job(job_file)))
+    assert not cancels.is_cancelled(job_file)
     assert persist.persist_job(job_file).result == "committed"
 
 
 def test_a_mark_goes_with_its_answer(run: Run, tmp_path: Path) -> None:
     job_file = staged_job(run, tmp_path)
-    ref = area.read_job(job_file).ref
+    ref = job_files.read_job(job_file).ref
     mark(job_file)
-    assert area.is_cancelled(job_file)
-    area.remove_mark(run_dir(job_file), ref, 0)
-    area.remove_mark(run_dir(job_file), ref, 0)
-    assert not area.is_cancelled(job_file)
-    assert list(area.cancels_directory(run_dir(job_file)).iterdir()) == []
+    assert cancels.is_cancelled(job_file)
+    cancels.remove_mark(StagedRun(run_dir(job_file)), ref, 0)
+    cancels.remove_mark(StagedRun(run_dir(job_file)), ref, 0)
+    assert not cancels.is_cancelled(job_file)
+    assert list(StagedRun(run_dir(job_file)).cancels_directory.iterdir()) == []

@@ -23,8 +23,8 @@ from recpoint.catalog.run import publications
 from recpoint.catalog.run.commit import commit
 from recpoint.catalog.run.repair import relink
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import (
     ForeignObject,
     GenerationRecordLost,
@@ -309,14 +309,14 @@ def test_a_sweep_leaves_what_its_trainer_may_still_commit(run: Run) -> None:
 
 
 def test_nobody_can_tell_what_its_trainer_has_staged(run: Run, tmp_path: Path) -> None:
-    run_dir = area.run_directory(tmp_path / "staging", run.url)
+    run_dir = StagedRun.of(tmp_path / "staging", run.url).path
     run_dir.mkdir(parents=True)
     with AgentLock(run_dir.parent):
-        assert not knows_what_is_staged(run, run_dir)
+        assert not knows_what_is_staged(run, StagedRun(run_dir))
         relink(run, 2, None)
-        assert not knows_what_is_staged(run, run_dir)
+        assert not knows_what_is_staged(run, StagedRun(run_dir))
         run.claim(None)
-        assert knows_what_is_staged(run, run_dir)
+        assert knows_what_is_staged(run, StagedRun(run_dir))
 
 
 def test_its_trainer_goes_on_once_the_record_is_back(run: Run) -> None:

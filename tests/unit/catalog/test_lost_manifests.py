@@ -19,8 +19,9 @@ from recpoint.catalog.run import metrics, pins, publications
 from recpoint.catalog.run.repair import line_to_go_on
 from recpoint.catalog.run.run import Run, leave_rejection
 from recpoint.catalog.run.validations import verdicts
-from recpoint.catalog.staging import area
-from recpoint.catalog.staging.area import read_job
+from recpoint.catalog.staging import cancels
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.job_files import read_job
 from recpoint.errors import NothingToRestore
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
@@ -326,7 +327,7 @@ def test_what_a_trainer_wished_dropped_is_no_sign_of_a_manifest(tmp_path: Path) 
     run.claim(None)
     job_file = stage(run, tmp_path / "s", tables(), step=10, generation=1)
     store_groups(persist.PersistJob.open(job_file))
-    area.write_mark(job_file.parent.parent, read_job(job_file).ref, 0)
+    cancels.write_mark(StagedRun.of_job(job_file), read_job(job_file).ref, 0)
     assert persist.persist_job(job_file).error_type == "CheckpointCancelled"
     upload(run.store, build(run, tables(), step=20, generation=1))
     assert len(list(run.store.list(CHUNKS_PREFIX))) > 2

@@ -15,7 +15,7 @@ from recpoint.catalog.persist.quantize import _sample, choose_quantizer
 from recpoint.catalog.restore.chunks import StoreChunks, read_chunk
 from recpoint.catalog.restore.restore import MemoryTarget
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
 from recpoint.catalog.store.store import open_store
 from recpoint.format.job import QUANTIZERS, QuantizerName
 from recpoint.format.row_state import to_bfloat16
@@ -96,7 +96,7 @@ def train_and_persist(run: Run, staging: Path, trained: list[Table], *, checkpoi
         outcome = persist.persist_job(path)
         assert (outcome.result, outcome.error) == ("committed", "")
         assert not path.exists()
-        assert area.read_outcome(path.parent.parent / "outcomes" / path.name) == outcome
+        assert job_files.read_outcome(path.parent.parent / "outcomes" / path.name) == outcome
     return checkpoints
 
 

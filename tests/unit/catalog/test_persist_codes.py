@@ -14,7 +14,8 @@ from torch import Tensor
 from recpoint.catalog.persist import persist, plan
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import FormatError
 from recpoint.format.manifest import ChosenMethod
 from tests.catalog_builder import Table, copy_run
@@ -95,7 +96,7 @@ def test_codes_become_the_chunks_that_their_values_become(
         links = Links()
         if ids is not None:
             first = stage(target, tmp_path / f"{name}-area", [table], step=1, generation=1)
-            full = area.read_job(first)
+            full = job_files.read_job(first)
             assert persist.persist_job(first).result == "committed"
             links.add(full.ref)
         job = stage(
@@ -131,7 +132,7 @@ def test_a_table_without_odd_rows_needs_none_of_them(run: Run, tmp_path: Path) -
     job = stage(
         run, tmp_path / "area", [table], step=1, generation=1, method=METHODS[2], codes=True
     )
-    assert area.read_job(job).segment("t0.exact").bytes == 0
+    assert job_files.read_job(job).segment("t0.exact").bytes == 0
     assert persist.persist_job(job).result == "committed"
 
 
@@ -140,9 +141,9 @@ def test_a_table_without_odd_rows_needs_none_of_them(run: Run, tmp_path: Path) -
 
 def altered(job: Path, name: str, change: Callable[[Tensor], Any], dtype: torch.dtype) -> None:
     """Change an array in the slot, and its digest in the job."""
-    found = area.read_job(job)
+    found = job_files.read_job(job)
     segment = found.segment(name)
-    slot = area.slots_directory(job.parent.parent) / found.slot
+    slot = StagedRun(job.parent.parent).slots_directory / found.slot
     data = bytearray(slot.read_bytes())
     end = segment.offset + segment.bytes
     array = torch.frombuffer(data[segment.offset : end], dtype=dtype).clone()
@@ -206,13 +207,13 @@ def test_codes_that_no_quantization_gives_are_refused(
 
 
 def _with_table(job: Path, **changes: Any) -> None:
-    (table,) = area.read_job(job).tables
+    (table,) = job_files.read_job(job).tables
     fields = {name: getattr(table, name) for name in type(table).model_fields}
     rewrite(job, tables=(type(table).model_construct(**{**fields, **changes}),))
 
 
 def _with_segment(job: Path, segment: str, **changes: Any) -> None:
-    found = area.read_job(job).segments
+    found = job_files.read_job(job).segments
     renewed = tuple(s.model_copy(update=changes) if s.name == segment else s for s in found)
     rewrite(job, segments=renewed)
 
@@ -252,8 +253,8 @@ def test_a_damaged_slot_is_noticed(run: Run, tmp_path: Path) -> None:
     job = stage(
         run, tmp_path / "area", [trained(3)], step=1, generation=1, method=METHODS[2], codes=True
     )
-    found = area.read_job(job)
-    slot = area.slots_directory(job.parent.parent) / found.slot
+    found = job_files.read_job(job)
+    slot = StagedRun(job.parent.parent).slots_directory / found.slot
     data = bytearray(slot.read_bytes())
     data[found.segment("t0.codes").offset] ^= 1
     slot.write_bytes(data)

@@ -19,12 +19,13 @@ import json, os, sys, time
 from pathlib import Path
 import psutil, threading
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.staging.area import read_job, spool_directory
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.job_files import read_job
 from recpoint.catalog.store.store import open_store
 
 process = psutil.Process()
 persist_job(sys.argv[1])
-spool = spool_directory(Path(sys.argv[2]).parent.parent)
+spool = StagedRun.of_job(Path(sys.argv[2])).spool_directory
 idle = process.memory_info().rss
 own = spooled = both = 0
 done = threading.Event()

@@ -16,7 +16,7 @@ from recpoint.catalog.persist.encode import encoded_entries
 from recpoint.catalog.persist.persist import PersistJob, persist_job
 from recpoint.catalog.persist.spool import empty_spool, result_path
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging.area import spool_directory
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import StagingFull
@@ -121,7 +121,7 @@ def test_the_answer_has_the_room_of_what_is_encoded(
     run.claim(None)
     job = _job(run, tmp_path, 8, dirty=False, rounded=False)
     _encoded(job)
-    spool = spool_directory(job.parent.parent) / job.stem
+    spool = StagedRun(job.parent.parent).spool_directory / job.stem
     there: dict[str, bool] = {}
     monkeypatch.setattr(durable, "step", lambda name: there.update({name: spool.exists()}))
     assert persist_job(job).result == "committed"

@@ -13,7 +13,7 @@ from recpoint.catalog.persist import plan
 from recpoint.catalog.persist.persist import Committed, PersistJob, StoredJob, drive
 from recpoint.catalog.persist.plan import ChunkGroup
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import DigestMismatch, StoreUnavailable
 from tests.catalog_builder import tables
 from tests.job_builder import stage
@@ -148,4 +148,4 @@ def test_a_job_that_somebody_has_removed_is_neither_committed_nor_answered(
     with pytest.raises(FileNotFoundError):
         drive(job, Watched(job, before))
     assert run.manifest_names() == []
-    assert not (area.outcomes_directory(job.path.parents[1]) / job.path.name).exists()
+    assert not (StagedRun(job.path.parents[1]).outcomes_directory / job.path.name).exists()

@@ -13,7 +13,8 @@ from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import persist, plan
 from recpoint.catalog.retention.sweep import execute, plan_sweep
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import (
     DigestMismatch,
     NothingToRestore,
@@ -63,11 +64,11 @@ def test_killed_at_any_step_a_second_try_ends_with_the_same_bytes(
         committed = list(run.store.list("manifests/"))
         if committed:
             assert check(run, level="full").ok
-        area.clean(path.parent.parent)
-        if path.exists() and not area.finish_answered(path):
+        StagedRun(path.parent.parent).clean()
+        if path.exists() and not job_files.finish_answered(path):
             assert persist.persist_job(path).result == "committed"
         assert not path.exists()
-        assert area.read_outcome(outcome).result == "committed"
+        assert job_files.read_outcome(outcome).result == "committed"
         assert objects(run) == expected
         left = [name for name in os.listdir(outcome.parent) if name != outcome.name]
         assert not left
@@ -142,7 +143,7 @@ def test_a_flipped_bit_in_the_slot_is_never_committed(run: Run, tmp_path: Path, 
         dirty=dirty,
         state={"w": torch.ones(5)},
     )
-    job = area.read_job(path)
+    job = job_files.read_job(path)
     slot = path.parent.parent / "slots" / job.slot
     data = bytearray(slot.read_bytes())
     data[job.segment(name).offset + 1] ^= 4

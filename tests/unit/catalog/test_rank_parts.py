@@ -20,8 +20,9 @@ from recpoint.catalog.persist.ranks import parts_there
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.retention.sweep import execute, plan_sweep
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
-from recpoint.catalog.staging.area import write_mark
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.cancels import write_mark
 from recpoint.errors import ObjectNotFound, RanksMissing
 from recpoint.format.naming import PART_KEY, ManifestName, ValidationLevel
 from tests.catalog_builder import Table, tables
@@ -126,7 +127,7 @@ def test_a_part_that_is_written_again_after_the_commit_does_not_stay(
     first, last = two_hosts(run, tmp_path, tables()).stage(10)
     with pytest.raises(RanksMissing):
         persist.persist_job(last)
-    job = area.read_job(last)
+    job = job_files.read_job(last)
     key = PART_KEY.of(10, 1, job.attempt, rank=1)
     part = run.store.get(key, max_bytes=1 << 20)
     assert persist.persist_job(first).result == "committed"
@@ -141,13 +142,13 @@ def test_what_is_waited_for_is_dropped_when_its_trainer_asks(run: Run, tmp_path:
     first, last = jobs.stage(10)
     with pytest.raises(RanksMissing):
         persist.persist_job(first)
-    ref = area.read_job(first).ref
-    write_mark(first.parent.parent, ref, 0)
+    ref = job_files.read_job(first).ref
+    write_mark(StagedRun.of_job(first), ref, 0)
     assert persist.persist_job(first).error_type == "CheckpointCancelled"
     assert not parts_there(run, ref)  # it is withdrawn: the other cannot commit it any more
     with pytest.raises(RanksMissing):
         persist.persist_job(last)
-    write_mark(last.parent.parent, ref, 1)
+    write_mark(StagedRun.of_job(last), ref, 1)
     assert persist.persist_job(last).error_type == "CheckpointCancelled"
     assert not run.manifest_names()
 
@@ -167,7 +168,7 @@ def test_a_restarted_agent_writes_no_chunk_again(run: Run, tmp_path: Path) -> No
     with pytest.raises(RanksMissing):
         persist.persist_job(first)
     before = {info.key: info.modified_ms for info in run.store.list()}
-    area.clean(first.parent.parent)  # as an agent does when it starts
+    StagedRun(first.parent.parent).clean()  # as an agent does when it starts
     with pytest.raises(RanksMissing):
         persist.persist_job(first)
     assert {info.key: info.modified_ms for info in run.store.list()} == before

@@ -11,7 +11,8 @@ from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.persist import persist
 from recpoint.catalog.retention.sweep import plan_sweep
 from recpoint.catalog.run.run import RejectionWatch, Run, leave_rejection
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import cancels, job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import StoreFull
 from recpoint.format.naming import REJECTIONS_KEY
 from recpoint.format.records import CheckpointRef, pack_record
@@ -46,7 +47,7 @@ def rejection(step: int, error: str = "x") -> Rejection:
 
 def damaged_job(run: Run, staging: Path, step: int) -> Path:
     job_file = stage(run, staging, tables(), step=step, generation=1)
-    slot = job_file.parent.parent / "slots" / area.read_job(job_file).slot
+    slot = job_file.parent.parent / "slots" / job_files.read_job(job_file).slot
     slot.write_bytes(bytes(slot.stat().st_size))
     return job_file
 
@@ -79,7 +80,7 @@ def test_what_a_superseded_trainer_staged_is_in_no_later_checkpoint(
 
 def test_what_a_trainer_wished_dropped_is_no_failure(run: Run, tmp_path: Path) -> None:
     job_file = stage(run, tmp_path / "s", tables(), step=1, generation=1)
-    area.write_mark(job_file.parent.parent, area.read_job(job_file).ref, 0)
+    cancels.write_mark(StagedRun.of_job(job_file), job_files.read_job(job_file).ref, 0)
     assert persist.persist_job(job_file).error_type == "CheckpointCancelled"
     assert RejectionWatch(run).refresh() == []
 

@@ -15,7 +15,8 @@ from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.persist import persist
 from recpoint.catalog.retention.finish_staged import foresee_staged
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.job import open_slot
 from recpoint.errors import FormatError, MalformedObject, RanksMissing
 from recpoint.format.manifest import CacheUse, Manifest
@@ -153,7 +154,7 @@ def test_the_missing_part_of_a_server_is_named(run: Run, tmp_path: Path, jobs: S
     assert caught.value.ranks == (2,) and not run.manifest_names()
     assert caught.value.found == "no part of embedding server 2 of 1 rank and 3 embedding servers"
     assert persist.PersistJob.open(first).ranks_awaited() == (2,)
-    (fate,) = foresee_staged(run, rank.parent.parent).jobs
+    (fate,) = foresee_staged(run, StagedRun.of_job(rank)).jobs
     assert fate.why == "its part would be stored; embedding server 2 would still be missing"
 
     texts = [finding.text for finding in check(run).findings]
@@ -217,7 +218,7 @@ def test_servers_that_lack_a_row_are_not_joined(run: Run, jobs: ServerJobs) -> N
 def test_ids_of_scattered_rows_are_of_the_whole_table(run: Run, jobs: ServerJobs) -> None:
     """Server 2 holds 13 rows, and row 38 is one of them; no row 40 is there."""
     path = jobs.stage(10)[-1]
-    job = area.read_job(path)
+    job = job_files.read_job(path)
     assert job.tables[0].shard_rows == 13 and job.tables[0].id_bound == 40
     spec = job.tables[0].spec.model_copy(update={"rows": 38})
     table = job.tables[0].model_copy(update={"spec": spec})
@@ -229,19 +230,19 @@ def test_ids_of_scattered_rows_are_of_the_whole_table(run: Run, jobs: ServerJobs
 @pytest.mark.parametrize(("number", "name"), [(0, "tree"), (1, "t0.ids"), (1, "t0.values")])
 def test_what_a_slot_has_to_have(jobs: ServerJobs, number: int, name: str) -> None:
     path = jobs.stage(10)[number]
-    job = area.read_job(path)
+    job = job_files.read_job(path)
     open_slot(path, job)
     rewrite(path, segments=tuple(one for one in job.segments if one.name != name))
     with pytest.raises(MalformedObject) as caught:
-        open_slot(path, area.read_job(path))
+        open_slot(path, job_files.read_job(path))
     assert caught.value.found == f"no segment {name}"
 
 
 def test_a_server_has_no_state(jobs: ServerJobs) -> None:
     """The rank's job, as if it were the first server's."""
     path = jobs.stage(10)[0]
-    job = area.read_job(path)
-    slot = area.slot_path(path.parent.parent, 1, 0)
+    job = job_files.read_job(path)
+    slot = StagedRun(path.parent.parent).slot_path(1, 0)
     (slot.parent / job.slot).rename(slot)
     served = job.model_copy(update={"rank": 1, "slot": slot.name})
     with pytest.raises(MalformedObject) as caught:

@@ -16,9 +16,11 @@ import torch
 from recpoint.catalog.persist import persist
 from recpoint.catalog.persist.spool import assemble_parts, digest_parts
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area, owned
+from recpoint.catalog.staging import area, job_files, owned
 from recpoint.catalog.staging.agent import AgentLock, agent_lock_path
+from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.catalog.staging.job import PIECE_BYTES, Extent, open_slot, read_into, read_pieces
+from recpoint.catalog.staging.notes import write_status
 from recpoint.errors import (
     DigestMismatch,
     ForeignObject,
@@ -61,7 +63,7 @@ def test_directories_of_runs_are_apart_and_readable() -> None:
         "s3://b/..",
         "/" + "n" * 999,
     ]
-    directories = [area.run_directory("/s", url) for url in urls]
+    directories = [StagedRun.of("/s", url).path for url in urls]
     assert len(set(directories)) == len(urls)
     for directory in directories:
         assert directory.parent == Path("/s") and len(directory.name) < 120
@@ -110,20 +112,22 @@ def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rank", "index"), [(-1, 0), (100_000, 0), (0, -1), (0, 10_000)])
 def test_slots_have_bounds(rank: int, index: int) -> None:
     with pytest.raises(ValueError, match="outside"):
-        area.slot_path("/s/run", rank, index)
+        StagedRun(Path("/s/run")).slot_path(rank, index)
 
 
 def test_jobs_come_in_the_order_of_their_commits(tmp_path: Path) -> None:
     jobs = tmp_path / "jobs"
     jobs.mkdir()
-    names = [area.job_path(tmp_path, g, s, 0) for g, s in ((2, 1), (1, 900), (1, 20), (10, 0))]
+    names = [StagedRun(tmp_path).job_path(g, s, 0) for g, s in ((2, 1), (1, 900), (1, 20), (10, 0))]
     for path in names:
         path.write_text("{}")
     for name in (".tmp-12", "notes.txt", "00000000-000000000001-r00000.json", "1-2-r3.json"):
         (jobs / name).write_text("{}")
     order = [(1, 20), (1, 900), (2, 1), (10, 0)]
-    assert area.staged_jobs(tmp_path) == [area.job_path(tmp_path, g, s, 0) for g, s in order]
-    assert area.staged_jobs(tmp_path / "none") == []
+    assert StagedRun(tmp_path).staged_jobs() == [
+        StagedRun(tmp_path).job_path(g, s, 0) for g, s in order
+    ]
+    assert StagedRun(tmp_path / "none").staged_jobs() == []
 
 
 def test_only_real_directories_are_runs(tmp_path: Path) -> None:
@@ -131,20 +135,20 @@ def test_only_real_directories_are_runs(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "link-0123456789ab").symlink_to(tmp_path / "notes")
     (tmp_path / "file-0123456789ab").write_text("")
-    assert area.run_directories(tmp_path) == [tmp_path / "run-0123456789ab"]
-    assert area.run_directories(tmp_path / "none") == []
+    assert [run.path for run in staged_runs(tmp_path)] == [tmp_path / "run-0123456789ab"]
+    assert [run.path for run in staged_runs(tmp_path / "none")] == []
 
 
 def test_an_answered_job_is_removed_and_one_with_an_older_answer_is_not(
     job_file: Path, run: Run, tmp_path: Path
 ) -> None:
     data = job_file.read_bytes()
-    assert not area.finish_answered(job_file)
+    assert not job_files.finish_answered(job_file)
     persist.persist_job(job_file)
     job_file.write_bytes(data)
-    assert area.finish_answered(job_file) and not job_file.exists()
+    assert job_files.finish_answered(job_file) and not job_file.exists()
     again = stage(run, tmp_path / "s", tables(), step=1, generation=1)
-    assert not area.finish_answered(again) and again.exists()
+    assert not job_files.finish_answered(again) and again.exists()
 
 
 def test_cleaning_empties_the_spool_and_leaves_jobs_and_answers(job_file: Path) -> None:
@@ -160,8 +164,8 @@ def test_cleaning_empties_the_spool_and_leaves_jobs_and_answers(job_file: Path) 
     answer = run_dir / "outcomes" / "00000001-000000000009-r00000.json"
     answer.write_text("x")
     assert list((run_dir / "spool").iterdir())
-    area.clean(run_dir)
-    area.clean(run_dir)
+    StagedRun(run_dir).clean()
+    StagedRun(run_dir).clean()
     assert not (run_dir / "spool").exists()
     assert job_file.exists() and answer.exists()
     assert not any(path.exists() for path in half_written) and trainers.exists()
@@ -187,22 +191,22 @@ def test_one_agent_holds_the_lock_and_it_dies_with_it(tmp_path: Path) -> None:
 
 
 def test_the_status_is_whole_at_every_moment(tmp_path: Path) -> None:
-    area.write_status(tmp_path, {"job": None})
-    area.write_status(tmp_path, {"job": "x"})
-    assert json.loads(area.status_path(tmp_path).read_text()) == {"job": "x"}
+    write_status(StagedRun(tmp_path), {"job": None})
+    write_status(StagedRun(tmp_path), {"job": "x"})
+    assert json.loads(StagedRun(tmp_path).status_path.read_text()) == {"job": "x"}
     assert os.listdir(tmp_path) == ["status.json"]
 
 
 def test_attempts_of_staged_jobs_are_named(job_file: Path) -> None:
     run_dir = job_file.parent.parent
-    assert area.staged_attempts(run_dir) == {area.read_job(job_file).attempt}
+    assert job_files.staged_attempts(StagedRun(run_dir)) == {job_files.read_job(job_file).attempt}
     job_file.write_bytes(b"{}")
     with pytest.raises(FormatError):
-        area.staged_attempts(run_dir)
+        job_files.staged_attempts(StagedRun(run_dir))
 
 
 def test_verifying_reads_every_byte(job_file: Path) -> None:
-    job = open_slot(job_file, area.read_job(job_file))
+    job = open_slot(job_file, job_files.read_job(job_file))
     job.verify()
     for segment in job.job.segments:
         data = bytearray(job.slot.read_bytes())
@@ -305,7 +309,7 @@ HOSTILE: dict[str, Any] = {
 def test_a_hostile_job_is_rejected_and_nothing_is_written(
     run: Run, job_file: Path, name: str
 ) -> None:
-    rewrite(job_file, **HOSTILE[name](area.read_job(job_file)))
+    rewrite(job_file, **HOSTILE[name](job_files.read_job(job_file)))
     outcome = persist.persist_job(job_file)
     assert outcome.result == "rejected" and outcome.error_type
     assert not job_file.exists()
@@ -331,7 +335,7 @@ def test_a_job_file_that_is_no_job_is_rejected_under_its_name(
 ) -> None:
     job_file.write_bytes(data)
     with pytest.raises(kind):
-        area.read_job(job_file)
+        job_files.read_job(job_file)
     outcome = persist.persist_job(job_file)
     assert (outcome.result, outcome.error_type) == ("rejected", kind.__name__)
     assert (outcome.step, outcome.generation, outcome.attempt) == (1, 1, "0" * 32)
@@ -344,11 +348,11 @@ def test_a_credential_in_a_job_is_never_repeated(job_file: Path) -> None:
 
 
 def test_a_slot_that_is_a_link_is_not_followed(job_file: Path, tmp_path: Path) -> None:
-    slot = open_slot(job_file, area.read_job(job_file)).slot
+    slot = open_slot(job_file, job_files.read_job(job_file)).slot
     slot.rename(tmp_path / "elsewhere")
     slot.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StagingRefused, match="found a symbolic link"):
-        open_slot(job_file, area.read_job(job_file))
+        open_slot(job_file, job_files.read_job(job_file))
 
 
 def test_a_copied_job_belongs_to_where_it_came_from(job_file: Path, tmp_path: Path) -> None:
@@ -356,7 +360,7 @@ def test_a_copied_job_belongs_to_where_it_came_from(job_file: Path, tmp_path: Pa
     other.mkdir(parents=True)
     (other / job_file.name).write_bytes(job_file.read_bytes())
     with pytest.raises(ForeignObject, match="another run"):
-        area.read_job(other / job_file.name)
+        job_files.read_job(other / job_file.name)
 
 
 def test_ids_that_are_not_a_set_in_order_are_refused(run: Run, tmp_path: Path) -> None:
@@ -369,7 +373,7 @@ def test_ids_that_are_not_a_set_in_order_are_refused(run: Run, tmp_path: Path) -
             generation=1,
             dirty=[torch.tensor(ids) % 40],
         )
-        job = area.read_job(path)
+        job = job_files.read_job(path)
         segment = job.segment("t0.ids")
         slot = path.parent.parent / "slots" / job.slot
         data = bytearray(slot.read_bytes())

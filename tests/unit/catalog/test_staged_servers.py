@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.servers import read_servers, servers_path, write_servers
 from recpoint.errors import (
     DigestMismatch,
@@ -25,7 +25,7 @@ URL = "s3://bucket/ads"
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    directory = area.run_directory(tmp_path, URL)
+    directory = StagedRun.of(tmp_path, URL).path
     directory.mkdir()
     return directory
 
@@ -54,35 +54,35 @@ def record(url: str = URL, count: int = 2) -> ServersRecord:
 
 
 def test_it_is_read_as_it_was_written_and_replaced_whole(run_dir: Path) -> None:
-    assert read_servers(run_dir) is None
-    write_servers(run_dir, record())
-    write_servers(run_dir, record(count=3))
-    assert read_servers(run_dir) == record(count=3)
+    assert read_servers(StagedRun(run_dir)) is None
+    write_servers(StagedRun(run_dir), record())
+    write_servers(StagedRun(run_dir), record(count=3))
+    assert read_servers(StagedRun(run_dir)) == record(count=3)
     assert [path.name for path in run_dir.iterdir()] == ["servers.json"]
 
 
 def test_what_a_killed_trainer_left_half_written_is_replaced(run_dir: Path) -> None:
     (run_dir / ".tmp-servers").write_bytes(b"half of it" * 1_000)
-    write_servers(run_dir, record())
-    assert read_servers(run_dir) == record()
+    write_servers(StagedRun(run_dir), record())
+    assert read_servers(StagedRun(run_dir)) == record()
     assert [path.name for path in run_dir.iterdir()] == ["servers.json"]
 
 
 def test_each_torn_file_is_refused_by_name(run_dir: Path) -> None:
     data = pack_record(record())
     for end in range(len(data) - 1):  # the last byte ends a line
-        servers_path(run_dir).write_bytes(data[:end])
+        servers_path(StagedRun(run_dir)).write_bytes(data[:end])
         with pytest.raises(MalformedObject, match=r"servers\.json.*wait some seconds"):
-            read_servers(run_dir)
+            read_servers(StagedRun(run_dir))
 
 
 def test_others_than_this_release_writes_are_refused(run_dir: Path) -> None:
     data = pack_record(record())
 
     def refused(bad: bytes, error: type[FormatError], words: str) -> None:
-        servers_path(run_dir).write_bytes(bad)
+        servers_path(StagedRun(run_dir)).write_bytes(bad)
         with pytest.raises(error, match=words):
-            read_servers(run_dir)
+            read_servers(StagedRun(run_dir))
 
     refused(data.replace(b'"version":1', b'"version":2'), UnsupportedVersion, "version 2")
     refused(data.replace(b'"pid":41', b'"pid":42'), DigestMismatch, "crc32c")
@@ -110,10 +110,10 @@ def test_figures_that_no_server_has_are_refused(changed: dict[str, object]) -> N
 def test_the_file_of_somebody_else_is_refused(run_dir: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere.json"
     elsewhere.write_bytes(pack_record(record()))
-    servers_path(run_dir).symlink_to(elsewhere)
+    servers_path(StagedRun(run_dir)).symlink_to(elsewhere)
     with pytest.raises(StagingRefused, match="no symbolic links"):
-        read_servers(run_dir)
-    servers_path(run_dir).unlink()
-    os.mkfifo(servers_path(run_dir))
+        read_servers(StagedRun(run_dir))
+    servers_path(StagedRun(run_dir)).unlink()
+    os.mkfifo(servers_path(StagedRun(run_dir)))
     with pytest.raises(StagingRefused, match="plain file"):
-        read_servers(run_dir)
+        read_servers(StagedRun(run_dir))

@@ -16,8 +16,8 @@ from recpoint.catalog.retention import sweep
 from recpoint.catalog.retention.sweep import SweepPlan, execute, plan_sweep, spared_words
 from recpoint.catalog.retention.sweep_here import knows_what_is_staged
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import DRAIN, AgentLock, sweep_of
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import SettingsError, StoreFull, StoreUnavailable
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY, attempt_prefix
@@ -335,19 +335,23 @@ def test_a_consolidation_that_goes_on_with_what_is_being_swept(
 def test_only_the_directory_that_the_newest_trainer_uses_says_what_is_staged(
     run: Run, full: Manifest, tmp_path: Path
 ) -> None:
-    run_dir = area.run_directory(tmp_path / "staging", run.url)
-    assert not knows_what_is_staged(run, run_dir)  # as on a laptop
+    run_dir = StagedRun.of(tmp_path / "staging", run.url).path
+    assert not knows_what_is_staged(run, StagedRun(run_dir))  # as on a laptop
     run_dir.mkdir(parents=True)
-    assert not knows_what_is_staged(run, run_dir)  # left by an earlier trainer
-    for who in (DRAIN, sweep_of(run_dir), sweep_of(run_dir.with_name("other"))):
+    assert not knows_what_is_staged(run, StagedRun(run_dir))  # left by an earlier trainer
+    for who in (
+        DRAIN,
+        sweep_of(StagedRun(run_dir)),
+        sweep_of(StagedRun(run_dir.with_name("other"))),
+    ):
         with AgentLock(run_dir.parent, who):
-            assert not knows_what_is_staged(run, run_dir)  # whoever swept on the laptop
+            assert not knows_what_is_staged(run, StagedRun(run_dir))  # whoever swept on the laptop
     with AgentLock(run_dir.parent):
-        assert knows_what_is_staged(run, run_dir)
+        assert knows_what_is_staged(run, StagedRun(run_dir))
     job_file = stage(run, run_dir.parent, tables(), step=20, generation=1)
-    assert knows_what_is_staged(run, run_dir)
+    assert knows_what_is_staged(run, StagedRun(run_dir))
     moved = run.claim(None).model_copy(update={"host": "another", "generation": 3})
     run.store.put(GENERATION_KEY.of(3), pack_record(moved))
-    assert job_file.exists() and not knows_what_is_staged(run, run_dir)
+    assert job_file.exists() and not knows_what_is_staged(run, StagedRun(run_dir))
     run.store.put(GENERATION_KEY.of(3), b"damaged")
-    assert not knows_what_is_staged(run, run_dir)
+    assert not knows_what_is_staged(run, StagedRun(run_dir))

@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.staging import area, locks
-from recpoint.catalog.staging.area import NoteState, read_note, trainer_state, write_note
+from recpoint.catalog.staging import locks
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.trainer_note import (
+    NoteState,
+    read_trainer_note,
+    trainer_state,
+    write_trainer_note,
+)
 from recpoint.errors import StagingError
 from recpoint.trainer_plugin.pipeline import handoff
 from tests.polling import until
@@ -21,18 +27,18 @@ URL = "s3://bucket/ads"
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    directory = area.run_directory(tmp_path, URL)
+    directory = StagedRun.of(tmp_path, URL).path
     directory.mkdir()
     return directory
 
 
 def test_a_note_is_read_as_it_was_written_and_replaced_whole(run_dir: Path) -> None:
-    assert read_note(run_dir) is None
-    write_note(run_dir, URL, "training")
-    first = read_note(run_dir)
+    assert read_trainer_note(StagedRun(run_dir)) is None
+    write_trainer_note(StagedRun(run_dir), URL, "training")
+    first = read_trainer_note(StagedRun(run_dir))
     assert first is not None and first[:2] == (URL, "training") and first.at_ms > 1.7e12
-    write_note(run_dir, URL, "ended")
-    assert (note := read_note(run_dir)) is not None and note.state == "ended"
+    write_trainer_note(StagedRun(run_dir), URL, "ended")
+    assert (note := read_trainer_note(StagedRun(run_dir))) is not None and note.state == "ended"
     assert [path.name for path in run_dir.iterdir()] == ["trainer.json"]
 
 
@@ -54,7 +60,7 @@ def test_a_note_is_read_as_it_was_written_and_replaced_whole(run_dir: Path) -> N
 )
 def test_a_note_that_is_none_says_nothing(run_dir: Path, text: str) -> None:
     (run_dir / "trainer.json").write_text(text)
-    note = read_note(run_dir)
+    note = read_trainer_note(StagedRun(run_dir))
     if text.endswith("x"):  # cut off where reading stops, and whole until there
         assert note is not None and note.state == "ended"
     else:
@@ -62,34 +68,34 @@ def test_a_note_that_is_none_says_nothing(run_dir: Path, text: str) -> None:
 
 
 def test_what_became_of_a_trainer_follows_from_lock_and_note(run_dir: Path) -> None:
-    assert trainer_state(run_dir, None) == "unknown"
-    write_note(run_dir, URL, "training")
-    assert trainer_state(run_dir, read_note(run_dir)) == "lost"
-    lock = locks.acquire(area.trainer_lock_path(run_dir), expected="", next_step="")
-    assert trainer_state(run_dir, read_note(run_dir)) == "training"
+    assert trainer_state(StagedRun(run_dir), None) == "unknown"
+    write_trainer_note(StagedRun(run_dir), URL, "training")
+    assert trainer_state(StagedRun(run_dir), read_trainer_note(StagedRun(run_dir))) == "lost"
+    lock = locks.acquire(StagedRun(run_dir).trainer_lock_path(), expected="", next_step="")
+    assert trainer_state(StagedRun(run_dir), read_trainer_note(StagedRun(run_dir))) == "training"
     locks.release(lock)
-    write_note(run_dir, URL, "ended")
-    assert trainer_state(run_dir, read_note(run_dir)) == "ended"
+    write_trainer_note(StagedRun(run_dir), URL, "ended")
+    assert trainer_state(StagedRun(run_dir), read_trainer_note(StagedRun(run_dir))) == "ended"
 
 
 @pytest.mark.parametrize("state", ["training", "ended"])
 def test_nothing_is_said_of_a_trainer_whose_lock_is_not_answered(
     run_dir: Path, state: NoteState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_note(run_dir, URL, state)
-    locks.release(locks.acquire(area.trainer_lock_path(run_dir), expected="", next_step=""))
+    write_trainer_note(StagedRun(run_dir), URL, state)
+    locks.release(locks.acquire(StagedRun(run_dir).trainer_lock_path(), expected="", next_step=""))
 
     def refuse(_descriptor: int, _operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    assert trainer_state(run_dir, read_note(run_dir)) == "unknown"
+    assert trainer_state(StagedRun(run_dir), read_trainer_note(StagedRun(run_dir))) == "unknown"
 
 
 def state_of(place: Place) -> str:
-    note = read_note(place.run_directory)
+    note = read_trainer_note(StagedRun(place.run_directory))
     assert note is None or note.run_url == place.run
-    return trainer_state(place.run_directory, note)
+    return trainer_state(StagedRun(place.run_directory), note)
 
 
 @pytest.mark.parametrize("final", [True, False])
@@ -117,7 +123,7 @@ def test_a_trainer_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def seen_ms(place: Place) -> int:
-    note = read_note(place.run_directory)
+    note = read_trainer_note(StagedRun(place.run_directory))
     assert note is not None
     return note.seen_ms
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog.overview.watch import RunWatch
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.contract import now_ms
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import new_run
@@ -224,7 +224,7 @@ def test_what_is_staged_is_not_lost_with_the_trainer(
         assert "step 2 is staged on this host and not stored yet; if only the trainer dies" in shown
         assert alive["staged"]["agent_error"] is None
         status = {"alive_ms": now_ms(), "failures": 3, "last_error": "StoreFull: x. Next: free it"}
-        area.status_path(place.run_directory).write_text(json.dumps(status))
+        StagedRun(place.run_directory).status_path.write_text(json.dumps(status))
         (full,) = recpoint("lag", place.run, "--json").json["runs"]
         assert full["staged"]["agent_error"] == "StoreFull: x. Next: free it"
     (gone,) = recpoint("lag", place.run, "--json").json["runs"]
@@ -247,7 +247,7 @@ def test_slots_of_a_killed_trainer_are_named_with_what_frees_them(
     with killed(place):
         assert recpoint("info", "--json").json["left_behind"] == []
     (left,) = recpoint("info", "--json").json["left_behind"]
-    slots = area.slots_directory(place.run_directory).iterdir()
+    slots = StagedRun(place.run_directory).slots_directory.iterdir()
     assert left == {"run_url": place.run, "size_bytes": sum(one.stat().st_size for one in slots)}
     assert left["size_bytes"] > 0
     advice = f"recpoint sweep {place.run} --grace 1h"

@@ -16,8 +16,9 @@ from recpoint.catalog.persist import persist
 from recpoint.catalog.persist.persist import PersistJob, reject_job
 from recpoint.catalog.retention.discard_staged import discard_staged
 from recpoint.catalog.run.run import Run, tell_ended
-from recpoint.catalog.staging import area, locks
+from recpoint.catalog.staging import job_files, locks
 from recpoint.catalog.staging.agent import DRAIN, AgentLock, sweep_of
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import CheckpointCancelled, NothingToRestore, StagingError
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import new_run, tables
@@ -82,7 +83,7 @@ def test_a_dry_run_tells_what_a_sweep_does(recpoint: Invoke, run: Run, staging: 
     (full, increment) = (
         stage(run, staging, tables(), step=step, generation=2, slot=step) for step in (2, 3)
     )
-    orphan = area.read_job(full).ref.model_copy(update={"attempt": "0" * 32})
+    orphan = job_files.read_job(full).ref.model_copy(update={"attempt": "0" * 32})
     rewrite(increment, kind="increment", parent=orphan, base=orphan, chain_length=2)
     lost = stage(run, staging, tables(), step=4, generation=2, slot=4)
     (lost.parent.parent / "slots" / "r00000-4.bin").unlink()
@@ -147,7 +148,7 @@ def test_jobs_are_not_left_to_who_does_not_come_to_them(
     recpoint: Invoke, run: Run, staging: Path, who: str
 ) -> None:
     paths = stage_chain(run, staging, count=2)
-    other = DRAIN if who == "drain" else sweep_of(area.run_directory(staging, "/runs/other"))
+    other = DRAIN if who == "drain" else sweep_of(StagedRun.of(staging, "/runs/other"))
     with AgentLock(staging, other):
         for options in ([], ["--dry-run"]):
             ended = recpoint("sweep", run.url, *options, "--json")
@@ -204,7 +205,7 @@ def test_what_is_staged_for_a_run_that_is_gone_is_discarded_by_name(
     shown = recpoint("sweep", run.url, "--discard-staged").stdout
     assert "discarded 2 jobs" in shown and "full of step 1" in shown
     assert not first.exists() and not second.exists() and not list(slots.iterdir())
-    answer = area.read_outcome(first.parent.parent / "outcomes" / first.name)
+    answer = job_files.read_outcome(first.parent.parent / "outcomes" / first.name)
     assert (answer.result, answer.error_type) == ("rejected", "CheckpointCancelled")
     again = recpoint("sweep", run.url, "--discard-staged", "--json")
     assert again.code == 0 and again.json["discarded"] == []
@@ -229,7 +230,7 @@ def test_a_discard_is_refused_at_once_beside_a_sweep_of_another_run(
 ) -> None:
     (job,) = stage_chain(run, staging, count=1)
     shutil.rmtree(run.url)
-    with AgentLock(staging, sweep_of(area.run_directory(staging, "/runs/other"))):
+    with AgentLock(staging, sweep_of(StagedRun.of(staging, "/runs/other"))):
         ended = recpoint("sweep", run.url, "--discard-staged", "--json")
     assert ended.code == 2 and "a sweep of other-" in ended.json["found"]
     assert ended.json["next_step"] == "it ends by itself: run this again after it"
@@ -259,12 +260,12 @@ def test_a_discard_waits_as_long_as_the_agent_drops_jobs(
     monkeypatch.setattr("recpoint.catalog.retention.discard_staged.time", clock)
     with AgentLock(staging):
         if dropped == len(paths):
-            assert [loss.step for loss in discard_staged(run_dir)] == [1, 2, 3, 4]
+            assert [loss.step for loss in discard_staged(StagedRun(run_dir))] == [1, 2, 3, 4]
             assert not list((run_dir / "cancels").iterdir())
         else:
             with pytest.raises(StagingError, match="2 jobs that were to be dropped"):
-                discard_staged(run_dir)
-    assert area.staged_jobs(run_dir) == paths[dropped:]
+                discard_staged(StagedRun(run_dir))
+    assert StagedRun(run_dir).staged_jobs() == paths[dropped:]
 
 
 def test_nothing_is_discarded_of_a_run_that_has_only_lost_its_record(
@@ -284,7 +285,9 @@ def test_nothing_is_discarded_of_a_run_that_has_only_lost_its_record(
 def test_nothing_is_discarded_beside_a_trainer(recpoint: Invoke, run: Run, staging: Path) -> None:
     (job,) = stage_chain(run, staging, count=1)
     shutil.rmtree(run.url)
-    lock = locks.acquire(area.trainer_lock_path(job.parent.parent), expected="", next_step="")
+    lock = locks.acquire(
+        StagedRun(job.parent.parent).trainer_lock_path(), expected="", next_step=""
+    )
     try:
         ended = recpoint("sweep", run.url, "--discard-staged", "--json")
     finally:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog.overview.watch import RunWatch
-from recpoint.catalog.staging import area
-from recpoint.catalog.staging.area import write_note
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.trainer_note import write_trainer_note
 from recpoint.catalog.store.contract import now_ms
 from recpoint.dashboards import catalog_watch
 from recpoint.dashboards.catalog_watch import CatalogWatch, look_up
@@ -26,13 +26,15 @@ URL = "s3://bucket/ads"
 
 
 def observe(staging: Path, state: RunState) -> AgentObservation:
-    run_dir = area.run_directory(staging, URL)
-    return observe_agent(staging, {run_dir: state}, prefect=False, consolidations=lambda _: 0)
+    run_dir = StagedRun.of(staging, URL).path
+    return observe_agent(
+        staging, {StagedRun(run_dir): state}, prefect=False, consolidations=lambda _: 0
+    )
 
 
 def run_directory(staging: Path) -> Path:
-    run_dir = area.run_directory(staging, URL)
-    area.jobs_directory(run_dir).mkdir(parents=True)
+    run_dir = StagedRun.of(staging, URL).path
+    StagedRun(run_dir).jobs_directory.mkdir(parents=True)
     return run_dir
 
 
@@ -46,21 +48,21 @@ def test_a_run_that_ended_is_shown_for_an_hour_and_longer_while_something_is_sta
     tmp_path: Path,
 ) -> None:
     run_dir = run_directory(tmp_path)
-    write_note(run_dir, URL, "ended")
+    write_trainer_note(StagedRun(run_dir), URL, "ended")
     (run,) = observe(tmp_path, RunState()).runs
     assert (run.run, run.trainer, run.staged_jobs, run.queue_age_seconds) == (URL, "ended", 0, 0)
     age_note(run_dir, 0.9)
     assert observe(tmp_path, RunState()).runs
     age_note(run_dir, 0.2)
     assert not observe(tmp_path, RunState()).runs
-    area.job_path(run_dir, 1, 5, 0).write_text("a job")
+    StagedRun(run_dir).job_path(1, 5, 0).write_text("a job")
     (run,) = observe(tmp_path, RunState()).runs
     assert run.staged_jobs == 1 and 0 <= run.queue_age_seconds < 60
 
 
 def test_a_run_whose_trainer_was_killed_is_shown_until_somebody_takes_it_up(tmp_path: Path) -> None:
     run_dir = run_directory(tmp_path)
-    write_note(run_dir, URL, "training")
+    write_trainer_note(StagedRun(run_dir), URL, "training")
     age_note(run_dir, 100)
     (run,) = observe(tmp_path, RunState()).runs
     assert run.trainer == "lost"
@@ -68,7 +70,7 @@ def test_a_run_whose_trainer_was_killed_is_shown_until_somebody_takes_it_up(tmp_
 
 def test_a_run_has_the_name_of_its_directory_until_somebody_tells_its_url(tmp_path: Path) -> None:
     run_dir = run_directory(tmp_path)
-    area.job_path(run_dir, 1, 5, 0).write_text("a job")
+    StagedRun(run_dir).job_path(1, 5, 0).write_text("a job")
     (run,) = observe(tmp_path, RunState()).runs
     assert (run.run, run.has_url, run.trainer) == (run_dir.name, False, "unknown")
     (run,) = observe(tmp_path, RunState(run_url="s3://key:secret@bucket/ads")).runs
@@ -176,10 +178,10 @@ def test_an_end_that_cannot_be_told_ends_no_agent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_dir = run_directory(tmp_path)
-    write_note(run_dir, URL, "ended")
-    area.jobs_directory(run_dir).rmdir()
-    area.jobs_directory(run_dir).write_text("no directory any more")
+    write_trainer_note(StagedRun(run_dir), URL, "ended")
+    StagedRun(run_dir).jobs_directory.rmdir()
+    StagedRun(run_dir).jobs_directory.write_text("no directory any more")
     state = RunState()
     state.run_id, state.run_url = "0" * 32, URL
-    tell_ended_trainings({run_dir: state})
+    tell_ended_trainings({StagedRun(run_dir): state})
     assert state.end_told_ms is None and "Not a directory" in caplog.text

@@ -19,8 +19,8 @@ from torch.optim import Adagrad, Adam
 from recpoint import Checkpointer, Consecutive
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.embeddings.tables.optimizers import FullyDirtyTables
 from recpoint.errors import SettingsError, StagingError
@@ -198,7 +198,7 @@ def test_several_jobs_may_wait(place: Place) -> None:
     train(training, ckpt, 4)
     until(lambda: ckpt.stats.staged == 3)
     assert ckpt.stats.skipped == 1
-    assert len(list(area.slots_directory(place.run_directory).iterdir())) == 3
+    assert len(list(StagedRun(place.run_directory).slots_directory.iterdir())) == 3
     with place.agent():
         ckpt.close()
     assert [(step, kind) for step, kind, _ in kinds(place)] == [
@@ -223,7 +223,7 @@ def test_a_rejected_job_gives_its_rows_back(place: Place, error_type: str, then:
     until(lambda: ckpt.stats.committed == 1)
     train(training, ckpt, 1)
     until(lambda: ckpt.stats.staged == 2)
-    reject(area.staged_jobs(place.run_directory)[0], error_type)
+    reject(StagedRun(place.run_directory).staged_jobs()[0], error_type)
     until(lambda: ckpt.stats.failed == 1)
     assert error_type in (ckpt.stats.last_error or "")
     train(training, ckpt, 1)
@@ -257,7 +257,7 @@ def test_on_error_raise_raises_at_the_next_step(place: Place) -> None:
     ckpt.restore()
     train(training, ckpt, 1)
     until(lambda: ckpt.stats.staged == 1)
-    reject(area.staged_jobs(place.run_directory)[0], "NoSuchError")
+    reject(StagedRun(place.run_directory).staged_jobs()[0], "NoSuchError")
     until(lambda: ckpt.stats.failed == 1)
     training.batch()
     with pytest.raises(Exception, match="rejected by the agent"):
@@ -316,8 +316,8 @@ def test_jobs_that_nobody_will_finish_do_not_pile_up(
         until(staged_jobs(ckpt, 1))
         ckpt.close(final=False)
     assert "left behind" in caplog.text and "recpoint agent" in caplog.text
-    assert len(area.staged_jobs(place.run_directory)) == 1
-    assert len(list(area.slots_directory(place.run_directory).iterdir())) == 1
+    assert len(StagedRun(place.run_directory).staged_jobs()) == 1
+    assert len(list(StagedRun(place.run_directory).slots_directory.iterdir())) == 1
 
 
 @pytest.mark.parametrize("start", [{}, {"fresh": True}, {"step": 2}])
@@ -585,7 +585,7 @@ def test_a_relative_staging_area_stays_where_it_was(
     monkeypatch.chdir(tmp_path / "elsewhere")
     train(training, ckpt, 1)
     until(staged_jobs(ckpt, 1))
-    assert len(area.staged_jobs(place.run_directory)) == 1
+    assert len(StagedRun(place.run_directory).staged_jobs()) == 1
     ckpt.close(final=False)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from recpoint import Lookahead
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.format.job import Job as StagedJob
 from recpoint.format.manifest import Manifest
@@ -116,14 +117,14 @@ class Job:
     def staged_job(self) -> StagedJob:
         """Waits for the job of the newest checkpoint."""
         run = self.place.run_directory
-        until(lambda: len(area.staged_jobs(run)) > 0)
-        (path,) = area.staged_jobs(run)
-        return area.read_job(path)
+        until(lambda: len(StagedRun(run).staged_jobs()) > 0)
+        (path,) = StagedRun(run).staged_jobs()
+        return job_files.read_job(path)
 
     def staged(self) -> dict[str, bytes]:
         """Waits for the job of the newest checkpoint; returns the bytes and places of its rows."""
         run, job = self.place.run_directory, self.staged_job()
-        slot = (area.slots_directory(run) / job.slot).read_bytes()
+        slot = (StagedRun(run).slots_directory / job.slot).read_bytes()
         found: dict[str, bytes] = {"kind": job.kind.encode()}
         for segment in job.segments:
             # The state behind the tables has another reader's position.
@@ -298,7 +299,7 @@ def test_a_plain_cut_says_nothing_in_its_records_and_all_rows_in_stats(tmp_path:
     assert (copied.rows_before, copied.bytes_before) == (0, 0)
     assert copied.rows_in_stall == staged.dirty_rows > 0
     assert copied.bytes_in_stall == 2 * 4 * DIM * staged.dirty_rows  # values and their sums
-    path = area.staged_jobs(ahead.place.run_directory)[0]
+    path = StagedRun(ahead.place.run_directory).staged_jobs()[0]
     assert b"copied_ahead" not in path.read_bytes()
     ahead.persist()
     assert newest_manifest(ahead).copied_ahead is None

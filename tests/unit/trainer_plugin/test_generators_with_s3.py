@@ -11,7 +11,7 @@ from torch import nn
 
 from recpoint import Timeouts
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.staging.area import run_directories, staged_jobs
+from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.trainer_plugin.checkpointer import Checkpointer
 
 
@@ -51,8 +51,8 @@ def test_generators_are_those_of_training_alone(s3_run_url: str, tmp_path: Path)
     seed(number)
     assert generators() == before, "building it has drawn something"
 
-    (run_dir,) = run_directories(tmp_path)
-    for job in staged_jobs(run_dir):
+    (run_dir,) = [run.path for run in staged_runs(tmp_path)]
+    for job in StagedRun(run_dir).staged_jobs():
         persist_job(job)
     number = 2
     with start() as checkpointer:

@@ -163,8 +163,10 @@ def test_what_ranks_that_are_gone_left_is_removed(tmp_path: Path) -> None:
 
     def there() -> dict[str, list[str]]:
         return {
-            name: sorted(path.name for path in (new.run_directory / name).glob("r*"))
-            + sorted(path.stem.rpartition("-")[2] for path in (new.run_directory / name).glob("0*"))
+            name: sorted(path.name for path in (new.staged_run.path / name).glob("r*"))
+            + sorted(
+                path.stem.rpartition("-")[2] for path in (new.staged_run.path / name).glob("0*")
+            )
             for name in ("slots", "jobs", "outcomes")
         }
 

@@ -20,7 +20,7 @@ import pytest
 
 from recpoint import interrupts
 from recpoint.catalog.staging.agent import AgentLock
-from recpoint.catalog.staging.area import staged_jobs
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import SettingsError
 from recpoint.interrupts import came_from_handler, held, is_interrupted, let_into, start_thread
@@ -307,7 +307,7 @@ def test_a_second_sigterm_does_not_wait_for_the_agent(place: Place) -> None:
         raise Ended
 
     def asks_again() -> None:
-        until(lambda: bool(staged_jobs(place.run_directory)))
+        until(lambda: bool(StagedRun(place.run_directory).staged_jobs()))
         os.kill(os.getpid(), signal.SIGTERM)
 
     with handlers({signal.SIGTERM: ends}), AgentLock(place.staging):
@@ -370,7 +370,7 @@ def test_ctrl_c_ends_the_wait_for_the_agent_and_nothing_else(place: Place) -> No
     ckpt.step()
 
     def press() -> None:
-        until(lambda: bool(staged_jobs(place.run_directory)))
+        until(lambda: bool(StagedRun(place.run_directory).staged_jobs()))
         os.kill(os.getpid(), signal.SIGUSR1)
 
     with AgentLock(place.staging):  # an agent that takes its time

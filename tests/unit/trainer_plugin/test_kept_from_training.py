@@ -16,7 +16,8 @@ import torch
 from recpoint import Checkpointer
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area as staged
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.format.job import Outcome
@@ -142,7 +143,7 @@ def test_a_bitmap_that_cannot_be_used_again(place: Place, fate: str) -> None:
         dirty = pending.dirty["users"]
         object.__setattr__(dirty, "bitmap", torch.stack([dirty.bitmap, dirty.bitmap], 1)[:, 0])
     if fate == "lost":
-        for path in staged.staged_jobs(place.run_directory):
+        for path in StagedRun(place.run_directory).staged_jobs():
             path.unlink()
     else:
         place.persist_all()
@@ -156,8 +157,8 @@ def test_a_bitmap_that_cannot_be_used_again(place: Place, fate: str) -> None:
 
 def answer(place: Place, *, table: int, method: str) -> None:
     """Answer the only job with what nobody stored, as no agent of this release does."""
-    (job_file,) = staged.staged_jobs(place.run_directory)
-    job = staged.read_job(job_file)
+    (job_file,) = StagedRun(place.run_directory).staged_jobs()
+    job = job_files.read_job(job_file)
     outcome = Outcome(
         step=job.step,
         generation=job.generation,
@@ -182,7 +183,7 @@ def answer(place: Place, *, table: int, method: str) -> None:
         ),
         finished_ms=0,
     )
-    staged.finish(job_file, outcome)
+    job_files.finish(job_file, outcome)
 
 
 def test_an_outcome_about_tables_that_are_not_there(place: Place) -> None:
@@ -215,8 +216,8 @@ def test_a_method_of_a_later_release_is_left_to_its_agent(place: Place, where: s
     train(training, ckpt, 1)
     assert ckpt.checkpoint()
     until(lambda: ckpt.stats.staged == 2)
-    (job_file,) = staged.staged_jobs(place.run_directory)
-    assert [table.method for table in staged.read_job(job_file).tables] == [None, None]
+    (job_file,) = StagedRun(place.run_directory).staged_jobs()
+    assert [table.method for table in job_files.read_job(job_file).tables] == [None, None]
     assert ckpt.stats.failed == 0
     ckpt.close(final=False)
 

@@ -12,7 +12,8 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from recpoint import Checkpointer, Consecutive
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from tests.training_builder import (
     DIM,
     Batches,
@@ -52,10 +53,10 @@ def bounds_told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def staged_bytes(place: Place, ckpt: Checkpointer) -> int:
     """Bytes of a checkpoint that is cut now, in its slot."""
-    before = len(area.staged_jobs(place.run_directory))
+    before = len(StagedRun(place.run_directory).staged_jobs())
     assert ckpt.checkpoint()
-    until(lambda: len(area.staged_jobs(place.run_directory)) > before)
-    return area.read_job(area.staged_jobs(place.run_directory)[-1]).slot_bytes
+    until(lambda: len(StagedRun(place.run_directory).staged_jobs()) > before)
+    return job_files.read_job(StagedRun(place.run_directory).staged_jobs()[-1]).slot_bytes
 
 
 @pytest.mark.filterwarnings("ignore:every checkpoint stores these tables as a whole")
@@ -131,7 +132,7 @@ def test_a_slot_has_no_room_for_what_was_large_once(place: Place) -> None:
             seen = {"seen": bytes(more)}
             train(training, ckpt, 1)
             until(lambda: ckpt.stats.committed == ckpt.batches_done)
-            (slot,) = area.slots_directory(place.run_directory).iterdir()
+            (slot,) = StagedRun(place.run_directory).slots_directory.iterdir()
             assert slot.stat().st_size <= ckpt.memory_bound_bytes
         ckpt.close(final=False)
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from recpoint import Checkpointer, Lookahead, Options, ResumableLoader, Staging
 from recpoint.catalog.check.validate import validate
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.embeddings.cache.install import cached, read_rows
 from recpoint.embeddings.home.contract import Home
@@ -170,7 +170,7 @@ def test_the_slots_of_a_trainer_have_no_rows_of_servers(place: Place) -> None:
             with checkpointing(both, here, at_servers=at_servers) as ckpt:
                 both.train(ckpt, 12)
                 sizes[at_servers] = ckpt.memory_bound_bytes
-        slots = area.slots_directory(here.run_directory)
+        slots = StagedRun(here.run_directory).slots_directory
         assert {path.name[:6] for path in slots.iterdir()} == (
             {f"r{number:05d}" for number in range(4)} if at_servers else {"r00000"}
         )
@@ -204,7 +204,7 @@ def test_a_server_that_cannot_stage_costs_a_checkpoint(
     with served(3) as home:
         both = Both("adagrad", SMALL, home)
         with checkpointing(both, place, on_error="continue", **_WAITS) as ckpt:
-            in_the_way = area.slot_path(place.run_directory, 2, 0)
+            in_the_way = StagedRun(place.run_directory).slot_path(2, 0)
             in_the_way.mkdir(mode=0o700, parents=True)
             while in_the_way.name not in caplog.text:
                 both.train(ckpt, 1)  # a step notes what has failed
@@ -230,12 +230,12 @@ def test_a_part_that_an_agent_rejects_ends_the_whole_attempt(
         with both.checkpointer(place, **settings) as ckpt:
             ckpt.restore()
             both.train(ckpt, 5)
-            until(lambda: len(area.staged_jobs(place.run_directory)) == 4)
-            damage(area.slot_path(place.run_directory, number, 0))
+            until(lambda: len(StagedRun(place.run_directory).staged_jobs()) == 4)
+            damage(StagedRun(place.run_directory).slot_path(number, 0))
             with place.agent():
                 both.train(ckpt, 17)
                 ckpt.close()
-                until(lambda: not area.staged_jobs(place.run_directory))
+                until(lambda: not StagedRun(place.run_directory).staged_jobs())
         if number:
             assert "part of embedding server 3: " in caplog.text
         assert [one.step for one in manifests(place)] == [22, 20, 15, 10]
@@ -253,18 +253,18 @@ def test_a_part_that_is_lost_with_its_server_ends_the_attempt(
         with both.checkpointer(place, ranks_seconds=3.0, **settings) as ckpt:
             ckpt.restore()
             both.train(ckpt, 5)
-            until(lambda: len(area.staged_jobs(place.run_directory)) == 4)
+            until(lambda: len(StagedRun(place.run_directory).staged_jobs()) == 4)
             os.kill(home.greetings[1].pid, signal.SIGKILL)
             (of_it,) = (
                 path
-                for path in area.staged_jobs(place.run_directory)
+                for path in StagedRun(place.run_directory).staged_jobs()
                 if path.stem.endswith("r00002")
             )
             of_it.unlink()
             with place.agent():
                 both.train(ckpt, 17)
                 ckpt.close()
-                until(lambda: not area.staged_jobs(place.run_directory))
+                until(lambda: not StagedRun(place.run_directory).staged_jobs())
         assert "embedding server 2 was lost, and so may be its part" in caplog.text
         assert [one.step for one in manifests(place)] == [22, 20, 15, 10]
         restored(place, "adagrad").same_as(both)
@@ -276,7 +276,7 @@ def test_rows_are_read_as_they_are_after_a_cut_that_has_failed(place: Place) -> 
     with served(3) as home:
         both = Both("adagrad", SMALL, home)
         with checkpointing(both, place, on_error="continue", **_WAITS) as ckpt:
-            slot = area.slot_path(place.run_directory, 0, 0)
+            slot = StagedRun(place.run_directory).slot_path(0, 0)
             slot.unlink()
             slot.mkdir(mode=0o700)
             both.train(ckpt, 19)

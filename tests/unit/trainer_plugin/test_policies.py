@@ -10,7 +10,8 @@ import torch
 from recpoint import Checkpointer, OneShot
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.format.manifest import Manifest
 from recpoint.trainer_plugin.policy import POLICIES, Sizes
@@ -215,7 +216,7 @@ def lose(training: Training, ckpt: Checkpointer, place: Place, *users: int) -> N
     before = ckpt.stats.staged, ckpt.stats.failed
     ckpt.step()
     until(lambda: ckpt.stats.staged == before[0] + 1)
-    reject(area.staged_jobs(place.run_directory)[-1], "StagingError")
+    reject(StagedRun(place.run_directory).staged_jobs()[-1], "StagingError")
     until(lambda: ckpt.stats.failed == before[1] + 1)
 
 
@@ -260,9 +261,9 @@ def test_increments_on_a_full_that_is_lost(place: Place) -> None:
         look_up(training, user)
         ckpt.step()
     until(lambda: ckpt.stats.staged == 4)
-    full, increment = area.staged_jobs(place.run_directory)
-    assert area.read_job(full).kind == "full"
-    job = area.read_job(increment)
+    full, increment = StagedRun(place.run_directory).staged_jobs()
+    assert job_files.read_job(full).kind == "full"
+    job = job_files.read_job(increment)
     assert (job.kind, job.parent and job.parent.step, job.dirty_rows) == ("increment", 3, 1)
     written = full.read_bytes()
     full.write_bytes(

@@ -15,7 +15,8 @@ from recpoint import Checkpointer, Consecutive, Options, Precision
 from recpoint.catalog.restore.chunks import StoreChunks, read_chunk
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.slot import Slot
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import StagingError
@@ -43,8 +44,8 @@ def one_by_one(
         for number in range(1, checkpoints + 1):
             train(training, ckpt, 2)
             until(staged_jobs(ckpt, number))
-            (path,) = area.staged_jobs(place.run_directory)
-            jobs.append(area.read_job(path))
+            (path,) = StagedRun(place.run_directory).staged_jobs()
+            jobs.append(job_files.read_job(path))
             assert place.persist_all() == 1
             until(committed(ckpt, number))
     run = Run.open(open_store(place.run))
@@ -168,8 +169,8 @@ def test_what_cannot_be_quantized_or_not_with_profit_is_staged_as_it_is(place: P
                 weight[ids] *= 0.5
             ckpt.mark(name.removesuffix(".weight"), ids)
         ckpt.step()
-        until(lambda: len(area.staged_jobs(place.run_directory)) == 1)
-        job = area.read_job(area.staged_jobs(place.run_directory)[0])
+        until(lambda: len(StagedRun(place.run_directory).staged_jobs()) == 1)
+        job = job_files.read_job(StagedRun(place.run_directory).staged_jobs()[0])
         assert [table.codes for table in job.tables] == [True, False, False, False]
         assert job.segment("t0.exact_at").shape == ((5,) if job.kind == "full" else (2,))
         assert place.persist_all() == 1

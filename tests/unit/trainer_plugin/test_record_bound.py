@@ -14,7 +14,7 @@ from torch import nn
 from recpoint import Checkpointer
 from recpoint.catalog.persist import plan
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import RecordTooLarge, SettingsError
 from recpoint.format import records
@@ -69,7 +69,7 @@ def has_failed(ckpt: Checkpointer, times: int) -> bool:
 
 
 def staged(place: Place) -> int:
-    return len(area.staged_jobs(place.run_directory))
+    return len(StagedRun(place.run_directory).staged_jobs())
 
 
 class TestBuild:

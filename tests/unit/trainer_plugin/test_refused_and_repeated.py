@@ -14,7 +14,7 @@ import torch
 from recpoint import Checkpointer
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from tests.training_builder import (
     Place,
@@ -46,7 +46,7 @@ def test_a_step_that_was_refused_is_stored_after_a_rewind(place: Place, error_ty
     until(lambda: ckpt.stats.committed == 1)
     train(first, ckpt, 1)
     until(lambda: ckpt.stats.staged == 2)
-    reject(area.staged_jobs(place.run_directory)[0], error_type)
+    reject(StagedRun(place.run_directory).staged_jobs()[0], error_type)
     until(lambda: ckpt.stats.failed == 1)
     ckpt.close(final=False)
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from recpoint import Checkpointer, Options
 from recpoint.catalog.restore.chunks import StoreChunks, read_chunk
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging import job_files
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.job import open_slot, read_into
 from recpoint.catalog.staging.sample import Sample, Sampler
 from recpoint.catalog.store.store import open_store
@@ -115,10 +116,10 @@ def test_a_checkpoint_holds_rows_of_its_own_and_of_others(place: Place, dtype: t
         assert ckpt.checkpoint()
         if number == 1:
             step(model, optimizer, torch.arange(5000))  # what comes later is not in it
-        until(lambda: len(area.staged_jobs(place.run_directory)) == 1)
-        (job_file,) = area.staged_jobs(place.run_directory)
-        job = area.read_job(job_file)
-        open_slot(job_file, area.read_job(job_file)).verify()
+        until(lambda: len(StagedRun(place.run_directory).staged_jobs()) == 1)
+        (job_file,) = StagedRun(place.run_directory).staged_jobs()
+        job = job_files.read_job(job_file)
+        open_slot(job_file, job_files.read_job(job_file)).verify()
         place.persist_all()
         until(lambda: ckpt.stats.committed == ckpt.stats.staged)
         run = Run.open(open_store(place.run))
@@ -163,11 +164,11 @@ def test_a_slot_has_room_for_every_sample(place: Place) -> None:
     ckpt.restore()
     bound = ckpt.memory_bound_bytes
     ckpt.checkpoint()
-    until(lambda: len(area.staged_jobs(place.run_directory)) == 1)
-    (job_file,) = area.staged_jobs(place.run_directory)
-    job = area.read_job(job_file)
+    until(lambda: len(StagedRun(place.run_directory).staged_jobs()) == 1)
+    (job_file,) = StagedRun(place.run_directory).staged_jobs()
+    job = job_files.read_job(job_file)
     assert job.slot_bytes <= bound
-    opened = open_slot(job_file, area.read_job(job_file))
+    opened = open_slot(job_file, job_files.read_job(job_file))
     extent = opened.extent("sample.1.ids")
     data = bytearray(extent.length)
     read_into(memoryview(data), extent)

@@ -14,6 +14,7 @@ from recpoint import Checkpointer, Lookahead
 from recpoint.catalog.overview.overview import ServersSeen
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.run.run import Run
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.servers import read_servers, servers_path
 from recpoint.catalog.store.store import open_store
 from recpoint.embeddings.home.contract import Home
@@ -78,7 +79,7 @@ class Trained:
 
 
 def told(place: Place) -> ServersRecord | None:
-    return read_servers(place.run_directory) if place.run_directory.exists() else None
+    return read_servers(StagedRun(place.run_directory)) if place.run_directory.exists() else None
 
 
 def states(place: Place) -> list[str]:
@@ -122,7 +123,7 @@ def test_what_it_says_is_what_a_page_sees(place: Place, running: list[EmbeddingS
             until(lambda: states(place) == ["up", "lost"])
         now = seen(place)
         assert now is not None and not now.trainer_lives and now.servers is not None
-        servers_path(place.run_directory).write_text("{")
+        servers_path(StagedRun(place.run_directory)).write_text("{")
         now = seen(place)
         assert now is not None and now.servers is None and "servers.json" in now.error
 
@@ -155,8 +156,8 @@ def test_a_write_that_fails_is_logged_once_and_training_goes_on(
         trained = Trained(home, place)
         with trained.begun():
             until(lambda: told(place))
-            servers_path(place.run_directory).unlink()
-            servers_path(place.run_directory).mkdir()  # no file can take its place
+            servers_path(StagedRun(place.run_directory)).unlink()
+            servers_path(StagedRun(place.run_directory)).mkdir()  # no file can take its place
             until(said)
             trained.train(12)
             assert trained.checkpoints.batches_done == 12

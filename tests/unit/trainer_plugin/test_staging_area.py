@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area as staged
 from recpoint.catalog.staging.agent import AGENT, DRAIN, AgentLock, sweep_of
-from recpoint.catalog.staging.area import read_note, trainer_state
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.trainer_note import read_trainer_note, trainer_state
 from recpoint.trainer_plugin.ranks.agreement import incomplete_parts
 from recpoint.trainer_plugin.snapshot.staging import StagingArea
 from tests.catalog_builder import new_run, tables
@@ -32,10 +32,10 @@ def test_who_does_the_jobs_of_its_run_is_its_agent(tmp_path: Path) -> None:
     area = StagingArea(tmp_path, "/runs/own")
     area.create()
     assert not area.agent_is_running()
-    for who in (AGENT, DRAIN, sweep_of(area.run_directory)):
+    for who in (AGENT, DRAIN, sweep_of(StagedRun(area.staged_run.path))):
         with AgentLock(tmp_path, who):
             assert area.agent_is_running()
-    with AgentLock(tmp_path, sweep_of(staged.run_directory(tmp_path, "/runs/other"))):
+    with AgentLock(tmp_path, sweep_of(StagedRun.of(tmp_path, "/runs/other"))):
         assert not area.agent_is_running()
 
 
@@ -49,7 +49,7 @@ def test_a_sweep_of_another_run_is_not_waited_for(
     area = StagingArea(tmp_path / "staging", run.url)
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=refuse)
     monkeypatch.setattr("recpoint.trainer_plugin.snapshot.staging.time", clock)
-    with AgentLock(area.root, sweep_of(staged.run_directory(area.root, "/runs/other"))):
+    with AgentLock(area.root, sweep_of(StagedRun.of(area.root, "/runs/other"))):
         assert area.wait_until_drained(60.0) == 1
         area.lock()
         area.take_over(generation=2)
@@ -82,7 +82,7 @@ def test_slots_that_a_job_which_nobody_can_read_may_name_stay(run: Run, tmp_path
     *_, last = jobs.stage(10)
     last.write_bytes(b"\xff")
     area = StagingArea(tmp_path / "host", run.url)
-    slot = staged.slot_path(area.run_directory, 2, 0)
+    slot = StagedRun(area.staged_run.path).slot_path(2, 0)
     (slot.parent / "r00002-notes.bin").write_bytes(b"no slot")
     area.clear_other_ranks((0, 1), generation=1)  # whose job it is
     assert slot.exists()
@@ -104,17 +104,17 @@ def test_a_lock_whose_file_was_removed_is_taken_anew_before_a_slot_is_written(
     area = StagingArea(tmp_path, "/runs/own")
     area.create()
     area.lock()
-    lock = staged.trainer_lock_path(area.run_directory)
-    for remove in (lock.unlink, partial(shutil.rmtree, area.run_directory)):
+    lock = StagedRun(area.staged_run.path).trainer_lock_path()
+    for remove in (lock.unlink, partial(shutil.rmtree, area.staged_run.path)):
         inode = lock.stat().st_ino
         area.create_if_cleared()
         assert lock.stat().st_ino == inode
         remove()
-        assert not staged.trainer_is_running(area.run_directory)
+        assert not StagedRun(area.staged_run.path).trainer_is_running()
         area.create_if_cleared()
-        assert staged.trainer_is_running(area.run_directory)
+        assert StagedRun(area.staged_run.path).trainer_is_running()
     area.close()
-    assert not staged.trainer_is_running(area.run_directory)
+    assert not StagedRun(area.staged_run.path).trainer_is_running()
 
 
 def test_whose_lock_is_anothers_by_now_does_not_say_that_its_training_has_ended(
@@ -124,7 +124,7 @@ def test_whose_lock_is_anothers_by_now_does_not_say_that_its_training_has_ended(
     first.create()
     first.lock()
     first.take_over(1)
-    lock = staged.trainer_lock_path(first.run_directory)
+    lock = first.staged_run.trainer_lock_path()
     lock.unlink()
     second.lock()
     second.take_over(2)
@@ -141,7 +141,9 @@ def test_whose_lock_is_anothers_by_now_does_not_say_that_its_training_has_ended(
 
 
 def _state(area: StagingArea) -> str:
-    return trainer_state(area.run_directory, read_note(area.run_directory))
+    return trainer_state(
+        StagedRun(area.staged_run.path), read_trainer_note(StagedRun(area.staged_run.path))
+    )
 
 
 def test_staged_parts_of_embedding_servers_do_not_stand_for_ranks() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog.run.run import Run, read_end
-from recpoint.catalog.staging import area
-from recpoint.catalog.staging.area import read_note, trainer_state
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.trainer_note import read_trainer_note, trainer_state
 from recpoint.catalog.store.store import open_store
 from tests.forked_program import ForkedProgram, be_code
 from tests.polling import PATIENCE_SECONDS
@@ -75,8 +75,10 @@ def test_a_final_checkpoint_then_the_handler_before(
     assert newest.step in (last, last + 1), "the batch after which the signal was seen"
     end = read_end(run, 1)
     assert end is not None and (end.step, end.reason) == (newest.step, "terminated")
-    note = read_note(place.run_directory)
-    assert trainer_state(place.run_directory, note) == "ended", "and nobody need be woken up"
+    note = read_trainer_note(StagedRun(place.run_directory))
+    assert trainer_state(StagedRun(place.run_directory), note) == "ended", (
+        "and nobody need be woken up"
+    )
 
 
 def test_the_previous_handler_is_back_after_close(place: Place) -> None:
@@ -116,7 +118,7 @@ def test_the_last_checkpoint_is_staged_before_the_signal_goes_on(place: Place) -
     found: list[list[Path]] = []
 
     def look(*_: object) -> None:
-        found.append(area.staged_jobs(place.run_directory))
+        found.append(StagedRun(place.run_directory).staged_jobs())
 
     before = signal.signal(signal.SIGTERM, look)
     try:
@@ -243,7 +245,7 @@ UNCLOSED = """
 import gc, os, sys
 import torch._dynamo  # as the first optimizer does
 from pathlib import Path
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun
 from tests import training_builder
 from tests.training_builder import Place, checkpointer, simple_training
 training_builder.ROWS = 2_000_000  # which takes longer to stage than a process to end
@@ -259,7 +261,7 @@ for _ in range(3):
         ckpt.step()
         break
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(code, len(area.staged_jobs(place.run_directory)), flush=True)
+    print(code, len(StagedRun(place.run_directory).staged_jobs()), flush=True)
 """
 
 

@@ -20,7 +20,8 @@ import torch
 from recpoint import Checkpointer
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area, locks
+from recpoint.catalog.staging import locks
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import StagingError
@@ -465,7 +466,7 @@ def test_a_stale_outcome_is_not_taken_for_an_answer(place: Place) -> None:
     training = simple_training()
     ckpt = checkpointer(training, place, interval_batches=1)
     ckpt.restore()
-    left = area.outcome_path(place.run_directory, 1, 1, 0)
+    left = StagedRun(place.run_directory).outcome_path(1, 1, 0)
     left.write_bytes(b"left by somebody")
     train(training, ckpt, 1)
     until(lambda: ckpt.stats.staged == 1)
@@ -481,8 +482,8 @@ def test_an_outcome_that_cannot_be_read(place: Place) -> None:
     ckpt.restore()
     train(training, ckpt, 1)
     until(lambda: ckpt.stats.staged == 1)
-    area.outcome_path(place.run_directory, 1, 1, 0).write_bytes(b"{}")
-    area.job_path(place.run_directory, 1, 1, 0).unlink()
+    StagedRun(place.run_directory).outcome_path(1, 1, 0).write_bytes(b"{}")
+    StagedRun(place.run_directory).job_path(1, 1, 0).unlink()
     until(lambda: ckpt.stats.failed == 1)
     assert "MalformedObject" in (ckpt.stats.last_error or "")
     train(training, ckpt, 1)
@@ -555,7 +556,7 @@ def test_nobody_else_on_the_host_can_read_what_is_staged(place: Place) -> None:
 
 def test_a_lock_that_cannot_be_opened_is_told_at_the_start(place: Place) -> None:
     ckpt = checkpointer(simple_training(), place)
-    area.trainer_lock_path(place.run_directory).mkdir(parents=True)
+    StagedRun(place.run_directory).trainer_lock_path().mkdir(parents=True)
     with pytest.raises(StagingError, match=r"trainer\.lock.*RECPOINT_STAGING"):
         ckpt.restore()
 

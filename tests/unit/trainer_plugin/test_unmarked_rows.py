@@ -18,7 +18,7 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from recpoint import Checkpointer
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.sample import spread_rows
 from recpoint.catalog.store.store import open_store
 from tests.training_builder import (
@@ -234,7 +234,7 @@ def test_nothing_else_is_found(
         assert ckpt.checkpoint()
         until(lambda: ckpt.stats.staged == staged_before + 1)
         if is_rejected:
-            reject(area.staged_jobs(place.run_directory)[0], "StagingError")
+            reject(StagedRun(place.run_directory).staged_jobs()[0], "StagingError")
         else:
             place.persist_all()
         until(lambda: ckpt.stats.committed + ckpt.stats.failed == done + 1)

@@ -14,8 +14,8 @@ from recpoint import Checkpointer
 from recpoint.catalog.persist import persist
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
 from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.policy import POLICIES
@@ -51,7 +51,7 @@ def cancelling(place: Place, **settings: Any) -> tuple[Training, Checkpointer]:
 
 
 def marked(place: Place) -> list[str]:
-    return sorted(path.name for path in area.cancels_directory(place.run_directory).glob("*"))
+    return sorted(path.name for path in StagedRun(place.run_directory).cancels_directory.glob("*"))
 
 
 def is_marked(place: Place) -> bool:
@@ -183,7 +183,7 @@ def test_a_job_that_is_committed_all_the_same(place: Place) -> None:
     training, ckpt = cancelling(place)
     with idle_agent(place):
         stage_one(training, ckpt)
-        (job_file,) = area.staged_jobs(place.run_directory)
+        (job_file,) = StagedRun(place.run_directory).staged_jobs()
         job = persist.PersistJob.open(job_file)
         store_groups(job)
         committed = job.commit()
@@ -269,7 +269,7 @@ def test_a_new_trainer_withdraws_what_the_last_one_cancelled(place: Place) -> No
         train(training, ckpt, 2)
         until(lambda: is_marked(place))
         ckpt.close(final=False)
-    (area.cancels_directory(place.run_directory) / ".tmp-half").write_bytes(b"{")
+    (StagedRun(place.run_directory).cancels_directory / ".tmp-half").write_bytes(b"{")
     again = checkpointer(simple_training(2), place, drain_seconds=60.0)
     restored = []
     with idle_agent(place):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from recpoint import Checkpointer, Lookahead
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging import area
+from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import SettingsError
 from recpoint.kernels import dirty_bitmap
@@ -309,4 +309,4 @@ def test_a_plan_follows_the_rows_of_the_window_and_not_the_table(is_full: bool) 
 def test_a_checkpointer_without_lookahead_takes_nothing(place: Place) -> None:
     checkpoints: Checkpointer = checkpointer(simple_training(), place)
     assert checkpoints.lookahead_bytes == 0
-    assert not area.staged_jobs(place.run_directory)
+    assert not StagedRun(place.run_directory).staged_jobs()
