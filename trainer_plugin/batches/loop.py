@@ -130,7 +130,8 @@ class Loop:
                 "batches()",
                 found="a call inside another loop over batches()",
                 expected="one loop at a time",
-                next_step="leave the other loop first",
+                next_step="leave the other loop first; if it was left by break, and a variable "
+                "keeps its iterator, call close() of that iterator",
             )
         if bound.epochs is None:
             return
