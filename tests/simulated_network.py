@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torch import Tensor
 
 from recpoint.embeddings.home.contract import FrozenRows, Home, TableRows
-from recpoint.embeddings.server.transport import Greeting, Transport, Value
+from recpoint.embeddings.server.transport import (
+    Message,
+    RecordUse,
+    Reply,
+    RowMessage,
+    SlotRows,
+    Transport,
+)
 from recpoint.errors import ServerLost
+from recpoint.format.records import Part
 
 T = TypeVar("T")
+AnswerT = TypeVar("AnswerT", bound=Part)
 
 
 class PassedOn(Transport):
@@ -27,68 +36,32 @@ class PassedOn(Transport):
         self.names.append(name)
         return call()
 
-    def hello(self, *, within_seconds: float | None = None) -> Greeting:
-        return self.deliver("hello", lambda: self.server.hello())
-
-    def command(
-        self, name: str, arguments: Mapping[str, Value], *, incarnation: int
-    ) -> Mapping[str, Value]:
-        return self.deliver(
-            name, lambda: self.server.command(name, dict(arguments), incarnation=incarnation)
-        )
-
-    def fetch(
-        self, wanted: Sequence[TableRows], *, incarnation: int, frozen: int | None = None
-    ) -> list[Tensor]:
-        late = self._copied(wanted)
-
-        def fetch() -> list[Tensor]:
-            is_found = self.server.fetch(late, incarnation=incarnation, frozen=frozen)
-            for rows, copied, is_present in zip(wanted, late, is_found, strict=True):
-                rows.records[is_present] = copied.records[is_present]
-            return is_found
-
-        return self.deliver("fetch", fetch)
-
-    def write_back(
-        self, changed: Sequence[TableRows], *, incarnation: int, trainer: int, batch: int
-    ) -> None:
-        late = self._copied(changed)
-        self.deliver(
-            "write_back",
-            lambda: self.server.write_back(
-                late, incarnation=incarnation, trainer=trainer, batch=batch
-            ),
-        )
-
-    def check(self, table: str, slots: Tensor, *, incarnation: int) -> Tensor:
-        late = slots.clone()
-        return self.deliver(
-            "check", lambda: self.server.check(table, late, incarnation=incarnation)
-        )
-
-    def stage(
+    def call(
         self,
-        frozen: int,
-        slots: Tensor,
-        records: Tensor | None = None,
+        message: Message[AnswerT],
+        rows: Sequence[SlotRows] = (),
         *,
-        incarnation: int,
-        first: int = 0,
-    ) -> Tensor:
-        late = slots.clone(), None if records is None else records.clone()
-        return self.deliver(
-            "stage",
-            lambda: self.server.stage(frozen, *late, incarnation=incarnation, first=first),
-        )
-
-    def _copied(self, rows: Sequence[TableRows]) -> list[TableRows]:
-        size = sum(table_rows.ids.nbytes + table_rows.records.nbytes for table_rows in rows)
+        within_seconds: float | None = None,
+    ) -> Reply[AnswerT]:
+        size = sum(part.nbytes for row_part in rows for part in row_part if part is not None)
         self.most_bytes = max(self.most_bytes, size)
-        return [
-            TableRows(table_rows.table, table_rows.ids.clone(), table_rows.records.clone())
-            for table_rows in rows
+        late = [
+            SlotRows(
+                row_part.slots.clone(),
+                None if row_part.records is None else row_part.records.clone(),
+            )
+            for row_part in rows
         ]
+
+        def ask() -> Reply[AnswerT]:
+            reply = self.server.call(message, late)
+            if isinstance(message, RowMessage) and message.records is RecordUse.FILLED:
+                for row_part, copied, has in zip(rows, late, reply.tensors, strict=True):
+                    assert row_part.records is not None and copied.records is not None
+                    row_part.records[has] = copied.records[has]
+            return reply
+
+        return self.deliver(message.kind, ask)
 
     def close(self) -> None:
         self.names.append("close")

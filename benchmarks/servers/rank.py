@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,14 @@ from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.cache.progress import CacheStats
-from recpoint.embeddings.home.contract import Home, TableRows
+from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.server.home import ServedHome
 from recpoint.embeddings.server.protected_home import protected_home
 from recpoint.embeddings.server.tcp import TcpTransport
-from recpoint.embeddings.server.transport import Greeting, Transport, Value
+from recpoint.embeddings.server.transport import Message, Reply, SlotRows, Transport
 from recpoint.errors import ServerLost
+from recpoint.format.records import Part
 from recpoint.trainer_plugin.snapshot.cut import Cutter
 
 __all__ = ["given_job", "join_ranks", "process", "serve_orders"]
@@ -322,6 +323,9 @@ def _answers(transport: Transport) -> bool | None:
     return True
 
 
+AnswerT = TypeVar("AnswerT", bound=Part)
+
+
 class _Late(Transport):
     """Waits before each call, as a longer cable would have it wait.
 
@@ -334,42 +338,16 @@ class _Late(Transport):
         self._to, self._seconds = transport, seconds
         self.listens_at = transport.listens_at
 
-    def _wait(self) -> Transport:
+    def call(
+        self,
+        message: Message[AnswerT],
+        rows: Sequence[SlotRows] = (),
+        *,
+        within_seconds: float | None = None,
+    ) -> Reply[AnswerT]:
         if self._seconds:
             time.sleep(self._seconds)
-        return self._to
-
-    def hello(self, *, within_seconds: float | None = None) -> Greeting:
-        return self._wait().hello(within_seconds=within_seconds)
-
-    def command(
-        self, name: str, arguments: Mapping[str, Value], *, incarnation: int
-    ) -> Mapping[str, Value]:
-        return self._wait().command(name, arguments, incarnation=incarnation)
-
-    def fetch(
-        self, wanted: Sequence[TableRows], *, incarnation: int, frozen: int | None = None
-    ) -> list[Tensor]:
-        return self._wait().fetch(wanted, incarnation=incarnation, frozen=frozen)
-
-    def write_back(
-        self, changed: Sequence[TableRows], *, incarnation: int, trainer: int, batch: int
-    ) -> None:
-        self._wait().write_back(changed, incarnation=incarnation, trainer=trainer, batch=batch)
-
-    def check(self, table: str, slots: Tensor, *, incarnation: int) -> Tensor:
-        return self._wait().check(table, slots, incarnation=incarnation)
-
-    def stage(
-        self,
-        frozen: int,
-        slots: Tensor,
-        records: Tensor | None = None,
-        *,
-        incarnation: int,
-        first: int = 0,
-    ) -> Tensor:
-        return self._wait().stage(frozen, slots, records, incarnation=incarnation, first=first)
+        return self._to.call(message, rows, within_seconds=within_seconds)
 
     def close(self) -> None:
         self._to.close()

@@ -17,7 +17,6 @@ goes on where it failed.
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -144,30 +143,6 @@ class Unsettled:
                 break
             writes.append(write)
         return replace(self, writes=writes)
-
-    def to_json(self) -> str:
-        """Return it as text, for `from_json`."""
-        writes = [
-            [[receiver, *share] for receiver, share in shares.items()] for shares in self.writes
-        ]
-        return json.dumps([self.receiver, self.incarnation, self.applied, writes])
-
-    @staticmethod
-    def from_json(text: str) -> Unsettled:
-        """Return what `to_json` was called on."""
-        receiver, incarnation, applied, writes = json.loads(text)
-        return Unsettled(
-            receiver=receiver,
-            incarnation=incarnation,
-            applied=applied,
-            writes=[
-                {
-                    server: (server_incarnation, number)
-                    for server, server_incarnation, number in shares
-                }
-                for shares in writes
-            ],
-        )
 
 
 def taken_back(reports: Iterable[Unsettled]) -> dict[int, list[int]]:

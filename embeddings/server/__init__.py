@@ -2,18 +2,20 @@
 
 A trainer's cache sees one `Home`. Behind it, each table's rows are divided over servers.
 
-Read the modules in this order: `transport.py` (the seven calls of a server), `server.py` (answers
-them, and does each write once), `placement.py` (which server has a row), `links.py` (calls all
-servers), `placed_rows.py` (a table on all servers), `calls.py` (what a home does about its servers:
-it calls once), `home.py` (one home of several servers), `rank_agreement.py` (what rank 0 tells the
-other ranks), `stream.py` and `tcp.py` (the calls over TCP), `receive_buffers.py` (the memory of
-requests), `process.py` (one server in a process of its own) and `processes.py` (starts such
-processes, and starts them again). `served_part.py` has servers stage their rows of a checkpoint,
-and `part_stager.py` does that in a server.
+Read the modules in this order: `transport.py` (what a call to a server is), `messages.py` (the
+calls of trainers), `server.py` (answers them, and does each write once), `placement.py` (which
+server has a row), `links.py` (calls all servers), `placed_rows.py` (a table on all servers),
+`calls.py` (what a home does about its servers: it calls once), `home.py` (one home of several
+servers), `rank_agreement.py` (what rank 0 tells the other ranks), `all_messages.py`, `stream.py`
+and `tcp.py` (the calls over TCP), `receive_buffers.py` (the memory of requests), `process.py` (one
+server in a process of its own) and `processes.py` (starts such processes, and starts them again).
+`served_part.py` has servers stage their rows of a checkpoint, and `part_stager.py` does that in a
+server.
 
-With parity (`../parity/`): `protection.py` gives a server's part in it threads and connections,
-`peer_wire.py` and `tcp_peer.py` carry calls between servers, `led_server.py` carries those of the
-leader, and `until_successor.py` repeats calls until the successor of a lost server answers.
+With parity (`../parity/`): `parity_messages.py` has the calls of the leader and of other servers,
+and `parity_calls.py` answers them. `protection.py` gives a server's part in parity threads and
+connections, `tcp_peer.py` calls other servers, `led_server.py` calls a server for the leader, and
+`until_successor.py` repeats calls until the successor of a lost server answers.
 `checked_stripes.py` compares rows with their parity. `protected_home.py` makes homes, with parity
 or without.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from recpoint.embeddings.home.contract import Checked
 from recpoint.embeddings.home.forms import TableForm
 from recpoint.embeddings.server.links import ServerLink, ServerLinks
+from recpoint.embeddings.server.messages import AddTable, Begin, ClearTable
 from recpoint.embeddings.server.placed_rows import ServerTable
 from recpoint.embeddings.server.placement import placement_of
 from recpoint.embeddings.server.transport import Greeting
@@ -118,10 +119,8 @@ class CallOnce(CallPolicy):
 
     def begin(self, link: ServerLink, greeting: Greeting) -> int:
         """See `CallPolicy`."""
-        answer = link.transport.command(
-            "begin", {"owner": self._links.owner}, incarnation=greeting.incarnation
-        )
-        return int(answer["incarnation"] or 0)
+        message = Begin(incarnation=greeting.incarnation, owner=self._links.owner)
+        return link.transport.call(message).answer.incarnation
 
     def place(self, form: TableForm) -> ServerTable:
         """Deal the rows out to the servers in turn."""
@@ -147,16 +146,14 @@ class CallOnce(CallPolicy):
     def _add_at(self, number: int, table: ServerTable) -> int:
         """Add a table at a server as it is now; return the server's incarnation."""
         incarnation = self._links.begin(number, self.begin)
-        self._links[number].transport.command(
-            "add_table",
-            {
-                "table": table.form.table,
-                "rows": table.placement.slots(number),
-                "record_bytes": table.form.record_bytes,
-                "all_rows": table.form.rows,
-            },
+        message = AddTable(
             incarnation=incarnation,
+            table=table.form.table,
+            rows=table.placement.slots(number),
+            record_bytes=table.form.record_bytes,
+            all_rows=table.form.rows,
         )
+        self._links[number].transport.call(message)
         return incarnation
 
     def _refuse_restarted(self, number: int) -> Never:
@@ -186,15 +183,13 @@ class CallOnce(CallPolicy):
             part, link = table.parts[server], self._links[server]
             with part.lock:
                 part.incarnation = self._add_at(server, table)
-                link.transport.command(
-                    "clear",
-                    {
-                        "table": table.form.table,
-                        "trainer": self._links.trainer,
-                        "batch": next(link.numbers),
-                    },
+                message = ClearTable(
                     incarnation=part.incarnation,
+                    table=table.form.table,
+                    trainer=self._links.trainer,
+                    batch=next(link.numbers),
                 )
+                link.transport.call(message)
 
         self._links.at_all(clear)
         table.forget_batches()

@@ -14,7 +14,9 @@ from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.parity.stripe_check import StripeVerdict
 from recpoint.embeddings.parity.stripes import Stripes
 from recpoint.embeddings.server.links import ServerLinks
+from recpoint.embeddings.server.messages import CheckStripes
 from recpoint.embeddings.server.placed_rows import ServerTable
+from recpoint.embeddings.server.transport import SlotRows
 from recpoint.errors import HomeError, ServerLost
 
 __all__ = ["checked_stripes"]
@@ -51,9 +53,8 @@ def checked_stripes(
             return
         transport = link.transport
         try:
-            verdicts[chosen] = transport.check(
-                table.form.table, slots[chosen], incarnation=link.incarnation
-            )
+            message = CheckStripes(incarnation=link.incarnation, table=table.form.table)
+            (verdicts[chosen],) = transport.call(message, [SlotRows(slots[chosen])]).tensors
         except (HomeError, OutOfStep) as error:
             # Stripes with members on a lost server stay unknown.
             if not isinstance(error, (ServerLost, OutOfStep)) and transport is link.transport:

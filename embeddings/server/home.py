@@ -12,7 +12,7 @@ that was started again refuses the call. What the home then does, and where it p
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
 import torch
@@ -24,9 +24,10 @@ from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.parity.stripes import Stripes
 from recpoint.embeddings.server.calls import CallOnce, CallPolicy
 from recpoint.embeddings.server.links import ServerLinks
+from recpoint.embeddings.server.messages import AskSizes, Fetch, Freeze, Release, WriteBack
 from recpoint.embeddings.server.placed_rows import FrozenAt, PlacedRows, ServerTable, requests
 from recpoint.embeddings.server.placement import Placement
-from recpoint.embeddings.server.transport import Greeting, Transport, Value
+from recpoint.embeddings.server.transport import Greeting, Transport
 from recpoint.errors import HomeError
 from recpoint.format.servers import AllServers, ServerFacts
 from recpoint.kernels import row_gather
@@ -155,11 +156,12 @@ class ServedHome(Home):
         is_stored: dict[ServerTable, list[Tensor]] = {placed.table: [] for placed in rows}
         for request in requests(rows, server):
             incarnation = request[0].table.parts[server].incarnation
-            answers = transport.fetch(
-                [placed.named for placed in request],
+            message = Fetch(
                 incarnation=incarnation if frozen is None else frozen.incarnation,
+                tables=tuple(placed.table.form.table for placed in request),
                 frozen=None if frozen is None else frozen.number,
             )
+            answers = transport.call(message, [placed.beside for placed in request]).tensors
             for placed, answer in zip(request, answers, strict=True):
                 is_stored[placed.table].append(answer)
         return [torch.cat(is_stored[placed.table]) for placed in rows]
@@ -204,12 +206,13 @@ class ServedHome(Home):
             for placed in sorted(rows, key=lambda placed: placed.table.form.table):
                 locks.enter_context(placed.table.parts[server].lock)
             for request in requests(rows, server):
-                link.transport.write_back(
-                    [placed.named for placed in request],
+                message = WriteBack(
                     incarnation=request[0].table.parts[server].incarnation,
+                    tables=tuple(placed.table.form.table for placed in request),
                     trainer=self._servers.trainer,
                     batch=next(link.numbers),
                 )
+                link.transport.call(message, [placed.beside for placed in request])
 
     def freeze(self, table: str, rows: range) -> FrozenRows:
         """Freeze the rows at all servers."""
@@ -253,13 +256,6 @@ class ServedHome(Home):
         """Return how many rows of a table a server has, without parity rows; raises as above."""
         server_table = self._tables.get(table)
         return len(server_table.placement.slots_of(server, range(server_table.form.rows)))
-
-    def command(
-        self, server: int, name: str, arguments: Mapping[str, Value]
-    ) -> Mapping[str, Value]:
-        """Have a server do something; see `Transport.command`."""
-        link = self._servers[server]
-        return link.transport.command(name, arguments, incarnation=link.incarnation)
 
     @property
     def greetings(self) -> tuple[Greeting, ...]:
@@ -323,8 +319,8 @@ class ServedHome(Home):
 
     def _sizes(self, number: int) -> dict[str, int]:
         server = self._servers[number]
-        sizes = server.transport.command("sizes", {}, incarnation=server.incarnation)
-        return {role: int(size or 0) for role, size in sizes.items()}
+        message = AskSizes(incarnation=server.incarnation)
+        return dict(server.transport.call(message).answer.size_bytes)
 
     def close(self) -> None:
         """Close the transports; with parity, the recovery of lost servers ends."""
@@ -344,20 +340,18 @@ class ServedHome(Home):
         slots = table.placement.slots_of(server, rows)
         with part.lock:
             batch, incarnation = next(self._servers[server].numbers), part.incarnation
-            answer = transport.command(
-                "freeze",
-                {
-                    "table": table.form.table,
-                    "start": slots.start,
-                    "stop": slots.stop,
-                    "trainer": self._servers.trainer,
-                    "batch": batch,
-                    "open_from": min(part.open, default=batch),
-                },
+            message = Freeze(
                 incarnation=incarnation,
+                table=table.form.table,
+                start=slots.start,
+                stop=slots.stop,
+                trainer=self._servers.trainer,
+                batch=batch,
+                open_from=min(part.open, default=batch),
             )
+            answer = transport.call(message).answer
             part.open.add(batch)
-        return FrozenAt(int(answer["number"] or 0), batch, incarnation)
+        return FrozenAt(answer.number, batch, incarnation)
 
     def _release_at(self, server: int, table: ServerTable, frozen: FrozenAt) -> None:
         part, transport = table.parts[server], self._servers[server].transport
@@ -366,7 +360,7 @@ class ServedHome(Home):
         # If the server is lost, so are its frozen rows. If only the call is lost, the next freeze
         # or `clear` of the table releases them.
         with suppress(HomeError, OutOfStep):
-            transport.command("release", {"number": frozen.number}, incarnation=frozen.incarnation)
+            transport.call(Release(incarnation=frozen.incarnation, number=frozen.number))
 
     def _is_open(self) -> bool:
         try:

@@ -1,9 +1,8 @@
-"""Passes what `Leader` wants of a server on to it, as commands of `EmbeddingServer`."""
+"""Passes what `Leader` wants of a server on to it, as messages."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -13,13 +12,25 @@ from recpoint.embeddings.parity.own_tables import Known
 from recpoint.embeddings.parity.replacement import LedServer
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.server.links import ServerLink
+from recpoint.embeddings.server.messages import AddTable, Begin, ClearTable
+from recpoint.embeddings.server.parity_messages import (
+    AskKnown,
+    GiveUp,
+    JoinServer,
+    ListTables,
+    LoseServer,
+    OpenServer,
+    PeerAddress,
+    Protect,
+    TakeBack,
+)
 from recpoint.embeddings.server.placed_rows import ServerTable
 from recpoint.embeddings.server.transport import Greeting, Transport
 from recpoint.errors import ClusterLost, ServerLost
 
 __all__ = ["CommandedServer", "Servers", "add_table", "begin"]
 
-#: Numbers of messages in one command. As text, each takes at most 20 bytes.
+#: Numbers of messages in one call. As text, each takes at most 20 bytes.
 _MOST_NUMBERS: Final = 2_000
 
 
@@ -114,35 +125,42 @@ class CommandedServer(LedServer):
 
     def protect(self) -> None:
         """See `LedServer`."""
-        others = [one for one in range(len(self._servers.links)) if one != self._number]
-        self._command(
-            "protect",
-            number=self._number,
-            data=self._servers.parity.data,
-            parity=self._servers.parity.parity,
-            hosts=json.dumps(self._servers.hosts),
-            peers=json.dumps([self._place_of(other) for other in others]),
+        numbers = range(len(self._servers.links))
+        self._link.transport.call(
+            Protect(
+                incarnation=self._link.incarnation,
+                number=self._number,
+                data=self._servers.parity.data,
+                parity=self._servers.parity.parity,
+                hosts=tuple(self._servers.hosts),
+                peers=tuple(
+                    self._address_of(number) for number in numbers if number != self._number
+                ),
+            )
         )
 
-    def _place_of(self, number: int) -> tuple[int, int, str, int]:
+    def _address_of(self, number: int) -> PeerAddress:
         link = self._servers.links[number]
         address = link.transport.listens_at
         assert address is not None  # who makes the home sees to that
-        return number, link.incarnation, address[0], address[1]
+        return PeerAddress(
+            server=number, incarnation=link.incarnation, host=address[0], port=address[1]
+        )
 
     def tables(self) -> dict[str, int]:
         """See `LedServer`."""
-        found: dict[str, int] = {}
+        generations: dict[str, int] = {}
         are_all = False
         while not are_all:
-            said = self._command("tables", start=len(found))
-            are_all = bool(said["are_all"])
-            for table, rows, record_bytes, generation in json.loads(str(said["tables"])):
-                found[table] = generation
+            message = ListTables(incarnation=self._link.incarnation, start=len(generations))
+            answer = self._link.transport.call(message).answer
+            are_all = answer.are_all
+            for table, rows, record_bytes, generation in answer.tables:
+                generations[table] = generation
                 if table not in self._servers.tables:  # another trainer has added it
                     form = TableForm(table, rows, record_bytes)
                     self._servers.tables[table] = self._servers.table(form)
-        return found
+        return generations
 
     def add_table(self, table: str, generation: int, *, is_lost: bool) -> None:
         """See `LedServer`."""
@@ -151,88 +169,91 @@ class CommandedServer(LedServer):
 
     def join(self, other: int) -> None:
         """See `LedServer`."""
-        _, incarnation, host, port = self._place_of(other)
-        self._command("join", server=other, incarnation=incarnation, host=host, port=port)
+        message = JoinServer(incarnation=self._link.incarnation, peer=self._address_of(other))
+        self._link.transport.call(message)
 
     def open(self) -> None:
         """See `LedServer`."""
-        self._command("open")
+        self._link.transport.call(OpenServer(incarnation=self._link.incarnation))
 
     def known(self) -> Known:
         """See `LedServer`."""
-        said = self._command("known")
-        return Known(int(str(said["known"])), int(str(said["all"])))
+        message = AskKnown(incarnation=self._link.incarnation)
+        answer = self._link.transport.call(message).answer
+        return Known(answer.known_rows, answer.all_rows)
 
     def clear(self, table: str, generation: int) -> None:
         """See `LedServer`."""
         part = self._servers.tables[table].parts[self._number]
         with part.lock:
             part.incarnation = self._link.incarnation
-            self._command(
-                "clear",
+            message = ClearTable(
+                incarnation=self._link.incarnation,
                 table=table,
                 trainer=self._servers.trainer,
                 batch=next(self._link.numbers),
                 generation=generation,
             )
+            self._link.transport.call(message)
 
     def give_up(self) -> None:
         """See `LedServer`."""
-        self._command("give_up")
+        self._link.transport.call(GiveUp(incarnation=self._link.incarnation))
 
     def lose(self, server: int, incarnation: int) -> Unsettled | None:
         """See `LedServer`. The answer comes in parts of bounded size."""
-        found: Unsettled | None = None
+        writes: list[Mapping[int, tuple[int, int]]] = []
         while True:
-            start = 0 if found is None else len(found.writes)
-            said = self._command("lose", server=server, incarnation=incarnation, start=start)
-            if said["unsettled"] is None:
+            message = LoseServer(
+                incarnation=self._link.incarnation,
+                server=server,
+                of_incarnation=incarnation,
+                start=len(writes),
+            )
+            answer = self._link.transport.call(message).answer
+            if answer.unsettled is None:
                 return None
-            part = Unsettled.from_json(str(said["unsettled"]))
-            found = part if found is None else replace(found, writes=[*found.writes, *part.writes])
-            if said["are_all"]:
-                return found
+            part = answer.unsettled.unsettled
+            writes += part.writes
+            if answer.are_all:
+                return replace(part, writes=writes)
 
     def take_back(self, server: int, incarnation: int, numbers: Sequence[int]) -> None:
-        """See `LedServer`. The numbers go in commands of bounded size."""
+        """See `LedServer`. The numbers go in calls of bounded size."""
         for first in range(0, max(1, len(numbers)), _MOST_NUMBERS):
             stop = first + _MOST_NUMBERS
-            self._command(
-                "take_back",
+            message = TakeBack(
+                incarnation=self._link.incarnation,
                 server=server,
-                incarnation=incarnation,
-                numbers=json.dumps([*numbers[first:stop]]),
-                are_all=int(stop >= len(numbers)),
+                of_incarnation=incarnation,
+                numbers=tuple(numbers[first:stop]),
+                are_all=stop >= len(numbers),
             )
-
-    def _command(self, name: str, **arguments: int | str) -> dict[str, object]:
-        link = self._link
-        return dict(link.transport.command(name, arguments, incarnation=link.incarnation))
+            self._link.transport.call(message)
 
 
 def begin(transport: Transport, greeting: Greeting, owner: int, number_of_beginning: int) -> int:
     """Have a server begin for a training with parity; returns its incarnation."""
-    begun = transport.command(
-        "begin",
-        {"owner": owner, "round": number_of_beginning, "is_protected": 1},
+    message = Begin(
         incarnation=greeting.incarnation,
+        owner=owner,
+        round=number_of_beginning,
+        is_protected=True,
     )
-    return int(begun["incarnation"] or 0)
+    return transport.call(message).answer.incarnation
 
 
 def add_table(
     link: ServerLink, number: int, table: ServerTable, generation: int, *, is_lost: bool = False
 ) -> None:
     """Have a server make room for its part of a table; see `StripeMember.add_table`."""
-    link.transport.command(
-        "add_table",
-        {
-            "table": table.form.table,
-            "rows": table.placement.slots(number),
-            "record_bytes": table.form.record_bytes,
-            "all_rows": table.form.rows,
-            "generation": generation,
-            "is_lost": int(is_lost),
-        },
+    message = AddTable(
         incarnation=link.incarnation,
+        table=table.form.table,
+        rows=table.placement.slots(number),
+        record_bytes=table.form.record_bytes,
+        all_rows=table.form.rows,
+        generation=generation,
+        is_lost=is_lost,
     )
+    link.transport.call(message)

@@ -10,10 +10,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.home.contract import FrozenRows, TableRows
+from recpoint.embeddings.home.contract import FrozenRows
 from recpoint.embeddings.home.forms import BatchOrder, TableForm
 from recpoint.embeddings.parity.stripes import Stripes
 from recpoint.embeddings.server.placement import Placement
+from recpoint.embeddings.server.transport import SlotRows
 from recpoint.errors import HomeError
 
 __all__ = ["FrozenAt", "PlacedRows", "ServerTable", "requests"]
@@ -114,9 +115,9 @@ class PlacedRows(NamedTuple):
         return PlacedRows(table, slots, torch.empty(size, dtype=torch.uint8, device="cpu"))
 
     @property
-    def named(self) -> TableRows:
-        """The rows as a request has them."""
-        return TableRows(self.table.form.table, self.slots, self.records)
+    def beside(self) -> SlotRows:
+        """The rows as they go beside a message, which names their table."""
+        return SlotRows(self.slots, self.records)
 
 
 def requests(rows: Sequence[PlacedRows], server: int) -> Iterator[list[PlacedRows]]:

@@ -12,18 +12,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from torch import Tensor
-
-from recpoint.embeddings.home.contract import TableRows
-from recpoint.embeddings.server.transport import Greeting, Transport, Value
+from recpoint.embeddings.server.transport import Message, Reply, SlotRows, Transport
 from recpoint.errors import ClusterLost, ServerLost
+from recpoint.format.records import Part
 
 __all__ = ["BEFORE_RAY_SECONDS", "Head", "WatchedTransport", "patience_of_ray"]
 
-T = TypeVar("T")
+AnswerT = TypeVar("AnswerT", bound=Part)
 
 _LOG: Final = logging.getLogger("recpoint")
 _LOOK_SECONDS: Final = 1.0
@@ -153,62 +151,21 @@ class WatchedTransport(Transport):
         self._head = head
         self.listens_at = transport.listens_at
 
-    def hello(self, *, within_seconds: float | None = None) -> Greeting:
-        """See `Transport`."""
-        return self._call(lambda: self._transport.hello(within_seconds=within_seconds))
-
-    def command(
-        self, name: str, arguments: Mapping[str, Value], *, incarnation: int
-    ) -> Mapping[str, Value]:
-        """See `Transport`."""
-        return self._call(lambda: self._transport.command(name, arguments, incarnation=incarnation))
-
-    def fetch(
-        self, wanted: Sequence[TableRows], *, incarnation: int, frozen: int | None = None
-    ) -> list[Tensor]:
-        """See `Transport`."""
-        return self._call(
-            lambda: self._transport.fetch(wanted, incarnation=incarnation, frozen=frozen)
-        )
-
-    def write_back(
-        self, changed: Sequence[TableRows], *, incarnation: int, trainer: int, batch: int
-    ) -> None:
-        """See `Transport`."""
-        self._call(
-            lambda: self._transport.write_back(
-                changed, incarnation=incarnation, trainer=trainer, batch=batch
-            )
-        )
-
-    def check(self, table: str, slots: Tensor, *, incarnation: int) -> Tensor:
-        """See `Transport`."""
-        return self._call(lambda: self._transport.check(table, slots, incarnation=incarnation))
-
-    def stage(
+    def call(
         self,
-        frozen: int,
-        slots: Tensor,
-        records: Tensor | None = None,
+        message: Message[AnswerT],
+        rows: Sequence[SlotRows] = (),
         *,
-        incarnation: int,
-        first: int = 0,
-    ) -> Tensor:
+        within_seconds: float | None = None,
+    ) -> Reply[AnswerT]:
         """See `Transport`."""
-        return self._call(
-            lambda: self._transport.stage(
-                frozen, slots, records, incarnation=incarnation, first=first
-            )
-        )
+        self._head.require_kept()
+        try:
+            return self._transport.call(message, rows, within_seconds=within_seconds)
+        except ServerLost:
+            self._head.require_kept()  # meanwhile: this says why
+            raise
 
     def close(self) -> None:
         """See `Transport`."""
         self._transport.close()
-
-    def _call(self, call: Callable[[], T]) -> T:
-        self._head.require_kept()
-        try:
-            return call()
-        except ServerLost:
-            self._head.require_kept()  # meanwhile: this says why
-            raise

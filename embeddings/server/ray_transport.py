@@ -1,4 +1,4 @@
-"""Holds an embedding server in a Ray actor, and passes the seven calls on to it as actor calls.
+"""Holds an embedding server in a Ray actor, and passes messages on to it as actor calls.
 
 The actor may listen for TCP as well, which takes a third of the time and of the CPU (decision 46).
 
@@ -15,24 +15,33 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import ray
 import torch
-from torch import Tensor
 
-from recpoint.embeddings.home.contract import TableRows
 from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.embeddings.server.tcp import TcpServer
 from recpoint.embeddings.server.tcp_peer import reach_with
-from recpoint.embeddings.server.transport import Greeting, Transport, Value
+from recpoint.embeddings.server.transport import (
+    Greet,
+    Message,
+    RecordUse,
+    Reply,
+    RowMessage,
+    SlotRows,
+    Transport,
+)
 from recpoint.errors import RecpointError, ServerLost
+from recpoint.format.records import Part
 
 __all__ = ["CALLS_AT_ONCE", "MOST_CALLS_WAITING", "RayTransport", "ServerActor", "actor_options"]
 
 _LOG: Final = logging.getLogger("recpoint")
+
+AnswerT = TypeVar("AnswerT", bound=Part)
 
 _Array = np.ndarray[Any, Any]
 
@@ -72,81 +81,44 @@ class ServerActor:
         assert self._listening is not None
         return self._listening.address
 
-    def hello(self) -> Greeting:
-        """See `Transport`."""
-        return self._server.hello()
-
-    def command(
-        self, name: str, arguments: Mapping[str, Value], incarnation: int
-    ) -> Mapping[str, Value]:
-        """See `Transport`."""
-        return self._server.command(name, arguments, incarnation=incarnation)
-
-    def fetch(
-        self,
-        wanted: Sequence[tuple[str, _Array, int]],
-        incarnation: int,
-        frozen: int | None,
-    ) -> list[tuple[_Array, _Array]]:
-        """Read records.
+    def call(
+        self, message: Message[Any], slots: Sequence[_Array], records: Sequence[_Array | int]
+    ) -> tuple[Part, list[_Array]]:
+        """Answer a message.
 
         Args:
-            wanted: for each table its name, slots, int64 [n], and the bytes of a record.
-            incarnation: of the server that is meant.
-            frozen: as for `Transport.fetch`.
+            message: says what is wanted.
+            slots: for each `SlotRows` of the message int64 [n].
+            records: for each of them uint8 [n, record_bytes]; or, for `RecordUse.FILLED`,
+                record_bytes; empty for `RecordUse.NONE`.
 
         Returns:
-            For each table bool [n], whether the server has the row, and the records that it has,
-            uint8 [m, record_bytes].
+            The answer, and the tensors of the reply. For `RecordUse.FILLED` the records that the
+            server has, uint8 [m, record_bytes], follow for each `SlotRows`.
         """
+        ids = [torch.from_numpy(part) for part in slots]
+        if not records:
+            reply = self._server.call(message, [SlotRows(part) for part in ids])
+            return reply.answer, [tensor.numpy() for tensor in reply.tensors]
         # Takes no memory before records are written, which is after the server has checked sizes.
         rows = [
-            TableRows(
-                table,
-                torch.from_numpy(slots),
-                torch.empty(len(slots), record_bytes, dtype=torch.uint8, device="cpu"),
+            SlotRows(
+                part,
+                torch.empty(len(part), of_part, dtype=torch.uint8, device="cpu")
+                if isinstance(of_part, int)
+                else torch.from_numpy(of_part),
             )
-            for table, slots, record_bytes in wanted
+            for part, of_part in zip(ids, records, strict=True)
         ]
-        found = self._server.fetch(rows, incarnation=incarnation, frozen=frozen)
-        there = ((one.records.numpy(), has.numpy()) for one, has in zip(rows, found, strict=True))
-        return [(has, records if has.all() else records[has]) for records, has in there]
-
-    def write_back(
-        self,
-        changed: Sequence[tuple[str, _Array, _Array]],
-        incarnation: int,
-        trainer: int,
-        batch: int,
-    ) -> None:
-        """Store records: for each table its name, int64 [n] and uint8 [n, record_bytes].
-
-        See `Transport`.
-        """
-        rows = [
-            TableRows(table, torch.from_numpy(slots), torch.from_numpy(records))
-            for table, slots, records in changed
+        reply = self._server.call(message, rows)
+        tensors = [tensor.numpy() for tensor in reply.tensors]
+        if not _is_filled(message):
+            return reply.answer, tensors
+        filled = [row_part.records.numpy() for row_part in rows if row_part.records is not None]
+        present = [
+            part if has.all() else part[has] for part, has in zip(filled, tensors, strict=True)
         ]
-        self._server.write_back(rows, incarnation=incarnation, trainer=trainer, batch=batch)
-
-    def check(self, table: str, slots: _Array, incarnation: int) -> _Array:
-        """Compare stripes: int64 [n] slots to uint8 [n]. See `Transport`."""
-        return self._server.check(table, torch.from_numpy(slots), incarnation=incarnation).numpy()
-
-    def stage(
-        self, frozen: int, slots: _Array, records: _Array | None, incarnation: int, first: int
-    ) -> _Array:
-        """Stage rows: int64 [n] slots, and uint8 [n, bytes] or None, to bool [n].
-
-        See `Transport`.
-        """
-        return self._server.stage(
-            frozen,
-            torch.from_numpy(slots),
-            None if records is None else torch.from_numpy(records),
-            incarnation=incarnation,
-            first=first,
-        ).numpy()
+        return reply.answer, [*tensors, *present]
 
 
 class RayTransport(Transport):
@@ -165,11 +137,41 @@ class RayTransport(Transport):
         self._room = threading.BoundedSemaphore(MOST_CALLS_WAITING)
         self._is_closed = False
 
-    def hello(self, *, within_seconds: float | None = None) -> Greeting:
-        """Ask the server who it is. Waits for one that Ray is starting again."""
-        greeting = self._ask_until_started("hello", within_seconds)
-        assert isinstance(greeting, Greeting)
-        return greeting
+    def call(
+        self,
+        message: Message[AnswerT],
+        rows: Sequence[SlotRows] = (),
+        *,
+        within_seconds: float | None = None,
+    ) -> Reply[AnswerT]:
+        """See `Transport`. `Greet` waits for a server that Ray is starting again."""
+        is_filled = _is_filled(message)
+        # Contiguous arrays are copied once, straight from their memory.
+        slots = [row_part.slots.contiguous().numpy() for row_part in rows]
+        records = [
+            row_part.records.shape[1] if is_filled else row_part.records.contiguous().numpy()
+            for row_part in rows
+            if row_part.records is not None
+        ]
+        arguments = message, slots, records
+        if isinstance(message, Greet):
+            answered = self._ask_until_started("call", *arguments, within_seconds=within_seconds)
+        else:
+            seconds = self._timeout_seconds if within_seconds is None else within_seconds
+            answered = self._ask("call", *arguments, deadline=time.monotonic() + seconds)
+        answer, arrays = answered
+        if not is_filled:
+            # What comes from the object store is read-only, and stays there only until it is
+            # dropped.
+            return Reply(answer, [torch.from_numpy(array.copy()) for array in arrays])
+        has_rows, present = arrays[: len(rows)], arrays[len(rows) :]
+        for row_part, has, part in zip(rows, has_rows, present, strict=True):
+            assert row_part.records is not None
+            if len(part) == len(row_part.slots):
+                np.copyto(row_part.records.numpy(), part)
+            else:
+                row_part.records.numpy()[has] = part
+        return Reply(answer, [torch.from_numpy(has.copy()) for has in has_rows])
 
     def address(self) -> tuple[str, int]:
         """Ask where the server listens for TCP. Waits for one that Ray is starting again.
@@ -187,91 +189,37 @@ class RayTransport(Transport):
             seconds: how long to wait for an answer.
         """
         try:
-            self._ask("hello", deadline=time.monotonic() + seconds)
+            self._ask("call", Greet(), [], [], deadline=time.monotonic() + seconds)
         except ServerLost as error:
             # If Ray knows that the process has ended, it says so earlier, and starts another one.
             if isinstance(error.__cause__, ray.exceptions.GetTimeoutError):
                 _LOG.warning("%s: its process does not answer; Ray starts another one", self._name)
                 ray.kill(self._actor, no_restart=False)
 
-    def _ask_until_started(self, method: str, within_seconds: float | None = None) -> Any:
+    def _ask_until_started(
+        self, method: str, *arguments: object, within_seconds: float | None = None
+    ) -> Any:
         deadline = time.monotonic() + (within_seconds or self._timeout_seconds)
         while True:
             try:
-                return self._ask(method, deadline=deadline)
+                return self._ask(method, *arguments, deadline=deadline)
             except ServerLost as error:
                 starts_again = isinstance(error.__cause__, ray.exceptions.ActorUnavailableError)
                 if not starts_again or time.monotonic() > deadline:
                     raise
             time.sleep(_POLL_SECONDS)
 
-    def command(
-        self, name: str, arguments: Mapping[str, Value], *, incarnation: int
-    ) -> Mapping[str, Value]:
-        """See `Transport`."""
-        answer = self._ask("command", name, dict(arguments), incarnation)
-        assert isinstance(answer, dict)
-        return answer
-
-    def fetch(
-        self, wanted: Sequence[TableRows], *, incarnation: int, frozen: int | None = None
-    ) -> list[Tensor]:
-        """See `Transport`."""
-        asked = [(one.table, one.ids.numpy(), one.records.shape[1]) for one in wanted]
-        answers = self._ask("fetch", asked, incarnation, frozen)
-        found = []
-        for one, (has, records) in zip(wanted, answers, strict=True):
-            # What comes from the object store is read-only, and stays there only until it is
-            # dropped.
-            if len(records) == len(one.ids):
-                np.copyto(one.records.numpy(), records)
-            else:
-                one.records.numpy()[has] = records
-            found.append(torch.from_numpy(has.copy()))
-        return found
-
-    def write_back(
-        self, changed: Sequence[TableRows], *, incarnation: int, trainer: int, batch: int
-    ) -> None:
-        """See `Transport`."""
-        # Contiguous arrays are copied once, straight from their memory.
-        rows = [
-            (one.table, one.ids.contiguous().numpy(), one.records.contiguous().numpy())
-            for one in changed
-        ]
-        self._ask("write_back", rows, incarnation, trainer, batch)
-
-    def check(self, table: str, slots: Tensor, *, incarnation: int) -> Tensor:
-        """See `Transport`."""
-        return torch.from_numpy(self._ask("check", table, slots.numpy(), incarnation).copy())
-
-    def stage(
-        self,
-        frozen: int,
-        slots: Tensor,
-        records: Tensor | None = None,
-        *,
-        incarnation: int,
-        first: int = 0,
-    ) -> Tensor:
-        """See `Transport`."""
-        sent = None if records is None else records.contiguous().numpy()
-        found = self._ask("stage", frozen, slots.contiguous().numpy(), sent, incarnation, first)
-        return torch.from_numpy(found.copy())
-
     def close(self) -> None:
         """Forget the actor. It goes on."""
         self._is_closed = True
 
-    def _ask(self, method: str, *arguments: object, deadline: float | None = None) -> Any:
+    def _ask(self, method: str, *arguments: object, deadline: float) -> Any:
         """Call the actor, and wait for its answer.
 
         Raises:
             ServerLost: there is none in time, or there will never be one.
             RecpointError, ValueError: as the server raised it.
         """
-        if deadline is None:
-            deadline = time.monotonic() + self._timeout_seconds
         # Without a cluster, Ray would start one of its own.
         if self._is_closed or not ray.is_initialized():
             raise self._lost("a call after this process has left the Ray cluster")
@@ -316,6 +264,10 @@ def actor_options() -> dict[str, Any]:
         "max_restarts": -1,
         "max_task_retries": 0,
     }
+
+
+def _is_filled(message: Message[Any]) -> bool:
+    return isinstance(message, RowMessage) and message.records is RecordUse.FILLED
 
 
 def _first_line(error: Exception) -> str:

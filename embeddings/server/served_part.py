@@ -7,7 +7,6 @@ that no server has yet, because nobody has trained them, are sent with their fir
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,20 +24,31 @@ from recpoint.embeddings.home.contract import Checked
 from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.parity.stripes import Stripes
 from recpoint.embeddings.server.home import FrozenAtServers, ServedHome
-from recpoint.embeddings.server.transport import Value
+from recpoint.embeddings.server.messages import (
+    AskRejection,
+    DropPart,
+    NamedTable,
+    NameRows,
+    OpenPart,
+    PartProgress,
+    SealPart,
+    SendNewRows,
+)
+from recpoint.embeddings.server.transport import Message, SlotRows
 from recpoint.errors import HomeError
 from recpoint.format.job import Job, StagedTable
-from recpoint.format.records import pack_record
+from recpoint.format.records import Part, body_bytes
 
 __all__ = ["ServedPart", "refuse_long_description"]
 
 T = TypeVar("T")
+AnswerT = TypeVar("AnswerT", bound=Part)
 
 #: Rows that are named in one call.
 _ROWS_AT_A_TIME: Final = 65_536
 #: Bytes of the rows in one call, unless one row is longer.
 _REQUEST_BYTES: Final = 4 << 20
-#: Of the description of all tables, which comes in one command.
+#: Of the description of all tables, which comes in one message.
 _MOST_TEXT_BYTES: Final = 640 << 10
 _MOST_THREADS: Final = 64
 _FIRST_PAUSE_SECONDS: Final = 0.005
@@ -48,12 +58,12 @@ _PATIENCE_SECONDS: Final = 60.0
 
 
 def refuse_long_description(subject: str, tables: Sequence[StagedTable]) -> None:
-    """Refuse tables that take more text than servers accept with one command.
+    """Refuse tables that take more text than servers accept with one message.
 
     Raises:
         HomeError: they do; `subject` names the checkpoint.
     """
-    _refuse_longer(subject, sum(len(json.dumps(table.model_dump_json())) for table in tables))
+    _refuse_longer(subject, sum(body_bytes(table) for table in tables))
 
 
 def _refuse_longer(subject: str, size_bytes: int) -> None:
@@ -81,7 +91,8 @@ class ServedPart:
         self._attempt = attempt
         self._has_failed = threading.Event()
         self._incarnations: list[int] = []  # of the servers that stage
-        self._told: dict[int, dict[str, Value]] = {}  # server -> what describes its part
+        self._jobs: dict[int, Job] = {}  # server -> what describes its part
+        self._root: Path | None = None  # once the servers know it
         self._lost_since: dict[int, float] = {}  # server -> `time.monotonic`
 
     @property
@@ -124,23 +135,24 @@ class ServedPart:
             split = self._home.placement(one.table).slots_by_server(one.ids)
             for there, chosen in zip(by_server, split, strict=True):
                 there.append(_Named(self._tables[one.table], one, chosen))
-        own: dict[str, Value] = {"attempt": self._attempt, "trainer": trainer}
         failures: list[BaseException] = []
 
         def stage(server: int) -> None:
             try:
-                described = self._described(server, job, root)
-                self._told[server] = described
-                named = self._names(server, by_server[server])
-                arguments = described | named | {"most": most, "trainer": trainer}
-                self._until(server, "stage", arguments, "is_open", patience_seconds)
+                self._jobs[server] = self._described(server, job)
+                opens = self._opening(server, by_server[server], root, most, trainer)
+                self._until(server, opens, patience_seconds)
                 for one in by_server[server]:
                     self._name(server, one)
-                self._until(server, "seal", own, "is_staged", patience_seconds)
+                seals = SealPart(
+                    incarnation=self._incarnations[server], attempt=self._attempt, trainer=trainer
+                )
+                self._until(server, seals, patience_seconds)
             except BaseException as error:
                 failures.append(error)
                 self._has_failed.set()  # nobody wants what the others stage
 
+        self._root = root
         self._incarnations = [self._incarnation(server, rows) for server in range(self.servers)]
         self._at_all(stage)
         if failures:
@@ -162,16 +174,19 @@ class ServedPart:
 
         def ask(server: int) -> None:
             try:
-                said = self._command(server, "rejected", {"attempt": self._attempt})
+                message = AskRejection(
+                    incarnation=self._incarnations[server], attempt=self._attempt
+                )
+                reason = self._call(server, message).reason
             except (HomeError, OutOfStep):
                 since = self._lost_since.setdefault(server, time.monotonic())
                 if time.monotonic() - since > patience_seconds:
                     found.append(f"embedding server {server + 1} was lost, and so may be its part")
                 return
-            if said["why"] is not None:
-                found.append(f"part of embedding server {server + 1}: {said['why']}")
+            if reason is not None:
+                found.append(f"part of embedding server {server + 1}: {reason}")
 
-        if self._told:
+        if self._jobs:
             self._at_all(ask)
         return found[0] if found else None
 
@@ -182,10 +197,15 @@ class ServedPart:
         """
 
         def drop(server: int) -> None:
-            arguments: dict[str, Value] = {"attempt": self._attempt}
+            job = self._jobs.get(server)
+            message = DropPart(
+                incarnation=self._home.incarnation(server),
+                attempt=self._attempt,
+                job=job,
+                root=None if job is None else str(self._root),
+            )
             with suppress(HomeError, OutOfStep):
-                arguments |= self._told.get(server, {})
-                self._home.command(server, "drop", arguments)
+                self._call(server, message)
 
         self._at_all(drop)
 
@@ -204,13 +224,10 @@ class ServedPart:
             return _frozen(rows[0]).at(server).incarnation
         return self._home.incarnation(server)
 
-    def _command(
-        self, server: int, name: str, arguments: Mapping[str, Value]
-    ) -> Mapping[str, Value]:
-        incarnation = self._incarnations[server]
-        return self._home.transport(server).command(name, arguments, incarnation=incarnation)
+    def _call(self, server: int, message: Message[AnswerT]) -> AnswerT:
+        return self._home.transport(server).call(message).answer
 
-    def _described(self, server: int, job: Job, root: Path) -> dict[str, Value]:
+    def _described(self, server: int, job: Job) -> Job:
         """Return what describes the part of a server."""
         number = job.ranks + server
         shards = {index: self._home.rows_on(server, name) for name, index in self._tables.items()}
@@ -223,31 +240,38 @@ class ServedPart:
             "slot": slot_name(number, 0),
             "tables": tables,
         }
-        text = pack_record(Job(**described)).decode()
-        _refuse_longer(f"checkpoint of {job.ref}", len(json.dumps(text)))
-        return {"attempt": self._attempt, "job": text, "root": str(root)}
+        part = Job(**described)
+        _refuse_longer(f"checkpoint of {job.ref}", body_bytes(part))
+        return part
 
-    def _names(self, server: int, rows: Sequence[_Named]) -> dict[str, Value]:
+    def _opening(
+        self, server: int, rows: Sequence[_Named], root: Path, most: int, trainer: int
+    ) -> OpenPart:
         """Return what says which rows this trainer will name, and where rows of tables are."""
         placements = [self._home.placement(one.rows.table) for one in rows]
         stripes = next((one for one in placements if isinstance(one, Stripes)), None)
-        tables = [
-            [
-                one.index,
-                _frozen(one.rows).at(server).number,
-                len(one.slots),
-                one.rows.table,
-                placement.rows,
-            ]
+        tables = tuple(
+            NamedTable(
+                index=one.index,
+                frozen=_frozen(one.rows).at(server).number,
+                count=len(one.slots),
+                table=one.rows.table,
+                rows=placement.rows,
+            )
             for one, placement in zip(rows, placements, strict=True)
-        ]
-        return {
-            "servers": self.servers,
-            "data": 0 if stripes is None else stripes.data,
-            "parity": 0 if stripes is None else stripes.parity,
-            "hosts": json.dumps([] if stripes is None else list(self._home.hosts)),
-            "tables": json.dumps(tables),
-        }
+        )
+        return OpenPart(
+            incarnation=self._incarnations[server],
+            job=self._jobs[server],
+            root=str(root),
+            most=most,
+            trainer=trainer,
+            servers=self.servers,
+            data=0 if stripes is None else stripes.data,
+            parity=0 if stripes is None else stripes.parity,
+            hosts=() if stripes is None else tuple(self._home.hosts),
+            tables=tables,
+        )
 
     def _name(self, server: int, named: _Named) -> None:
         """Name the rows of one table at one server, and send those that it does not have."""
@@ -260,7 +284,8 @@ class ServedPart:
         for slots in _pieces(named.slots, min(each, _ROWS_AT_A_TIME)):
 
             def name(slots: Tensor = slots, first: int = first) -> Tensor:
-                return transport.stage(at.number, slots, incarnation=at.incarnation, first=first)
+                message = NameRows(incarnation=at.incarnation, frozen=at.number, first=first)
+                return transport.call(message, [SlotRows(slots)]).tensors[0]
 
             there = self._patiently(name)
             for new in slots[~there].split(each):
@@ -268,8 +293,9 @@ class ServedPart:
                     continue
                 records = named.rows.new_records(placement.ids(server, new))
 
-                def send(new: Tensor = new, records: Tensor = records) -> Tensor:
-                    return transport.stage(at.number, new, records, incarnation=at.incarnation)
+                def send(new: Tensor = new, records: Tensor = records) -> None:
+                    message = SendNewRows(incarnation=at.incarnation, frozen=at.number)
+                    transport.call(message, [SlotRows(new, records)])
 
                 self._patiently(send)
             first += len(slots)
@@ -277,24 +303,22 @@ class ServedPart:
     def _until(
         self,
         server: int,
-        name: str,
-        arguments: Mapping[str, Value],
-        key: str,
+        message: Message[PartProgress],
         patience_seconds: Callable[[], float],
     ) -> None:
-        """Repeat a command until the server says that it is done."""
+        """Repeat a message until the server says that it is done."""
         pause, since = _FIRST_PAUSE_SECONDS, time.monotonic()
         while True:
-            said = self._patiently(lambda: self._command(server, name, arguments))
-            if said[key]:
+            progress = self._patiently(lambda: self._call(server, message))
+            if progress.is_done:
                 return
-            if not said["awaited"]:
+            if not progress.awaited:
                 since = time.monotonic()  # the server is at work
             waited = time.monotonic() - since
             if waited > patience_seconds():
                 raise HomeError(
                     f"embedding server {server + 1}: staged rows",
-                    found=f"{said['awaited']} trainers that have not named their rows in "
+                    found=f"{progress.awaited} trainers that have not named their rows in "
                     f"{waited:.0f} s",
                     expected="all trainers of the checkpoint",
                     next_step="see the logs of the other ranks",

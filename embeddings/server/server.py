@@ -1,27 +1,26 @@
-"""Holds the rows of one embedding server, and answers the seven calls of `Transport`.
+"""Holds the rows of one embedding server, and answers its messages (`messages.py`).
 
 A call may come twice, late, or after its caller has given up. This is why nothing goes wrong then:
 
 - A trainer numbers its writes, freezes and clears of a table in one sequence (`batch`). The server
   does each once: a number that is not above the trainer's last one is acknowledged, not done. So
-  rows that come late never replace newer ones, and a late "clear" forgets nothing.
+  rows that come late never replace newer ones, and a late `ClearTable` forgets nothing.
 - Each call names an incarnation. A server that was started again, or that another training has
   taken over, has another one, and refuses the call.
-- "add_table", "release" and "begin" leave the same when they are done again.
+- `AddTable`, `Release` and `Begin` leave the same when they are done again.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final, Never
+from typing import Any, Final, Never, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,22 +31,60 @@ from recpoint.embeddings.home.memory import MemoryHome
 from recpoint.embeddings.parity.member import StripeMember
 from recpoint.embeddings.parity.peers import OutOfStep, TableSlots
 from recpoint.embeddings.parity.stripes import Parity, stripes_of
+from recpoint.embeddings.server.messages import (
+    AddTable,
+    AskRejection,
+    AskSizes,
+    Begin,
+    Begun,
+    CheckStripes,
+    ClearTable,
+    DropPart,
+    Fetch,
+    Freeze,
+    FrozenReader,
+    HomeSizes,
+    NameRows,
+    OpenPart,
+    PartProgress,
+    PartRejection,
+    Release,
+    SealPart,
+    SendNewRows,
+    WriteBack,
+)
+from recpoint.embeddings.server.parity_calls import TO_LEADER, TO_SERVERS
+from recpoint.embeddings.server.parity_messages import (
+    Protect,
+)
 from recpoint.embeddings.server.part_stager import NamedRows, PartStager
 from recpoint.embeddings.server.placement import placement_of
 from recpoint.embeddings.server.protection import Protection, Reach
-from recpoint.embeddings.server.transport import Greeting, Transport, Value
+from recpoint.embeddings.server.transport import (
+    MOST_REQUEST_BYTES,
+    Done,
+    Greet,
+    Greeting,
+    Message,
+    Reply,
+    RowMessage,
+    SlotRows,
+    Transport,
+)
 from recpoint.errors import HomeError, ServerLost
-from recpoint.format.job import Job
-from recpoint.format.records import unpack_record
+from recpoint.format.records import Part
 
-__all__ = ["MOST_REQUEST_BYTES", "EmbeddingServer"]
+__all__ = ["EmbeddingServer"]
 
-#: Bytes of slots and records in one call.
-MOST_REQUEST_BYTES: Final = 16 << 20
+AnswerT = TypeVar("AnswerT", bound=Part)
+
+#: Lets a call in, or raises.
+_Entrance = Callable[[Any, Any], AbstractContextManager[None]]
+_Handler = Callable[..., Reply[Any]]
+
+_DONE: Final = Done()
+
 _MOST_TABLES: Final = 4_096
-_MOST_NAME_BYTES: Final = 1_024
-#: Tables that one answer names. A byte of a name takes up to seven characters in JSON in JSON.
-_TABLES_AN_ANSWER: Final = 8
 #: Readers of frozen rows of one table.
 _MOST_FROZEN: Final = 64
 _MOST_TRAINERS: Final = 4_096
@@ -57,51 +94,7 @@ _NUMBERS: Final = 1 << 63
 
 
 class EmbeddingServer(Transport):
-    """The rows of one server, in memory or in files. A transport passes calls on to it.
-
-    The commands and their arguments:
-
-    | name | arguments | returns |
-    |---|---|---|
-    | "begin" | owner: number of a training, 1 to 2^63 - 1; round; is_protected | incarnation |
-    | "add_table" | table, rows, record_bytes; with parity all_rows, generation, is_lost | – |
-    | "freeze" | table, start, stop, trainer, batch, open_from | number |
-    | "release" | number | – |
-    | "clear" | table, trainer, batch | – |
-    | "sizes" | – | what `Home.size_bytes` returns |
-
-    Those of a checkpoint whose rows the server stages (`PartStager`):
-
-    | name | arguments | returns |
-    |---|---|---|
-    | "stage" | job, root, most, trainer, servers, data, parity, hosts, tables | is_open, awaited |
-    | "seal" | attempt, trainer | is_staged, awaited |
-    | "rejected" | attempt | why: the agent's reason, or null |
-    | "drop" | attempt; once it was staged job and root, as of "stage" | – |
-
-    "stage" has the arguments of `PartStager.open`: `job` is a record without rows. `tables` is
-    JSON, for each table of which this trainer will name rows: its index in the job, the number of
-    the reader, how many rows, its name, and how many rows it has on all servers. "awaited" is how
-    many trainers have not said as much.
-
-    Those of the training's leader, with parity (`Leader` says in which order):
-
-    | name | arguments | returns |
-    |---|---|---|
-    | "protect" | number, data, parity, hosts, peers | – |
-    | "join" | server, incarnation, host, port | – |
-    | "open" | – | – |
-    | "lose" | server, incarnation, start | unsettled: a part of `Unsettled`; are_all |
-    | "take_back" | server, incarnation, numbers, are_all | – |
-    | "give_up" | – | – |
-    | "tables" | start | tables: names, rows, record_bytes, generations in JSON; are_all |
-    | "known" | – | known, all: rows; has_given_up |
-
-    "begin" forgets everything. If this owner has begun this round already, or a later one, it does
-    nothing. The call may name any incarnation then. "freeze" keeps slots start … stop - 1 as they
-    are, for `fetch(frozen=number)`. `open_from` is the trainer's first freeze of the table, by
-    `batch`, that is still open. Those before are released, so a freeze whose answer was lost is not
-    kept for ever. "clear" also releases all frozen rows of the table.
+    """The rows of one server, in memory or in files; `messages.py` says what it answers.
 
     Args:
         directory: where the rows are kept in files; None: in memory.
@@ -140,87 +133,80 @@ class EmbeddingServer(Transport):
     def _new_home(self) -> Home:
         return MemoryHome() if self._directory is None else FileHome(self._directory)
 
-    def hello(self, *, within_seconds: float | None = None) -> Greeting:
-        """See `Transport`. It waits for no other call, which may be waiting for a lost server."""
+    def call(
+        self,
+        message: Message[AnswerT],
+        rows: Sequence[SlotRows] = (),
+        *,
+        within_seconds: float | None = None,
+    ) -> Reply[AnswerT]:
+        """See `Transport`. The call takes the time that it takes."""
+        parts = message.parts if isinstance(message, RowMessage) else 0
+        if len(rows) != parts:
+            raise ValueError(f"{message.kind}: {len(rows)} tensors of slots, expected {parts}")
+        kind, any_message = type(message), cast(Any, message)
+        if kind in TO_SERVERS:
+            return TO_SERVERS[kind](self.member(any_message.incarnation), message, rows)
+        if kind in TO_LEADER:
+            with self._led(any_message):
+                return TO_LEADER[kind](self._led_protection(), message)
+        enter, handle = _HANDLERS[kind]
+        with enter(self, any_message):
+            if isinstance(message, RowMessage):
+                return handle(self, message, rows)
+            return handle(self, message)
+
+    @contextmanager
+    def _freely(self, message: Any) -> Iterator[None]:
+        """Let a call in at any time."""
+        yield
+
+    @contextmanager
+    def _in_use(self, message: Any) -> Iterator[None]:
+        """Let a call in beside others, unless the server begins for another training."""
+        with self._gate.shared():
+            self._require(message.incarnation)
+            yield
+
+    @contextmanager
+    def _led(self, message: Any) -> Iterator[None]:
+        """Let a call of the leader in.
+
+        Not through the gate: calls inside may be waiting for other servers, which wait here. None
+        that was meant for an earlier incarnation gets in beside `Begin`.
+        """
+        with self._protecting:
+            self._require(message.incarnation)
+            yield
+
+    def _greet(self, message: Greet) -> Reply[Greeting]:
+        """Wait for no other call, which may be waiting for a lost server."""
         if self._has_ended:
             self._refuse_ended()
         protection = self._protection
-        return Greeting(
-            incarnation=self._incarnation,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            owner=self._owner,
-            unreached=() if protection is None else protection.member.other_servers.unreached,
+        return Reply(
+            Greeting(
+                incarnation=self._incarnation,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                owner=self._owner,
+                unreached=() if protection is None else protection.member.other_servers.unreached,
+            )
         )
 
-    def command(
-        self, name: str, arguments: Mapping[str, Value], *, incarnation: int
-    ) -> Mapping[str, Value]:
-        """See `Transport`; the class says which commands there are.
-
-        Raises:
-            ServerLost, HomeError: as `Transport`.
-            ValueError: no such command, or other arguments than it takes.
-        """
-        given = _Arguments(name, arguments)
-        if name == "begin":
-            return {"incarnation": self._begin(given, incarnation)}
-        if name in ("protect", "join", "open", "lose", "take_back", "give_up", "known", "tables"):
-            # Not through the gate: calls inside may be waiting for other servers, which wait here.
-            # None that was meant for an earlier incarnation gets in beside "begin".
-            with self._protecting:
-                self._require(incarnation)
-                return self._lead(given)
-        with self._gate.shared():
-            self._require(incarnation)
-            if name == "release":
-                self._drop(given.number("number"))
-                return {}
-            if name == "clear":
-                self._clear(given)
-                return {}
-            if name == "add_table":
-                self._add_table(given)
-                return {}
-            if name == "freeze":
-                return {"number": self._freeze(given)}
-            if name == "sizes":
-                return dict(self._home.size_bytes())
-            if name == "stage":
-                return self._open_part(given)
-            if name == "seal":
-                attempt, trainer = given.text("attempt"), given.number("trainer")
-                is_staged, awaited = self._stager.seal(attempt, trainer)
-                return {"is_staged": is_staged, "awaited": awaited}
-            if name == "rejected":
-                return {"why": self._stager.rejected(given.text("attempt"))}
-            if name == "drop":
-                self._drop_part(given)
-                return {}
-        raise ValueError(f"command {name!r:.100}, expected one that an embedding server has")
-
-    def fetch(
-        self, wanted: Sequence[TableRows], *, incarnation: int, frozen: int | None = None
-    ) -> list[Tensor]:
-        """See `Transport`.
-
-        Raises:
-            ServerLost, HomeError: as `Transport`.
-            ValueError: slots or records do not fit a table.
-        """
-        _refuse_more(wanted)
-        with self._gate.shared():
-            self._require(incarnation)
-            if frozen is not None:
-                return [self._fetch_frozen(one, frozen) for one in wanted]
-            # Until the leader opens a successor, the successor may lack its tables.
-            member = self._opened() if self._is_protected else None
-            for one in wanted:
-                self._table(one.table)
-            if member is not None:
-                member.recovery.recover([TableSlots(table, slots) for table, slots, _ in wanted])
-            with self._using(wanted):
-                return self._home.fetch_all(wanted)
+    def _fetch(self, message: Fetch, rows: Sequence[SlotRows]) -> Reply[Done]:
+        wanted = _of_tables(message.tables, rows)
+        if message.frozen is not None:
+            number = message.frozen
+            return Reply(_DONE, [self._fetch_frozen(table_rows, number) for table_rows in wanted])
+        # Until the leader opens a successor, the successor may lack its tables.
+        member = self._opened() if self._is_protected else None
+        for name in message.tables:
+            self._table(name)
+        if member is not None:
+            member.recovery.recover([TableSlots(table, slots) for table, slots, _ in wanted])
+        with self._using(message.tables):
+            return Reply(_DONE, self._home.fetch_all(wanted))
 
     def _fetch_frozen(self, wanted: TableRows, number: int) -> Tensor:
         with self._lock:
@@ -233,38 +219,29 @@ class EmbeddingServer(Transport):
             return reader.rows.fetch(wanted.ids, wanted.records)
 
     @contextmanager
-    def _using(self, rows: Sequence[TableRows]) -> Iterator[None]:
+    def _using(self, names: Sequence[str]) -> Iterator[None]:
         """Keep tables from being cleared meanwhile. The block waits for no other server."""
-        tables = {one.table: self._table(one.table) for one in rows}
+        tables = {name: self._table(name) for name in names}
         with ExitStack() as gates:
-            for _, here in sorted(tables.items()):  # in one order, so that no two calls wait
-                gates.enter_context(here.gate.shared())
+            for _, table in sorted(tables.items()):  # in one order, so that no two calls wait
+                gates.enter_context(table.gate.shared())
             yield
 
-    def write_back(
-        self, changed: Sequence[TableRows], *, incarnation: int, trainer: int, batch: int
-    ) -> None:
-        """See `Transport`.
-
-        Raises:
-            ServerLost, HomeError: as `Transport`.
-            ValueError: slots or records do not fit a table.
-        """
-        _refuse_more(changed)
-        with self._gate.shared():
-            self._require(incarnation)
-            # Until the leader opens a successor, the successor may lack its tables.
-            member = self._opened() if self._is_protected else None
-            for one in changed:
-                self._table(one.table)
-            if member is not None:
-                # If the table is cleared after this, the write is late, and is not done.
-                member.recovery.recover([TableSlots(table, slots) for table, slots, _ in changed])
-            with self._using(changed):
-                self._write(changed, member, trainer, batch)
-            if member is not None:
-                # Also for a call that comes again: it is acknowledged below.
-                member.other_servers.flush()
+    def _write_back(self, message: WriteBack, rows: Sequence[SlotRows]) -> Reply[Done]:
+        changed = _of_tables(message.tables, rows)
+        # Until the leader opens a successor, the successor may lack its tables.
+        member = self._opened() if self._is_protected else None
+        for name in message.tables:
+            self._table(name)
+        if member is not None:
+            # If the table is cleared after this, the write is late, and is not done.
+            member.recovery.recover([TableSlots(table, slots) for table, slots, _ in changed])
+        with self._using(message.tables):
+            self._write(changed, member, message.trainer, message.batch)
+        if member is not None:
+            # Also for a call that comes again: it is acknowledged below.
+            member.other_servers.flush()
+        return Reply(_DONE)
 
     def _write(
         self, changed: Sequence[TableRows], member: StripeMember | None, trainer: int, batch: int
@@ -281,81 +258,51 @@ class EmbeddingServer(Transport):
             for one in new:
                 tables[one.table].last[trainer] = batch
 
-    def check(self, table: str, slots: Tensor, *, incarnation: int) -> Tensor:
-        """See `Transport`.
+    def _check(self, message: CheckStripes, rows: Sequence[SlotRows]) -> Reply[Done]:
+        return Reply(_DONE, [self._opened().check(message.table, rows[0].slots)])
 
-        Raises:
-            ServerLost, HomeError, OutOfStep: as `Transport`.
-            ValueError: slots do not fit the table.
-        """
-        with self._gate.shared():
-            self._require(incarnation)
-            return self._opened().check(table, slots)
-
-    def stage(
-        self,
-        frozen: int,
-        slots: Tensor,
-        records: Tensor | None = None,
-        *,
-        incarnation: int,
-        first: int = 0,
-    ) -> Tensor:
-        """See `Transport`.
-
-        Raises:
-            ServerLost, HomeError, OutOfStep: as `Transport`.
-            ValueError: slots or records do not fit the table, or were not named.
-        """
-        with self._gate.shared():
-            self._require(incarnation)
-            if records is not None:
-                self._stager.put_new(frozen, slots, records)
-                return torch.ones(len(slots), dtype=torch.bool, device="cpu")
-            with self._lock:
-                reader = self._frozen.get(frozen)
-            if reader is None:
-                self._refuse_released(f"reader {frozen}")
-            with reader.gate.shared():
-                if reader.is_released:
-                    self._refuse_released(reader.table)
-                size = len(slots), self._stager.record_bytes(frozen)
-                found = torch.empty(size, dtype=torch.uint8, device="cpu")
-                there = reader.rows.fetch(slots, found)
-                self._stager.put(frozen, first, slots, found, there)
-                return there
-
-    def _open_part(self, given: _Arguments) -> Mapping[str, Value]:
-        servers, data = given.number("servers", 1), given.number("data")
-        hosts = given.listed("hosts")
-        named = []
-        for index, number, count, name, rows in given.listed("tables"):
-            placement = (
-                stripes_of(
-                    name,
-                    rows=rows,
-                    parity=Parity(data=data, parity=given.number("parity", 1)),
-                    hosts=hosts,
-                )
-                if data
-                else placement_of(name, rows=rows, servers=servers)
-            )
-            named.append(NamedRows(index, number, count, placement))
-        job = _job(given)
+    def _open_part(self, message: OpenPart) -> Reply[PartProgress]:
         is_open, awaited = self._stager.open(
-            job,
-            root=Path(given.text("root")),
-            most=given.number("most", 1),
-            trainer=given.number("trainer"),
-            rows=named,
+            message.job,
+            root=Path(message.root),
+            most=message.most,
+            trainer=message.trainer,
+            rows=_named_rows(message),
         )
-        return {"is_open": is_open, "awaited": awaited}
+        return Reply(PartProgress(is_done=is_open, awaited=awaited))
 
-    def _drop_part(self, given: _Arguments) -> None:
-        if given.has("job"):
-            self._stager.drop(given.text("attempt"), _job(given), Path(given.text("root")))
-        else:
-            self._stager.drop(given.text("attempt"))
+    def _name_rows(self, message: NameRows, rows: Sequence[SlotRows]) -> Reply[Done]:
+        slots = rows[0].slots
+        with self._lock:
+            reader = self._frozen.get(message.frozen)
+        if reader is None:
+            self._refuse_released(f"reader {message.frozen}")
+        with reader.gate.shared():
+            if reader.is_released:
+                self._refuse_released(reader.table)
+            size = len(slots), self._stager.record_bytes(message.frozen)
+            records = torch.empty(size, dtype=torch.uint8, device="cpu")
+            is_present = reader.rows.fetch(slots, records)
+            self._stager.put(message.frozen, message.first, slots, records, is_present)
+            return Reply(_DONE, [is_present])
+
+    def _stage_new_rows(self, message: SendNewRows, rows: Sequence[SlotRows]) -> Reply[Done]:
+        slots, records = rows[0]
+        assert records is not None
+        self._stager.put_new(message.frozen, slots, records)
+        return Reply(_DONE)
+
+    def _seal_part(self, message: SealPart) -> Reply[PartProgress]:
+        is_staged, awaited = self._stager.seal(message.attempt, message.trainer)
+        return Reply(PartProgress(is_done=is_staged, awaited=awaited))
+
+    def _rejection(self, message: AskRejection) -> Reply[PartRejection]:
+        return Reply(PartRejection(reason=self._stager.rejected(message.attempt)))
+
+    def _drop_part(self, message: DropPart) -> Reply[Done]:
+        root = None if message.root is None else Path(message.root)
+        self._stager.drop(message.attempt, message.job, root)
+        return Reply(_DONE)
 
     def member(self, incarnation: int) -> StripeMember:
         """Return what other servers call, if this is the server that is meant.
@@ -364,9 +311,8 @@ class EmbeddingServer(Transport):
             ServerLost: it is another incarnation.
             OutOfStep: the server does not take part in parity yet.
         """
-        protection = (
-            self._protection
-        )  # before the incarnation is compared, so it is not a later one
+        # Read before the incarnation is compared, so it is not of a later one.
+        protection = self._protection
         self._require(incarnation)
         if protection is None:
             raise OutOfStep(f"{self._name} does not take part in parity yet")
@@ -378,68 +324,28 @@ class EmbeddingServer(Transport):
             raise OutOfStep(f"{self._name} has not joined the other servers yet")
         return protection.member
 
-    def _lead(self, given: _Arguments) -> Mapping[str, Value]:
-        """Do what the training's leader wants done about parity."""
-        name = given.name
-        if name == "protect":
-            self._protect(given)
-            return {}
-        if self._protection is None:
-            raise OutOfStep(f"{self._name} does not take part in parity yet")
-        member = self._protection.member
-        if name == "open":
-            self._protection.open()
-        elif name == "join":
-            self._protection.join(
-                given.number("server"),
-                given.number("incarnation"),
-                given.text("host"),
-                given.number("port"),
-            )
-        elif name == "lose":
-            unsettled = member.other_servers.lose(
-                given.number("server"), given.number("incarnation")
-            )
-            if unsettled is None:
-                return {"unsettled": None, "are_all": True}
-            start = given.number("start")
-            part = unsettled.part(start)
-            are_all = start + len(part.writes) >= len(unsettled.writes)
-            return {"unsettled": part.to_json(), "are_all": are_all}
-        elif name == "take_back":
-            member.other_servers.take_back(
-                given.number("server"),
-                given.number("incarnation"),
-                given.listed("numbers"),
-                are_all=given.number("are_all") == 1,
-            )
-        elif name == "give_up":
-            self._protection.has_given_up = True
-        elif name == "tables":
-            all_tables = sorted(member.tables.items())
-            start = given.number("start")
-            some = all_tables[start : start + _TABLES_AN_ANSWER]
-            are_all = start + len(some) >= len(all_tables)
-            return {"tables": json.dumps([[one, *form] for one, form in some]), "are_all": are_all}
-        elif name == "known":
-            known, of_all = member.known
-            return {"known": known, "all": of_all, "has_given_up": self._protection.has_given_up}
-        return {}
-
-    def _protect(self, given: _Arguments) -> None:
+    def _protect(self, message: Protect) -> Reply[Done]:
         if self._reach is None:
             raise ValueError("protect: this server cannot call other servers")
         if self._protection is None:
             self._protection = Protection(
-                number=given.number("number"),
+                number=message.number,
                 incarnation=self._incarnation,
                 home=self._home,
-                parity=Parity(data=given.number("data"), parity=given.number("parity")),
-                hosts=given.listed("hosts"),
-                peers=[(one[0], one[1], one[2], one[3]) for one in given.listed("peers")],
+                parity=Parity(data=message.data, parity=message.parity),
+                hosts=message.hosts,
+                peers=[
+                    (peer.server, peer.incarnation, peer.host, peer.port) for peer in message.peers
+                ],
                 reach=self._reach,
                 name=self._name,
             )
+        return Reply(_DONE)
+
+    def _led_protection(self) -> Protection:
+        if self._protection is None:
+            raise OutOfStep(f"{self._name} does not take part in parity yet")
+        return self._protection
 
     def close(self) -> None:
         """Do nothing: the server goes on."""
@@ -452,24 +358,23 @@ class EmbeddingServer(Transport):
                     self._has_ended = True
                     self._forget()
 
-    def _begin(self, given: _Arguments, incarnation: int) -> int:
-        owner, began = given.number("owner", 1), given.number("round", optional=True)
+    def _begin(self, message: Begin) -> Reply[Begun]:
+        owner, began = message.owner, message.round
         with self._gate.alone():
             if self._has_ended:
                 self._refuse_ended()
             # A call of an earlier round is late: the training goes on in the last one.
             if owner != self._owner or began > self._round:
                 if owner != self._owner:
-                    self._require(incarnation)
-                is_protected = given.number("is_protected", optional=True) == 1
+                    self._require(message.incarnation)
                 with self._protecting:
                     self._incarnation = _drawn()  # what there was is gone, also if this fails
                     self._forget()
                     self._home = self._new_home()
                     # Last, so that a call that comes again after an error begins again.
                     self._owner, self._round = owner, began
-                    self._is_protected = is_protected
-            return self._incarnation
+                    self._is_protected = message.is_protected
+            return Reply(Begun(incarnation=self._incarnation))
 
     def _forget(self) -> None:
         if self._protection is not None:
@@ -481,9 +386,8 @@ class EmbeddingServer(Transport):
         self._tables.clear()
         self._home.close()
 
-    def _add_table(self, given: _Arguments) -> None:
-        table = given.text("table")
-        rows, record_bytes = given.number("rows"), given.number("record_bytes")
+    def _add_table(self, message: AddTable) -> Reply[Done]:
+        table, rows, record_bytes = message.table, message.rows, message.record_bytes
         if rows * record_bytes > _MOST_TABLE_BYTES or record_bytes + 8 > MOST_REQUEST_BYTES:
             raise HomeError(
                 f"{self._name}: table {table!r}",
@@ -514,24 +418,24 @@ class EmbeddingServer(Transport):
             if self._protection is not None:
                 self._protection.add_table(
                     table,
-                    given.number("all_rows", 1),
+                    message.all_rows,
                     record_bytes,
-                    generation=given.number("generation"),
-                    is_lost=given.number("is_lost") == 1,
+                    generation=message.generation,
+                    is_lost=message.is_lost,
                 )
             self._tables.setdefault(table, _Table())
+        return Reply(_DONE)
 
-    def _freeze(self, given: _Arguments) -> int:
-        table, trainer, batch = given.text("table"), given.number("trainer"), given.number("batch")
-        rows = range(given.number("start"), given.number("stop"))
-        open_from = given.number("open_from")
+    def _freeze(self, message: Freeze) -> Reply[FrozenReader]:
+        table, trainer, batch = message.table, message.trainer, message.batch
+        rows = range(message.start, message.stop)
         member = self._opened() if self._is_protected else None
         here = self._table(table)
         with here.lock:
             for number, frozen in list(here.frozen.items()):
                 if frozen.trainer == trainer and frozen.batch == batch:
-                    return number
-                if frozen.trainer == trainer and frozen.batch < open_from:
+                    return Reply(FrozenReader(number=number))
+                if frozen.trainer == trainer and frozen.batch < message.open_from:
                     # Its caller gave up before it knew the number, so no fetch is running.
                     self._drop(number)
             if not here.is_new(trainer, batch):
@@ -549,7 +453,11 @@ class EmbeddingServer(Transport):
             with self._lock:
                 number = next(self._numbers)
                 here.frozen[number] = self._frozen[number] = _Frozen(table, trainer, batch, reader)
-        return number
+        return Reply(FrozenReader(number=number))
+
+    def _release(self, message: Release) -> Reply[Done]:
+        self._drop(message.number)
+        return Reply(_DONE)
 
     def _drop(self, number: int) -> None:
         """Release a reader, once no fetch uses it. A second call does nothing."""
@@ -564,8 +472,8 @@ class EmbeddingServer(Transport):
             self._frozen.pop(number, None)
             self._tables[reader.table].frozen.pop(number, None)
 
-    def _clear(self, given: _Arguments) -> None:
-        table, trainer, batch = given.text("table"), given.number("trainer"), given.number("batch")
+    def _clear(self, message: ClearTable) -> Reply[Done]:
+        table, trainer, batch = message.table, message.trainer, message.batch
         here = self._table(table)
         # No call may use the table beside it. Calls that use other tables go on.
         with here.gate.alone(), here.lock:
@@ -575,8 +483,12 @@ class EmbeddingServer(Transport):
                 if self._protection is None:
                     self._home.clear(table)
                 else:
-                    self._protection.member.clear(table, given.number("generation"))
+                    self._protection.member.clear(table, message.generation)
                 here.last[trainer] = batch
+        return Reply(_DONE)
+
+    def _sizes(self, message: AskSizes) -> Reply[HomeSizes]:
+        return Reply(HomeSizes(size_bytes=dict(self._home.size_bytes())))
 
     def _table(self, table: str) -> _Table:
         with self._lock:
@@ -619,6 +531,28 @@ class EmbeddingServer(Transport):
             expected="no call after release(), clear() or close()",
             next_step="freeze the rows again",
         )
+
+
+#: For each message, apart from those of parity: what lets it in, and what answers it.
+_HANDLERS: Final[Mapping[type[Message[Any]], tuple[_Entrance, _Handler]]] = {
+    Greet: (EmbeddingServer._freely, EmbeddingServer._greet),
+    Begin: (EmbeddingServer._freely, EmbeddingServer._begin),
+    AddTable: (EmbeddingServer._in_use, EmbeddingServer._add_table),
+    Freeze: (EmbeddingServer._in_use, EmbeddingServer._freeze),
+    Release: (EmbeddingServer._in_use, EmbeddingServer._release),
+    ClearTable: (EmbeddingServer._in_use, EmbeddingServer._clear),
+    AskSizes: (EmbeddingServer._in_use, EmbeddingServer._sizes),
+    Fetch: (EmbeddingServer._in_use, EmbeddingServer._fetch),
+    WriteBack: (EmbeddingServer._in_use, EmbeddingServer._write_back),
+    CheckStripes: (EmbeddingServer._in_use, EmbeddingServer._check),
+    OpenPart: (EmbeddingServer._in_use, EmbeddingServer._open_part),
+    NameRows: (EmbeddingServer._in_use, EmbeddingServer._name_rows),
+    SendNewRows: (EmbeddingServer._in_use, EmbeddingServer._stage_new_rows),
+    SealPart: (EmbeddingServer._in_use, EmbeddingServer._seal_part),
+    AskRejection: (EmbeddingServer._in_use, EmbeddingServer._rejection),
+    DropPart: (EmbeddingServer._in_use, EmbeddingServer._drop_part),
+    Protect: (EmbeddingServer._led, EmbeddingServer._protect),
+}
 
 
 class _Frozen:
@@ -688,63 +622,41 @@ class _Gate:
                 self._changed.notify_all()
 
 
-class _Arguments:
-    """The arguments of a command, which come from another process."""
+def _of_tables(names: Sequence[str], rows: Sequence[SlotRows]) -> list[TableRows]:
+    """Return the rows of a call with the names of their tables.
 
-    def __init__(self, name: str, given: Mapping[str, Value]) -> None:
-        self.name = name
-        self._given = given
-
-    def number(self, key: str, least: int = 0, *, optional: bool = False) -> int:
-        value = self._given.get(key, 0 if optional else None)
-        if type(value) is not int or not least <= value < _NUMBERS:
-            raise ValueError(f"{self.name}: {key} {value!r:.100}, expected an integer >= {least}")
-        return value
-
-    def has(self, key: str) -> bool:
-        return key in self._given
-
-    def text(self, key: str) -> str:
-        value = self._given.get(key)
-        if type(value) is not str or len(value.encode()) > _MOST_NAME_BYTES:
-            raise ValueError(
-                f"{self.name}: {key} {value!r:.100}, expected at most {_MOST_NAME_BYTES} bytes"
-            )
-        return value
-
-    def record(self, key: str) -> bytes:
-        """Return a record of the format, as text."""
-        value = self._given.get(key)
-        if type(value) is not str:
-            raise ValueError(f"{self.name}: {key} {value!r:.100}, expected a record")
-        return value.encode()
-
-    def listed(self, key: str) -> list[Any]:
-        """Return a list that comes as JSON."""
-        value = self._given.get(key)
-        try:
-            found = json.loads(value) if type(value) is str else None
-        except ValueError:
-            found = None
-        if not isinstance(found, list):
-            raise ValueError(f"{self.name}: {key} {value!r:.100}, expected a list in JSON")
-        return found
-
-
-def _job(given: _Arguments) -> Job:
-    return unpack_record(
-        Job, given.record("job"), name="job", next_step="use one release of recpoint"
-    )
-
-
-def _refuse_more(rows: Sequence[TableRows]) -> None:
-    """Refuse more rows than one call may have, and a table that comes twice."""
-    size = sum(one.ids.nbytes + one.records.nbytes for one in rows)
-    if size > MOST_REQUEST_BYTES:
-        raise ValueError(f"a call of {size} bytes, expected at most {MOST_REQUEST_BYTES}")
-    if len({one.table for one in rows}) < len(rows):
+    Raises:
+        ValueError: there are more than one call may have, or a table comes twice.
+    """
+    of_tables = []
+    for name, (slots, records) in zip(names, rows, strict=True):
+        assert records is not None
+        of_tables.append(TableRows(name, slots, records))
+    size_bytes = sum(one.ids.nbytes + one.records.nbytes for one in of_tables)
+    if size_bytes > MOST_REQUEST_BYTES:
+        raise ValueError(f"a call of {size_bytes} bytes, expected at most {MOST_REQUEST_BYTES}")
+    if len(set(names)) < len(names):
         # A table has one number for each call, so the second rows would be taken for a repetition.
         raise ValueError("a table that comes twice in a call, expected each at most once")
+    return of_tables
+
+
+def _named_rows(message: OpenPart) -> list[NamedRows]:
+    """Return which rows of tables a trainer will name, with the places of the tables' rows."""
+    named_rows = []
+    for table in message.tables:
+        placement = (
+            stripes_of(
+                table.table,
+                rows=table.rows,
+                parity=Parity(data=message.data, parity=message.parity),
+                hosts=message.hosts,
+            )
+            if message.data
+            else placement_of(table.table, rows=table.rows, servers=message.servers)
+        )
+        named_rows.append(NamedRows(table.index, table.frozen, table.count, placement))
+    return named_rows
 
 
 def _drawn() -> int:

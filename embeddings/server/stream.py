@@ -5,109 +5,91 @@ fresh random numbers, so nothing that was overheard can be used again). The proo
 at which the server listens. So a process that has taken the port of a server that has ended cannot
 have another server prove for it. Records are not encrypted. Then each request has one answer:
 
-    request: header, parts, text, MAC, slots (int64) of all parts, and for a write, for
-             differences or for new rows to stage their records, MAC
-    answer:  header, text, MAC, and for a fetch a bit for each slot, a MAC, and the records that
-             are there, MAC
+    request: header, forms of rows, message, MAC, slots (int64) of all rows, and their records
+             if the message sends some, MAC
+    reply:   header, answer, MAC, and the tensors of the reply, MAC; or, if records of the
+             caller are filled, a bit for each slot, a MAC, and the records that are there, MAC
 
 A MAC (Poly1305) is of all bytes since the one before it in its direction. Each has a key of its
 own, from both random numbers, the token, the direction and the MAC's number. So bytes that were
 changed, left out, sent again or taken from another connection end the connection.
 
-A part says how many slots there are, and the bytes of a record. It is about one table, and of
-differences about one message, which may have several tables. A server that asks another one for
-its rows gets a bit for each slot that is known, and all records. The answer to a check has a byte
-for each slot, and so has the answer to a request to stage rows.
+A form says how many slots there are, and the bytes of a record. If all records are there, a reply
+leaves their bits out. Bools travel as bits.
 
-All numbers are little-endian. Texts are JSON: of a request the tables' names, a command, or what a
-server asks of another one; of an answer what a call returns, or an error. Nothing is ever
-unpickled. Each side checks lengths before it makes room for what they announce.
+All numbers are little-endian. Messages and answers are JSON (`messages.py`), and so are errors.
+Nothing is ever unpickled. Each side checks lengths before it makes room for what they announce.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import secrets
 import select
 import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
+import numpy as np
 import torch
 from cryptography.hazmat.primitives.poly1305 import Poly1305
+from pydantic import ValidationError
 from torch import Tensor
 
-from recpoint.embeddings.parity.peers import MOST_TABLES, OutOfStep
-from recpoint.embeddings.server.server import MOST_REQUEST_BYTES
+from recpoint.embeddings.parity.peers import OutOfStep
+from recpoint.embeddings.server.transport import (
+    MOST_PARTS,
+    MOST_REQUEST_BYTES,
+    Message,
+    RecordUse,
+    Reply,
+    RowMessage,
+    SlotRows,
+)
 from recpoint.errors import HomeError, RecpointError, ServerLost
+from recpoint.format.records import Part
+from recpoint.kernels import row_gather
 
 __all__ = [
-    "CHECK",
-    "COMMAND",
-    "DECODED",
-    "DIFFERENCES",
-    "FETCH",
-    "FETCH_FROZEN",
-    "HELLO",
-    "MOST_PARTS",
-    "PARITY_ROWS",
-    "ROWS",
     "SEAL",
-    "STAGE",
-    "STAGE_NEW",
-    "WRITE",
-    "Answer",
     "Malformed",
-    "Part",
     "Piece",
+    "Refused",
+    "ReplyHead",
     "Request",
+    "RowsForm",
     "Stream",
     "TokenRefused",
     "error_of",
-    "parse",
+    "error_pieces",
     "prove_client",
     "prove_server",
-    "text_of",
-    "text_of_error",
+    "receive_reply",
+    "reply_pieces",
+    "request_pieces",
 ]
 
-HELLO: Final = 1
-COMMAND: Final = 2
-FETCH: Final = 3
-FETCH_FROZEN: Final = 4
-WRITE: Final = 5
-DIFFERENCES: Final = 6
-ROWS: Final = 7
-PARITY_ROWS: Final = 8
-DECODED: Final = 9
-CHECK: Final = 10
-STAGE: Final = 11
-STAGE_NEW: Final = 12
-
-#: Parts of one request.
-MOST_PARTS: Final = MOST_TABLES
+AnswerT = TypeVar("AnswerT", bound=Part)
 
 _GREETING_NAME: Final = b"recpoint embedding server "
-_GREETING: Final = _GREETING_NAME + b"6\n"
+_GREETING: Final = _GREETING_NAME + b"7\n"
 _NONCE_BYTES: Final = 32
 _MAC_BYTES: Final = 16
 _REFUSED: Final = bytes(hashlib.sha256().digest_size)
-#: Magic, kind, bytes of the text, number of parts, incarnation, and the number of the frozen
-#: reader, or of trainer and batch.
-_REQUEST: Final = struct.Struct("<4sB3xIIqqq")
+#: Magic, what is done with records, bytes of the text, number of forms.
+_REQUEST: Final = struct.Struct("<4sB3xII")
 #: Bytes of a record, number of slots.
-_PART: Final = struct.Struct("<IQ")
-#: Magic, whether it is an error, bytes of the text, number of records.
-_ANSWER: Final = struct.Struct("<4s?3xIQ")
+_FORM: Final = struct.Struct("<IQ")
+#: Magic, whether it is an error, bytes of the text, number of records or bytes.
+_REPLY: Final = struct.Struct("<4s?3xIQ")
 _REQUEST_MAGIC: Final = b"rpeq"
-_ANSWER_MAGIC: Final = b"rpea"
-#: Of a request or an answer. Names of tables are bounded, and so are the parts.
+_REPLY_MAGIC: Final = b"rpea"
+#: Of a message or an answer. Names of tables are bounded, and so are the rows beside a message.
 _MOST_TEXT_BYTES: Final = 1 << 20
 #: Characters of one part of an error.
 _MOST_ERROR_CHARACTERS: Final = 4_000
@@ -121,6 +103,14 @@ class Malformed(Exception):
 
 class TokenRefused(Exception):
     """The other side does not know the token."""
+
+
+class Refused(Exception):
+    """The server answers with an error; the connection is as good as before."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Seal:
@@ -353,8 +343,8 @@ class _Secret:
         return hmac.digest(self._token, purpose.ljust(16, b"\0") + self._of_connection, "sha256")
 
 
-class Part(NamedTuple):
-    """What a request has of one table or message: bytes of a record, and number of slots."""
+class RowsForm(NamedTuple):
+    """What a request has of one `SlotRows`: bytes of a record, and number of slots."""
 
     record_bytes: int
     rows: int
@@ -365,34 +355,27 @@ class Request:
     """A request without its slots and records.
 
     Attributes:
-        kind: HELLO, COMMAND, FETCH, …
-        text: JSON.
-        parts: one for each table or message; none for HELLO and COMMAND.
-        incarnation: of the server that is meant; 0 if unused, as the others are.
-        number: of the frozen reader, or of the trainer.
-        batch: of a write; of rows to stage, how many were named before.
+        text: the message as JSON.
+        records: what the call does with records.
+        forms: one for each `SlotRows` of the message. If there are no records, their bytes are
+            those of a row of the reply.
     """
 
-    kind: int
-    text: bytes = b""
-    parts: Sequence[Part] = ()
-    incarnation: int = 0
-    number: int = 0
-    batch: int = 0
+    text: bytes
+    records: RecordUse = RecordUse.NONE
+    forms: Sequence[RowsForm] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the slots, and of the records if there are any."""
+        each = [form.rows * (8 + (form.record_bytes if self.records else 0)) for form in self.forms]
+        return sum(each)
 
     @property
     def pieces(self) -> list[Piece]:
         """The bytes to send."""
-        header = _REQUEST.pack(
-            _REQUEST_MAGIC,
-            self.kind,
-            len(self.text),
-            len(self.parts),
-            self.incarnation,
-            self.number,
-            self.batch,
-        )
-        return [header, *(_PART.pack(*part) for part in self.parts), self.text, SEAL]
+        header = _REQUEST.pack(_REQUEST_MAGIC, self.records, len(self.text), len(self.forms))
+        return [header, *(_FORM.pack(*form) for form in self.forms), self.text, SEAL]
 
     @staticmethod
     def header_from(stream: Stream) -> bytes:
@@ -406,42 +389,127 @@ class Request:
         Raises:
             Malformed: it is none, or it is larger than any may be.
         """
-        magic, kind, text_bytes, count, *numbers = _REQUEST.unpack(header)
+        magic, records, text_bytes, count = _REQUEST.unpack(header)
         if (
             magic != _REQUEST_MAGIC
-            or not HELLO <= kind <= STAGE_NEW
+            or records not in list(RecordUse)
             or text_bytes > _MOST_TEXT_BYTES
             or count > MOST_PARTS
-            or (kind in (HELLO, COMMAND)) != (count == 0)
         ):
             raise Malformed("no request of a trainer")
-        parts = [Part(*one) for one in _PART.iter_unpack(stream.receive(count * _PART.size))]
-        if (
-            not all(part.record_bytes for part in parts)
-            or sum(part.rows * (8 + part.record_bytes) for part in parts) > MOST_REQUEST_BYTES
-        ):
+        forms = [RowsForm(*form) for form in _FORM.iter_unpack(stream.receive(count * _FORM.size))]
+        if (records != RecordUse.NONE and not all(form.record_bytes for form in forms)) or sum(
+            form.rows * (8 + form.record_bytes) for form in forms
+        ) > MOST_REQUEST_BYTES:
             raise Malformed("no request of a trainer")
-        incarnation, number, batch = numbers
         text = stream.receive(text_bytes)
         stream.require_mac()
-        return Request(
-            kind=kind,
-            text=text,
-            parts=parts,
-            incarnation=incarnation,
-            number=number,
-            batch=batch,
+        return Request(text=text, records=RecordUse(records), forms=forms)
+
+
+def request_pieces(message: Message[Any], rows: Sequence[SlotRows]) -> list[Piece]:
+    """Return what to send for a message and the rows beside it."""
+    text = message.model_dump_json().encode()
+    if not isinstance(message, RowMessage):
+        return Request(text=text).pieces
+    forms = [
+        RowsForm(
+            message.row_bytes if row_part.records is None else row_part.records.shape[1],
+            len(row_part.slots),
         )
+        for row_part in rows
+    ]
+    request = Request(text=text, records=message.records, forms=forms)
+    pieces: list[Piece] = [*request.pieces, *(row_part.slots for row_part in rows)]
+    if message.records is RecordUse.SENT:
+        pieces += [row_part.records for row_part in rows if row_part.records is not None]
+    return pieces
+
+
+def reply_pieces(message: Message[Any], rows: Sequence[SlotRows], reply: Reply[Any]) -> list[Piece]:
+    """Return what to send for a reply to a message, whose rows were these."""
+    text = reply.answer.model_dump_json().encode()
+    if not isinstance(message, RowMessage):
+        return ReplyHead(text=text).pieces
+    if message.records is not RecordUse.FILLED:
+        tensors = [_on_wire(tensor) for tensor in reply.tensors]
+        size_bytes = sum(len(_bytes_of(tensor)) for tensor in tensors)
+        return [*ReplyHead(text=text, count=size_bytes).pieces, *tensors]
+    has = torch.cat(list(reply.tensors)) if reply.tensors else torch.zeros(0, dtype=torch.bool)
+    count = int(has.sum())
+    records = [row_part.records for row_part in rows if row_part.records is not None]
+    head = ReplyHead(text=text, count=count).pieces
+    if count == len(has):
+        return [*head, *records]
+    present = [
+        _chosen(part, has_row.nonzero().view(-1))
+        for part, has_row in zip(records, reply.tensors, strict=True)
+    ]
+    return [*head, _on_wire(has), SEAL, *present]
+
+
+def receive_reply(
+    stream: Stream, message: Message[AnswerT], rows: Sequence[SlotRows]
+) -> Reply[AnswerT]:
+    """Receive the reply to a message; the caller then requires a MAC.
+
+    Raises:
+        Refused: the server answers with an error.
+        Malformed: it is no reply to this message.
+    """
+    room = message.room(rows) if isinstance(message, RowMessage) else []
+    is_filled = isinstance(message, RowMessage) and message.records is RecordUse.FILLED
+    counts = [len(row_part.slots) for row_part in rows]
+    room_bytes = sum(_wire_bytes(tensor) for tensor in room)
+    head = ReplyHead.receive(stream, most=sum(counts) if is_filled else room_bytes)
+    if head.is_error:
+        stream.require_mac()
+        raise Refused(error_of(head.text))
+    try:
+        answer = cast(AnswerT, message.answer_type().model_validate_json(head.text))
+    except ValidationError as error:
+        raise Malformed("an answer of another form") from error
+    if is_filled:
+        return Reply(answer, _receive_records(stream, head.count, rows))
+    if head.count != room_bytes:
+        raise Malformed("an answer for another number of rows")
+    return Reply(answer, [_received(stream, tensor) for tensor in room])
+
+
+def _receive_records(stream: Stream, present: int, rows: Sequence[SlotRows]) -> list[Tensor]:
+    """Receive the records that a server has; returns for each part bool [n], whether it has it."""
+    counts = [len(row_part.slots) for row_part in rows]
+    outs = [row_part.records for row_part in rows if row_part.records is not None]
+    # Which rows are there is proved before records are written: other rows stay untouched.
+    if present == sum(counts):
+        for out in outs:
+            stream.receive_into(out)
+        return [torch.ones(count, dtype=torch.bool, device="cpu") for count in counts]
+    has = _received_bools(stream, sum(counts))
+    stream.require_mac()
+    if int(has.sum()) != present:
+        raise Malformed("another number of records than was announced")
+    of_parts = list(has.split(counts))
+    for out, has_row in zip(outs, of_parts, strict=True):
+        positions = has_row.nonzero().view(-1)
+        if len(positions) == len(out):
+            stream.receive_into(out)
+            continue
+        records = torch.empty(len(positions), out.shape[1], dtype=torch.uint8, device="cpu")
+        stream.receive_into(records)
+        all_of_them = torch.arange(len(positions), dtype=torch.int64, device="cpu")
+        row_gather.move(records, all_of_them, out, positions)
+    return of_parts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """The header of an answer, and its text.
+class ReplyHead:
+    """The header of a reply, and its text.
 
     Attributes:
         is_error: the text is an error.
-        text: JSON.
-        count: number of records that follow.
+        text: the answer as JSON.
+        count: number of records that follow, or bytes of the tensors.
     """
 
     is_error: bool = False
@@ -451,72 +519,88 @@ class Answer:
     @property
     def pieces(self) -> list[Piece]:
         """The bytes to send."""
-        header = _ANSWER.pack(_ANSWER_MAGIC, self.is_error, len(self.text), self.count)
+        header = _REPLY.pack(_REPLY_MAGIC, self.is_error, len(self.text), self.count)
         return [header, self.text, SEAL]
 
     @staticmethod
-    def receive(stream: Stream, *, most: int) -> Answer:
-        """Receive an answer with at most `most` records.
+    def receive(stream: Stream, *, most: int) -> ReplyHead:
+        """Receive the head of a reply with a count of at most `most`.
 
         Raises:
             Malformed: it is none, or it is larger than asked for.
         """
-        magic, is_error, text_bytes, count = _ANSWER.unpack(stream.receive(_ANSWER.size))
-        if magic != _ANSWER_MAGIC or text_bytes > _MOST_TEXT_BYTES or count > most:
+        magic, is_error, text_bytes, count = _REPLY.unpack(stream.receive(_REPLY.size))
+        if magic != _REPLY_MAGIC or text_bytes > _MOST_TEXT_BYTES or count > most:
             raise Malformed("no answer of an embedding server")
         text = stream.receive(text_bytes)
         stream.require_mac()
-        return Answer(is_error=is_error, text=text, count=count)
+        return ReplyHead(is_error=is_error, text=text, count=count)
 
 
-def text_of(values: Mapping[str, object]) -> bytes:
-    """Return values as JSON."""
-    return json.dumps(values, separators=(",", ":")).encode()
+class _ErrorNote(Part):
+    """An error: its kind, and what it says."""
+
+    kind: Literal["ServerLost", "HomeError", "OutOfStep", "ValueError"]
+    says: tuple[str, ...]
 
 
-def parse(text: bytes) -> dict[str, object]:
-    """Return the values of a JSON object.
+def error_pieces(error: Exception) -> list[Piece]:
+    """Return what to send for an error."""
+    kind: Literal["ServerLost", "HomeError", "OutOfStep", "ValueError"]
+    if isinstance(error, RecpointError):
+        kind = "ServerLost" if isinstance(error, ServerLost) else "HomeError"
+        says = [error.subject, error.found, error.expected, error.next_step]
+    else:
+        kind = "OutOfStep" if isinstance(error, OutOfStep) else "ValueError"
+        says = [str(error)]
+    note = _ErrorNote(kind=kind, says=tuple(part[:_MOST_ERROR_CHARACTERS] for part in says))
+    return ReplyHead(is_error=True, text=note.model_dump_json().encode()).pieces
+
+
+def error_of(text: bytes) -> Exception:
+    """Return the error that `error_pieces` was given, as far as a caller can tell.
 
     Raises:
         Malformed: it is none.
     """
     try:
-        values = json.loads(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise Malformed("text that is no JSON") from error
-    if not isinstance(values, dict):
-        raise Malformed("JSON that is no object")
-    return values
-
-
-def text_of_error(error: Exception) -> bytes:
-    """Return an error as JSON."""
-    if isinstance(error, RecpointError):
-        kind = "ServerLost" if isinstance(error, ServerLost) else "HomeError"
-        parts = [error.subject, error.found, error.expected, error.next_step]
-    else:
-        kind = "OutOfStep" if isinstance(error, OutOfStep) else "ValueError"
-        parts = [str(error)]
-    return text_of({"kind": kind, "parts": [part[:_MOST_ERROR_CHARACTERS] for part in parts]})
-
-
-def error_of(text: bytes) -> Exception:
-    """Return the error that `text_of_error` was given, as far as a caller can tell.
-
-    Raises:
-        Malformed: it is none.
-    """
-    values = parse(text)
-    kind, parts = values.get("kind"), values.get("parts")
-    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        note = _ErrorNote.model_validate_json(text)
+    except ValidationError as error:
+        raise Malformed("an error of no kind") from error
+    if note.kind in ("ValueError", "OutOfStep") and len(note.says) == 1:
+        return OutOfStep(note.says[0]) if note.kind == "OutOfStep" else ValueError(note.says[0])
+    if note.kind not in ("HomeError", "ServerLost") or len(note.says) != 4:
         raise Malformed("an error without parts")
-    if kind in ("ValueError", "OutOfStep") and len(parts) == 1:
-        return OutOfStep(parts[0]) if kind == "OutOfStep" else ValueError(parts[0])
-    if kind not in ("HomeError", "ServerLost") or len(parts) != 4:
-        raise Malformed("an error of no kind")
-    subject, found, expected, next_step = parts
-    made = ServerLost if kind == "ServerLost" else HomeError
+    subject, found, expected, next_step = note.says
+    made = ServerLost if note.kind == "ServerLost" else HomeError
     return made(subject, found=found, expected=expected, next_step=next_step)
+
+
+def _wire_bytes(tensor: Tensor) -> int:
+    return -(-tensor.numel() // 8) if tensor.dtype == torch.bool else tensor.nbytes
+
+
+def _on_wire(tensor: Tensor) -> bytes | Tensor:
+    """Return a tensor as it travels: bools as bits."""
+    return np.packbits(tensor.numpy()).tobytes() if tensor.dtype == torch.bool else tensor
+
+
+def _received(stream: Stream, room: Tensor) -> Tensor:
+    if room.dtype == torch.bool:
+        return _received_bools(stream, len(room))
+    stream.receive_into(room)
+    return room
+
+
+def _received_bools(stream: Stream, count: int) -> Tensor:
+    bits = np.frombuffer(stream.receive(-(-count // 8)), dtype=np.uint8)
+    return torch.from_numpy(np.unpackbits(bits, count=count)).view(torch.bool)
+
+
+def _chosen(records: Tensor, positions: Tensor) -> Tensor:
+    chosen = torch.empty(len(positions), records.shape[1], dtype=torch.uint8, device="cpu")
+    row_gather.gather(records, positions, chosen)
+    return chosen
 
 
 def _bytes_of(part: bytes | Tensor) -> memoryview:

@@ -11,54 +11,46 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Final, NoReturn, Self, TypeVar
+from typing import Any, Final, NoReturn, Self, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from recpoint.embeddings.home.contract import TableRows
 from recpoint.embeddings.parity.peers import OutOfStep
-from recpoint.embeddings.server.peer_wire import answer_peer
+from recpoint.embeddings.server.all_messages import parsed
 from recpoint.embeddings.server.receive_buffers import ReceiveBuffers
 from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.embeddings.server.stream import (
-    CHECK,
-    COMMAND,
-    DECODED,
-    DIFFERENCES,
-    FETCH,
-    FETCH_FROZEN,
-    HELLO,
-    PARITY_ROWS,
-    ROWS,
-    SEAL,
-    STAGE,
-    STAGE_NEW,
-    WRITE,
-    Answer,
     Malformed,
-    Part,
     Piece,
+    Refused,
     Request,
     Stream,
     TokenRefused,
-    error_of,
-    parse,
+    error_pieces,
     prove_client,
     prove_server,
-    text_of,
-    text_of_error,
+    receive_reply,
+    reply_pieces,
+    request_pieces,
 )
-from recpoint.embeddings.server.transport import Greeting, Transport, Value
+from recpoint.embeddings.server.transport import (
+    Message,
+    RecordUse,
+    Reply,
+    RowMessage,
+    SlotRows,
+    Transport,
+)
 from recpoint.errors import HomeError, ServerLost
-from recpoint.kernels import row_gather
+from recpoint.format.records import Part
 
-__all__ = ["TcpServer", "TcpTransport", "received"]
+__all__ = ["TcpServer", "TcpTransport"]
 
+AnswerT = TypeVar("AnswerT", bound=Part)
 T = TypeVar("T")
 
 _LOG: Final = logging.getLogger("recpoint")
@@ -111,138 +103,25 @@ class TcpTransport(Transport):
         self._in_use: set[Stream] = set()
         self._is_closed = False
 
-    def hello(self, *, within_seconds: float | None = None) -> Greeting:
-        """See `Transport`."""
-
-        def ask(stream: Stream) -> Greeting:
-            stream.send(Request(kind=HELLO).pieces)
-            said = parse(received(stream).text)
-            host = said.get("host")
-            unreached = said.get("unreached")
-            numbers = [said.get(key) for key in ("incarnation", "pid", "owner")]
-            numbers += unreached if isinstance(unreached, list) else [None]
-            if not isinstance(host, str) or not all(type(number) is int for number in numbers):
-                raise Malformed("a greeting that is none")
-            incarnation, pid, owner, *others = (int(str(number)) for number in numbers)
-            return Greeting(
-                incarnation=incarnation, host=host, pid=pid, owner=owner, unreached=tuple(others)
-            )
-
-        return self.call(ask, within_seconds=within_seconds)
-
-    def command(
-        self, name: str, arguments: Mapping[str, Value], *, incarnation: int
-    ) -> Mapping[str, Value]:
-        """See `Transport`."""
-        text = text_of({"name": name, "arguments": dict(arguments)})
-
-        def ask(stream: Stream) -> Mapping[str, Value]:
-            stream.send(Request(kind=COMMAND, text=text, incarnation=incarnation).pieces)
-            said = parse(received(stream).text)
-            return {key: one for key, one in said.items() if isinstance(one, int | str | None)}
-
-        return self.call(ask)
-
-    def fetch(
-        self, wanted: Sequence[TableRows], *, incarnation: int, frozen: int | None = None
-    ) -> list[Tensor]:
-        """See `Transport`. Only records that are there come over the network."""
-        request = Request(
-            kind=FETCH if frozen is None else FETCH_FROZEN,
-            text=_names_of(wanted),
-            parts=_parts_of(wanted),
-            incarnation=incarnation,
-            number=frozen or 0,
-        )
-        counts = [part.rows for part in request.parts]
-
-        def ask(stream: Stream) -> list[Tensor]:
-            stream.send([*request.pieces, *(one.ids for one in wanted)])
-            answer = received(stream, most=sum(counts))
-            # What is there is proved before records are written: rows that are not stay untouched.
-            if answer.count == sum(counts):
-                for one in wanted:
-                    stream.receive_into(one.records)
-                return [torch.ones(count, dtype=torch.bool, device="cpu") for count in counts]
-            bits = np.frombuffer(stream.receive(-(-sum(counts) // 8)), dtype=np.uint8)
-            has = torch.from_numpy(np.unpackbits(bits, count=sum(counts))).view(torch.bool)
-            stream.require_mac()
-            if int(has.sum()) != answer.count:
-                raise Malformed("another number of records than was announced")
-            found = list(has.split(counts))
-            for one, has_row in zip(wanted, found, strict=True):
-                _receive_records(stream, one.records, has_row.nonzero().view(-1))
-            return found
-
-        return self.call(ask)
-
-    def write_back(
-        self, changed: Sequence[TableRows], *, incarnation: int, trainer: int, batch: int
-    ) -> None:
-        """See `Transport`."""
-        request = Request(
-            kind=WRITE,
-            text=_names_of(changed),
-            parts=_parts_of(changed),
-            incarnation=incarnation,
-            number=trainer,
-            batch=batch,
-        )
-        slots, records = [one.ids for one in changed], [one.records for one in changed]
-
-        def ask(stream: Stream) -> None:
-            stream.send([*request.pieces, *slots, *records])
-            received(stream)
-
-        self.call(ask)
-
-    def check(self, table: str, slots: Tensor, *, incarnation: int) -> Tensor:
-        """See `Transport`."""
-        request = Request(
-            kind=CHECK,
-            text=text_of({"tables": [table]}),
-            parts=[Part(1, len(slots))],
-            incarnation=incarnation,
-        )
-
-        def ask(stream: Stream) -> Tensor:
-            stream.send([*request.pieces, slots])
-            if received(stream, most=len(slots)).count != len(slots):
-                raise Malformed("another number of verdicts than of stripes")
-            found = torch.empty(len(slots), dtype=torch.uint8, device="cpu")
-            stream.receive_into(found)
-            return found
-
-        return self.call(ask)
-
-    def stage(
+    def call(
         self,
-        frozen: int,
-        slots: Tensor,
-        records: Tensor | None = None,
+        message: Message[AnswerT],
+        rows: Sequence[SlotRows] = (),
         *,
-        incarnation: int,
-        first: int = 0,
-    ) -> Tensor:
-        """See `Transport`."""
-        request = Request(
-            kind=STAGE if records is None else STAGE_NEW,
-            parts=[Part(1 if records is None else records.shape[1], len(slots))],
-            incarnation=incarnation,
-            number=frozen,
-            batch=first,
-        )
-        sent = (slots,) if records is None else (slots, records)
+        within_seconds: float | None = None,
+    ) -> Reply[AnswerT]:
+        """See `Transport`. Only records that the server has come over the network.
 
-        def ask(stream: Stream) -> Tensor:
-            stream.send([*request.pieces, *sent])
-            if received(stream, most=len(slots)).count != len(slots):
-                raise Malformed("an answer for another number of rows")
-            found = torch.empty(len(slots), dtype=torch.bool, device="cpu")
-            stream.receive_into(found)
-            return found
+        If this process was stopped meanwhile, the call's time is over and the server may be well.
+        Then the call is made once more, and has its whole time.
+        """
+        pieces = request_pieces(message, rows)
 
-        return self.call(ask)
+        def ask(stream: Stream) -> Reply[AnswerT]:
+            stream.send(pieces)
+            return receive_reply(stream, message, rows)
+
+        return self._exchange(ask, within_seconds)
 
     def close(self) -> None:
         """Close the connections. Calls under way raise ServerLost, and later ones HomeError."""
@@ -253,19 +132,8 @@ class TcpTransport(Transport):
         for stream in [*idle, *in_use]:
             stream.close()
 
-    def call(self, ask: Callable[[Stream], T], *, within_seconds: float | None = None) -> T:
-        """Send a request on a connection and receive its answer, as `ask` does; again if need be.
-
-        If this process was stopped meanwhile, its time is over and the server may be well. Then
-        the call is made once more, and has its whole time.
-
-        Args:
-            ask: sends and receives.
-            within_seconds: the longest time for the call; None: that of the transport.
-
-        Raises:
-            ServerLost, HomeError, ValueError, OutOfStep: the server's error, or there is no server.
-        """
+    def _exchange(self, ask: Callable[[Stream], T], within_seconds: float | None) -> T:
+        """Call `ask` with a connection; again, with a new one, if the connection breaks."""
         seconds = self._timeout_seconds if within_seconds is None else within_seconds
         deadline = time.monotonic() + seconds
         pause = _FIRST_PAUSE_SECONDS
@@ -277,7 +145,7 @@ class TcpTransport(Transport):
                 stream.deadline = deadline
                 answer = ask(stream)
                 stream.require_mac()
-            except _Refused as refused:
+            except Refused as refused:
                 if stream is not None:
                     self._give_back(stream)
                 raise refused.error from None
@@ -386,46 +254,6 @@ def _is_late(deadline: float, stream: Stream | None) -> bool:
     """Whether this process was stopped while it waited: it wakes late, or bytes have come."""
     has_bytes = stream is not None and stream.has_bytes()
     return has_bytes or time.monotonic() > deadline + _LATE_SECONDS
-
-
-class _Refused(Exception):
-    """The server answers with an error; the connection is as good as before."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-def received(stream: Stream, *, most: int = 0) -> Answer:
-    """Receive the head of an answer with at most `most` records.
-
-    Raises:
-        Exception: the answer is an error, for `TcpTransport.call` to raise.
-    """
-    answer = Answer.receive(stream, most=most)
-    if answer.is_error:
-        stream.require_mac()
-        raise _Refused(error_of(answer.text))
-    return answer
-
-
-def _names_of(rows: Sequence[TableRows]) -> bytes:
-    return text_of({"tables": [one.table for one in rows]})
-
-
-def _parts_of(rows: Sequence[TableRows]) -> list[Part]:
-    return [Part(one.records.shape[1], len(one.ids)) for one in rows]
-
-
-def _receive_records(stream: Stream, out: Tensor, there: Tensor) -> None:
-    """Receive records into these places of `out`."""
-    if len(there) == len(out):
-        stream.receive_into(out)
-        return
-    records = torch.empty(len(there), out.shape[1], dtype=torch.uint8, device="cpu")
-    stream.receive_into(records)
-    all_of_them = torch.arange(len(there), dtype=torch.int64, device="cpu")
-    row_gather.move(records, all_of_them, out, there)
 
 
 class TcpServer:
@@ -618,22 +446,22 @@ class _Answering:
         stream = self._stream
         stream.deadline = time.monotonic() + _REST_SECONDS
         request = Request.receive(self._header, stream)
-        size_bytes = sum(part.rows * (8 + part.record_bytes) for part in request.parts)
-        with self._buffers.lent(size_bytes) as memory:
-            self._answer(request, _rows_in(memory, request.parts))
+        with self._buffers.lent(request.size_bytes) as memory:
+            self._answer(request, _rows_in(memory, request))
 
-    def _answer(self, request: Request, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _answer(self, request: Request, rows: Sequence[SlotRows]) -> None:
         stream = self._stream
-        for slots, _ in rows:
-            stream.receive_into(slots)
-        if request.kind in (WRITE, DIFFERENCES, STAGE_NEW):
-            for _, records in rows:
-                stream.receive_into(records)
+        for row_part in rows:
+            stream.receive_into(row_part.slots)
+        if request.records is RecordUse.SENT:
+            for row_part in rows:
+                assert row_part.records is not None
+                stream.receive_into(row_part.records)
         stream.require_mac()
         try:
             pieces = self._pieces(request, rows)
         except (HomeError, ValueError, OutOfStep) as error:
-            pieces = Answer(is_error=True, text=text_of_error(error)).pieces
+            pieces = error_pieces(error)
         except (
             OSError,
             MemoryError,
@@ -643,97 +471,41 @@ class _Answering:
             AssertionError,
         ) as error:
             _LOG.exception("an embedding server cannot answer")
-            told = HomeError(
-                "an embedding server",
-                found=f"{type(error).__name__}: {error}",
-                expected="an answer",
-                next_step="look at the server's log",
+            pieces = error_pieces(
+                HomeError(
+                    "an embedding server",
+                    found=f"{type(error).__name__}: {error}",
+                    expected="an answer",
+                    next_step="look at the server's log",
+                )
             )
-            pieces = Answer(is_error=True, text=text_of_error(told)).pieces
         stream.deadline = time.monotonic() + _REST_SECONDS
         stream.send(pieces)
 
-    def _pieces(self, request: Request, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Piece]:
-        if request.kind == HELLO:
-            return Answer(text=text_of(vars(self._server.hello()))).pieces
-        if request.kind == COMMAND:
-            said = parse(request.text)
-            name, arguments = said.get("name"), said.get("arguments")
-            if not isinstance(name, str) or not isinstance(arguments, dict):
-                raise Malformed("a command without name or arguments")
-            answer = self._server.command(name, arguments, incarnation=request.incarnation)
-            return Answer(text=text_of(answer)).pieces
-        if request.kind in (DIFFERENCES, ROWS, PARITY_ROWS, DECODED):
-            return answer_peer(self._server, request, rows)
-        if request.kind in (STAGE, STAGE_NEW):
-            if len(rows) != 1:
-                raise Malformed("rows to stage of another number of tables than one")
-            ((slots, records),) = rows
-            staged = self._server.stage(
-                request.number,
-                slots.clone(),
-                records.clone() if request.kind == STAGE_NEW else None,
-                incarnation=request.incarnation,
-                first=request.batch,
-            )
-            return [*Answer(count=len(staged)).pieces, staged]
-        of_tables = _of_tables(request, rows)
-        if request.kind == CHECK:
-            if len(of_tables) != 1:
-                raise Malformed("a check of another number of tables than one")
-            (asked,) = of_tables
-            told = self._server.check(
-                asked.table, asked.ids.clone(), incarnation=request.incarnation
-            )
-            return [*Answer(count=len(told)).pieces, told]
-        if request.kind == WRITE:
-            self._server.write_back(
-                of_tables,
-                incarnation=request.incarnation,
-                trainer=request.number,
-                batch=request.batch,
-            )
-            return Answer().pieces
-        found = self._server.fetch(
-            of_tables,
-            incarnation=request.incarnation,
-            frozen=request.number if request.kind == FETCH_FROZEN else None,
-        )
-        has = torch.cat(found)
-        count = int(has.sum())
-        if count == len(has):
-            return [*Answer(count=count).pieces, *(records for _, records in rows)]
-        bits = np.packbits(has.numpy()).tobytes()
-        there = [
-            _those(records, has_row.nonzero().view(-1))
-            for (_, records), has_row in zip(rows, found, strict=True)
-        ]
-        return [*Answer(count=count).pieces, bits, SEAL, *there]
+    def _pieces(self, request: Request, rows: Sequence[SlotRows]) -> list[Piece]:
+        message: Message[Any] = parsed(request.text)
+        if isinstance(message, RowMessage):
+            if message.records is not request.records or (
+                message.records is RecordUse.NONE
+                and any(form.record_bytes != message.row_bytes for form in request.forms)
+            ):
+                raise ValueError(f"{message.kind}: rows of another form than the message has")
+        if request.records is RecordUse.NONE:
+            # Their memory is lent to other requests afterwards.
+            rows = [SlotRows(row_part.slots.clone()) for row_part in rows]
+        return reply_pieces(message, rows, self._server.call(message, rows))
 
 
-def _rows_in(memory: Tensor, parts: Sequence[Part]) -> list[tuple[Tensor, Tensor]]:
-    """Return for each part int64 [count] and uint8 [count, record_bytes], which lie in `memory`."""
-    counts = [part.rows for part in parts]
-    sizes = [part.rows * part.record_bytes for part in parts]
+def _rows_in(memory: Tensor, request: Request) -> list[SlotRows]:
+    """Return the rows of a request, which lie in `memory`."""
+    counts = [form.rows for form in request.forms]
     slots_bytes = 8 * sum(counts)  # slots come first, where an int64 may be
     slots = memory[:slots_bytes].view(torch.int64).split(counts)
+    if request.records is RecordUse.NONE:
+        return [SlotRows(part) for part in slots]
+    sizes = [form.rows * form.record_bytes for form in request.forms]
     records = memory[slots_bytes:].split(sizes)
     return [
-        (part_slots, part_records.view(part.rows, part.record_bytes))
-        for part_slots, part_records, part in zip(slots, records, parts, strict=True)
+        SlotRows(part_slots, part_records.view(form.rows, form.record_bytes))
+        for part_slots, part_records, form in zip(slots, records, request.forms, strict=True)
     ]
-
-
-def _of_tables(request: Request, rows: Sequence[tuple[Tensor, Tensor]]) -> list[TableRows]:
-    names = parse(request.text).get("tables")
-    if not isinstance(names, list) or not all(type(name) is str for name in names):
-        raise Malformed("rows without names of tables")
-    if len(names) != len(rows):
-        raise Malformed("another number of names than of tables")
-    return [TableRows(name, *one) for name, one in zip(names, rows, strict=True)]
-
-
-def _those(records: Tensor, chosen: Tensor) -> Tensor:
-    found = torch.empty(len(chosen), records.shape[1], dtype=torch.uint8, device="cpu")
-    row_gather.gather(records, chosen, found)
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
 from recpoint.embeddings.parity.peers import (
@@ -15,22 +15,22 @@ from recpoint.embeddings.parity.peers import (
     TableSlots,
 )
 from recpoint.embeddings.parity.stripe_check import CONDENSED_BYTES
-from recpoint.embeddings.server.peer_wire import (
-    differences_request,
-    members_request,
-    parity_rows_note,
-    received_members,
-    rows_note,
+from recpoint.embeddings.server.parity_messages import (
+    DecodeRows,
+    GetParityRows,
+    GetRows,
+    SendDifferences,
+    SentNote,
 )
 from recpoint.embeddings.server.protection import Reach
-from recpoint.embeddings.server.stream import DECODED, PARITY_ROWS, ROWS, Stream
-from recpoint.embeddings.server.tcp import TcpTransport, received
-from recpoint.embeddings.server.transport import greeting_seconds
+from recpoint.embeddings.server.tcp import TcpTransport
+from recpoint.embeddings.server.transport import Message, Reply, SlotRows, greeting_seconds
 from recpoint.errors import HomeError, ServerLost
+from recpoint.format.records import Part
 
 __all__ = ["TcpPeer", "reach_with"]
 
-T = TypeVar("T")
+AnswerT = TypeVar("AnswerT", bound=Part)
 
 #: How long a server says that it has not reached another one. The leader looks more often.
 _REPORT_SECONDS: Final = 5.0
@@ -80,20 +80,24 @@ class TcpPeer(Peer):
 
     def differences(self, messages: Sequence[tuple[Sent, Differences]]) -> None:
         """See `Peer`."""
-        pieces = differences_request(messages, self._incarnation)
-
-        def ask(stream: Stream) -> None:
-            stream.send(pieces)
-            received(stream)
-
-        self._call(ask)
+        message = SendDifferences(
+            incarnation=self._incarnation,
+            messages=tuple(SentNote.of(*one) for one in messages),
+        )
+        self._call(message, [SlotRows(given.slots, given.rows) for _, given in messages])
 
     def rows(
         self, wanted: Sequence[TableSlots], *, recover: bool, is_condensed: bool = False
     ) -> Members:
         """See `Peer`."""
-        note = rows_note(recover=recover, is_condensed=is_condensed)
-        return self._members(ROWS, note, wanted, is_condensed)
+        message = GetRows(
+            incarnation=self._incarnation,
+            tables=tuple(row_part.table for row_part in wanted),
+            each_bytes=self._row_bytes_of(wanted, is_condensed),
+            recover=recover,
+            is_condensed=is_condensed,
+        )
+        return self._members(message, wanted)
 
     def parity_rows(
         self,
@@ -103,33 +107,45 @@ class TcpPeer(Peer):
         is_condensed: bool = False,
     ) -> Members:
         """See `Peer`."""
-        note = parity_rows_note(at, is_condensed=is_condensed)
-        return self._members(PARITY_ROWS, note, wanted, is_condensed)
+        message = GetParityRows(
+            incarnation=self._incarnation,
+            tables=tuple(row_part.table for row_part in wanted),
+            each_bytes=self._row_bytes_of(wanted, is_condensed),
+            moments=GetParityRows.moments_of(at),
+            is_condensed=is_condensed,
+        )
+        return self._members(message, wanted)
 
     def decoded(self, wanted: Sequence[TableSlots], lost: int) -> Members:
         """See `Peer`."""
-        return self._members(DECODED, {"lost": lost}, wanted, False)
+        message = DecodeRows(
+            incarnation=self._incarnation,
+            tables=tuple(row_part.table for row_part in wanted),
+            each_bytes=self._row_bytes_of(wanted, False),
+            lost=lost,
+        )
+        return self._members(message, wanted)
+
+    def _row_bytes_of(self, wanted: Sequence[TableSlots], is_condensed: bool) -> int:
+        return CONDENSED_BYTES if is_condensed else self._row_bytes[wanted[0].table]
 
     def _members(
-        self,
-        kind: int,
-        note: Mapping[str, object],
-        wanted: Sequence[TableSlots],
-        is_condensed: bool,
+        self, message: GetRows | GetParityRows | DecodeRows, wanted: Sequence[TableSlots]
     ) -> Members:
-        count = sum(len(one.slots) for one in wanted)
-        row_bytes = CONDENSED_BYTES if is_condensed else self._row_bytes[wanted[0].table]
-        pieces = members_request(kind, note, wanted, row_bytes, self._incarnation)
+        reply = self._call(message, [SlotRows(row_part.slots.contiguous()) for row_part in wanted])
+        if len(reply.answer.generations) != len(wanted):
+            raise ValueError(f"{len(reply.answer.generations)} tables, expected {len(wanted)}")
+        is_known, rows = reply.tensors
+        return Members(
+            is_known=is_known,
+            rows=rows,
+            moment=reply.answer.moment,
+            generations=reply.answer.generations,
+        )
 
-        def ask(stream: Stream) -> Members:
-            stream.send(pieces)
-            return received_members(received(stream, most=count), stream, wanted, row_bytes)
-
-        return self._call(ask)
-
-    def _call(self, ask: Callable[[Stream], T]) -> T:
+    def _call(self, message: Message[AnswerT], rows: Sequence[SlotRows]) -> Reply[AnswerT]:
         try:
-            answer = self._transport.call(ask)
+            reply = self._transport.call(message, rows)
         except HomeError as error:
             if self._is_closed:
                 raise OutOfStep("the other server is lost") from error
@@ -138,7 +154,7 @@ class TcpPeer(Peer):
                 self._greet()
             raise
         self._unreached_at = None
-        return answer
+        return reply
 
     def _greet(self) -> None:
         """Find out whether the other server is reached at all."""

@@ -1,51 +1,153 @@
-"""Defines how a trainer calls an embedding server: seven calls.
+"""Defines what a message to an embedding server is, and how a server is called.
 
-`EmbeddingServer` answers them in the server's process. A transport, such as `TcpTransport`, has the
-same seven calls in the trainer's process, and passes each on to one server.
+A *message* is what a caller says. Rows go beside it, as tensors: slots, and for some messages
+records. A server has one reply for each message: an answer, and for some messages tensors.
+`EmbeddingServer` answers messages in the server's process. A `Transport`, such as `TcpTransport`,
+passes them on to one server from another process.
 
 A server that starts has no rows. Each start draws a new number, its *incarnation*. A trainer reads
-it once, in `hello`, and names it in each call. A server refuses calls that name another
-incarnation, so a server that was started again is never read as if it had the rows of before.
+it once, by `Greet`, and names it in each further message. A server refuses messages that name
+another incarnation, so a server that was started again is never read as if it had the rows of
+before.
 
 A server works for one training at a time, its *owner*. A training that begins takes over servers
-that an earlier one has left, with the command "begin": the server forgets all rows and takes a new
-incarnation. It then refuses whatever the earlier training still sends.
+that an earlier one has left, with `Begin`: the server forgets all rows and takes a new incarnation.
+It then refuses whatever the earlier training still sends.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Annotated, ClassVar, Final, Generic, Literal, NamedTuple, TypeVar
 
+from pydantic import Field
 from torch import Tensor
 
-from recpoint.embeddings.home.contract import TableRows
+from recpoint.embeddings.parity.peers import MOST_TABLES
+from recpoint.format.records import Part
 
-__all__ = ["Greeting", "Transport", "Value", "greeting_seconds"]
+__all__ = [
+    "MOST_PARTS",
+    "MOST_REQUEST_BYTES",
+    "MOST_SERVERS",
+    "Done",
+    "Greet",
+    "Greeting",
+    "Hosts",
+    "Message",
+    "Name",
+    "Names",
+    "Number",
+    "Positive",
+    "RecordUse",
+    "Reply",
+    "RowMessage",
+    "SlotRows",
+    "TablesMessage",
+    "Transport",
+    "greeting_seconds",
+]
 
-#: What a command takes and returns: what JSON can carry.
-Value = int | str | bool | None
+AnswerT = TypeVar("AnswerT", bound=Part)
+
+#: Bytes of slots and records in one call.
+MOST_REQUEST_BYTES: Final = 16 << 20
+#: Tables, or messages with differences, of one call.
+MOST_PARTS: Final = MOST_TABLES
+MOST_SERVERS: Final = 4_096
+_MOST_NAME_CHARACTERS: Final = 1_024
 
 
-@dataclass(frozen=True, kw_only=True)
-class Greeting:
-    """What a server says of itself.
+Number = Annotated[int, Field(ge=0, lt=1 << 63)]
+Positive = Annotated[int, Field(ge=1, lt=1 << 63)]
+Name = Annotated[str, Field(max_length=_MOST_NAME_CHARACTERS)]
+Names = Annotated[tuple[Name, ...], Field(max_length=MOST_PARTS)]
+Hosts = Annotated[tuple[Name, ...], Field(max_length=MOST_SERVERS)]
+
+
+class RecordUse(IntEnum):
+    """What a call does with the records that stand beside slots."""
+
+    NONE = 0  # there are none
+    SENT = 1  # they go to the server
+    FILLED = 2  # they are memory, into which the server's records go
+
+
+class SlotRows(NamedTuple):
+    """Rows that go beside a message.
 
     Attributes:
-        incarnation: number of this start of the server, 1 to 2^63 - 1. No two starts share one.
-        host: name of the machine.
-        pid: process id of the server there.
-        owner: number of the training that the server works for; 0: none has begun yet.
-        unreached: incarnations of servers that it has just called, and that answered neither the
-            call nor a greeting.
+        slots: int64 [n], ascending, contiguous, on the CPU.
+        records: uint8 [n, record_bytes], contiguous, on the CPU; None if the message has
+            `RecordUse.NONE`.
     """
 
-    incarnation: int
-    host: str
-    pid: int
-    owner: int = 0
-    unreached: tuple[int, ...] = ()
+    slots: Tensor
+    records: Tensor | None = None
+
+
+class Message(Part, Generic[AnswerT]):
+    """One call to a server. Its subclasses are all calls that there are.
+
+    Attributes:
+        kind: names the message on the wire.
+    """
+
+    kind: str
+
+    @classmethod
+    def answer_type(cls) -> type[Part]:
+        """Return the type of the answer."""
+        for base in cls.__mro__:
+            answers = getattr(base, "__pydantic_generic_metadata__", {}).get("args")
+            if answers:
+                answer: type[Part] = answers[0]
+                return answer
+        raise TypeError(f"{cls.__name__} has no type of answer")
+
+
+class RowMessage(Message[AnswerT], Generic[AnswerT]):
+    """A message with rows beside it.
+
+    Attributes:
+        records: what the call does with records of the rows.
+    """
+
+    records: ClassVar[RecordUse] = RecordUse.NONE
+
+    @property
+    def parts(self) -> int:
+        """How many `SlotRows` go beside the message."""
+        return 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of the reply's tensors, for `RecordUse.NONE`."""
+        return 0
+
+    def room(self, rows: Sequence[SlotRows]) -> list[Tensor]:
+        """Return memory for the reply's tensors, apart from records that are filled."""
+        return []
+
+
+class Done(Part):
+    """The call is done."""
+
+
+@dataclass(frozen=True)
+class Reply(Generic[AnswerT]):
+    """What a server answers.
+
+    Attributes:
+        answer: what is no tensor.
+        tensors: on the CPU, contiguous; the message says which.
+    """
+
+    answer: AnswerT
+    tensors: Sequence[Tensor] = field(default=())
 
 
 def greeting_seconds(timeout_seconds: float) -> float:
@@ -63,12 +165,6 @@ class Transport(ABC):
     All calls may come from several threads at the same time. A call that fails may or may not have
     reached the server, and may be repeated as it was: the server does each write once.
 
-    Raises:
-        ServerLost: the server does not answer in time, has ended, or has another incarnation. The
-            error names the server.
-        HomeError: the server answers that the call is against the contract of `Home`.
-        OutOfStep: the server takes part in parity, and is not ready; the call may be repeated.
-
     Attributes:
         listens_at: host and port for calls of other servers; None: they cannot call it.
     """
@@ -76,92 +172,69 @@ class Transport(ABC):
     listens_at: tuple[str, int] | None = None
 
     @abstractmethod
-    def hello(self, *, within_seconds: float | None = None) -> Greeting:
-        """Ask the server who it is. The only call that names no incarnation.
-
-        Args:
-            within_seconds: the longest time for the call; None: that of the other calls.
-        """
-
-    @abstractmethod
-    def command(
-        self, name: str, arguments: Mapping[str, Value], *, incarnation: int
-    ) -> Mapping[str, Value]:
-        """Do something small, such as "begin", "add_table", "freeze", "release", "clear", "sizes".
-
-        Args:
-            name: what to do.
-            arguments: depend on the name; `EmbeddingServer` says which.
-            incarnation: of the server that is meant.
-        """
-
-    @abstractmethod
-    def fetch(
-        self, wanted: Sequence[TableRows], *, incarnation: int, frozen: int | None = None
-    ) -> list[Tensor]:
-        """Read records, as `Home.fetch_all` does.
-
-        Args:
-            wanted: rows of each table, by their places on this server.
-            incarnation: of the server that is meant.
-            frozen: number that the command "freeze" returned, for rows of its table alone; None:
-                the rows as they are now.
-
-        Returns:
-            For each table bool [n]: whether the server has the row.
-        """
-
-    @abstractmethod
-    def write_back(
-        self, changed: Sequence[TableRows], *, incarnation: int, trainer: int, batch: int
-    ) -> None:
-        """Store records, as `Home.write_back_all` does.
-
-        Args:
-            changed: rows of each table, by their places on this server.
-            incarnation: of the server that is meant.
-            trainer: number of the trainer that writes.
-            batch: increases with each write of this trainer to a table. A write that comes again is
-                acknowledged and not done again, also if later writes were done since.
-        """
-
-    @abstractmethod
-    def check(self, table: str, slots: Tensor, *, incarnation: int) -> Tensor:
-        """Compare stripes with their parity, as `StripeMember.check` does.
-
-        Args:
-            table: name of the table.
-            slots: of first parity rows on this server, int64 [n], ascending.
-            incarnation: of the server that is meant.
-
-        Returns:
-            `StripeVerdict`s, uint8 [n].
-        """
-
-    @abstractmethod
-    def stage(
+    def call(
         self,
-        frozen: int,
-        slots: Tensor,
-        records: Tensor | None = None,
+        message: Message[AnswerT],
+        rows: Sequence[SlotRows] = (),
         *,
-        incarnation: int,
-        first: int = 0,
-    ) -> Tensor:
-        """Have the server stage rows of a checkpoint, as `PartStager` says; see "stage".
+        within_seconds: float | None = None,
+    ) -> Reply[AnswerT]:
+        """Have the server answer a message.
 
         Args:
-            frozen: number of the reader from which the rows are taken.
-            slots: int64 [n], ascending.
-            records: uint8 [n, bytes], of rows that the server does not have, and that were named
-                before; None: the rows are named.
-            incarnation: of the server that is meant.
-            first: how many rows were named before these.
+            message: says what is wanted.
+            rows: tensors that go beside the message, or that the server's records go into.
+            within_seconds: the longest time for the call; None: the transport's.
 
-        Returns:
-            bool [n]: the row's record is there. The others must come with a record.
+        Raises:
+            ServerLost: the server does not answer in time, has ended, or has another incarnation.
+                The error names the server.
+            HomeError: the server answers that the call is against the contract of `Home`.
+            OutOfStep: the server takes part in parity, and is not ready; the call may be repeated.
+            ValueError: the message or its rows fit no table.
         """
 
     @abstractmethod
     def close(self) -> None:
         """Give the connection up. The server goes on. A second call does nothing."""
+
+    def hello(self, *, within_seconds: float | None = None) -> Greeting:
+        """Ask the server who it is."""
+        return self.call(Greet(), within_seconds=within_seconds).answer
+
+
+class Greeting(Part):
+    """What a server says of itself.
+
+    Attributes:
+        incarnation: number of this start of the server. No two starts share one.
+        host: name of the machine.
+        pid: process id of the server there.
+        owner: number of the training that the server works for; 0: none has begun yet.
+        unreached: incarnations of servers that it has just called, and that answered neither the
+            call nor a greeting.
+    """
+
+    incarnation: Positive
+    host: str
+    pid: Number
+    owner: Number = 0
+    unreached: tuple[Number, ...] = ()
+
+
+class Greet(Message[Greeting]):
+    """Asks the server who it is. The only message that names no incarnation."""
+
+    kind: Literal["greet"] = "greet"
+
+
+class TablesMessage(RowMessage[AnswerT], Generic[AnswerT]):
+    """Goes with rows of tables, each table at most once: one `SlotRows` for each name."""
+
+    incarnation: Number
+    tables: Names
+
+    @property
+    def parts(self) -> int:
+        """One for each table."""
+        return len(self.tables)

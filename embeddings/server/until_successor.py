@@ -28,6 +28,7 @@ from recpoint.embeddings.server.calls import CallPolicy
 from recpoint.embeddings.server.checked_stripes import checked_stripes
 from recpoint.embeddings.server.led_server import CommandedServer, Servers, add_table, begin
 from recpoint.embeddings.server.links import ServerLink, ServerLinks
+from recpoint.embeddings.server.parity_messages import AskKnown
 from recpoint.embeddings.server.placed_rows import ServerTable
 from recpoint.embeddings.server.transport import Greeting, greeting_seconds
 from recpoint.errors import ClusterLost, HomeError, ServerLost
@@ -211,10 +212,10 @@ class UntilSuccessor(CallPolicy):
         """Whether a server knows that the leader has given up."""
         link = self._links[number]
         try:
-            answer = link.transport.command("known", {}, incarnation=link.incarnation)
+            answer = link.transport.call(AskKnown(incarnation=link.incarnation)).answer
         except (HomeError, OutOfStep):
             return False
-        return bool(answer["has_given_up"])
+        return answer.has_given_up
 
     def _named(self, error: HomeError | OutOfStep) -> HomeError:
         if self._has_given_up:

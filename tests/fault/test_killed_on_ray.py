@@ -303,7 +303,7 @@ def servers_on_ray(address: str) -> Iterator[ServersOnRay]:
 
 
 #: Each call of a training that is not disturbed.
-_CALLS = ("add_table", "fetch", "write_back", "freeze", "check", "release", "hello")
+_CALLS = ("add_table", "fetch", "write_back", "freeze", "check", "release", "greet")
 _FEWEST, _MOST = 4 * INTERVAL, 400 * INTERVAL  # batches of a life
 
 

@@ -262,8 +262,8 @@ def test_a_training_whose_servers_are_killed_ends_as_one_whose_are_not(
 
 
 CALLS = ("before add_table", "before fetch", "after write_back", "before freeze")
-#: "stage" describes a checkpoint, and names its rows; "seal" ends it.
-STAGING_CALLS = ("before stage", "after stage", "before seal", "after seal")
+#: "open_part" describes a checkpoint, "name_rows" names its rows, and "seal_part" ends it.
+STAGING_CALLS = ("before name_rows", "after open_part", "before seal_part", "after seal_part")
 
 
 def chosen(names: list[str], kinds: Sequence[str]) -> list[int]:

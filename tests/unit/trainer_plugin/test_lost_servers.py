@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch.optim import Adagrad
 
 from recpoint import Checkpointer, Lookahead
-from recpoint.embeddings.home.contract import TableRows
 from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.messages import WriteBack
 from recpoint.embeddings.server.server import EmbeddingServer
+from recpoint.embeddings.server.transport import Message, Reply, SlotRows
 from recpoint.errors import ServerLost
+from recpoint.format.records import Part
 from tests.cached_training import (
     Batches,
     as_bits,
@@ -25,6 +27,8 @@ from tests.cached_training import (
 from tests.flat_settings import arguments
 from tests.training_builder import Place
 
+AnswerT = TypeVar("AnswerT", bound=Part)
+
 SLOTS = {"users": 40, "items": 40}
 BATCHES = 36
 
@@ -32,11 +36,16 @@ BATCHES = 36
 class Fragile(EmbeddingServer):
     """Ends when it gets its first rows: in the restore for which it was started."""
 
-    def write_back(
-        self, changed: Sequence[TableRows], *, incarnation: int, trainer: int, batch: int
-    ) -> None:
-        self.end()
-        super().write_back(changed, incarnation=incarnation, trainer=trainer, batch=batch)
+    def call(
+        self,
+        message: Message[AnswerT],
+        rows: Sequence[SlotRows] = (),
+        *,
+        within_seconds: float | None = None,
+    ) -> Reply[AnswerT]:
+        if isinstance(message, WriteBack):
+            self.end()
+        return super().call(message, rows, within_seconds=within_seconds)
 
 
 class Servers:

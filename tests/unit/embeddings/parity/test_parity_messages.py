@@ -25,7 +25,7 @@ from recpoint.embeddings.parity.peers import (
     TableSlots,
 )
 from recpoint.embeddings.parity.stripes import Parity, stripes_of
-from recpoint.embeddings.server.peer_wire import differences_request
+from recpoint.embeddings.server.parity_messages import SendDifferences, SentNote
 from recpoint.errors import HomeError
 from recpoint.testing.homes import ids_of
 
@@ -275,8 +275,8 @@ def test_what_a_call_says_of_its_messages_is_bounded() -> None:
         outbox.add(sent, difference())
     messages = outbox.oldest(writes)
     assert [sent.number for sent, _ in messages] == list(range(1, len(messages) + 1))
-    text = differences_request(messages, 1)[1 + len(messages)]
-    assert isinstance(text, bytes)
+    notes = tuple(SentNote.of(*one) for one in messages)
+    text = SendDifferences(incarnation=1, messages=notes).model_dump_json()
     assert len(messages) > 1 and 0 < len(text) < 1 << 20
 
 

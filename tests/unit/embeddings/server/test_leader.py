@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -28,19 +28,35 @@ from recpoint.embeddings.parity.stripes import Parity, stripes_of
 from recpoint.embeddings.server.home import ServedHome
 from recpoint.embeddings.server.led_server import CommandedServer, Servers
 from recpoint.embeddings.server.links import ServerLink
+from recpoint.embeddings.server.messages import AddTable, Begin
+from recpoint.embeddings.server.parity_messages import (
+    AskKnown,
+    OpenServer,
+    PeerAddress,
+    Protect,
+)
 from recpoint.embeddings.server.protected_home import protected_home
 from recpoint.embeddings.server.protection import Reach
 from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.embeddings.server.tcp import TcpServer, TcpTransport
 from recpoint.embeddings.server.tcp_peer import TcpPeer, reach_with
-from recpoint.embeddings.server.transport import Greeting, Transport
+from recpoint.embeddings.server.transport import (
+    Greeting,
+    Message,
+    Reply,
+    SlotRows,
+    Transport,
+)
 from recpoint.embeddings.server.until_successor import UntilSuccessor
 from recpoint.errors import HomeError, ServerLost
+from recpoint.format.records import Part
 from recpoint.format.servers import ServerFacts
 from recpoint.testing.homes import fetched, ids_of, records_of
 from tests.no_threads import no_threads
 from tests.polling import until
 from tests.simulated_network import PassedOn
+
+AnswerT = TypeVar("AnswerT", bound=Part)
 
 TOKEN = b"of this test"
 RECORD_BYTES = 20
@@ -400,7 +416,7 @@ def test_a_server_protects_once_however_many_commands_come() -> None:
 
     server = EmbeddingServer(reach=reach)
     incarnation = begun(server)
-    protect = partial(server.command, "protect", protecting(), incarnation=incarnation)
+    protect = partial(server.call, protecting(incarnation))
     callers = [threading.Thread(target=protect) for _ in range(4)]
     for one in callers:
         one.start()
@@ -411,35 +427,35 @@ def test_a_server_protects_once_however_many_commands_come() -> None:
 
 
 def begun(server: EmbeddingServer) -> int:
-    said = server.command(
-        "begin",
-        {"owner": 5, "round": 0, "is_protected": 1},
-        incarnation=server.hello().incarnation,
+    message = Begin(incarnation=server.hello().incarnation, owner=5, is_protected=True)
+    return server.call(message).answer.incarnation
+
+
+def protecting(incarnation: int) -> Protect:
+    return Protect(
+        incarnation=incarnation,
+        number=0,
+        data=2,
+        parity=2,
+        hosts=("a", "b", "c", "d"),
+        peers=tuple(
+            PeerAddress(server=number, incarnation=100 + number, host="127.0.0.1", port=number)
+            for number in (1, 2, 3)
+        ),
     )
-    return int(said["incarnation"] or 0)
 
 
-def protecting() -> dict[str, int | str | bool | None]:
-    peers = [[number, 100 + number, "127.0.0.1", number] for number in (1, 2, 3)]
-    return {
-        "number": 0,
-        "data": 2,
-        "parity": 2,
-        "hosts": '["a", "b", "c", "d"]',
-        "peers": str(peers).replace("'", '"'),
-    }
-
-
-def adding(*, is_lost: bool = False) -> dict[str, int | str | bool | None]:
+def adding(incarnation: int, *, is_lost: bool = False) -> AddTable:
     stripes = stripes_of("items", rows=ROWS, parity=Parity(data=2, parity=2), hosts="abcd")
-    return {
-        "table": "items",
-        "rows": stripes.slots(0),
-        "record_bytes": RECORD_BYTES,
-        "all_rows": ROWS,
-        "generation": 0,
-        "is_lost": int(is_lost),
-    }
+    return AddTable(
+        incarnation=incarnation,
+        table="items",
+        rows=stripes.slots(0),
+        record_bytes=RECORD_BYTES,
+        all_rows=ROWS,
+        generation=0,
+        is_lost=is_lost,
+    )
 
 
 def test_before_it_is_open_a_server_learns_of_tables_from_the_leader_only() -> None:
@@ -447,37 +463,37 @@ def test_before_it_is_open_a_server_learns_of_tables_from_the_leader_only() -> N
     server = EmbeddingServer(reach=reach_with(TOKEN))
     incarnation = begun(server)
     with pytest.raises(OutOfStep, match="does not take part in parity yet"):
-        server.command("add_table", adding(), incarnation=incarnation)
-    server.command("protect", protecting(), incarnation=incarnation)
+        server.call(adding(incarnation))
+    server.call(protecting(incarnation))
     with pytest.raises(OutOfStep, match="has not joined"):
-        server.command("add_table", adding(), incarnation=incarnation)
-    server.command("add_table", adding(is_lost=True), incarnation=incarnation)
-    server.command("open", {}, incarnation=incarnation)
-    server.command("add_table", adding(), incarnation=incarnation)
-    said = server.command("known", {}, incarnation=incarnation)
-    assert said["known"] == 0 and int(str(said["all"])) > 0
+        server.call(adding(incarnation))
+    server.call(adding(incarnation, is_lost=True))
+    server.call(OpenServer(incarnation=incarnation))
+    server.call(adding(incarnation))
+    rows = server.call(AskKnown(incarnation=incarnation)).answer
+    assert rows.known_rows == 0 and rows.all_rows > 0
     server.end()
 
 
 def test_a_server_that_has_no_thread_to_recover_with_does_not_open() -> None:
     server = EmbeddingServer(reach=reach_with(TOKEN))
     incarnation = begun(server)
-    server.command("protect", protecting(), incarnation=incarnation)
+    server.call(protecting(incarnation))
     with no_threads(), pytest.raises((RuntimeError, MemoryError)):
-        server.command("open", {}, incarnation=incarnation)
+        server.call(OpenServer(incarnation=incarnation))
     with pytest.raises(OutOfStep, match="has not joined"):
-        server.command("add_table", adding(), incarnation=incarnation)
-    server.command("open", {}, incarnation=incarnation)
-    server.command("add_table", adding(), incarnation=incarnation)
+        server.call(adding(incarnation))
+    server.call(OpenServer(incarnation=incarnation))
+    server.call(adding(incarnation))
     server.end()
 
 
 def test_a_report_about_many_writes_comes_in_parts_that_fit() -> None:
     server = EmbeddingServer(reach=reach_with(TOKEN))
     incarnation = begun(server)
-    server.command("protect", protecting(), incarnation=incarnation)
-    server.command("open", {}, incarnation=incarnation)
-    server.command("add_table", adding(), incarnation=incarnation)
+    server.call(protecting(incarnation))
+    server.call(OpenServer(incarnation=incarnation))
+    server.call(adding(incarnation))
     count = 5_000
     for number in range(1, count + 1):
         shares = {0: (incarnation, number), 2: (102, 2**62 + number)}
@@ -492,12 +508,16 @@ def test_a_report_about_many_writes_comes_in_parts_that_fit() -> None:
     sizes: list[int] = []
 
     class Measured(PassedOn):
-        def command(
-            self, name: str, arguments: Mapping[str, Any], *, incarnation: int
-        ) -> Mapping[str, Any]:
-            said = super().command(name, arguments, incarnation=incarnation)
-            sizes.extend([len(str(arguments)), len(str(said))])
-            return said
+        def call(
+            self,
+            message: Message[AnswerT],
+            rows: Sequence[SlotRows] = (),
+            *,
+            within_seconds: float | None = None,
+        ) -> Reply[AnswerT]:
+            reply = super().call(message, rows, within_seconds=within_seconds)
+            sizes.extend(len(part.model_dump_json()) for part in (message, reply.answer))
+            return reply
 
     link = ServerLink(Measured(server))
     link.incarnation = incarnation

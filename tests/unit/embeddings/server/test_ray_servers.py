@@ -25,6 +25,7 @@ from recpoint.catalog.store.run_url import parse_run_url
 from recpoint.embeddings.home.contract import Home, TableRows
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.messages import Begin
 from recpoint.errors import HomeError, ServerLost, SettingsError
 from recpoint.installation import install_command
 from recpoint.testing.homes import HomeSuite, fetched, ids_of, records_of
@@ -49,6 +50,7 @@ from tests.ray_cluster import (
     ray_cluster,
     said,
 )
+from tests.server_calls import add_table, fetch_rows, write_rows
 
 needs_ray = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 pytestmark = [
@@ -127,10 +129,9 @@ def _begun(transport: Any) -> int:
     """Has a server begin with an empty table; returns its incarnation."""
     incarnation = transport.hello().incarnation
     owner = 1 + secrets.randbelow(1 << 62)
-    begun = transport.command("begin", {"owner": owner}, incarnation=incarnation)
-    table = {"table": "t", "rows": MANY, "record_bytes": RECORD_BYTES}
-    transport.command("add_table", table, incarnation=begun["incarnation"])
-    return int(begun["incarnation"])
+    begun: int = transport.call(Begin(incarnation=incarnation, owner=owner)).answer.incarnation
+    add_table(transport, begun, rows=MANY, record_bytes=RECORD_BYTES)
+    return begun
 
 
 @needs_ray
@@ -141,14 +142,14 @@ def test_what_is_read_is_the_callers_own(started: tuple[Any, list[str]], rows: i
     incarnation = _begun(transport)
     given = records_of(range(rows), RECORD_BYTES)
     written = {"incarnation": incarnation, "trainer": 0, "batch": 1}
-    transport.write_back(
-        [TableRows("t", ids_of(range(0, rows, 2)), given[::2].contiguous())], **written
+    write_rows(
+        transport, [TableRows("t", ids_of(range(0, rows, 2)), given[::2].contiguous())], **written
     )
     for expected in ([row % 2 == 0 for row in range(rows)], [True] * rows):
         out = torch.full((rows, RECORD_BYTES), 7, dtype=torch.uint8, device="cpu")
-        has = transport.fetch([TableRows("t", ids_of(range(rows)), out)], incarnation=incarnation)[
-            0
-        ]
+        has = fetch_rows(
+            transport, [TableRows("t", ids_of(range(rows)), out)], incarnation=incarnation
+        )[0]
         assert has.tolist() == expected
         assert torch.equal(out[has], given[has]) and (out[~has] == 7).all()
         out.fill_(1)
@@ -156,7 +157,9 @@ def test_what_is_read_is_the_callers_own(started: tuple[Any, list[str]], rows: i
         # A part of each record's memory: not contiguous, and read without harm.
         wide = torch.cat([given, given], dim=1)
         later = written | {"batch": 2}
-        transport.write_back([TableRows("t", ids_of(range(rows)), wide[:, :RECORD_BYTES])], **later)
+        write_rows(
+            transport, [TableRows("t", ids_of(range(rows)), wide[:, :RECORD_BYTES])], **later
+        )
 
 
 @needs_ray
@@ -167,17 +170,21 @@ def test_a_write_that_comes_again_is_done_once(started: tuple[Any, list[str]], r
     ids = ids_of(range(rows))
     versions = [records_of(range(rows), RECORD_BYTES, version=number) for number in range(3)]
     for batch in (1, 2, 1, 2, 1):
-        transport.write_back(
-            [TableRows("t", ids, versions[batch])], incarnation=incarnation, trainer=0, batch=batch
+        write_rows(
+            transport,
+            [TableRows("t", ids, versions[batch])],
+            incarnation=incarnation,
+            trainer=0,
+            batch=batch,
         )
     out = torch.empty(rows, RECORD_BYTES, dtype=torch.uint8, device="cpu")
-    assert transport.fetch([TableRows("t", ids, out)], incarnation=incarnation)[0].all()
+    assert fetch_rows(transport, [TableRows("t", ids, out)], incarnation=incarnation)[0].all()
     assert torch.equal(out, versions[2])
     # Another trainer has numbers of its own.
-    transport.write_back(
-        [TableRows("t", ids, versions[1])], incarnation=incarnation, trainer=1, batch=1
+    write_rows(
+        transport, [TableRows("t", ids, versions[1])], incarnation=incarnation, trainer=1, batch=1
     )
-    transport.fetch([TableRows("t", ids, out)], incarnation=incarnation)
+    fetch_rows(transport, [TableRows("t", ids, out)], incarnation=incarnation)
     assert torch.equal(out, versions[1])
 
 
@@ -187,14 +194,12 @@ def test_errors_of_a_server_come_as_they_are(started: tuple[Any, list[str]]) -> 
     incarnation = _begun(transport)
     out = torch.empty(1, RECORD_BYTES, dtype=torch.uint8, device="cpu")
     with pytest.raises(HomeError, match="no such table") as raised:
-        transport.fetch([TableRows("other", ids_of([0]), out)], incarnation=incarnation)
+        fetch_rows(transport, [TableRows("other", ids_of([0]), out)], incarnation=incarnation)
     assert type(raised.value) is HomeError
     with pytest.raises(ValueError, match="ids: 4000"):
-        transport.fetch([TableRows("t", ids_of([MANY]), out)], incarnation=incarnation)
-    with pytest.raises(ValueError, match="command 'other'"):
-        transport.command("other", {}, incarnation=incarnation)
+        fetch_rows(transport, [TableRows("t", ids_of([MANY]), out)], incarnation=incarnation)
     with pytest.raises(ServerLost, match="embedding server 1 of 2 .*started again since"):
-        transport.fetch([TableRows("t", ids_of([0]), out)], incarnation=incarnation - 1)
+        fetch_rows(transport, [TableRows("t", ids_of([0]), out)], incarnation=incarnation - 1)
     transport.close()
     with pytest.raises(ServerLost, match="has left the Ray cluster"):
         transport.hello()
@@ -211,8 +216,12 @@ def test_a_server_that_hangs_is_named_in_time(started: tuple[Any, list[str]]) ->
     first, second = (records_of(range(10), RECORD_BYTES, version=one) for one in (1, 2))
 
     def write(transport: Any, records: torch.Tensor, batch: int) -> None:
-        transport.write_back(
-            [TableRows("t", ids, records)], incarnation=incarnation, trainer=0, batch=batch
+        write_rows(
+            transport,
+            [TableRows("t", ids, records)],
+            incarnation=incarnation,
+            trainer=0,
+            batch=batch,
         )
 
     os.kill(pid, signal.SIGSTOP)
@@ -233,7 +242,7 @@ def test_a_server_that_hangs_is_named_in_time(started: tuple[Any, list[str]]) ->
     write(patient, second, 2)
     write(patient, first, 1)  # whether it was done before or not
     out = torch.empty(10, RECORD_BYTES, dtype=torch.uint8, device="cpu")
-    patient.fetch([TableRows("t", ids, out)], incarnation=incarnation)
+    fetch_rows(patient, [TableRows("t", ids, out)], incarnation=incarnation)
     assert torch.equal(out, second)
 
 
@@ -269,11 +278,11 @@ def test_a_server_that_was_started_again_is_not_read(started: tuple[Any, list[st
     before = transport.hello()
 
     def write(of: int) -> None:
-        transport.write_back([TableRows("t", ids, records)], incarnation=of, trainer=0, batch=1)
+        write_rows(transport, [TableRows("t", ids, records)], incarnation=of, trainer=0, batch=1)
 
     def read(of: int) -> torch.Tensor:
         out = torch.empty_like(records)
-        found: torch.Tensor = transport.fetch([TableRows("t", ids, out)], incarnation=of)[0]
+        found = fetch_rows(transport, [TableRows("t", ids, out)], incarnation=of)[0]
         return found
 
     write(incarnation)

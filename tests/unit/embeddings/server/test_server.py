@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from recpoint.embeddings.home.contract import TableRows
-from recpoint.embeddings.server.server import MOST_REQUEST_BYTES, EmbeddingServer
+from recpoint.embeddings.server.messages import AskSizes, Begin, ClearTable, Freeze, Release
+from recpoint.embeddings.server.server import EmbeddingServer
+from recpoint.embeddings.server.transport import MOST_REQUEST_BYTES
 from recpoint.errors import HomeError, ServerLost
 from recpoint.testing.homes import fetched, ids_of, records_of
+from tests.server_calls import add_table, fetch_rows, write_rows
 
 
 class Client:
@@ -20,14 +23,26 @@ class Client:
     def __init__(self, server: EmbeddingServer) -> None:
         self.server = server
         self.incarnation = server.hello().incarnation
-        self.command("add_table", table="t", rows=10, record_bytes=8)
+        self.add_table()
 
-    def command(self, name: str, **arguments: int | str) -> int | str | bool | None:
-        answer = self.server.command(name, arguments, incarnation=self.incarnation)
-        return next(iter(answer.values()), None)
+    def add_table(self, table: str = "t", *, rows: int = 10, record_bytes: int = 8) -> None:
+        add_table(self.server, self.incarnation, table=table, rows=rows, record_bytes=record_bytes)
+
+    def begin(self, owner: int, begun_round: int = 0) -> int:
+        message = Begin(incarnation=self.incarnation, owner=owner, round=begun_round)
+        return self.server.call(message).answer.incarnation
+
+    def release(self, number: int) -> None:
+        self.server.call(Release(incarnation=self.incarnation, number=number))
+
+    def clear(self, batch: int) -> None:
+        self.server.call(
+            ClearTable(incarnation=self.incarnation, table="t", trainer=0, batch=batch)
+        )
 
     def write(self, row: int, version: int, *, batch: int, trainer: int = 0) -> None:
-        self.server.write_back(
+        write_rows(
+            self.server,
             [TableRows("t", ids_of([row]), records_of([row], 8, version=version))],
             incarnation=self.incarnation,
             trainer=trainer,
@@ -35,8 +50,8 @@ class Client:
         )
 
     def freeze(self, batch: int, open_from: int | None = None, trainer: int = 0) -> int:
-        number = self.command(
-            "freeze",
+        message = Freeze(
+            incarnation=self.incarnation,
             table="t",
             start=0,
             stop=10,
@@ -44,15 +59,14 @@ class Client:
             batch=batch,
             open_from=batch if open_from is None else open_from,
         )
-        assert isinstance(number, int)
-        return number
+        return self.server.call(message).answer.number
 
     def rows(self, frozen: int | None = None) -> dict[int, int]:
         """Row -> version."""
 
         def fetch(slots: Tensor, out: Tensor) -> Tensor:
             wanted = [TableRows("t", slots, out)]
-            return self.server.fetch(wanted, incarnation=self.incarnation, frozen=frozen)[0]
+            return fetch_rows(self.server, wanted, incarnation=self.incarnation, frozen=frozen)[0]
 
         found = fetched(fetch, range(10), 8)
         known = {
@@ -80,15 +94,14 @@ def test_a_write_that_comes_again_is_not_done_again(client: Client) -> None:
 
 
 def test_a_beginning_of_an_earlier_round_that_comes_late_forgets_nothing(client: Client) -> None:
-    begun = client.command("begin", owner=5, round=2)
-    assert isinstance(begun, int)
+    begun = client.begin(5, 2)
     client.incarnation = begun
-    client.command("add_table", table="t", rows=10, record_bytes=8)
+    client.add_table()
     client.write(1, 1, batch=1)
     for late in (1, 2):
-        assert client.command("begin", owner=5, round=late) == begun
+        assert client.begin(5, late) == begun
     assert client.rows() == {1: 1}
-    assert client.command("begin", owner=5, round=3) != begun
+    assert client.begin(5, 3) != begun
     with pytest.raises(ServerLost, match="started again"):
         client.rows()
 
@@ -99,17 +112,17 @@ def test_a_beginning_that_fails_is_made_again(tmp_path: Path) -> None:
     place.rename(tmp_path / "away")
     place.touch()
     with pytest.raises((HomeError, OSError)):
-        client.command("begin", owner=5)
+        client.begin(5)
     with pytest.raises(ServerLost, match="started again"):
         client.rows()
     place.unlink()
     client.incarnation = client.server.hello().incarnation
-    begun = client.command("begin", owner=5)
-    assert isinstance(begun, int) and begun != client.incarnation
+    begun = client.begin(5)
+    assert begun != client.incarnation
     client.incarnation = begun
-    client.command("add_table", table="t", rows=10, record_bytes=8)
+    client.add_table()
     client.write(1, 1, batch=1)
-    assert client.rows() == {1: 1} and client.command("begin", owner=5) == begun
+    assert client.rows() == {1: 1} and client.begin(5) == begun
     client.server.end()
 
 
@@ -122,11 +135,11 @@ def test_a_write_that_was_refused_may_come_again(client: Client) -> None:
 
 def test_what_comes_late_undoes_no_clear(client: Client) -> None:
     client.write(1, 1, batch=1)
-    client.command("clear", table="t", trainer=0, batch=3)
+    client.clear(3)
     client.write(2, 2, batch=2)
     assert client.rows() == {}
     client.write(3, 3, batch=4)
-    client.command("clear", table="t", trainer=0, batch=3)
+    client.clear(3)
     assert client.rows() == {3: 3}
 
 
@@ -137,7 +150,7 @@ def test_a_freeze_that_comes_again_is_the_same(client: Client) -> None:
     assert client.freeze(2) == number
     assert client.rows(number) == {1: 1}
     for _ in range(2):
-        client.command("release", number=number)
+        client.release(number)
     with pytest.raises(HomeError, match="server 7: frozen rows.*release"):
         client.rows(number)
     with pytest.raises(HomeError, match="release"):  # late, after its release
@@ -152,19 +165,22 @@ def test_a_freeze_whose_answer_was_lost_is_released_by_the_next(client: Client) 
     with pytest.raises(HomeError, match="release"):
         client.rows(lost)
     assert client.rows(kept) == client.rows(other) == {}
-    client.command("clear", table="t", trainer=0, batch=4)
+    client.clear(4)
     for number in (kept, other):
         with pytest.raises(HomeError, match="clear"):
             client.rows(number)
 
 
 def test_numbers_are_of_one_table(client: Client) -> None:
-    client.command("add_table", table="u", rows=10, record_bytes=8)
+    client.add_table("u")
     number = client.freeze(1)
     out = torch.zeros(1, 8, dtype=torch.uint8)
     with pytest.raises(HomeError, match="'u'"):
-        client.server.fetch(
-            [TableRows("u", ids_of([0]), out)], incarnation=client.incarnation, frozen=number
+        fetch_rows(
+            client.server,
+            [TableRows("u", ids_of([0]), out)],
+            incarnation=client.incarnation,
+            frozen=number,
         )
 
 
@@ -172,17 +188,17 @@ def test_a_training_that_begins_gets_an_empty_server(client: Client) -> None:
     client.write(1, 1, batch=1)
     client.freeze(2)
     before = client.incarnation
-    found = {client.command("begin", owner=5) for _ in range(3)}  # later ones do nothing
+    found = {client.begin(5) for _ in range(3)}  # later ones do nothing
     assert len(found) == 1 and before not in found
     assert client.server.hello().owner == 5
     for call in (
         lambda: client.write(1, 1, batch=3),
         lambda: client.rows(),
         lambda: client.freeze(4),
-        lambda: client.command("clear", table="t", trainer=0, batch=5),
-        lambda: client.command("sizes"),
-        lambda: client.command("begin", owner=4),
-        lambda: client.command("release", number=1),
+        lambda: client.clear(5),
+        lambda: client.server.call(AskSizes(incarnation=client.incarnation)),
+        lambda: client.begin(4),
+        lambda: client.release(1),
     ):
         with pytest.raises(ServerLost, match="server 7: .*another training.*restore"):
             call()
@@ -197,7 +213,7 @@ def test_a_server_that_has_ended_is_lost(client: Client) -> None:
     assert client.rows() == {}
     client.server.end()
     client.server.end()
-    for call in (client.rows, client.server.hello, lambda: client.command("begin", owner=3)):
+    for call in (client.rows, client.server.hello, lambda: client.begin(3)):
         with pytest.raises(ServerLost, match="server 7: .*end"):
             call()
 
@@ -216,22 +232,24 @@ def test_what_a_call_may_take_is_bounded(client: Client) -> None:
         client.freeze(number, open_from=0)
     with pytest.raises(HomeError, match="64 readers"):
         client.freeze(64, open_from=0)
-    client.command("add_table", table="wide", rows=40, record_bytes=1 << 20)
+    client.add_table("wide", rows=40, record_bytes=1 << 20)
     out = torch.empty(MOST_REQUEST_BYTES >> 20, 1 << 20, dtype=torch.uint8)
     with pytest.raises(ValueError, match=f"at most {MOST_REQUEST_BYTES}"):
-        client.server.fetch(
-            [TableRows("wide", ids_of(range(len(out))), out)], incarnation=client.incarnation
+        fetch_rows(
+            client.server,
+            [TableRows("wide", ids_of(range(len(out))), out)],
+            incarnation=client.incarnation,
         )
     for number in range(4_096 - 2):
-        client.command("add_table", table=f"table {number}", rows=1, record_bytes=1)
+        client.add_table(f"table {number}", rows=1, record_bytes=1)
     with pytest.raises(HomeError, match="4096 tables"):
-        client.command("add_table", table="one more", rows=1, record_bytes=1)
-    client.command("add_table", table="t", rows=10, record_bytes=8)
+        client.add_table("one more", rows=1, record_bytes=1)
+    client.add_table()
     client.server.end()
 
 
 def test_a_table_that_comes_twice_in_a_call_is_refused(client: Client) -> None:
     rows = [TableRows("t", ids_of([row]), records_of([row], 8)) for row in (1, 2)]
     with pytest.raises(ValueError, match="comes twice"):
-        client.server.write_back(rows, incarnation=client.incarnation, trainer=0, batch=1)
+        write_rows(client.server, rows, incarnation=client.incarnation, trainer=0, batch=1)
     assert client.rows() == {}

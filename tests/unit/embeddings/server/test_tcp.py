@@ -7,8 +7,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
+from typing import get_args
 
 import pytest
 import torch
@@ -16,35 +17,39 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from recpoint.embeddings.home.contract import Home, TableRows
-from recpoint.embeddings.parity.peers import OutOfStep, TableSlots
+from recpoint.embeddings.parity.peers import OutOfStep, Peer, TableSlots
 from recpoint.embeddings.parity.stripes import Parity
-from recpoint.embeddings.server import tcp
+from recpoint.embeddings.server import server, tcp
+from recpoint.embeddings.server.all_messages import AnyMessage
 from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.server.messages import Begin
+from recpoint.embeddings.server.parity_calls import TO_LEADER, TO_SERVERS
+from recpoint.embeddings.server.parity_messages import PeerAddress, Protect
 from recpoint.embeddings.server.protected_home import made_home
 from recpoint.embeddings.server.receive_buffers import ReceiveBuffers
-from recpoint.embeddings.server.server import MOST_REQUEST_BYTES, EmbeddingServer
+from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.embeddings.server.stream import (
-    COMMAND,
-    FETCH,
-    HELLO,
     SEAL,
-    Part,
     Piece,
+    Refused,
     Request,
+    RowsForm,
     Stream,
     TokenRefused,
     prove_client,
     prove_server,
-    text_of,
+    receive_reply,
+    request_pieces,
 )
-from recpoint.embeddings.server.tcp import _MOST_UNPROVEN, TcpServer, TcpTransport, received
+from recpoint.embeddings.server.tcp import _MOST_UNPROVEN, TcpServer, TcpTransport
 from recpoint.embeddings.server.tcp_peer import TcpPeer, reach_with
-from recpoint.embeddings.server.transport import Value
+from recpoint.embeddings.server.transport import MOST_REQUEST_BYTES, Greet, RecordUse
 from recpoint.errors import HomeError, ServerLost
 from recpoint.testing.homes import HomeSuite, fetched, ids_of, records_of
 from tests.example_counts import examples
 from tests.no_threads import no_threads
 from tests.polling import until
+from tests.server_calls import add_table, fetch_rows, write_rows
 
 TOKEN = b"a token that only these tests know"
 
@@ -72,8 +77,7 @@ class TestTcpHome(HomeSuite):
 
 def with_table(transport: TcpTransport, *, rows: int = 100, record_bytes: int = 8) -> int:
     incarnation = transport.hello().incarnation
-    table: dict[str, Value] = {"table": "t", "rows": rows, "record_bytes": record_bytes}
-    assert transport.command("add_table", table, incarnation=incarnation) == {}
+    add_table(transport, incarnation, rows=rows, record_bytes=record_bytes)
     return incarnation
 
 
@@ -92,18 +96,20 @@ def test_errors_of_the_server_are_raised_here(served: TcpServer) -> None:
     opened = list(served._open)
     out = torch.zeros(1, 8, dtype=torch.uint8)
     with pytest.raises(ValueError, match="ids: 100, expected 0 <= id < 100"):
-        transport.fetch([TableRows("t", ids_of([100]), out)], incarnation=incarnation)
+        fetch_rows(transport, [TableRows("t", ids_of([100]), out)], incarnation=incarnation)
     with pytest.raises(ValueError, match="shape"):
-        transport.fetch(
-            [TableRows("t", ids_of([1]), out[:, :4].contiguous())], incarnation=incarnation
+        fetch_rows(
+            transport,
+            [TableRows("t", ids_of([1]), out[:, :4].contiguous())],
+            incarnation=incarnation,
         )
     with pytest.raises(HomeError, match="'u'.*no such table"):
-        transport.fetch([TableRows("u", ids_of([1]), out)], incarnation=incarnation)
+        fetch_rows(transport, [TableRows("u", ids_of([1]), out)], incarnation=incarnation)
     with pytest.raises(ServerLost, match="started again"):
-        transport.fetch([TableRows("t", ids_of([1]), out)], incarnation=incarnation % 7 + 1)
-    with pytest.raises(ValueError, match="'explode'"):
-        transport.command("explode", {}, incarnation=incarnation)
-    assert not transport.fetch([TableRows("t", ids_of([1]), out)], incarnation=incarnation)[0].any()
+        fetch_rows(transport, [TableRows("t", ids_of([1]), out)], incarnation=incarnation % 7 + 1)
+    assert not fetch_rows(transport, [TableRows("t", ids_of([1]), out)], incarnation=incarnation)[
+        0
+    ].any()
     assert list(served._open) == opened
     transport.close()
     with pytest.raises(HomeError, match=r"close\(\)"):
@@ -182,7 +188,7 @@ def test_bytes_that_somebody_changes_are_refused(
     incarnation = with_table(direct)
     record = records_of([1], 8)
     one = [TableRows("t", ids_of([1]), record)]
-    direct.write_back(one, incarnation=incarnation, trainer=0, batch=1)
+    write_rows(direct, one, incarnation=incarnation, trainer=0, batch=1)
     is_armed = threading.Event()
 
     def changed(data: bytes, is_of_server: bool) -> bytes:
@@ -200,13 +206,13 @@ def test_bytes_that_somebody_changes_are_refused(
         is_armed.set()
         with pytest.raises(ServerLost):
             for batch in (2, 3):
-                through.write_back(one, incarnation=incarnation, trainer=0, batch=batch)
+                write_rows(through, one, incarnation=incarnation, trainer=0, batch=batch)
                 out = torch.zeros_like(record)
-                through.fetch([TableRows("t", ids_of([1]), out)], incarnation=incarnation)
+                fetch_rows(through, [TableRows("t", ids_of([1]), out)], incarnation=incarnation)
                 assert torch.equal(out, record)
         through.close()
     out = torch.zeros_like(record)
-    assert direct.fetch([TableRows("t", ids_of([1]), out)], incarnation=incarnation)[0].all()
+    assert fetch_rows(direct, [TableRows("t", ids_of([1]), out)], incarnation=incarnation)[0].all()
     assert torch.equal(out, record)
     direct.close()
 
@@ -238,11 +244,11 @@ def passing_on(
 
 def test_a_server_of_another_version_is_refused_by_name() -> None:
     def older(stream: Stream) -> None:
-        stream.send([b"recpoint embedding server 5\n"])
+        stream.send([b"recpoint embedding server 6\n"])
 
     with (
         fake_server(older) as address,
-        pytest.raises(ServerLost, match="version 5 of the protocol, and this process version 6"),
+        pytest.raises(ServerLost, match="version 6 of the protocol, and this process version 7"),
     ):
         TcpTransport(address, TOKEN).hello()
 
@@ -328,14 +334,14 @@ def test_a_process_that_was_stopped_looks_once_more(served: TcpServer) -> None:
     with closing(TcpTransport(served.address, TOKEN, timeout_seconds=0.5)) as transport:
 
         def ask(stream: Stream) -> int:
-            stream.send(Request(kind=HELLO).pieces)
+            stream.send(request_pieces(Greet(), []))
             calls.append(stream)
             if len(calls) == 1:
                 until(stream.has_bytes)
                 stream.deadline = time.monotonic()
-            return received(stream).count
+            return receive_reply(stream, Greet(), []).answer.owner
 
-        assert transport.call(ask) == 0
+        assert transport._exchange(ask, None) == 0
         assert len(calls) == 2
         assert transport.hello().owner == 0
 
@@ -379,7 +385,8 @@ def test_a_broken_connection_is_opened_again(served: TcpServer, after_bytes: int
         through = TcpTransport(address, TOKEN)
         through.listens_at = served.address
         for batch in (1, 2):  # the answer to one of them is cut off
-            through.write_back(
+            write_rows(
+                through,
                 [TableRows("t", ids_of([batch]), records_of([batch], 8))],
                 incarnation=incarnation,
                 trainer=0,
@@ -387,7 +394,7 @@ def test_a_broken_connection_is_opened_again(served: TcpServer, after_bytes: int
             )
 
         def fetch(slots: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            return through.fetch([TableRows("t", slots, out)], incarnation=incarnation)[0]
+            return fetch_rows(through, [TableRows("t", slots, out)], incarnation=incarnation)[0]
 
         found = fetched(fetch, range(5), 8)
         assert found.keys() == {1, 2}
@@ -447,14 +454,17 @@ def test_calls_of_many_threads_have_connections_of_their_own(served: TcpServer) 
         try:
             for batch in range(10):
                 records = records_of(range(number, 1_600, 16), 8, version=batch)
-                transport.write_back(
+                write_rows(
+                    transport,
                     [TableRows("t", ids, records)],
                     incarnation=incarnation,
                     trainer=number,
                     batch=batch,
                 )
                 out = torch.zeros_like(records)
-                assert transport.fetch([TableRows("t", ids, out)], incarnation=incarnation)[0].all()
+                assert fetch_rows(transport, [TableRows("t", ids, out)], incarnation=incarnation)[
+                    0
+                ].all()
                 assert torch.equal(out, records)
         except BaseException as error:
             failed.append(error)
@@ -483,7 +493,7 @@ def test_a_new_connection_takes_the_place_of_one_that_is_idle(served: TcpServer)
     """Else trainers that have many ranks could find no room. One that is busy is not closed."""
     served._most = 2
     busy = talking(served)
-    request = Request(kind=COMMAND, text=text_of({"name": "explode", "arguments": {}}))
+    request = Request(text=b'{"kind":"explode"}')
     busy_bytes = b"".join(busy._guarded(request.pieces))
     busy._socket.sendall(busy_bytes[:40])
     until(lambda: bool(served._open) and not served._idle)
@@ -543,7 +553,7 @@ def test_idle_connections_keep_bounded_memory(served: TcpServer) -> None:
     out = torch.zeros(100_000, 120, dtype=torch.uint8)
     for one in transports:
         for rows in (100_000, 10):
-            one.fetch([TableRows("t", ids[:rows], out[:rows])], incarnation=incarnation)
+            fetch_rows(one, [TableRows("t", ids[:rows], out[:rows])], incarnation=incarnation)
     until(lambda: served.buffers.lent_bytes == 0)
     assert len(served._open) == 6
     assert 0 < served.buffers.kept_bytes <= 2 * 100_000 * 128
@@ -607,20 +617,19 @@ def test_a_request_that_is_too_large_is_not_made_room_for(
     served: TcpServer, record_bytes: int, count: int
 ) -> None:
     stream = talking(served)
-    part = Part(record_bytes, count)
-    stream.send(Request(kind=FETCH, text=b"{}", parts=[Part(1, 1), part]).pieces)
+    forms = [RowsForm(1, 1), RowsForm(record_bytes, count)]
+    stream.send(Request(text=b"{}", records=RecordUse.FILLED, forms=forms).pieces)
     with pytest.raises((EOFError, ConnectionResetError)):
         stream.receive(1)
     stream.close()
 
 
 FIELDS = st.builds(
-    lambda magic, *numbers: struct.pack("<4sB3xIIqqq", magic, *numbers),
+    lambda magic, *numbers: struct.pack("<4sB3xII", magic, *numbers),
     st.sampled_from([b"rpeq", b"rpea", b"\0\0\0\0"]),
-    st.integers(0, 9),
+    st.integers(0, 3),
     st.sampled_from([0, 1, 2, 70, 1 << 16, 1 << 32 - 1]),
     st.sampled_from([0, 1, 2, 128, 129, (1 << 32) - 1]),
-    *[st.sampled_from([0, -1, 1, 1 << 62])] * 3,
 )
 PARTS = st.lists(
     st.builds(
@@ -634,13 +643,13 @@ TEXTS = st.sampled_from(
     [
         b"t",
         b"{}",
-        b'{"tables":["t"]}',
-        b'{"tables":[1]}',
-        b'{"messages":[{}]}',
+        b'{"kind":"fetch","incarnation":1,"tables":["t"]}',
+        b'{"kind":"fetch","incarnation":1,"tables":[1]}',
+        b'{"kind":"differences","incarnation":1,"messages":[{}]}',
         b"[" * 60,
-        b'{"name":"sizes","arguments":3}',
+        b'{"kind":"sizes","incarnation":-3}',
         b"\xff\xfe",
-        text_of({"name": 1}),
+        b'{"kind":1}',
     ]
 )
 
@@ -703,48 +712,80 @@ def test_an_answer_that_is_none_is_refused(answer: list[Piece]) -> None:
 
     out = torch.zeros(2, 8, dtype=torch.uint8)
     with fake_server(malformed) as address, pytest.raises(ServerLost, match="no embedding server"):
-        TcpTransport(address, TOKEN).fetch([TableRows("t", ids_of([0, 1]), out)], incarnation=1)
+        fetch_rows(
+            TcpTransport(address, TOKEN), [TableRows("t", ids_of([0, 1]), out)], incarnation=1
+        )
 
 
-def test_commands_of_another_form_are_refused(served: TcpServer) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"x",
+        b"[" * 100_000,
+        b'{"kind":"explode"}',
+        b'{"kind":"add_table","incarnation":1,"table":"u","rows":true}',
+        b'{"kind":"add_table","incarnation":1,"table":"u","rows":-1}',
+        b'{"kind":"add_table","incarnation":1,"table":7}',
+        b'{"kind":"release","incarnation":1,"number":1.0}',
+        b'{"kind":"begin","incarnation":1,"owner":0}',
+        b'{"kind":"release","incarnation":1}',
+        b'{"kind":"sizes","incarnation":1,"more":1}',
+        b'{"kind":"fetch","incarnation":1,"tables":[]}',
+    ],
+)
+def test_messages_of_another_form_are_refused(served: TcpServer, text: bytes) -> None:
+    """By an error, after which the connection is used again."""
+    stream = talking(served)
+    for _ in range(2):
+        stream.send(Request(text=text).pieces)
+        with pytest.raises(Refused) as refused:
+            receive_reply(stream, Greet(), [])
+        assert isinstance(refused.value.error, ValueError) and len(str(refused.value)) < 500
+    stream.close()
+
+
+def test_messages_are_bounded(served: TcpServer) -> None:
     transport = TcpTransport(served.address, TOKEN)
     incarnation = with_table(transport)
-    wrong: list[tuple[str, dict[str, Value]]] = [
-        ("add_table", {"table": "u", "rows": True, "record_bytes": 8}),
-        ("add_table", {"table": "u", "rows": -1, "record_bytes": 8}),
-        ("add_table", {"table": 7, "rows": 1, "record_bytes": 8}),
-        ("add_table", {"table": "u" * 2_000, "rows": 1, "record_bytes": 8}),
-        ("freeze", {"table": "t"}),
-        ("begin", {"owner": 0}),
-        ("release", {}),
-    ]
-    for name, arguments in wrong:
-        with pytest.raises(ValueError, match=f"{name}: "):
-            transport.command(name, arguments, incarnation=incarnation)
+    with pytest.raises(ValueError, match="1024"):
+        add_table(transport, incarnation, table="u" * 2_000, rows=1, record_bytes=8)
     for rows, record_bytes in ((1 << 60, 8), (1, 1 << 30)):
-        too_large: dict[str, Value] = {"table": "u", "rows": rows, "record_bytes": record_bytes}
         with pytest.raises(HomeError, match="'u'.*on one server"):
-            transport.command("add_table", too_large, incarnation=incarnation)
+            add_table(transport, incarnation, table="u", rows=rows, record_bytes=record_bytes)
     transport.close()
+
+
+def test_every_message_has_a_handler_and_a_kind_of_its_own() -> None:
+    messages = set(get_args(AnyMessage))
+    assert {*server._HANDLERS, *TO_LEADER, *TO_SERVERS} == messages
+    assert len({message.model_fields["kind"].default for message in messages}) == len(messages)
 
 
 def test_an_error_that_no_call_expects_is_answered_too() -> None:
     """Else the caller would make the call again for a minute, and take the server for lost."""
-    server = EmbeddingServer(reach=reach_with(TOKEN))
+
+    def reach(host: str, port: int, incarnation: int, row_bytes: Mapping[str, int]) -> Peer:
+        raise IndexError("no such peer") if port == 1 else TypeError("no peer at all")
+
+    server = EmbeddingServer(reach=reach)
     with TcpServer(server, TOKEN) as served:
         transport = TcpTransport(served.address, TOKEN)
         first = transport.hello().incarnation
-        begin: dict[str, Value] = {"owner": 5, "is_protected": 1}
-        begun = transport.command("begin", begin, incarnation=first)
+        begin = Begin(incarnation=first, owner=5, is_protected=True)
+        incarnation = transport.call(begin).answer.incarnation
         opened = list(served._open)
-        protect: dict[str, Value] = {"number": 0, "data": 1, "parity": 1, "hosts": '["a", "b"]'}
-        for peers, match in (("[[1]]", "IndexError"), ("[7]", "TypeError")):
+        for port, match in ((1, "IndexError"), (2, "TypeError")):
+            peer = PeerAddress(server=1, incarnation=1, host="b", port=port)
+            protect = Protect(
+                incarnation=incarnation,
+                number=0,
+                data=1,
+                parity=1,
+                hosts=("a", "b"),
+                peers=(peer,),
+            )
             with pytest.raises(HomeError, match=match):
-                transport.command(
-                    "protect",
-                    {**protect, "peers": peers},
-                    incarnation=int(str(begun["incarnation"])),
-                )
+                transport.call(protect)
         assert transport.hello().owner == 5 and list(served._open) == opened
         transport.close()
     server.end()
@@ -752,9 +793,9 @@ def test_an_error_that_no_call_expects_is_answered_too() -> None:
 
 def test_closing_ends_calls_that_are_under_way(served: TcpServer) -> None:
     stream = talking(served)
-    stream.send(Request(kind=HELLO).pieces)
+    stream.send(request_pieces(Greet(), []))
     assert stream.receive(4) == b"rpea"
-    stream.send([Request(kind=COMMAND, text=b"x" * 9).pieces[0]])  # its text never comes
+    stream.send([Request(text=b"x" * 9).pieces[0]])  # its text never comes
     served.close()
     served.close()
     assert not served._open
