@@ -51,6 +51,7 @@ class Area(NamedTuple):
 
 
 _MARKS = "embeddings/tables/marks.py"
+_LOOKUPS = "embeddings/tables/marked_lookups.py"
 _CUT = "trainer_plugin/snapshot/cut.py"
 _LOOP = "trainer_plugin/batches/loop.py"
 _COMMIT = "catalog/run/commit.py"
@@ -75,13 +76,11 @@ AREAS: Mapping[str, Area] = {
         ("tests/unit/embeddings/tables", "tests/property/test_tracking.py"),
         (
             Mutant(_MARKS, "if count > 1 or (count", "if count > 2 or (count"),
+            Mutant(_LOOKUPS, "tracker.set_bits(ids)", "pass"),
             Mutant(
                 _MARKS,
-                "            self._mark(ids)\n        except",
-                "            pass\n        except",
-            ),
-            Mutant(
-                _MARKS, "self._count() > self._rewritten()", "self._count() > self._rewritten() + 1"
+                "self._count() > self._lookups.take_rewrites()",
+                "self._count() > self._lookups.take_rewrites() + 1",
             ),
             Mutant(
                 _MARKS, "dirty_bitmap.mark_nonzero(self.bitmap, gradient, rows=self.rows)", "pass"
@@ -174,8 +173,8 @@ AREAS: Mapping[str, Area] = {
             Mutant(_SHARED_ORACLE, "union[users[rank] & (owner == lender)]", "union[users[rank]]"),
             Mutant(
                 _SHARED_ORACLE,
-                "is_own_evicted = taken.evicted_ids < self._rows",
-                "is_own_evicted = taken.evicted_ids <= self._rows",
+                "evicted_ids < self._rows",
+                "evicted_ids <= self._rows",
             ),
         ),
     ),
