@@ -197,17 +197,17 @@ def _weighed_documents(plan: ConsolidationPlan) -> list[dict[str, Any]]:
     weighed, chosen = _weighed(plan)
     return [
         {
-            "links": one.sizes.merged,
-            "into": "full" if one.sizes.into_full else "increment",
-            "read_bytes": one.sizes.read_bytes,
-            "write_bytes": one.sizes.write_bytes,
-            "restore_bytes_after": one.sizes.restore_bytes_after,
-            "links_after": one.sizes.links_after,
-            "cost_bytes": one.cost_bytes,
-            "why_not": one.why_not or None,
-            "chosen": one is chosen,
+            "links": merge.sizes.merged,
+            "into": "full" if merge.sizes.into_full else "increment",
+            "read_bytes": merge.sizes.read_bytes,
+            "write_bytes": merge.sizes.write_bytes,
+            "restore_bytes_after": merge.sizes.restore_bytes_after,
+            "links_after": merge.sizes.links_after,
+            "cost_bytes": merge.cost_bytes,
+            "why_not": merge.why_not or None,
+            "chosen": merge is chosen,
         }
-        for one in weighed
+        for merge in weighed
     ]
 
 

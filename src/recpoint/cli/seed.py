@@ -111,12 +111,12 @@ def _tables(words: list[str], names: Collection[str]) -> dict[str, str]:
     """
     named: dict[str, str] = {}
     for word in words:
-        ends = [equals_sign for equals_sign, sign in enumerate(word) if sign == "="]
+        ends = [split_at for split_at, sign in enumerate(word) if sign == "="]
         read = {word: word} if word in names else {}
         read |= {
-            word[:equals_sign] or word[1:]: word[equals_sign + 1 :]
-            for equals_sign in ends
-            if word[equals_sign + 1 :] in names
+            word[:split_at] or word[1:]: word[split_at + 1 :]
+            for split_at in ends
+            if word[split_at + 1 :] in names
         }
         if len(read) > 1:
             raise SettingsError(
