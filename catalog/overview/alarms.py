@@ -54,7 +54,7 @@ def alarms(
         unknown_interval_seconds: time without a commit that is too long if the run's interval is
             not known.
     """
-    found: list[Alarm] = []
+    alarms_found: list[Alarm] = []
     silence = (
         _failed(overview)
         or _uncounted(overview)
@@ -62,7 +62,7 @@ def alarms(
         or _silence(overview, intervals, unknown_interval_seconds)
     )
     if silence is not None:
-        found.append(silence)
+        alarms_found.append(silence)
     troubles: dict[str, Trouble] = {
         "superseded": "superseded",
         "chain": "chain_broken",
@@ -72,8 +72,10 @@ def alarms(
     for failure in overview.failures:
         trouble = troubles.get(failure.kind)
         if trouble is not None:
-            found.append(Alarm(trouble, f"{failure.subject}: {failure.cause}", failure.next_step))
-    return tuple(found)
+            alarms_found.append(
+                Alarm(trouble, f"{failure.subject}: {failure.cause}", failure.next_step)
+            )
+    return tuple(alarms_found)
 
 
 def _failed(overview: RunOverview) -> Alarm | None:
@@ -125,9 +127,11 @@ def _silence(
     lag, generation, ended = overview.lag, overview.generation, overview.ended
     if generation is None or (ended is not None and lag.at_risk_batches == 0):
         return None
-    known = lag.interval_seconds
+    interval_seconds = lag.interval_seconds
     silence = lag.silent_seconds
-    if silence <= (unknown_interval_seconds if known is None else intervals * known):
+    if silence <= (
+        unknown_interval_seconds if interval_seconds is None else intervals * interval_seconds
+    ):
         return None
     host = generation.host
     if ended is not None:
@@ -138,24 +142,24 @@ def _silence(
             f"on {host}: if a checkpoint is staged there, run recpoint agent, which stores it; a "
             "new start trains the other batches again",
         )
-    what = f"no new checkpoint at all for {duration_text(silence)}"
+    state = f"no new checkpoint at all for {duration_text(silence)}"
     if overview.checkpoints:
-        what = f"no new checkpoint that restores for {duration_text(silence)}"
+        state = f"no new checkpoint that restores for {duration_text(silence)}"
     if lag.seconds is not None and lag.seconds > silence:
         # A trainer that has just started is silent for less time than the checkpoint is old.
-        what += (
+        state += (
             f", since the newest trainer started; the newest is {duration_text(lag.seconds)} old"
         )
-    if known is not None:
-        what += f"; one is expected every {duration_text(known)}"
+    if interval_seconds is not None:
+        state += f"; one is expected every {duration_text(interval_seconds)}"
     next_step = "is the trainer alive, and recpoint agent running?"
     staged = overview.staged
     if staged is not None and staged.trouble is not None:
         error, next_step, tries = staged.trouble
         counted_tries = f"{tries} {'try' if tries == 1 else 'tries'}"
-        what += f"; recpoint agent cannot store step {staged.step} ({counted_tries}): {error}"
+        state += f"; recpoint agent cannot store step {staged.step} ({counted_tries}): {error}"
         next_step = next_step or "read the log of recpoint agent"
-    return Alarm("no_commit", what, f"on {host}: {next_step}")
+    return Alarm("no_commit", state, f"on {host}: {next_step}")
 
 
 #: Completes "training has …" by the reason of its end.

@@ -39,8 +39,10 @@ class Appearances:
         now = time.monotonic()
         store_seconds = time.time() - info.modified_ms / 1000
         if info.key in self._appeared:
-            after, seen = self._appeared[info.key]
-            return Age.of(store_seconds=store_seconds, least=now - seen, most=now - after)
+            absent_seconds, seen_seconds = self._appeared[info.key]
+            return Age.of(
+                store_seconds=store_seconds, least=now - seen_seconds, most=now - absent_seconds
+            )
         first = now if self._first_seen is None else self._first_seen
         least = now - first if info.key in self._known else 0.0
         return Age.of(store_seconds=store_seconds, least=least, most=None)

@@ -109,39 +109,41 @@ def with_risk(
         run: the run.
         ends: the end records by generation, for trainers that have said that they have ended.
     """
-    newest_steps = {one.generation: one.step for one in reversed(facts)}
+    newest_steps = {checkpoint.generation: checkpoint.step for checkpoint in reversed(facts)}
     # An end record does not count if its trainer has continued after it (format §5).
     last_steps = {
         generation: end.step
         for generation, end in ends.items()
         if end.step >= newest_steps.get(generation, 0)
     }
-    found = []
-    for position, one in enumerate(facts):
-        before = facts[position + 1] if position + 1 < len(facts) else None
+    facts_with_risk = []
+    for position, checkpoint in enumerate(facts):
+        earlier = facts[position + 1] if position + 1 < len(facts) else None
         alone = len(facts) == 1
-        start = None if one.error is not None else _before(one, before, run, alone=alone)
+        start = (
+            None if checkpoint.error is not None else _before(checkpoint, earlier, run, alone=alone)
+        )
         if start is None:
-            found.append(one)
+            facts_with_risk.append(checkpoint)
             continue
         since_ms, since_step = start
-        batches = one.step - since_step
+        batches = checkpoint.step - since_step
         # Both times are by one host's clock, which may have been set back meanwhile.
-        gap_seconds = max(0, one.snapshot_ms - since_ms) / 1000
-        meanwhile = one.lag_seconds * batches / gap_seconds if gap_seconds > 0 else 0.0
-        last_step = last_steps.get(one.generation)
-        trained = min(meanwhile, _most_meanwhile(one, facts[:position], last_step))
+        gap_seconds = max(0, checkpoint.snapshot_ms - since_ms) / 1000
+        meanwhile = checkpoint.lag_seconds * batches / gap_seconds if gap_seconds > 0 else 0.0
+        last_step = last_steps.get(checkpoint.generation)
+        trained = min(meanwhile, _most_meanwhile(checkpoint, facts[:position], last_step))
         share = trained / meanwhile if meanwhile else 1.0
-        found.append(
+        facts_with_risk.append(
             replace(
-                one,
+                checkpoint,
                 interval_seconds=gap_seconds,
                 interval_batches=batches,
-                at_risk_seconds=gap_seconds + one.lag_seconds * share,
+                at_risk_seconds=gap_seconds + checkpoint.lag_seconds * share,
                 at_risk_batches=batches + round(trained),
             )
         )
-    return tuple(found)
+    return tuple(facts_with_risk)
 
 
 def _most_meanwhile(
@@ -154,11 +156,11 @@ def _most_meanwhile(
         newer: the checkpoints after it, newest first.
         last_step: the step at which its trainer ended; None: not known.
     """
-    for other in reversed(newer):
-        if other.generation != one.generation:
+    for newer_facts in reversed(newer):
+        if newer_facts.generation != one.generation:
             break
-        if other.error is None and other.snapshot_ms >= one.committed_ms:
-            return other.step - one.step
+        if newer_facts.error is None and newer_facts.snapshot_ms >= one.committed_ms:
+            return newer_facts.step - one.step
     return math.inf if last_step is None else last_step - one.step
 
 
@@ -179,13 +181,13 @@ def _before(
 
 def pace(facts: Sequence[CheckpointFacts]) -> float | None:
     """Return the batches per second between the newest cuts; None: not known."""
-    known = [
-        (one.interval_batches, one.interval_seconds)
-        for one in facts
-        if one.interval_batches is not None and one.interval_seconds is not None
+    intervals = [
+        (checkpoint.interval_batches, checkpoint.interval_seconds)
+        for checkpoint in facts
+        if checkpoint.interval_batches is not None and checkpoint.interval_seconds is not None
     ][:_GAPS]
-    seconds = sum(gap for _, gap in known)
-    return sum(batches for batches, _ in known) / seconds if seconds > 0 else None
+    seconds = sum(gap for _, gap in intervals)
+    return sum(batches for batches, _ in intervals) / seconds if seconds > 0 else None
 
 
 def measured_interval_seconds(checkpoints: Sequence[CheckpointFacts]) -> float | None:
@@ -194,7 +196,11 @@ def measured_interval_seconds(checkpoints: Sequence[CheckpointFacts]) -> float |
     Args:
         checkpoints: checkpoints of the live line, newest first.
     """
-    gaps = [one.interval_seconds for one in checkpoints if one.interval_seconds is not None]
+    gaps = [
+        checkpoint.interval_seconds
+        for checkpoint in checkpoints
+        if checkpoint.interval_seconds is not None
+    ]
     gaps = [gap for gap in gaps[:_GAPS] if gap > 0]
     return statistics.median(gaps) if gaps else None
 
@@ -213,15 +219,15 @@ def expected_interval_seconds(
     """
     if newest is None:
         return None
-    meant: float | None = None
+    intended_seconds: float | None = None
     rate = pace(facts)
     if newest.due_ms is not None:
-        meant = newest.due_ms / 1000
+        intended_seconds = newest.due_ms / 1000
     elif newest.due_batches is not None and rate:
-        meant = newest.due_batches / rate
-    if meant is None:
+        intended_seconds = newest.due_batches / rate
+    if intended_seconds is None:
         return None
-    return max(meant, measured_interval_seconds(facts) or 0.0)
+    return max(intended_seconds, measured_interval_seconds(facts) or 0.0)
 
 
 def longest_wait_seconds(
@@ -235,10 +241,14 @@ def longest_wait_seconds(
         interval_seconds: see `expected_interval_seconds`.
         facts: checkpoints of the live line, newest first.
     """
-    known = [one for one in facts if one.interval_seconds][:_GAPS]
-    waits = [one.lag_seconds + (one.interval_seconds or 0.0) for one in known]
+    measured = [checkpoint for checkpoint in facts if checkpoint.interval_seconds][:_GAPS]
+    waits = [
+        checkpoint.lag_seconds + (checkpoint.interval_seconds or 0.0) for checkpoint in measured
+    ]
     if interval_seconds is not None:
-        waits.append(interval_seconds + max((one.lag_seconds for one in known), default=0.0))
+        waits.append(
+            interval_seconds + max((checkpoint.lag_seconds for checkpoint in measured), default=0.0)
+        )
     return max(waits, default=None)
 
 
@@ -364,12 +374,16 @@ def restore_estimate(chain: Chain, bytes_per_second: float | None) -> RestoreEst
 
 def totals(facts: Sequence[CheckpointFacts]) -> Totals:
     """Return sums over the checkpoints that could be read."""
-    readable = [one for one in facts if one.error is None]
-    gaps = [one.interval_seconds for one in readable if one.interval_seconds is not None]
+    readable = [checkpoint for checkpoint in facts if checkpoint.error is None]
+    gaps = [
+        checkpoint.interval_seconds
+        for checkpoint in readable
+        if checkpoint.interval_seconds is not None
+    ]
     return Totals(
         checkpoints=len(readable),
-        stored_bytes=sum(one.stored_bytes for one in readable),
-        full_bytes=sum(one.full_bytes for one in readable),
-        stall_seconds=sum(one.stall_seconds for one in readable),
+        stored_bytes=sum(checkpoint.stored_bytes for checkpoint in readable),
+        full_bytes=sum(checkpoint.full_bytes for checkpoint in readable),
+        stall_seconds=sum(checkpoint.stall_seconds for checkpoint in readable),
         trained_seconds=sum(gaps) if gaps else None,
     )

@@ -193,18 +193,18 @@ def _look(run: Run, announced: tuple[str, ...]) -> _Look:
     """Find the announced manifests that nothing needs (format §6.6, look again)."""
     facts = gather(run)
     # After the manifests, which take long to read, so that a lease of that time is seen.
-    held = leases.read_leases(run, Clocks.read(run.store))
-    alive = [lease for lease in held if lease.alive]
+    lease_list = leases.read_leases(run, Clocks.read(run.store))
+    alive = [lease for lease in lease_list if lease.alive]
     if any(lease.covers is None for lease in alive):
         return _Look((), {}, None)
     if facts.unreadable:
-        why = f"{facts.unreadable[0]} cannot be read"
-        return _Look((), dict.fromkeys(announced, why), None)
+        reason = f"{facts.unreadable[0]} cannot be read"
+        return _Look((), dict.fromkeys(announced, reason), None)
     needed = needed_manifests(replace(facts, leased=leased_by(alive)), frozenset(announced))
     stored = {manifest.key: manifest for manifest in facts.manifests}
     doomed = [stored[key] for key in announced if key in stored and key not in needed]
     doomed.sort(key=deletion_order(Representations(facts.manifests, facts.verdicts)))
-    return _Look(doomed, dict(needed), _Present.of(held, facts.generations))
+    return _Look(doomed, dict(needed), _Present.of(lease_list, facts.generations))
 
 
 def _delete_in_order(

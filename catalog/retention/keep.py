@@ -72,23 +72,27 @@ def plan(facts: RunFacts, policy: RetentionPolicy) -> RetentionPlan:
             expected="all manifests readable, because it is not known what this one needs",
             next_step="recpoint check URL; put it back from a backup, or remove it by hand",
         )
-    there = Representations(facts.manifests, facts.verdicts)
-    forced = _forced(facts, there)
+    stored = Representations(facts.manifests, facts.verdicts)
+    forced = _forced(facts, stored)
     reasons = {name: [reason] for name, reason in forced.items()}
-    for name, reason in apply_rules(facts, policy, there):
+    for name, reason in apply_rules(facts, policy, stored):
         reasons.setdefault(name, []).append(reason)
-    kept = {name: ", ".join(dict.fromkeys(given)) for name, given in reasons.items()}
-    needed = _needed(there, kept, _in_all_forms(facts))
-    _refuse_to_keep_nothing(facts, policy, there, kept, needed)
+    kept_names = {
+        name: ", ".join(dict.fromkeys(given_reasons)) for name, given_reasons in reasons.items()
+    }
+    needed = _needed(stored, kept_names, _in_all_forms(facts))
+    _refuse_to_keep_nothing(facts, policy, stored, kept_names, needed)
     live = frozenset(facts.live)
     decisions = []
-    for manifest in sorted(facts.manifests, key=deletion_order(there)):
-        why = needed.get(manifest.key)
-        if why is None:
-            decisions.append(Decision(manifest, "drop", _why_dropped(manifest, live, kept, there)))
+    for manifest in sorted(facts.manifests, key=deletion_order(stored)):
+        needed_by = needed.get(manifest.key)
+        if needed_by is None:
+            decisions.append(
+                Decision(manifest, "drop", _why_dropped(manifest, live, kept_names, stored))
+            )
         else:
-            decisions.append(Decision(manifest, "keep", why))
-    return RetentionPlan(policy=policy, decisions=tuple(decisions), kept=kept)
+            decisions.append(Decision(manifest, "keep", needed_by))
+    return RetentionPlan(policy=policy, decisions=tuple(decisions), kept=kept_names)
 
 
 def needed_manifests(facts: RunFacts, doomed: frozenset[str]) -> dict[str, str]:
@@ -99,15 +103,15 @@ def needed_manifests(facts: RunFacts, doomed: frozenset[str]) -> dict[str, str]:
     It applies no rule. A manifest is needed by every manifest that is not doomed, by pins and
     leases, and by the newest checkpoint of the live line.
     """
-    there = Representations(facts.manifests, facts.verdicts)
-    own = [manifest for manifest in facts.manifests if manifest.key not in doomed]
-    wanted = {manifest.name: f"{manifest.key} is there" for manifest in own}
-    wanted |= _forced(facts, there)
-    needed = _needed(there, wanted, _in_all_forms(facts))
-    for manifest in own:
+    stored = Representations(facts.manifests, facts.verdicts)
+    own_manifests = [manifest for manifest in facts.manifests if manifest.key not in doomed]
+    wanted_names = {manifest.name: f"{manifest.key} is there" for manifest in own_manifests}
+    wanted_names |= _forced(facts, stored)
+    needed = _needed(stored, wanted_names, _in_all_forms(facts))
+    for manifest in own_manifests:
         # Marks this manifest's own chain, too, not only that of the form that a reader prefers.
-        for name in there.before(manifest):
-            there.mark_chain(name, f"{manifest.key} needs it", needed)
+        for name in stored.before(manifest):
+            stored.mark_chain(name, f"{manifest.key} needs it", needed)
     return {key: reason for key, reason in needed.items() if key in doomed}
 
 
@@ -126,8 +130,8 @@ def _forced(facts: RunFacts, there: Representations) -> dict[ManifestName, str]:
     keep(next(validated, None), "newest validated")
     for name, pins in facts.pins.items():
         keep(name, pinned_text(pins))
-    for name, who in facts.leased.items():
-        keep(name, f"leased ({who})")
+    for name, reader in facts.leased.items():
+        keep(name, f"leased ({reader})")
     for times_ms in facts.times_ms():
         for name, ms in times_ms.items():
             if ms > facts.now_ms:
@@ -158,8 +162,8 @@ def _needed(
             needed[manifest.key] = kept[name]
     for name in sorted(kept, reverse=True):
         for manifest in there.of(name) if name in in_all_forms else there.needed_forms(name):
-            for before in there.before(manifest):
-                there.mark_chain(before, f"the chain of {name} needs it", needed)
+            for parent in there.before(manifest):
+                there.mark_chain(parent, f"the chain of {name} needs it", needed)
     return needed
 
 

@@ -87,18 +87,18 @@ class PrunePlan:
         """Yield a row for each manifest, newest first."""
         waiting = {wait.decision.manifest.key: wait.age_seconds for wait in self.waiting}
         delete = {*self.delete, *self.unfinished}
-        for manifest, decided, why in self.retention.decisions:
+        for manifest, decided, reason in self.retention.decisions:
             action: Literal["keep", "mark", "wait", "delete"] = "keep"
             if manifest.key in delete:
                 action = "wait" if self.held else "delete"
-                why = f"{why}; held by a lease: {self.held[0]}" if self.held else why
+                reason = f"{reason}; held by a lease: {self.held[0]}" if self.held else reason
             elif manifest.key in waiting:
                 action = "wait"
-                left = self.grace_seconds - max(0.0, waiting[manifest.key])
-                why = f"{why}; marked, {left / 3600:.1f} h of grace are left"
+                seconds_left = self.grace_seconds - max(0.0, waiting[manifest.key])
+                reason = f"{reason}; marked, {seconds_left / 3600:.1f} h of grace are left"
             elif decided == "drop":
                 action = "mark"
-            yield PruneRow(*manifest.name, manifest.key, action, why, manifest.stored_bytes)
+            yield PruneRow(*manifest.name, manifest.key, action, reason, manifest.stored_bytes)
 
 
 def plan_prune(
@@ -129,15 +129,15 @@ def plan_prune(
         FormatError, GenerationRecordLost: the live line cannot be followed.
         StoreError: the store cannot be read.
     """
-    why = "readers without a lease may take that long"
-    require_grace(grace_seconds, floor_seconds=grace_floor_seconds, why=why)
+    reason = "readers without a lease may take that long"
+    require_grace(grace_seconds, floor_seconds=grace_floor_seconds, why=reason)
     store_full: StoreFull | None = None
     try:
         clocks = Clocks.read(run.store if ask_store else None)
     except StoreFull as error:
         store_full, clocks = error, Clocks.read()
-    held = leases.read_leases(run, clocks)
-    alive = [lease for lease in held if lease.alive]
+    lease_list = leases.read_leases(run, clocks)
+    alive = [lease for lease in lease_list if lease.alive]
     metrics = [rule.metric for rule in policy.best_by]
     facts = gather(run, metrics=metrics, leases=alive, on_step=on_step)
     retention = plan(facts, policy)
@@ -161,7 +161,9 @@ def plan_prune(
         ),
         unfinished=deletion,
         held=tuple(lease.who for lease in alive if lease.covers is None),
-        expired_leases=tuple(lease.key for lease in held if not lease.alive and store_full is None),
+        expired_leases=tuple(
+            lease.key for lease in lease_list if not lease.alive and store_full is None
+        ),
         adopt=tuple(lease for lease in alive if lease.from_the_future),
         stray_pins=_stray_pins(facts),
         orphans=plan_sweep(
@@ -178,11 +180,11 @@ def plan_prune(
 
 
 def _stray_pins(facts: RunFacts) -> tuple[str, ...]:
-    there = {manifest.name for manifest in facts.manifests}
+    stored_names = {manifest.name for manifest in facts.manifests}
     return tuple(
         PIN_KEY.of(*name, label)
         for name, labels in facts.pins.items()
-        if name not in there
+        if name not in stored_names
         for label in labels
     )
 

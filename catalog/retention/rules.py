@@ -75,14 +75,14 @@ class RetentionPolicy:
         for name, count in counts.items():
             if type(count) is not int or not 0 <= count <= _MOST:
                 _refuse(name, str(count), f"a whole number from 0 to {_MOST}")
-        within = self.keep_within_seconds
-        if not math.isfinite(within) or within < 0:
-            _refuse("keep_within_seconds", str(within), "0 or more seconds")
+        window_seconds = self.keep_within_seconds
+        if not math.isfinite(window_seconds) or window_seconds < 0:
+            _refuse("keep_within_seconds", str(window_seconds), "0 or more seconds")
         for rule in self.best_by:
             named = is_label(rule.metric) and rule.direction in ("max", "min")
             if not named or not 1 <= rule.count <= _MOST:
                 _refuse("best_by", f"{rule}", "the name of a metric, max or min, and 1 or more")
-        if not any(counts.values()) and not within and not self.best_by:
+        if not any(counts.values()) and not window_seconds and not self.best_by:
             _refuse("retention policy", "no rule", "at least one, or all but one would be deleted")
 
 
@@ -157,14 +157,14 @@ def _kept(
 def _one_each(
     past: Sequence[tuple[ManifestName, int]], count: int, period: Callable[[int], int]
 ) -> Iterator[ManifestName]:
-    seen: set[int] = set()
+    periods: set[int] = set()
     for name, ms in past:
-        at = period(ms)
-        if at in seen:
+        period_number = period(ms)
+        if period_number in periods:
             continue
-        if len(seen) == count:
+        if len(periods) == count:
             return
-        seen.add(at)
+        periods.add(period_number)
         yield name
 
 
@@ -184,7 +184,7 @@ def _within(
 
 def _month(ms: int) -> int:
     try:
-        when = datetime.fromtimestamp(ms / 1000, tz=UTC)
+        time = datetime.fromtimestamp(ms / 1000, tz=UTC)
     except (ValueError, OverflowError, OSError):
         return 12 * 10_000 + ms // (31 * _DAY_MS)  # after the year 9999
-    return 12 * when.year + when.month
+    return 12 * time.year + time.month

@@ -67,14 +67,14 @@ def leave_plan(run: Run, made: PrunePlan) -> None:
 def _newest_rows(rows: list[PruneRow]) -> list[PruneRow]:
     """Return the newest rows in order, at most MAX_PLANNED; both kept ones and others have room."""
     going = [row for row in rows if row.action != "keep"]
-    kept = len(rows) - len(going)
-    most_going = max(MAX_PLANNED - kept, MAX_PLANNED // 2)
-    left = {True: most_going, False: MAX_PLANNED - min(len(going), most_going)}
+    kept_count = len(rows) - len(going)
+    most_going = max(MAX_PLANNED - kept_count, MAX_PLANNED // 2)
+    rooms = {True: most_going, False: MAX_PLANNED - min(len(going), most_going)}
     newest = []
     for row in rows:
         goes = row.action != "keep"
-        if left[goes] > 0:
-            left[goes] -= 1
+        if rooms[goes] > 0:
+            rooms[goes] -= 1
             newest.append(row)
     return newest
 
@@ -88,8 +88,8 @@ def _rules(policy: RetentionPolicy) -> PlannedRules:
         weekly=policy.keep_weekly,
         monthly=policy.keep_monthly,
         best=tuple(
-            RuleBest(metric=one.metric, direction=one.direction, count=one.count)
-            for one in policy.best_by[:_MOST_RULES]
+            RuleBest(metric=best_rule.metric, direction=best_rule.direction, count=best_rule.count)
+            for best_rule in policy.best_by[:_MOST_RULES]
         ),
         require_validated=policy.require_validated,
     )

@@ -128,8 +128,8 @@ def spared_words(spared: Sequence[tuple[str, str]]) -> str:
     if not spared:
         return ""
     key, reason = spared[0]
-    others = f", and {len(spared) - 1} more" if len(spared) > 1 else ""
-    return f"; not removed, because it is needed now: {key} ({reason}){others}"
+    others_text = f", and {len(spared) - 1} more" if len(spared) > 1 else ""
+    return f"; not removed, because it is needed now: {key} ({reason}){others_text}"
 
 
 class _Listing(NamedTuple):
@@ -167,11 +167,11 @@ class _Listing(NamedTuple):
                     case PartName() as part:
                         listing.parts.setdefault(part.checkpoint, []).append(info)
                     case NamedCheckpoint() as pin if kind is PIN:
-                        of = ManifestName(pin.step, pin.generation)
-                        listing.pins.setdefault(of, []).append(pin.name)
+                        checkpoint = ManifestName(pin.step, pin.generation)
+                        listing.pins.setdefault(checkpoint, []).append(pin.name)
                     case NamedCheckpoint() | ValidationName() as about:
-                        of = ManifestName(about.step, about.generation)
-                        listing.said.append((info, of))
+                        checkpoint = ManifestName(about.step, about.generation)
+                        listing.said.append((info, checkpoint))
         return listing
 
 
@@ -226,20 +226,22 @@ def plan_sweep(
             young += 1
     named = NamedChunks(run, spare_newest=spare_newest, pins=listing.pins)
     named.read_new_manifests(on_step)
-    there = run.representations()
-    for info, of in listing.said:
-        if of in there or named.unreadable or named.lost.why_needed(of):
+    stored = run.representations()
+    for info, checkpoint in listing.said:
+        if checkpoint in stored or named.unreadable or named.lost.why_needed(checkpoint):
             continue
         if _is_old((info,), began_ms, grace_seconds):
-            why = f"is of {of}, which has no manifest"
-            objects.append(SweptObject(info.key, info.size_bytes, why))
+            orphan_reason = f"is of {checkpoint}, which has no manifest"
+            objects.append(SweptObject(info.key, info.size_bytes, orphan_reason))
         else:
             young += 1
     # After the listing: a job with listed objects was staged before it, so it is found now.
-    asked: Callable[[], Collection[str]] = keep if callable(keep) else partial(frozenset, keep)
-    needed = asked()
+    read_needed: Callable[[], Collection[str]] = (
+        keep if callable(keep) else partial(frozenset, keep)
+    )
+    needed = read_needed()
     doomed: list[AttemptName] = []
-    kept: list[KeptPrefix] = []
+    kept_prefixes: list[KeptPrefix] = []
     lost: dict[str, None] = {}
     for attempt in {**listing.parts, **listing.chunks}:
         all_infos = listing.chunks.get(attempt, [])
@@ -251,16 +253,18 @@ def plan_sweep(
         reason = _reason_to_keep(attempt, infos, named, needed, began_ms, grace_seconds)
         if reason:
             prefix_of = attempt_prefix if all_infos else PART_KEY.under
-            kept.append(KeptPrefix(prefix_of(*attempt), reason))
+            kept_prefixes.append(KeptPrefix(prefix_of(*attempt), reason))
             if reason == _why_needed(named, attempt):
                 lost[reason] = None
             continue
         doomed.append(attempt)
         more = " any more" if len(infos) < len(all_infos) else ""
-        why = f"no manifest names attempt {attempt.attempt} of step {attempt.step}{more}"
+        orphan_reason = f"no manifest names attempt {attempt.attempt} of step {attempt.step}{more}"
         if attempt in named.attempts:
-            why = f"attempt {attempt.attempt} of step {attempt.step} is committed without it"
-        objects.extend(SweptObject(info.key, info.size_bytes, why) for info in infos)
+            orphan_reason = (
+                f"attempt {attempt.attempt} of step {attempt.step} is committed without it"
+            )
+        objects.extend(SweptObject(info.key, info.size_bytes, orphan_reason) for info in infos)
     unfinished = list(run.store.list_unfinished())
     old = [info for info in unfinished if _is_old((info,), began_ms, grace_seconds)]
     return SweepPlan(
@@ -270,14 +274,14 @@ def plan_sweep(
             SweptObject(info.key, info.size_bytes, "left unfinished by a killed writer")
             for info in old
         ),
-        kept=tuple(kept),
+        kept=tuple(kept_prefixes),
         lost=tuple(lost),
         young=young + len(unfinished) - len(old),
         unrecognised=tuple(listing.unrecognised),
         blocked=tuple(named.unreadable),
         grace_seconds=grace_seconds,
         now_ms=began_ms,
-        keep=asked,
+        keep=read_needed,
         spare_newest=spare_newest,
     )
 
@@ -315,16 +319,16 @@ def execute(run: Run, plan: SweepPlan, *, on_step: OnStep = unwatched) -> SweepR
             if reason:
                 spared.append(KeptPrefix(attempt_prefix(*attempt), reason))
                 break
-            gone = 0
+            removed_count = 0
             for info in infos:
                 # Checked before each, because this process may have stood still since its check.
                 long_ago = host_seconds() - began_seconds >= _LOOK_AGAIN_SECONDS
-                if long_ago and (gone or vain_looks < _SLOW_LOOKS):
-                    vain_looks += not gone
+                if long_ago and (removed_count or vain_looks < _SLOW_LOOKS):
+                    vain_looks += not removed_count
                     break
                 run.store.delete(info.key)
                 note(reasons[info.key])
-                gone += 1
+                removed_count += 1
             else:
                 break
     for swept in plan.objects:
@@ -346,11 +350,11 @@ def _still_doomed(
 ) -> tuple[list[ObjectInfo], str]:
     """Return the objects to remove of an attempt, parts first; and why it has to stay, or ""."""
     prefix = attempt_prefix(*attempt)
-    there = [info for info in run.store.list(prefix) if parse_chunk_key(info.key) == attempt]
+    present = [info for info in run.store.list(prefix) if parse_chunk_key(info.key) == attempt]
     parts = [info for _, info in run.records(PART).listed(*attempt)]
     named.read_new_manifests()
-    infos = parts + [info for info in there if info.key not in named.chunks]
-    if there and not infos:
+    infos = parts + [info for info in present if info.key not in named.chunks]
+    if present and not infos:
         return infos, "a manifest names it now"
     reason = _reason_to_keep(attempt, infos, named, plan.keep(), plan.now_ms, plan.grace_seconds)
     if not reason and any(info.key not in planned for info in infos):

@@ -59,7 +59,7 @@ class Standing(NamedTuple):
     age_seconds: float
 
     def may_be_taken_over(self, after_seconds: float) -> bool:
-        """Says whether no retention works under it any more."""
+        """Say whether no retention works under it any more."""
         stopped_here = self.deletion is not None and self.deletion.token in _stopped
         return stopped_here or self.age_seconds >= after_seconds
 
@@ -118,10 +118,10 @@ class Announcement:
 
     def _stands(self) -> bool:
         try:
-            there = read_deletion(self._run)
+            announced = read_deletion(self._run)
         except FormatError:
             return False
-        return there is not None and there.token == self._deletion.token
+        return announced is not None and announced.token == self._deletion.token
 
 
 def read_deletion(run: Run) -> Deletion | None:
@@ -138,20 +138,20 @@ def read_deletion(run: Run) -> Deletion | None:
 
 
 def standing(run: Run, clocks: Clocks) -> Standing | None:
-    """Returns the announcement in the store; None if there is none.
+    """Return the announcement in the store; None if there is none.
 
     Raises:
         StoreError: the store cannot be read.
     """
     deletion: Deletion | None = None
-    who = "an unknown process (the record cannot be read)"
+    holder = "an unknown process (the record cannot be read)"
     try:
         deletion = read_deletion(run)
         if deletion is None:
             return None
-        who = f"process {deletion.pid} of {deletion.host}"
+        holder = f"process {deletion.pid} of {deletion.host}"
         if deletion.run != run.id:
-            who, deletion = f"{who}, for run {deletion.run}", None
+            holder, deletion = f"{holder}, for run {deletion.run}", None
     except FormatError:
         pass
     # Listed after the read: if another announcement came in between, this one only looks younger.
@@ -161,9 +161,9 @@ def standing(run: Run, clocks: Clocks) -> Standing | None:
     if deletion is None or deletion.stamp.written_ms > clocks.wall_ms:
         # The stamp cannot be used, so only the store's clock gives the age.
         store_ms = clocks.wall_ms if clocks.store_ms is None else clocks.store_ms
-        return Standing(deletion, who, (store_ms - info.modified_ms) / 1000)
+        return Standing(deletion, holder, (store_ms - info.modified_ms) / 1000)
     age_seconds = clocks.age_seconds(deletion.stamp, modified_ms=info.modified_ms)
-    return Standing(deletion, who, age_seconds)
+    return Standing(deletion, holder, age_seconds)
 
 
 def announce(run: Run, manifests: tuple[str, ...]) -> Announcement:
@@ -205,8 +205,8 @@ def take_over(
     """
     if not there.may_be_taken_over(after_seconds):
         raise _at_work(run, there.who, after_seconds - there.age_seconds)
-    known = manifests if there.deletion is None else there.deletion.manifests
-    deletion, begun_seconds = _deletion(run, known), host_seconds()
+    manifest_keys = manifests if there.deletion is None else there.deletion.manifests
+    deletion, begun_seconds = _deletion(run, manifest_keys), host_seconds()
     try:
         run.records(DELETION).put(deletion)
     except StoreError:

@@ -81,29 +81,33 @@ class Going:
             ObjectNotFound: a manifest is gone.
             StoreError: the store does not say whether a manifest is gone.
         """
-        mine = self._manifests.intersection(Representation.of(one).key for one in chain.manifests)
-        if not mine:
+        own_keys = self._manifests.intersection(
+            Representation.of(manifest).key for manifest in chain.manifests
+        )
+        if not own_keys:
             return
         if self._until is None:
             self._until = time.monotonic() + _WAIT_SECONDS
-        while (there := self._announced(mine)) is not None:
+        while (other := self._announced(own_keys)) is not None:
             if time.monotonic() >= self._until:
-                raise self._refused(min(mine), there)
+                raise self._refused(min(own_keys), other)
             time.sleep(_ASK_SECONDS)
-        for key in mine:
+        for key in own_keys:
             self._run.store.size(key)
 
     def _announced(self, mine: Collection[str]) -> Standing | None:
-        """Returns the announcement under which one of these may be deleted; None if none."""
+        """Return the announcement under which one of these may be deleted; None if none."""
         try:
-            there = standing(self._run, Clocks.read(self._run.store))
+            announced = standing(self._run, Clocks.read(self._run.store))
         except StoreError as error:
             return Standing(None, f"an unknown process ({error.found})", 0.0)
-        if there is None or there.age_seconds >= TAKE_OVER_SECONDS:
+        if announced is None or announced.age_seconds >= TAKE_OVER_SECONDS:
             return None
-        if there.deletion is not None and not set(mine).intersection(there.deletion.manifests):
+        if announced.deletion is not None and not set(mine).intersection(
+            announced.deletion.manifests
+        ):
             return None
-        return there
+        return announced
 
     def _refused(self, key: str, there: Standing) -> RetentionRefused:
         minutes = max(1, round((TAKE_OVER_SECONDS - there.age_seconds) / 60))

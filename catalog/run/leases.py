@@ -167,8 +167,8 @@ class Held(NamedTuple):
 
 
 def read_leases(run: Run, clocks: Clocks) -> list[Held]:
-    """Returns all leases of a run, expired ones too."""
-    held = []
+    """Return all leases of a run, expired ones too."""
+    leases = []
     for owner, info in run.records(LEASE).listed():
         try:
             lease = run.records(LEASE).read(owner)
@@ -178,15 +178,17 @@ def read_leases(run: Run, clocks: Clocks) -> list[Held]:
             # Its writer may be reading, so the lease counts; only the store's clock gives its age.
             store_ms = clocks.store_ms if clocks.store_ms is not None else clocks.wall_ms
             alive = store_ms - info.modified_ms <= 1000 * MAX_LEASE_SECONDS
-            who = f"unreadable: {error.found}"
-            held.append(Held(info.key, who, None, alive, False, None, info.modified_ms))
+            reader_text = f"unreadable: {error.found}"
+            leases.append(Held(info.key, reader_text, None, alive, False, None, info.modified_ms))
             continue
         age = clocks.age_seconds(lease.stamp, modified_ms=info.modified_ms)
-        who = f"{lease.purpose} by process {lease.pid} of {lease.host}"
+        reader_text = f"{lease.purpose} by process {lease.pid} of {lease.host}"
         ahead = lease.stamp.written_ms > clocks.wall_ms
         alive = age <= lease.ttl_seconds
-        held.append(Held(info.key, who, lease.covers, alive, ahead, lease, info.modified_ms))
-    return held
+        leases.append(
+            Held(info.key, reader_text, lease.covers, alive, ahead, lease, info.modified_ms)
+        )
+    return leases
 
 
 def adopt(run: Run, held: Held) -> None:

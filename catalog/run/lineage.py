@@ -28,16 +28,16 @@ __all__ = [
 
 
 def next_step_of_lost(generation: int, *, never_committed: bool = False) -> str:
-    """Returns what a person can do about a missing generation record, for errors.
+    """Return what a person can do about a missing generation record, for errors.
 
     Args:
         generation: the generation without a record.
         never_committed: nothing in the store names that generation.
     """
-    said = " --never-committed" if never_committed else ""
+    option = " --never-committed" if never_committed else ""
     return (
         "put it back from a backup; or say which checkpoint that trainer restored: recpoint relink "
-        f"URL {generation}{said} --step STEP, or --from-nothing"
+        f"URL {generation}{option} --step STEP, or --from-nothing"
     )
 
 
@@ -53,7 +53,7 @@ class Representation(NamedTuple):
 
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
-        """Returns the representation that `manifest` is, by its contents."""
+        """Return the representation that `manifest` is, by its contents."""
         name = ManifestName(manifest.step, manifest.generation)
         if manifest.stands_for is None:
             return cls(name)
@@ -64,8 +64,8 @@ class Representation(NamedTuple):
     def __str__(self) -> str:
         if self.form == "own":
             return str(self.name)
-        what = "into a full" if self.after is None else f"after step {self.after}"
-        return f"{self.name}, consolidated {what}"
+        target_text = "into a full" if self.after is None else f"after step {self.after}"
+        return f"{self.name}, consolidated {target_text}"
 
     @property
     def kind(self) -> RecordKind[..., ManifestName | ConsolidatedName, Manifest]:
@@ -81,22 +81,24 @@ class Representation(NamedTuple):
 
     @property
     def cost(self) -> tuple[int, int]:
-        """Sorts the representations of one checkpoint, cheapest to restore first (format §6.3)."""
+        """Sort the representations of one checkpoint, cheapest to restore first (format §6.3)."""
         return ("full", "after", "own").index(self.form), self.after or 0
 
 
 def by_checkpoint(found: Iterable[Representation]) -> dict[ManifestName, list[Representation]]:
-    """Groups representations by checkpoint, ascending; in each group the cheapest comes first."""
+    """Group representations by checkpoint, ascending; in each group the cheapest comes first."""
     by_name: dict[ManifestName, list[Representation]] = {}
-    for one in sorted(found, key=lambda one: (one.name, one.cost)):
-        by_name.setdefault(one.name, []).append(one)
+    for representation in sorted(
+        found, key=lambda representation: (representation.name, representation.cost)
+    ):
+        by_name.setdefault(representation.name, []).append(representation)
     return by_name
 
 
 def live_line(
     newest: int, generations: Mapping[int, GenerationRecord], names: Iterable[ManifestName]
 ) -> list[ManifestName]:
-    """Returns the checkpoints that count, newest first; steps descend strictly.
+    """Return the checkpoints that count, newest first; steps descend strictly.
 
     This reads no clock and no store: the result depends only on the generation records and the
     existing keys.
@@ -151,16 +153,16 @@ def live_line(
 
 
 def _of(generation: int, steps: Mapping[int, list[int]]) -> str:
-    """Returns the number of checkpoints of a generation, in words, for errors."""
-    there = steps.get(generation)
-    if not there:
+    """Return the number of checkpoints of a generation, in words, for errors."""
+    steps_of = steps.get(generation)
+    if not steps_of:
         return ""
-    count = "1 checkpoint" if len(there) == 1 else f"{len(there)} checkpoints"
-    return f", but {count} of generation {generation}, the newest of step {max(there)}"
+    count = "1 checkpoint" if len(steps_of) == 1 else f"{len(steps_of)} checkpoints"
+    return f", but {count} of generation {generation}, the newest of step {max(steps_of)}"
 
 
 def restarts(newest: int, generations: Mapping[int, GenerationRecord]) -> int:
-    """Returns how many trainers were started after the first one of the line of `newest`.
+    """Return how many trainers were started after the first one of the line of `newest`.
 
     Trainers whose work was lost, and those whose record cannot be read, count too: each was a
     restart.
@@ -173,7 +175,7 @@ def restarts(newest: int, generations: Mapping[int, GenerationRecord]) -> int:
 
 
 def first_of_line(newest: int, generations: Mapping[int, GenerationRecord]) -> int:
-    """Returns the first generation of the line of `newest`, as far as records can be read."""
+    """Return the first generation of the line of `newest`, as far as records can be read."""
     first = newest
     while (record := generations.get(first)) is not None and record.restored is not None:
         if record.restored.generation >= first:

@@ -45,23 +45,23 @@ def record_metric(run: Run, name: ManifestName, metric: str, value: float) -> No
 def read_metrics(
     run: Run, wanted: Iterable[str], *, of: Container[ManifestName]
 ) -> dict[str, dict[ManifestName, float]]:
-    """Returns the values of metrics, by metric and checkpoint; leaves out unreadable records.
+    """Return the values of metrics, by metric and checkpoint; leave out unreadable records.
 
     Args:
         run: the run.
         wanted: names of the metrics.
         of: the existing checkpoints; left-over metrics of other checkpoints are not read.
     """
-    found: dict[str, dict[ManifestName, float]] = {metric: {} for metric in wanted}
-    if not found:
-        return found
+    values: dict[str, dict[ManifestName, float]] = {metric: {} for metric in wanted}
+    if not values:
+        return values
     for named in run.records(METRIC).names():
         name = ManifestName(named.step, named.generation)
-        if named.name not in found or name not in of:
+        if named.name not in values or name not in of:
             continue
         try:
             value = run.records(METRIC).read(*named).value
-            found[named.name][name] = float.fromhex(value)
+            values[named.name][name] = float.fromhex(value)
         except (FormatError, ObjectNotFound):
             continue
-    return found
+    return values

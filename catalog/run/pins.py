@@ -135,11 +135,11 @@ def unpin(run: Run, name: ManifestName, *, label: str = DEFAULT_NAME) -> None:
         NothingToRestore: there is no such pin.
     """
     require_label("label", label)
-    others = pinned(run).get(name, ())
-    if label not in others:
+    labels = pinned(run).get(name, ())
+    if label not in labels:
         raise NothingToRestore(
             f"{run.url}, {name}",
-            found=f"the pins {', '.join(others)}" if others else "no pin",
+            found=f"the pins {', '.join(labels)}" if labels else "no pin",
             expected=f"a pin called {label!r}",
             next_step=f"recpoint list {run.url}",
         )
@@ -147,24 +147,24 @@ def unpin(run: Run, name: ManifestName, *, label: str = DEFAULT_NAME) -> None:
 
 
 def pinned(run: Run) -> dict[ManifestName, tuple[str, ...]]:
-    """Returns the names of the pins of each pinned checkpoint; one listing, no reads."""
-    found: dict[ManifestName, tuple[str, ...]] = {}
+    """Return the names of the pins of each pinned checkpoint; one listing, no reads."""
+    labels_of: dict[ManifestName, tuple[str, ...]] = {}
     for step, generation, label in run.records(PIN).names():
         name = ManifestName(step, generation)
-        found[name] = (*found.get(name, ()), label)
-    return found
+        labels_of[name] = (*labels_of.get(name, ()), label)
+    return labels_of
 
 
 def _chain_that_stays(run: Run, key: str, name: ManifestName) -> set[str]:
-    """Returns the keys of the manifests that a restore reads; refuses if any is being deleted."""
+    """Return the keys of the manifests that a restore reads; refuse if any is being deleted."""
     chain = _chain_keys(run, name)
     while True:
         _refuse_doomed(run, key, chain)
         # Between the two looks a deletion may have begun and ended, or a consolidation.
-        again = _chain_keys(run, name)
-        if again == chain:
+        chain_now = _chain_keys(run, name)
+        if chain_now == chain:
             return chain
-        chain = again
+        chain = chain_now
 
 
 def _refuse_doomed(run: Run, key: str, chain: set[str]) -> None:
@@ -204,7 +204,7 @@ def require_label(setting: str, label: str) -> None:
 
 
 def words(text: str, most: int) -> str:
-    """Returns at most `most` characters of a text; a character that UTF-8 cannot hold becomes ?."""
+    """Return at most `most` characters of a text; a character that UTF-8 cannot hold becomes ?."""
     return text[:most].encode(errors="replace").decode()
 
 

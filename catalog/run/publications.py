@@ -125,13 +125,15 @@ def publish(
 
 
 def doubt_about(run: Run, record: Publication) -> str | None:
-    """Returns why validations speak against a published checkpoint; None if they do not."""
-    of = record.checkpoint
-    return Doubts(run, validated_only=False).about(ManifestName(of.step, of.generation))
+    """Return why validations speak against a published checkpoint; None if they do not."""
+    checkpoint = record.checkpoint
+    return Doubts(run, validated_only=False).about(
+        ManifestName(checkpoint.step, checkpoint.generation)
+    )
 
 
 def choose(run: Run, *, validated_only: bool) -> ManifestName:
-    """Returns the newest checkpoint of the live line that no validation speaks against.
+    """Return the newest checkpoint of the live line that no validation speaks against.
 
     Args:
         run: the run.
@@ -153,12 +155,12 @@ def choose(run: Run, *, validated_only: bool) -> ManifestName:
 
 
 def publication_numbers(run: Run) -> list[int]:
-    """Returns the numbers of all publications, ascending; one listing, no reads."""
+    """Return the numbers of all publications, ascending; one listing, no reads."""
     return sorted(run.records(PUBLICATION).names())
 
 
 def newest_publication(run: Run) -> Publication | None:
-    """Returns the publication that counts; None if nothing was ever published.
+    """Return the publication that counts; None if nothing was ever published.
 
     Raises:
         FormatError: its record is damaged, or of another run.
@@ -178,7 +180,7 @@ def _doubted(run: Run, name: ManifestName, doubt: str) -> RetentionRefused:
 
 
 def _replaced(run: Run, number: int, release: bool) -> Publication | None:
-    """Returns the record that counts so far; None if it is damaged and `release` allows that."""
+    """Return the record that counts so far; None if it is damaged and `release` allows that."""
     try:
         return run.records(PUBLICATION).read(number)
     except FormatError:
@@ -194,9 +196,9 @@ def _let_go(run: Run, record: Publication) -> None:
         if label is None:
             continue
         number = int(label[1])
-        of = (named.step, named.generation)
-        ours = (record.checkpoint.step, record.checkpoint.generation)
-        if number < record.number or (number == record.number and of != ours):
+        named_key = (named.step, named.generation)
+        newest_key = (record.checkpoint.step, record.checkpoint.generation)
+        if number < record.number or (number == record.number and named_key != newest_key):
             run.records(PIN).delete(*named)
     for number in publication_numbers(run):
         if number <= record.number - _KEPT_RECORDS:

@@ -77,18 +77,18 @@ class RunFacts:
     generations: Collection[int] = ()
 
     def times_ms(self) -> tuple[Mapping[ManifestName, int], Mapping[ManifestName, int]]:
-        """Returns when each checkpoint was made, by its trainer's clock and by the store's clock.
+        """Return when each checkpoint was made, by its trainer's clock and by the store's clock.
 
         The oldest of several manifests decides, because a consolidated manifest is written later.
         If only that one is left, the store's time is the time of the consolidation.
         """
-        taken: dict[ManifestName, int] = {}
+        taken_ms: dict[ManifestName, int] = {}
         stored: dict[ManifestName, int] = {}
         for manifest in self.manifests:
             name = manifest.name
-            taken[name] = min(manifest.taken_ms, taken.get(name, manifest.taken_ms))
+            taken_ms[name] = min(manifest.taken_ms, taken_ms.get(name, manifest.taken_ms))
             stored[name] = min(manifest.modified_ms, stored.get(name, manifest.modified_ms))
-        return taken, stored
+        return taken_ms, stored
 
 
 class Representations:
@@ -114,31 +114,33 @@ class Representations:
         self._failed_link: set[ManifestName] = set()  # checkpoints with a failed link in the chain
         # Parents have lower steps, so in this order each is known before its children.
         for name in sorted(self._of):
-            self._readable |= {(name, one.attempt) for one in self._of[name] if self._leads(one)}
+            self._readable |= {
+                (name, manifest.attempt) for manifest in self._of[name] if self._leads(manifest)
+            }
             usable = [manifest for manifest in self._of[name] if self._restores(manifest)]
             self._best[name] = min(usable, key=_cost, default=None)
             # Any of its manifests counts: a merged one holds the rows of the links it replaces.
-            before = any(manifest.parent in self._failed_link for manifest in self._of[name])
-            if before or self._verdicts.get(name) == "failed":
+            parent_failed = any(manifest.parent in self._failed_link for manifest in self._of[name])
+            if parent_failed or self._verdicts.get(name) == "failed":
                 self._failed_link.add(name)
 
     def of(self, name: ManifestName) -> Sequence[StoredManifest]:
-        """Returns all manifests of a checkpoint; empty if there are none."""
+        """Return all manifests of a checkpoint; empty if there are none."""
         return self._of.get(name, ())
 
     def best(self, name: ManifestName) -> StoredManifest | None:
-        """Returns the manifest that a reader prefers: a full, or the one with the oldest parent.
+        """Return the manifest that a reader prefers: a full, or the one with the oldest parent.
 
         None if none restores: chunks are missing, or the chain does not join up.
         """
         return self._best.get(name)
 
     def is_doubted(self, name: ManifestName) -> bool:
-        """Says whether a validation of it, or of a link of its original chain, stands as failed."""
+        """Say whether a validation of it, or of a link of its original chain, stands as failed."""
         return name in self._failed_link
 
     def needed_forms(self, name: ManifestName) -> Sequence[StoredManifest]:
-        """Returns the manifests to keep of a checkpoint that stays: only the best one if possible.
+        """Return the manifests to keep of a checkpoint that stays: only the best one if possible.
 
         All manifests of a checkpoint that does not restore are kept, because a person may repair
         it. All manifests of a doubted checkpoint are kept too, because only its own manifest shows
@@ -148,7 +150,7 @@ class Representations:
         return self.of(name) if best is None or self.is_doubted(name) else (best,)
 
     def outlasting(self, name: ManifestName) -> StoredManifest | None:
-        """Returns the manifest of a checkpoint to delete last: the best of those that restore it.
+        """Return the manifest of a checkpoint to delete last: the best of those that restore it.
 
         For a doubted checkpoint it is the manifest with the most links, because without it the
         others would count as good. None if none restores.
@@ -157,14 +159,14 @@ class Representations:
         return (max if self.is_doubted(name) else min)(usable, key=_cost, default=None)
 
     def is_trusted(self, name: ManifestName) -> bool:
-        """Says whether a reader takes it unasked: it restores, and no validation is against it."""
+        """Say whether a reader takes it unasked: it restores, and no validation is against it."""
         verdict = self._verdicts.get(name)
         if self.best(name) is None or verdict in ("failed", "stateless"):
             return False
         return verdict == "full" or name not in self._failed_link
 
     def is_validated(self, name: ManifestName) -> bool:
-        """Says whether it is trusted, and a validation that read its bytes has passed."""
+        """Say whether it is trusted, and a validation that read its bytes has passed."""
         return self.is_trusted(name) and self._verdicts.get(name) in ("sample", "full")
 
     def mark_chain(self, name: ManifestName, reason: str, needed: dict[str, str]) -> None:
@@ -172,17 +174,17 @@ class Representations:
 
         For each checkpoint of the chain these are the manifests of `needed_forms`.
         """
-        left = [name]
-        while left:
-            at = left.pop()
-            for manifest in self.needed_forms(at):
+        pending = [name]
+        while pending:
+            checkpoint = pending.pop()
+            for manifest in self.needed_forms(checkpoint):
                 if manifest.key in needed:
                     continue  # its chain is in `needed` too, or the caller adds it
                 needed[manifest.key] = reason
-                left.extend(self.before(manifest))
+                pending.extend(self.before(manifest))
 
     def before(self, manifest: StoredManifest) -> Sequence[ManifestName]:
-        """Returns the checkpoints that a manifest needs: its parent.
+        """Return the checkpoints that a manifest needs: its parent.
 
         If the parent's manifests are lost, these are all checkpoints that may have been before the
         parent in the chain. Once the parent's manifest is put back, some are needed again, and only
@@ -204,11 +206,11 @@ class Representations:
         return manifest.state_whole and self._leads(manifest)
 
     def _leads(self, manifest: StoredManifest) -> bool:
-        """Says whether all rows of its chain are stored; its children need nothing else of it."""
+        """Say whether all rows of its chain are stored; its children need nothing else of it."""
         if manifest.parent is None or not manifest.whole:
             return manifest.whole
-        before = (manifest.parent, manifest.parent_attempt)
-        return manifest.parent < manifest.name and before in self._readable
+        parent_key = (manifest.parent, manifest.parent_attempt)
+        return manifest.parent < manifest.name and parent_key in self._readable
 
 
 def _cost(manifest: StoredManifest) -> tuple[int, str]:

@@ -61,16 +61,16 @@ def acquire(
         StagingRefused: the file, or a directory above it, is not this user's own.
         OSError: the file cannot be opened.
     """
-    taken = take(path, words, root=root)
-    if isinstance(taken, Holder):
+    lock_taken = take(path, words, root=root)
+    if isinstance(lock_taken, Holder):
         held_here = here is not None and _is_held_here(path)
         raise StagingError(
             str(path),
-            found=f"a lock held by process {taken.process}{', this one' if held_here else ''}",
+            found=f"a lock held by process {lock_taken.process}{', this one' if held_here else ''}",
             expected=expected,
             next_step=here if here is not None and held_here else next_step,
         )
-    return taken
+    return lock_taken
 
 
 def take(path: Path, words: str = "", *, root: Path | None = None) -> int | Holder:
@@ -89,9 +89,9 @@ def take(path: Path, words: str = "", *, root: Path | None = None) -> int | Hold
         try:
             _lock(descriptor)
         except BlockingIOError:
-            found = _read(descriptor)
+            holder = _read(descriptor)
             os.close(descriptor)
-            return found
+            return holder
         # The text of the last holder is overwritten and then cut to length. Emptying the file first
         # would give up its page, and a full file system in memory may have no other.
         text = f"{os.getpid()} {words}".rstrip().encode("ascii") + b"\n"
@@ -125,7 +125,7 @@ def _is_file(descriptor: int, path: Path) -> bool:
 
 
 def is_lost(descriptor: int, path: Path) -> bool:
-    """Says whether the file of a held lock was removed; then others find the lock free.
+    """Say whether the file of a held lock was removed; then others find the lock free.
 
     Cleaners of temporary directories remove files that were not written for days, and some systems
     remove a user's files in memory when that user logs out.
@@ -135,24 +135,24 @@ def is_lost(descriptor: int, path: Path) -> bool:
         path: the path that was given to them.
     """
     try:
-        there = os.lstat(path)
+        status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError:
         return False  # unknown; the lock counts as held
     try:
-        return not os.path.samestat(os.fstat(descriptor), there)
+        return not os.path.samestat(os.fstat(descriptor), status)
     except OSError:
         return True  # NFS does not know the file any more, so another host removed it
 
 
 def is_held(path: Path, *, root: Path | None = None) -> bool:
-    """Says whether any process holds the lock now; raises as `holder`."""
+    """Say whether any process holds the lock now; raise as `holder`."""
     return holder(path, root=root) is not None
 
 
 def holder(path: Path, *, root: Path | None = None) -> Holder | None:
-    """Returns the holder of the lock now; None if it is free, whatever its file says.
+    """Return the holder of the lock now; None if it is free, whatever its file says.
 
     Right after a lock was taken, its file may still name the holder before.
 

@@ -85,11 +85,11 @@ def write_status(staged_run: StagedRun, status: dict[str, object]) -> None:
         # are none, the file stays as it is, because half a text says nothing. A shorter text is
         # padded with blanks, so that nothing of the old text is left.
         with open(owned.open_file(area, path, os.O_RDWR), "rb+", buffering=0) as file:
-            before = os.fstat(file.fileno()).st_size
-            if before < len(data):
+            size_before = os.fstat(file.fileno()).st_size
+            if size_before < len(data):
                 try:
                     os.posix_fallocate(file.fileno(), 0, len(data))
                 except OSError:
-                    file.truncate(before)
+                    file.truncate(size_before)
                     raise
-            file.write(data.ljust(before))
+            file.write(data.ljust(size_before))

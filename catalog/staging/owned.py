@@ -70,17 +70,17 @@ def make_root(root: Path) -> None:
     os.close(_open_root(root))
     if not root.parent.stat().st_mode & stat.S_IWOTH:
         return
-    there = root.lstat()
-    if stat.S_ISLNK(there.st_mode):
-        raise _refused(root, there, "a directory, in a place where everybody may write")
-    opened = there.st_mode & _OTHERS_WRITE and not there.st_mode & stat.S_ISVTX
-    if there.st_uid == os.geteuid() and opened:
-        raise _refused(root, there, f"a directory that only user {os.geteuid()} can write to")
+    status = root.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise _refused(root, status, "a directory, in a place where everybody may write")
+    opened = status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX
+    if status.st_uid == os.geteuid() and opened:
+        raise _refused(root, status, f"a directory that only user {os.geteuid()} can write to")
 
 
 @contextmanager
 def directory(root: Path, path: Path) -> Iterator[int]:
-    """Opens a directory and yields its descriptor, for calls relative to it.
+    """Open a directory and yield its descriptor, for calls relative to it.
 
     Args:
         root: the staging area.
@@ -98,7 +98,7 @@ def directory(root: Path, path: Path) -> Iterator[int]:
 
 
 def names(root: Path, path: Path) -> list[str]:
-    """Returns the names in a directory, in no order; none if it does not exist."""
+    """Return the names in a directory, in no order; none if it does not exist."""
     try:
         with directory(root, path) as descriptor:
             return os.listdir(descriptor)
@@ -120,28 +120,28 @@ def require_own(root: Path, path: Path) -> os.stat_result | None:
     except FileNotFoundError:
         return None
     try:
-        there = os.stat(path.name, dir_fd=descriptor, follow_symlinks=False)
+        status = os.stat(path.name, dir_fd=descriptor, follow_symlinks=False)
     except FileNotFoundError:
         return None
     finally:
         os.close(descriptor)
-    _require(path, there, entered)
-    return there
+    _require(path, status, entered)
+    return status
 
 
 def file_status(root: Path, path: Path) -> os.stat_result:
-    """Returns the status of a plain file of this user.
+    """Return the status of a plain file of this user.
 
     Raises:
         FileNotFoundError: it does not exist.
         StagingRefused: it is no plain file, or it or a directory above it is not this user's own.
     """
-    there = require_own(root, path)
-    if there is None:
+    status = require_own(root, path)
+    if status is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    if not stat.S_ISREG(there.st_mode):
-        raise _refused(path, there, "a plain file")
-    return there
+    if not stat.S_ISREG(status.st_mode):
+        raise _refused(path, status, "a plain file")
+    return status
 
 
 def open_file(root: Path, path: Path, flags: int = os.O_RDONLY, *, mode: int = 0o600) -> int:
@@ -163,10 +163,10 @@ def open_file(root: Path, path: Path, flags: int = os.O_RDONLY, *, mode: int = 0
     finally:
         os.close(above)
     try:
-        there = os.fstat(descriptor)
-        _require(path, there, entered)
-        if not stat.S_ISREG(there.st_mode):
-            raise _refused(path, there, "a plain file")
+        status = os.fstat(descriptor)
+        _require(path, status, entered)
+        if not stat.S_ISREG(status.st_mode):
+            raise _refused(path, status, "a plain file")
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)
     except BaseException:
@@ -176,7 +176,7 @@ def open_file(root: Path, path: Path, flags: int = os.O_RDONLY, *, mode: int = 0
 
 
 def read(root: Path, path: Path, most_bytes: int) -> bytes:
-    """Returns at most the first `most_bytes` bytes of a file; raises as `open_file`."""
+    """Return at most the first `most_bytes` bytes of a file; raise as `open_file`."""
     with open(open_file(root, path), "rb") as file:
         return file.read(most_bytes)
 
@@ -188,17 +188,17 @@ def make_directory(root: Path, path: Path) -> None:
         StagingRefused: one of them exists and is not this user's own.
         OSError: one cannot be made.
     """
-    at = root
+    current = root
     for name in path.relative_to(root).parts:
-        with directory(root, at) as above:
-            at = at / name
+        with directory(root, current) as above:
+            current = current / name
             try:
-                os.close(_open_below(above, at, entered=False))
+                os.close(_open_below(above, current, entered=False))
             except FileNotFoundError:
                 durable.step(f"mkdir {name}")
-                with _naming(at), suppress(FileExistsError):
+                with _naming(current), suppress(FileExistsError):
                     os.mkdir(name, 0o700, dir_fd=above)
-                durable.fsync_open_directory(above, at.parent.name)
+                durable.fsync_open_directory(above, current.parent.name)
     with directory(root, path):  # checks them all once more, whoever made them
         return
 
@@ -265,11 +265,11 @@ def _walk(root: Path, path: Path) -> tuple[int, bool]:
     """Open a directory from `root` down; returns its descriptor and whether others can enter it."""
     descriptor = _open_root(root)
     entered = True
-    at = root
+    current = root
     try:
         for name in path.relative_to(root).parts:
-            at = at / name
-            above, descriptor = descriptor, _open_below(descriptor, at, entered)
+            current = current / name
+            above, descriptor = descriptor, _open_below(descriptor, current, entered)
             os.close(above)  # after the swap, so that an interrupt here closes nothing twice
             entered = entered and bool(os.fstat(descriptor).st_mode & _OTHERS_ENTER)
     except BaseException:
@@ -305,11 +305,11 @@ def _naming(path: Path) -> Iterator[None]:
 
 def _open_root(root: Path) -> int:
     descriptor = os.open(root, _DIRECTORY)
-    there = os.fstat(descriptor)
-    if there.st_uid in (0, os.geteuid()):
+    status = os.fstat(descriptor)
+    if status.st_uid in (0, os.geteuid()):
         return descriptor
     os.close(descriptor)
-    raise _refused(root, there, f"the directory of user {os.geteuid()} or of root")
+    raise _refused(root, status, f"the directory of user {os.geteuid()} or of root")
 
 
 def _open_in(above: int, entered: bool, path: Path, flags: int, mode: int) -> int:
@@ -342,20 +342,20 @@ def _explain(error: OSError, above: int, path: Path, entered: bool) -> None:
     """Raise StagingRefused if the unopened file is not this user's; put its path into `error`."""
     error.filename = str(path)
     try:
-        there = os.stat(path.name, dir_fd=above, follow_symlinks=False)
+        status = os.stat(path.name, dir_fd=above, follow_symlinks=False)
     except OSError:
         return
-    _require(path, there, entered)
+    _require(path, status, entered)
 
 
 def _require(path: Path, there: os.stat_result, entered: bool) -> None:
-    what = "directory" if stat.S_ISDIR(there.st_mode) else "plain file"
+    noun = "directory" if stat.S_ISDIR(there.st_mode) else "plain file"
     if stat.S_ISLNK(there.st_mode):
         raise _refused(path, there, "no symbolic links in the staging area")
     if there.st_uid != os.geteuid():
-        raise _refused(path, there, f"a {what} of user {os.geteuid()}")
+        raise _refused(path, there, f"a {noun} of user {os.geteuid()}")
     if entered and there.st_mode & _OTHERS_WRITE:
-        raise _refused(path, there, f"a {what} that nobody else can write to")
+        raise _refused(path, there, f"a {noun} that nobody else can write to")
 
 
 def _refused(path: Path, there: os.stat_result, expected: str) -> StagingRefused:

@@ -81,13 +81,17 @@ class Sample:
             ids, arrays = self.ids[index], self.arrays[index]
             if rows is not None and rows.ids is not None:
                 strata = _strata(len(rows.ids), _rows_of(spec, spec.rows, len(self.specs)))
-                at = torch.from_numpy(_draw(*strata, self.seed + 1 + index))
+                drawn_places = torch.from_numpy(_draw(*strata, self.seed + 1 + index))
                 # A row drawn from both sources is the same in both, so the first copy is kept.
-                both, first = np.unique(torch.cat([ids, rows.ids[at]]).numpy(), return_index=True)
-                kept = torch.from_numpy(first)
-                ids = torch.from_numpy(both)
+                joined_ids, first = np.unique(
+                    torch.cat([ids, rows.ids[drawn_places]]).numpy(), return_index=True
+                )
+                kept_places = torch.from_numpy(first)
+                ids = torch.from_numpy(joined_ids)
                 pairs = zip(arrays, rows.arrays, strict=True)
-                arrays = tuple(torch.cat([live, own[at]])[kept] for live, own in pairs)
+                arrays = tuple(
+                    torch.cat([live, drawn[drawn_places]])[kept_places] for live, drawn in pairs
+                )
             if not len(ids):
                 continue  # this rank holds no row of the table
             first_row = self.first_rows[index]
@@ -132,9 +136,13 @@ class Sampler:
         return self._size_bytes
 
     def _follow(self, specs: tuple[TableSpec, ...], held: Sequence[range]) -> None:
-        known = self._specs
+        last_specs = self._specs
         # Compared by identity: a cutter keeps its specs, and comparing field by field takes long.
-        if known and len(known) == len(specs) and all(map(operator.is_, known, specs)):
+        if (
+            last_specs
+            and len(last_specs) == len(specs)
+            and all(map(operator.is_, last_specs, specs))
+        ):
             return
         tables = [(spec, len(rows)) for spec, rows in zip(specs, held, strict=True)]
         strata = [_strata(rows, _rows_of(spec, rows, len(specs))) for spec, rows in tables]
@@ -202,8 +210,8 @@ def _draw(starts: _Integers, widths: _Integers, seed: int) -> _Integers:
 def _digests(rows: StagedRows, first_row: int) -> Tensor:
     ids: Tensor | int = first_row if rows.ids is None else rows.ids + first_row
     arrays = (rows.arrays[0][:, :0].contiguous(), *rows.arrays)
-    found = [row_digest.digest(array, ids) for array in arrays]
-    return torch.from_numpy(np.array(found, np.uint64).view(np.int64))
+    digests = [row_digest.digest(array, ids) for array in arrays]
+    return torch.from_numpy(np.array(digests, np.uint64).view(np.int64))
 
 
 def place_sample(

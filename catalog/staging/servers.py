@@ -24,7 +24,7 @@ _NEXT_STEP: Final = "wait some seconds: a trainer that lives replaces it; if non
 
 
 def servers_path(staged_run: StagedRun) -> Path:
-    """Returns the path of the file."""
+    """Return the path of the file."""
     return staged_run.path / "servers.json"
 
 
@@ -40,7 +40,7 @@ def write_servers(staged_run: StagedRun, record: ServersRecord) -> None:
 
 
 def read_servers(staged_run: StagedRun) -> ServersRecord | None:
-    """Returns what a trainer has written last, whichever trainer that was; None: none has.
+    """Return what a trainer has written last, whichever trainer that was; None: none has.
 
     Raises:
         FormatError: it is damaged, of another version, or of another run.

@@ -140,10 +140,10 @@ class Slot:
             return False
         mapped = 0 if self._data is None else self._data.numel()
         try:
-            there = os.stat(self.path, follow_symlinks=False)
+            status = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        return there.st_ino == self._inode and there.st_size >= mapped
+        return status.st_ino == self._inode and status.st_size >= mapped
 
     def _open(self) -> None:
         self.close()
@@ -157,13 +157,13 @@ class Slot:
 
     def _extend(self, size_bytes: int) -> None:
         assert self._descriptor is not None
-        before = os.fstat(self._descriptor).st_size
+        size_before = os.fstat(self._descriptor).st_size
         durable.step(f"reserve {self.path.name}")
         try:
             os.posix_fallocate(self._descriptor, 0, size_bytes)
         except OSError:
             # A partial reservation is useless and would keep the disk full.
-            os.ftruncate(self._descriptor, before)
+            os.ftruncate(self._descriptor, size_before)
             raise
         mapping = mmap.mmap(
             self._descriptor,

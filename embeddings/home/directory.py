@@ -62,11 +62,11 @@ class HomeFile:
         Raises:
             HomeError: the disk is full, or another error of the system.
         """
-        left = memoryview(memory.numpy().data)
+        unwritten = memoryview(memory.numpy().data)
         try:
-            while left:
-                done = os.pwrite(self.descriptor, left, offset)
-                left, offset = left[done:], offset + done
+            while unwritten:
+                written_bytes = os.pwrite(self.descriptor, unwritten, offset)
+                unwritten, offset = unwritten[written_bytes:], offset + written_bytes
         except OSError as error:
             raise _told(self.path, "write", error) from error
 
@@ -122,11 +122,11 @@ class HomeDirectory:
         locks.release(self._lock)
 
     def _require_own(self) -> None:
-        there = _explained(self.path, "open", self.path.stat)
-        if there.st_uid != os.geteuid() or there.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        status = _explained(self.path, "open", self.path.stat)
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise HomeError(
                 str(self.path),
-                found=f"{stat.filemode(there.st_mode)}, of user {there.st_uid}",
+                found=f"{stat.filemode(status.st_mode)}, of user {status.st_uid}",
                 expected=f"a directory of user {os.geteuid()}, to which {_NOBODY_ELSE}",
                 next_step="give the home a directory of its own",
             )
@@ -134,7 +134,7 @@ class HomeDirectory:
     def _locked(self) -> int:
         lock = self.path / _LOCK
         try:
-            taken = _explained(lock, "lock", lambda: locks.take(lock, root=self.path))
+            lock_taken = _explained(lock, "lock", lambda: locks.take(lock, root=self.path))
         except StagingRefused as error:
             raise HomeError(
                 error.subject,
@@ -142,15 +142,15 @@ class HomeDirectory:
                 expected=error.expected,
                 next_step=f"give the home a directory of this user, to which {_NOBODY_ELSE}",
             ) from error
-        if isinstance(taken, locks.Holder):
-            here = ", this one" if taken.process == str(os.getpid()) else ""
+        if isinstance(lock_taken, locks.Holder):
+            whose = ", this one" if lock_taken.process == str(os.getpid()) else ""
             raise HomeError(
                 str(self.path),
-                found=f"a home of process {taken.process}{here}",
+                found=f"a home of process {lock_taken.process}{whose}",
                 expected="a directory that no other home uses",
                 next_step="give each home its own directory, or end that process",
             )
-        return taken
+        return lock_taken
 
     def _delete_left(self) -> None:
         names = sorted(_explained(self.path, "list", lambda: os.listdir(self.path)))

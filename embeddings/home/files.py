@@ -143,23 +143,24 @@ class FileHome(Home):
         if len(wanted) < _FEWEST_AT_ONCE:
             return super().fetch_all(wanted)
         # All that were begun end before an error is raised: they write to the caller's memory.
-        begun = [self._readers.submit(self.fetch, *one) for one in wanted]
-        wait(begun)
-        return [one.result() for one in begun]
+        fetches = [self._readers.submit(self.fetch, *request) for request in wanted]
+        wait(fetches)
+        return [fetch.result() for fetch in fetches]
 
     def write_back(self, table: str, ids: Tensor, records: Tensor, *, batch: int) -> None:
         """Append records. Waits for a merge if the index or the log is full."""
-        here = self._tables.get(table)
-        here.layout.form.require_records(ids, "records", records)
+        stored_table = self._tables.get(table)
+        stored_table.layout.form.require_records(ids, "records", records)
         self._require_whole()
         if self._unchecked_rows * _CHECKS >= self._limits.index_rows or (
-            self._unchecked_rows * here.layout.blocks.slot_bytes * _CHECKS >= self._limits.log_bytes
+            self._unchecked_rows * stored_table.layout.blocks.slot_bytes * _CHECKS
+            >= self._limits.log_bytes
         ):
             self._unchecked_rows = 0
             self._keep_bounds()
         self._unchecked_rows += len(ids)  # another thread may lose some, which does no harm
         try:
-            here.write_back(ids, records, batch)
+            stored_table.write_back(ids, records, batch)
         except _WriteFailed as failed:
             with self._changed:
                 self._failure = self._failure or failed.error
@@ -195,8 +196,6 @@ class FileHome(Home):
             table.close()
         self._channels.close()
         self._directory.close()
-
-    # --- bounds and merges -----------------------------------------------------------------------
 
     def _use(self, tables: list[_TableInFiles], *, newest_only: bool) -> float:
         """Return the used part of the bound that is nearest to its end."""
@@ -256,14 +255,14 @@ class FileHome(Home):
         except HomeError:
             return None  # closed
         is_half_full = self._use(tables, newest_only=False) > 0.5
-        found = [
+        mergeable = [
             (generation.number, table, generation)
             for table in tables
             if (generation := table.mergeable(at_once=is_half_full)) is not None
         ]
-        if not found:
+        if not mergeable:
             return None
-        _, table, generation = min(found, key=lambda one: one[0])
+        _, table, generation = min(mergeable, key=lambda candidate: candidate[0])
         return table, generation
 
     def _merge(self) -> None:
@@ -450,8 +449,6 @@ class _TableInFiles:
 
         return Generation(self.layout, number, self.lock, make)
 
-    # --- reads -----------------------------------------------------------------------------------
-
     def fetch(self, ids: Tensor, out: Tensor) -> Tensor:
         self.layout.form.require_records(ids, "out", out)
         targets = Targets(ids, self._base)
@@ -484,8 +481,6 @@ class _TableInFiles:
         with self._channels.lend() as channel:
             return targets.read(channel, out, self.layout)
 
-    # --- writes ----------------------------------------------------------------------------------
-
     def write_back(self, ids: Tensor, records: Tensor, batch: int) -> None:
         with self._writes:
             self._batches.require_next(batch)
@@ -505,8 +500,6 @@ class _TableInFiles:
             self._sealed.insert(0, self._newest)
             self._newest = self._new_generation()
 
-    # --- frozen rows -----------------------------------------------------------------------------
-
     def freeze(self, rows: range) -> FrozenRows:
         self.layout.form.require_rows(rows)
         with self._writes, self.lock:
@@ -523,8 +516,6 @@ class _TableInFiles:
             self._frozen.remove(frozen)
             self._unpin(frozen.generations)
         self._wake()
-
-    # --- merges ----------------------------------------------------------------------------------
 
     def mergeable(self, *, at_once: bool) -> Generation | None:
         """Return the oldest generation, if it should be merged and no frozen rows forbid it."""
@@ -573,16 +564,16 @@ class _TableInFiles:
         generation.point_at(targets, targets.left, places, rows, whole=True)
         targets.read(channel, rows, self.layout, whole=True)
         paths = {self._base.descriptor: self._base.path}
-        for some, slots in zip(ids.split(_PATCHED_ROWS), rows.split(_PATCHED_ROWS), strict=True):
+        for part_ids, slots in zip(
+            ids.split(_PATCHED_ROWS), rows.split(_PATCHED_ROWS), strict=True
+        ):
             channel = channels.next()
             if channel is None:
                 return False
-            files = torch.full_like(some, self._base.descriptor)
-            states = channel.patch(files, some, slots, form=blocks)
-            require_right(states, files, some, some, paths, self.layout)
+            files = torch.full_like(part_ids, self._base.descriptor)
+            states = channel.patch(files, part_ids, slots, form=blocks)
+            require_right(states, files, part_ids, part_ids, paths, self.layout)
         return True
-
-    # --- the rest --------------------------------------------------------------------------------
 
     def used(self, *, newest_only: bool) -> tuple[int, int]:
         """Return the rows in indexes, and the bytes in segments."""

@@ -50,9 +50,9 @@ class TableForm(NamedTuple):
         """
         require("ids", ids, torch.int64, 1)
         require(name, records, torch.uint8, 2)
-        for what, tensor in (("ids", ids), (name, records)):
+        for label, tensor in (("ids", ids), (name, records)):
             if not tensor.is_cpu:
-                raise ValueError(f"{what}: device {tensor.device}, expected cpu")
+                raise ValueError(f"{label}: device {tensor.device}, expected cpu")
         if tuple(records.shape) != (len(ids), self.record_bytes):
             raise ValueError(
                 f"{name}: shape {tuple(records.shape)}, expected {(len(ids), self.record_bytes)}"
@@ -122,11 +122,11 @@ class HomeTables(Generic[T]):
                 raise ValueError(f"{name}: {value} for table {form.table!r}, expected 1 or more")
         with self._lock:
             self._require_open()
-            known = self._tables.get(form.table)
-            if known is None:
+            known_table = self._tables.get(form.table)
+            if known_table is None:
                 self._tables[form.table] = form, make(form)
-            elif known[0] != form:
-                was = known[0]
+            elif known_table[0] != form:
+                was = known_table[0]
                 raise HomeError(
                     f"table {form.table!r}",
                     found=f"{form.rows} rows of {form.record_bytes} bytes",
@@ -141,15 +141,15 @@ class HomeTables(Generic[T]):
             HomeError: it was not added, or the home is closed.
         """
         self._require_open()
-        known = self._tables.get(table)
-        if known is None:
+        known_table = self._tables.get(table)
+        if known_table is None:
             raise HomeError(
                 f"table {table!r}",
                 found=f"no such table in {self._home}",
                 expected=f"one of {sorted(self._tables)}",
                 next_step="call add_table first",
             )
-        return known[1]
+        return known_table[1]
 
     def all(self) -> list[T]:
         """Return all tables.

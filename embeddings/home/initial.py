@@ -107,14 +107,14 @@ def fill(model: nn.Module, initial: Initial, tables: Iterable[str] | None = None
     Raises:
         SettingsError: a table does not exist.
     """
-    found = {table.name: table for table in plain_tables(model).tables}
-    for name in found if tables is None else tables:
-        table = found.get(name)
+    model_tables = {table.name: table for table in plain_tables(model).tables}
+    for name in model_tables if tables is None else tables:
+        table = model_tables.get(name)
         if table is None:
             raise SettingsError(
                 f"fill(tables=...): {name!r}",
                 found="no such table",
-                expected=f"one of {sorted(found)!r:.400}",
+                expected=f"one of {sorted(model_tables)!r:.400}",
                 next_step="use the name of the embedding module, as in model.named_modules()",
             )
         weight = table.weight

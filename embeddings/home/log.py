@@ -91,14 +91,14 @@ class Targets:
         Raises:
             HomeError: a file is damaged or cannot be read.
         """
-        has = torch.ones(len(self.ids), dtype=torch.bool, device="cpu")
+        is_present = torch.ones(len(self.ids), dtype=torch.bool, device="cpu")
         positions = (self.files != _COPIED).nonzero().view(-1)
         if not len(positions):
-            return has
+            return is_present
         # Rows that lie near each other are read at once.
         order = torch.argsort((self.files[positions] << 44) + self.slots[positions])
         positions = positions[order]
-        files, slots, ids = (each[positions] for each in (self.files, self.slots, self.ids))
+        files, slots, ids = (array[positions] for array in (self.files, self.slots, self.ids))
         states = channel.read(
             files, slots, ids, out, positions, table=layout.number, form=layout.blocks, whole=whole
         )
@@ -106,9 +106,9 @@ class Targets:
             in_base = files == (_COPIED if self._base is None else self._base.descriptor)
             is_absent = (states == State.ABSENT) & in_base
             states[is_absent] = State.FOUND
-            has[positions[is_absent]] = False
+            is_present[positions[is_absent]] = False
             require_right(states, files, slots, ids, self._paths, layout)
-        return has
+        return is_present
 
 
 class Generation:
@@ -152,34 +152,34 @@ class Generation:
         Raises:
             HomeError: a segment cannot be written. The generation takes no more records.
         """
-        layout, done = self._layout, 0
+        layout, appended = self._layout, 0
         # If an earlier call ended early, the slots that it had written are left out.
         first = max(self._end, self._written)
-        while done < len(ids):
-            at = first + done - self._written
-            if at == layout.buffer_slots:
+        while appended < len(ids):
+            buffer_place = first + appended - self._written
+            if buffer_place == layout.buffer_slots:
                 self._write_buffer()
                 continue
-            count = min(layout.buffer_slots - at, len(ids) - done)
+            count = min(layout.buffer_slots - buffer_place, len(ids) - appended)
             # Nobody reads these slots yet, because the index does not have them.
             row_blocks.fill(
-                records[done : done + count],
-                ids[done : done + count],
+                records[appended : appended + count],
+                ids[appended : appended + count],
                 table=layout.number,
                 form=layout.blocks,
                 memory=self._buffer,
-                first=at,
+                first=buffer_place,
             )
-            done += count
+            appended += count
         with self._lock:
             self._end = first + len(ids)  # before the index, which must not lose these slots
             self.rows.put(ids, first)
 
     def _write_buffer(self) -> None:
-        number, at = divmod(self._written, self._layout.segment_slots)
+        number, segment_place = divmod(self._written, self._layout.segment_slots)
         if number == len(self._segments):
             self._segments.append(self._make(number))
-        self._segments[number].write(self._buffer, self._layout.blocks.place(at))
+        self._segments[number].write(self._buffer, self._layout.blocks.place(segment_place))
         with self._lock:
             self._written += self._layout.buffer_slots
 
@@ -188,13 +188,13 @@ class Generation:
 
         Rows in the buffer are copied to `out`. The caller holds `lock`, unless this is sealed.
         """
-        left = targets.left
-        if not len(left) or not len(self.rows):
+        unread = targets.left
+        if not len(unread) or not len(self.rows):
             return
-        places = self.rows.find(targets.ids[left])
+        places = self.rows.find(targets.ids[unread])
         is_here = places >= 0
-        targets.left = left[~is_here]
-        self.point_at(targets, left[is_here], places[is_here], out, whole=whole)
+        targets.left = unread[~is_here]
+        self.point_at(targets, unread[is_here], places[is_here], out, whole=whole)
 
     def point_at(
         self, targets: Targets, positions: Tensor, places: Tensor, out: Tensor, *, whole: bool
@@ -282,11 +282,11 @@ def require_right(
     expected = f"its record of {layout.form.record_bytes} bytes at byte {offset}"
     next_step = "check this disk and its memory; then start training from a checkpoint"
     if state < 0:
-        found = f"[Errno {-state}] {os.strerror(-state)}"
+        failure = f"[Errno {-state}] {os.strerror(-state)}"
         if -state in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             next_step = "free room on this disk or raise the limit, then start training again"
     else:
-        found = {
+        failure = {
             State.ABSENT: "zeros",
             State.CUT_OFF: "the end of the file",
             State.DAMAGED: "bytes with another checksum",
@@ -294,7 +294,7 @@ def require_right(
         }[State(state)]
     raise HomeError(
         f"{path}, table {layout.form.table!r}, row {row}",
-        found=found,
+        found=failure,
         expected=expected,
         next_step=next_step,
     )

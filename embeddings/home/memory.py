@@ -160,8 +160,8 @@ class _FrozenInMemory(FrozenRows):
 
     def save(self, ids: Tensor, has: Tensor, live: _Region) -> None:
         """Save the live records of these rows, as far as they are frozen and not saved before."""
-        inside = (ids >= self.rows.start) & (ids < self.rows.stop)
-        ids, has = ids[inside], has[inside]
+        is_frozen = (ids >= self.rows.start) & (ids < self.rows.stop)
+        ids, has = ids[is_frozen], has[is_frozen]
         new = ~self._is_saved[ids - self.rows.start]
         ids, has = ids[new], has[new]
         places, ids = ids - self.rows.start, ids[has]
@@ -187,10 +187,10 @@ class _FrozenInMemory(FrozenRows):
         with table.lock:
             place = ids - self.rows.start
             is_saved = self._is_saved[place]
-            has = torch.where(is_saved, self._saved.has(place), table.live.has(ids))
-            self._saved.get(place, out, has & is_saved)
-            table.live.get(ids, out, has & ~is_saved)
-        return has
+            is_present = torch.where(is_saved, self._saved.has(place), table.live.has(ids))
+            self._saved.get(place, out, is_present & is_saved)
+            table.live.get(ids, out, is_present & ~is_saved)
+        return is_present
 
     def add_sizes(self, total: dict[str, int]) -> None:
         saved = self._saved
@@ -223,9 +223,9 @@ class _TableInMemory:
     def fetch(self, ids: Tensor, out: Tensor) -> Tensor:
         self.form.require_records(ids, "out", out)
         with self.lock:
-            has = self.live.has(ids)
-            self.live.get(ids, out, has)
-        return has
+            is_present = self.live.has(ids)
+            self.live.get(ids, out, is_present)
+        return is_present
 
     def write_back(self, ids: Tensor, records: Tensor, batch: int) -> None:
         self.form.require_records(ids, "records", records)
@@ -245,9 +245,9 @@ class _TableInMemory:
         """Refuse an earlier batch, and save those of the rows that are frozen."""
         self._batches.require_next(batch)
         if self.frozen:
-            has = self.live.has(ids)
+            is_present = self.live.has(ids)
             for frozen in self.frozen:
-                frozen.save(ids, has, self.live)
+                frozen.save(ids, is_present, self.live)
 
     def freeze(self, rows: range) -> FrozenRows:
         self.form.require_rows(rows)

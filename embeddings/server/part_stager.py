@@ -128,22 +128,22 @@ class PartStager:
             HomeError: no part is open for these rows.
         """
         part, rows = self._rows_of(frozen)
-        at = slice(rows.first + first, rows.first + first + len(slots))
-        if at.stop > rows.first + rows.count:
+        target = slice(rows.first + first, rows.first + first + len(slots))
+        if target.stop > rows.first + rows.count:
             raise ValueError(f"rows {first} to {first + len(slots)}, expected {rows.count}")
         with self._writing(part):
-            rows.ids[at] = rows.placement.ids(rows.server, slots)
+            rows.ids[target] = rows.placement.ids(rows.server, slots)
             rows.named = max(rows.named, first + len(slots))
-            places = torch.arange(at.start, at.stop, dtype=torch.int64, device="cpu")
+            places = torch.arange(target.start, target.stop, dtype=torch.int64, device="cpu")
             rows.write(places[there], records[there])
 
     def put_new(self, frozen: int, slots: Tensor, records: Tensor) -> None:
         """Stage rows that the server does not have; see `put`, which was called for them before."""
         part, rows = self._rows_of(frozen)
         ids = rows.placement.ids(rows.server, slots)
-        own = rows.ids[rows.first : rows.first + rows.named]
-        places = torch.searchsorted(own, ids).clamp_(max=max(0, rows.named - 1))
-        if not rows.named or not torch.equal(own[places], ids):
+        own_ids = rows.ids[rows.first : rows.first + rows.named]
+        places = torch.searchsorted(own_ids, ids).clamp_(max=max(0, rows.named - 1))
+        if not rows.named or not torch.equal(own_ids[places], ids):
             raise ValueError("records of rows that were not named")
         with self._writing(part):
             rows.write(places + rows.first, records)
@@ -291,8 +291,13 @@ class PartStager:
             return
         slot = self._free_slot(part, most)
         tables = [
-            next((one for one in of_trainers if one.scattered), of_trainers[0])
-            for of_trainers in zip(*(told for told, _ in part.named.values()), strict=True)
+            next(
+                (named_table for named_table in of_trainers if named_table.scattered),
+                of_trainers[0],
+            )
+            for of_trainers in zip(
+                *(named_tables for named_tables, _ in part.named.values()), strict=True
+            )
         ]
         counts: dict[int, int] = {}
         for _, (_, named) in sorted(part.named.items()):
@@ -314,18 +319,18 @@ class PartStager:
         slot.reserve(end + sample_bytes)
         part.slot, part.end = slot, end
         views = {spot.name: spot.view(slot.data) for spot in part.placed}
-        before = dict.fromkeys(counts, 0)
-        found: dict[int, _Rows] = {}
+        rows_before = dict.fromkeys(counts, 0)
+        rows_by_frozen: dict[int, _Rows] = {}
         for _, (_, named) in sorted(part.named.items()):
             for rows in named:
                 if rows.rows:
                     spec = specs[rows.table]
-                    found[rows.frozen] = _Rows(
-                        rows, part.server, before[rows.table], views, _layout(spec), spec
+                    rows_by_frozen[rows.frozen] = _Rows(
+                        rows, part.server, rows_before[rows.table], views, _layout(spec), spec
                     )
-                before[rows.table] += rows.rows
+                rows_before[rows.table] += rows.rows
         with self._lock:
-            part.rows = found
+            part.rows = rows_by_frozen
 
     def _free_slot(self, part: _Part, most: int) -> Slot:
         """Return a slot that no job uses, after making sure that this server alone writes here."""
@@ -345,8 +350,8 @@ class PartStager:
         """Make sure that no other process stages this server's rows here."""
         staged_run = part.staged_run
         lock_path = staged_run.trainer_lock_path(part.job.rank)
-        held = self._held.get(staged_run)
-        if held is None or locks.is_lost(held, lock_path):
+        lock_held = self._held.get(staged_run)
+        if lock_held is None or locks.is_lost(lock_held, lock_path):
             self._held[staged_run] = locks.acquire(
                 lock_path,
                 expected="no other process that stages this server's rows",
@@ -354,8 +359,8 @@ class PartStager:
                 root=part.root,
                 words=area.SERVER_WORDS,
             )
-            if held is not None:
-                locks.release(held)
+            if lock_held is not None:
+                locks.release(lock_held)
 
     def _busy_slots(self, part: _Part, most: int) -> set[str]:
         """Return the names of the slots that jobs name, or that rows are written to.
@@ -379,9 +384,9 @@ class PartStager:
                 next_step="see that an agent runs on this host: recpoint agent",
             )
         with self._lock:
-            self._leaving = [one for one in self._leaving if one.writes]
+            self._leaving = [part for part in self._leaving if part.writes]
             staging = [
-                one.slot for one in (*self._parts.values(), *self._leaving) if one.is_staging
+                part.slot for part in (*self._parts.values(), *self._leaving) if part.is_staging
             ]
         return busy | {slot.path.name for slot in staging if slot is not None}
 
@@ -421,9 +426,11 @@ class PartStager:
     def _forget_answers(self, part: _Part) -> None:
         """Remove the agent's answers to earlier jobs, and marks that wanted these dropped."""
         with self._lock:
-            earlier = [one for one in self._parts.values() if one is not part]
-        for one in earlier:
-            one.note_answer()  # a trainer may still ask
+            earlier = [
+                earlier_part for earlier_part in self._parts.values() if earlier_part is not part
+            ]
+        for earlier_part in earlier:
+            earlier_part.note_answer()  # a trainer may still ask
         for directory in (
             part.staged_run.outcomes_directory,
             part.staged_run.cancels_directory,
@@ -547,13 +554,13 @@ class _Rows:
 
 def _arrays(index: int, spec: TableSpec, rows: int) -> list[tuple[str, Dtype, tuple[int, ...]]]:
     """Return name, dtype and shape of a table's segments: ids, values, row states."""
-    found: list[tuple[str, Dtype, tuple[int, ...]]] = [
+    arrays: list[tuple[str, Dtype, tuple[int, ...]]] = [
         (f"t{index}.ids", "I64", (rows,)),
         (f"t{index}.values", spec.dtype, (rows, spec.dim)),
     ]
     for number, state in enumerate(spec.row_states):
-        found.append((f"t{index}.state.{number}", state.dtype, (rows, *state.shape)))
-    return found
+        arrays.append((f"t{index}.state.{number}", state.dtype, (rows, *state.shape)))
+    return arrays
 
 
 def _layout(spec: TableSpec) -> RecordLayout:
@@ -569,8 +576,8 @@ def _sample(
     Trainers sample the whole tables.
     """
     none = torch.empty(0, dtype=torch.int64, device="cpu")
-    held = [range(counts.get(index, 0)) for index in range(len(specs))]
-    size_bytes = Sampler().size_bytes(specs, held)
+    row_ranges = [range(counts.get(index, 0)) for index in range(len(specs))]
+    size_bytes = Sampler().size_bytes(specs, row_ranges)
     sample = Sample(
         seed=int(attempt, 16),
         specs=tuple(specs),
@@ -579,7 +586,10 @@ def _sample(
         size_bytes=size_bytes,
     )
     for spec in specs:
-        shapes = [(spec.dtype, (spec.dim,)), *((one.dtype, one.shape) for one in spec.row_states)]
+        shapes = [
+            (spec.dtype, (spec.dim,)),
+            *((row_state.dtype, row_state.shape) for row_state in spec.row_states),
+        ]
         sample.arrays.append(
             tuple(
                 torch.empty((0, *shape), dtype=torch_dtype(dtype), device="cpu")

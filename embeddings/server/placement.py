@@ -36,8 +36,8 @@ class Placement:
 
     def slots_of(self, server: int, rows: range) -> range:
         """Return the slots that rows of a range have on a server; an empty range if none has."""
-        before = [self._slots_before(server, row) for row in (rows.start, rows.stop)]
-        return range(before[0], max(before))
+        slots_before = [self._slots_before(server, row) for row in (rows.start, rows.stop)]
+        return range(slots_before[0], max(slots_before))
 
     def _slots_before(self, server: int, row: int) -> int:
         """Return how many slots of a server come before a row."""
@@ -57,11 +57,11 @@ class Placement:
             return [(torch.arange(len(ids), dtype=torch.int64, device="cpu"), dealt)]
         slots = torch.div(dealt, self.servers, rounding_mode="floor")
         server = dealt - slots * self.servers
-        found = []
+        pieces = []
         for number in range(self.servers):
             positions = torch.nonzero(server == number).view(-1)
-            found.append((positions, slots[positions]))
-        return found
+            pieces.append((positions, slots[positions]))
+        return pieces
 
     def slots_by_server(self, ids: Tensor | range) -> list[Tensor | range]:
         """Return for each server the slots that rows have there, ascending.

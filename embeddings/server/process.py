@@ -85,32 +85,32 @@ def _reap(trainer: int, servers: list[int]) -> None:
     deadline = math.inf
     while servers:
         waited = [*servers] if deadline < math.inf else [trainer, *servers]
-        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        ready, _, _ = select.select(waited, [], [], left)
-        servers = [one for one in servers if one not in ready]
+        seconds_left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select(waited, [], [], seconds_left)
+        servers = [server for server in servers if server not in ready]
         if trainer in ready:
             deadline = time.monotonic() + _END_SECONDS
         elif not ready:
-            for one in servers:
+            for server in servers:
                 with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(one, signal.SIGKILL)
+                    signal.pidfd_send_signal(server, signal.SIGKILL)
             return
 
 
 def _fork(settings: dict[str, Any], trainer: int, answers: int) -> dict[str, object]:
     """Fork a server; returns what to answer."""
     fork = multiprocessing.get_context("fork")
-    here, there = fork.Pipe(duplex=False)
-    with here:
-        with there:
-            process = fork.Process(target=_serve, args=(settings, there, trainer, answers))
+    own_end, child_end = fork.Pipe(duplex=False)
+    with own_end:
+        with child_end:
+            process = fork.Process(target=_serve, args=(settings, child_end, trainer, answers))
             process.start()
         try:
-            told: dict[str, object] = here.recv()
+            answer: dict[str, object] = own_end.recv()
         except EOFError:
             process.join()
             return {"error": f"an end with exit status {process.exitcode}"}
-    return told
+    return answer
 
 
 def _serve(settings: dict[str, Any], answer: Connection, trainer: int, answers: int) -> None:

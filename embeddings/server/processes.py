@@ -96,11 +96,11 @@ def servers(
         raise _refused("timeout_seconds", f"{timeout_seconds!r:.100}", "more than 0")
     if parity is not None:
         parity.require_servers(count)
-    given = None if directory is None else Path(directory).absolute()
+    home_directory = None if directory is None else Path(directory).absolute()
     homes: list[Home] = []
 
     def start() -> dict[str, object]:
-        home, processes = _started(count, parity, given, timeout_seconds)
+        home, processes = _started(count, parity, home_directory, timeout_seconds)
         homes.append(home)
         return {
             "host": socket.gethostname(),
@@ -111,12 +111,12 @@ def servers(
         }
 
     try:
-        told = found_by_first_rank(start, timeout_seconds=_START_SECONDS + timeout_seconds)
+        found_servers = found_by_first_rank(start, timeout_seconds=_START_SECONDS + timeout_seconds)
     except BaseException:
         for home in homes:
             home.close()
         raise
-    return homes[0] if homes else _joined(told, parity, timeout_seconds)
+    return homes[0] if homes else _joined(found_servers, parity, timeout_seconds)
 
 
 class _Forker:
@@ -167,17 +167,17 @@ class _Forker:
 
     def _line(self, deadline: float) -> bytes:
         out = _opened(self._process.stdout)
-        said = b""
+        line = b""
         ready = select.poll()  # takes any file descriptor, unlike `select`
         ready.register(out, select.POLLIN)
-        while not said.endswith(b"\n"):
+        while not line.endswith(b"\n"):
             if not ready.poll(1_000 * max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(f"nothing in {_START_SECONDS:g} s")
             read = os.read(out.fileno(), 4_096)
             if not read:
                 return b""
-            said += read
-        return said
+            line += read
+        return line
 
     def end(self) -> None:
         """End it, and a server that nobody has heard of. Other servers go on."""
@@ -202,13 +202,13 @@ _asking: Final = threading.Lock()
 
 def _forked(settings: Mapping[str, object]) -> dict[str, Any]:
     """Ask this process's forker, or a new one if there is none; see `_Forker`."""
-    here = _forkers.get(os.getpid())
-    if here is not None and here.is_alive():
-        told = here.ask(settings)
-        if "pid" in told or here.is_alive():
-            return told
-    here = _forkers[os.getpid()] = _Forker()
-    return here.ask(settings)
+    forker = _forkers.get(os.getpid())
+    if forker is not None and forker.is_alive():
+        answer = forker.ask(settings)
+        if "pid" in answer or forker.is_alive():
+            return answer
+    forker = _forkers[os.getpid()] = _Forker()
+    return forker.ask(settings)
 
 
 class _Server:
@@ -250,14 +250,14 @@ class _Server:
         }
         with held(), _asking:  # no signal's handler leaves a server behind that nobody knows
             try:
-                told = _forked(settings)
-                if "pid" in told:
-                    self._process = _opened_process(told["pid"])
+                answer = _forked(settings)
+                if "pid" in answer:
+                    self._process = _opened_process(answer["pid"])
             except OSError as error:
                 raise self._failed(f"no new process, and the system says: {error}") from error
-        if "pid" not in told:
-            raise self._failed(told["error"])
-        self._pid, self.port = int(told["pid"]), int(told["port"])
+        if "pid" not in answer:
+            raise self._failed(answer["error"])
+        self._pid, self.port = int(answer["pid"]), int(answer["port"])
         self._is_gone = False
 
     def _failed(self, found: str) -> HomeError:

@@ -34,14 +34,14 @@ def found_by_first_rank(
     if count == 1:
         return find()
     failed: Exception | None = None
-    said: dict[str, Any] = {}
+    message: dict[str, Any] = {}
     if rank == 0:
         try:
-            said = {"found": find()}
+            message = {"found": find()}
         except Exception as error:
             failed = error
-            said = {"failed": str(error)}
-    data = json.dumps(said).encode()
+            message = {"failed": str(error)}
+    data = json.dumps(message).encode()
     try:
         # A group of its own, on the CPU, because training may have another backend.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
@@ -66,17 +66,17 @@ def found_by_first_rank(
     if failed is not None:
         raise failed
     if rank == 0:
-        answer: dict[str, Any] = said["found"]
+        answer: dict[str, Any] = message["found"]
         return answer
-    told: dict[str, Any] = json.loads(text.numpy().tobytes())
-    if "failed" in told:
+    answer_text: dict[str, Any] = json.loads(text.numpy().tobytes())
+    if "failed" in answer_text:
         raise ServerLost(
             "embedding servers",
-            found=f"an error on rank 0: {told['failed']}",
+            found=f"an error on rank 0: {answer_text['failed']}",
             expected="servers that rank 0 has started",
             next_step="see the log of rank 0",
         )
-    answer = told["found"]
+    answer = answer_text["found"]
     return answer
 
 

@@ -136,13 +136,13 @@ class RayCluster:
             key=lambda node: (node["NodeManagerAddress"], node["NodeID"]),
         )
         for node in nodes:
-            found = node["Resources"].get("memory", 0)
-            if memory_bytes is not None and found < per_node * memory_bytes:
+            node_bytes = node["Resources"].get("memory", 0)
+            if memory_bytes is not None and node_bytes < per_node * memory_bytes:
                 raise SettingsError(
                     "memory_bytes",
                     found=f"{memory_bytes} for each of {per_node} servers on node"
                     f" {node['NodeManagerAddress']}",
-                    expected=f"at most {int(found)} together, which Ray counts there",
+                    expected=f"at most {int(node_bytes)} together, which Ray counts there",
                     next_step="pass fewer bytes, or start the node with `ray start --memory`",
                 )
         self._replace(digest, deadline)
@@ -161,11 +161,11 @@ class RayCluster:
                 options["lifetime"] = "detached"
             if memory_bytes is not None:
                 options["memory"] = memory_bytes
-            made = ray.remote(ServerActor).options(**options)
-            self._started.append(made.remote(title, token, call_seconds))
+            actor_class = ray.remote(ServerActor).options(**options)
+            self._started.append(actor_class.remote(title, token, call_seconds))
         for actor, title in zip(self._started, titles, strict=True):
-            left = max(0.0, deadline - time.monotonic())
-            RayTransport(actor, name=title, timeout_seconds=left).hello()
+            seconds_left = max(0.0, deadline - time.monotonic())
+            RayTransport(actor, name=title, timeout_seconds=seconds_left).hello()
         return names
 
     def transport(
@@ -295,17 +295,17 @@ def _require_listener(address: str) -> None:
     """
     host, _, port = _resolved(address).rpartition(":")
     if not host or not port.isdecimal():
-        found = "which is no HOST:PORT"
+        failure = "which is no HOST:PORT"
     else:
         try:
-            where = (host.strip("[]"), int(port))
-            socket.create_connection(where, timeout=_CONNECT_SECONDS).close()
+            endpoint = (host.strip("[]"), int(port))
+            socket.create_connection(endpoint, timeout=_CONNECT_SECONDS).close()
             return
         except (OSError, OverflowError) as error:
-            found = f"and the system says: {error}"
+            failure = f"and the system says: {error}"
     raise SettingsError(
         "address",
-        found=f"{address!r}, {found}",
+        found=f"{address!r}, {failure}",
         expected="HOST:PORT of a Ray cluster's head, which `ray start --head` prints",
         next_step="`ray start --head` there, or address=None, which starts one on this machine",
     )
@@ -320,11 +320,11 @@ def _resolved(address: str) -> str:
 
 
 def _require_address(address: str) -> None:
-    here = ray.get_runtime_context().gcs_address
-    if _resolved(address) != here:
+    own_address = ray.get_runtime_context().gcs_address
+    if _resolved(address) != own_address:
         raise SettingsError(
             "address",
-            found=f"{address!r}, in a process that is connected to {here}",
+            found=f"{address!r}, in a process that is connected to {own_address}",
             expected="one Ray cluster in a process",
             next_step="pass 'auto', or call ray.shutdown() before",
         )

@@ -141,14 +141,14 @@ def ray(
         hosts: list[str] | None,
     ) -> ServedHome:
         def connected(number: int, *, was_lost: bool = False) -> Transport:
-            made = cluster.transport(
+            transport = cluster.transport(
                 number,
                 names,
                 token=token,
                 timeout_seconds=timeout_seconds,
                 ends_hanging=was_lost and rank == 0,
             )
-            return WatchedTransport(made, cluster.head)
+            return WatchedTransport(transport, cluster.head)
 
         if parity is not None:
             parity.require_servers(len(names))
@@ -187,12 +187,14 @@ def ray(
         }
 
     try:
-        found = found_by_first_rank(start, timeout_seconds=start_seconds + timeout_seconds)
+        first_rank = found_by_first_rank(start, timeout_seconds=start_seconds + timeout_seconds)
         if rank == 0:
             return homes[0]
-        require_parity_of_first_rank("ray", parity, found["parity"])
-        token = found["token"] and bytes.fromhex(found["token"])
-        return joined(found["names"], token, owner=found["owner"], hosts=found["hosts"])
+        require_parity_of_first_rank("ray", parity, first_rank["parity"])
+        token = first_rank["token"] and bytes.fromhex(first_rank["token"])
+        return joined(
+            first_rank["names"], token, owner=first_rank["owner"], hosts=first_rank["hosts"]
+        )
     except BaseException:
         if homes:
             homes[0].close()

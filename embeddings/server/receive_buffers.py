@@ -52,7 +52,11 @@ class ReceiveBuffers:
 
     def _taken(self, size_bytes: int) -> Tensor:
         with self._lock:
-            fitting = [index for index, kept in enumerate(self._kept) if len(kept) >= size_bytes]
+            fitting = [
+                index
+                for index, kept_buffer in enumerate(self._kept)
+                if len(kept_buffer) >= size_bytes
+            ]
             if size_bytes and fitting:
                 smallest = min(fitting, key=lambda index: len(self._kept[index]))
                 buffer = self._kept.pop(smallest)

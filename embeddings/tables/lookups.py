@@ -126,19 +126,20 @@ def outside_graphs(
         rewritten: whether the table's lookups rewrite the rows they read.
     """
     if rewritten:
-        why, remedy = "max_norm rewrites the rows it reads", "build the module without max_norm"
+        cause, remedy = "max_norm rewrites the rows it reads", "build the module without max_norm"
     else:
-        why = "its optimizer may change rows that are not in the gradient"
+        cause = "its optimizer may change rows that are not in the gradient"
         remedy = "train it with SGD, Adagrad or SparseAdam of torch.optim"
     reason = (
-        f"recpoint must mark the rows of each lookup of table {table!r} outside the graph: {why}. "
+        f"recpoint must mark the rows of each lookup of table {table!r} outside the graph: "
+        f"{cause}. "
         f"Next: compile without fullgraph=True, or {remedy}"
     )
     # This imports nothing new: each torch optimizer has imported the compiler already.
-    found: Callable[..., None] = torch.compiler.disable(
+    outside: Callable[..., None] = torch.compiler.disable(
         mark, **({"reason": reason} if _SAYS_WHY else {})
     )
-    return found
+    return outside
 
 
 def changes_of(weight: Tensor) -> int:

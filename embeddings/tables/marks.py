@@ -313,15 +313,15 @@ class Tracker:
     def take(self) -> Dirty:
         """Return the dirty rows; only rows whose update is still to come stay dirty here."""
         self.check_version()
-        taken = Dirty(bitmap=self.bitmap, all_rows=self.all_rows, rows=self.rows)
+        dirty = Dirty(bitmap=self.bitmap, all_rows=self.all_rows, rows=self.rows)
         # Every dirty row stays dirty here until nothing below can fail any more.
-        other = self._spare.pop() if self._spare else torch.zeros_like(taken.bitmap)
+        spare = self._spare.pop() if self._spare else torch.zeros_like(dirty.bitmap)
         if self.unapplied:
             # Rows looked up before the cut and changed after it belong to both checkpoints.
-            dirty_bitmap.merge(other, taken.bitmap)
-        self._use(other)
-        self.all_rows = self.unapplied and taken.all_rows
-        return taken
+            dirty_bitmap.merge(spare, dirty.bitmap)
+        self._use(spare)
+        self.all_rows = self.unapplied and dirty.all_rows
+        return dirty
 
     def marked(self) -> Dirty:
         """Return the dirty rows and keep them dirty; later marks appear in the returned bitmap."""
@@ -349,9 +349,9 @@ class Tracker:
         `end_window` or `merge_back` must follow. Call it only if neither `all_rows` nor `unapplied`
         is set: the change of a row that is looked up and not applied yet would have no mark.
         """
-        other = self._spare.pop() if self._spare else torch.zeros_like(self.bitmap)
+        spare = self._spare.pop() if self._spare else torch.zeros_like(self.bitmap)
         aside = Dirty(bitmap=self.bitmap, all_rows=False, rows=self.rows)
-        self._use(other)
+        self._use(spare)
         self.aside = aside
         return aside
 
@@ -497,17 +497,19 @@ def mark_features(
         offsets: int32 or int64 [bags + 1]: where the ids of each bag begin.
         bags: for each feature, its first bag and the end of its bags.
     """
-    known = [
-        (one, where) for one, where in zip(markers, bags, strict=True) if isinstance(one, Tracker)
+    tracked = [
+        (marker, ends)
+        for marker, ends in zip(markers, bags, strict=True)
+        if isinstance(marker, Tracker)
     ]
     dirty_bitmap.mark_features(
-        [tracker.bitmap for tracker, _ in known],
+        [tracker.bitmap for tracker, _ in tracked],
         ids,
         offsets,
-        [where for _, where in known],
-        rows=[tracker.rows for tracker, _ in known],
+        [ends for _, ends in tracked],
+        rows=[tracker.rows for tracker, _ in tracked],
     )
-    for tracker, _ in known:
+    for tracker, _ in tracked:
         tracker.applied()
 
 
@@ -521,7 +523,7 @@ def _rows_not_zero(gradient: Tensor) -> Tensor:
         int64 [rows], on the gradient's device.
     """
     # A row's largest and smallest value are NaN if any value is NaN. This is faster than any().
-    found = (gradient.amax(1) != 0) | (gradient.amin(1) != 0)
+    is_nonzero = (gradient.amax(1) != 0) | (gradient.amin(1) != 0)
     # The shape does not depend on the count, so nothing waits for the GPU. Id -1 marks nothing.
-    rows = torch.arange(found.numel(), device=gradient.device)
-    return torch.where(found, rows, -1)
+    rows = torch.arange(is_nonzero.numel(), device=gradient.device)
+    return torch.where(is_nonzero, rows, -1)

@@ -1,4 +1,11 @@
-"""Knows which rows of a table an optimizer step changes, and marks them after each step."""
+"""Knows which rows of a table an optimizer step changes, and marks them after each step.
+
+Part 1: which rows of a table an optimizer changes, and which of its states have one entry a row.
+With dense gradients, a row that was not looked up has a gradient of zeros. The update decides
+whether the row's bytes stay the same. They stay if the update adds -lr * 0: x + (-0.0) is x for
+every x, also for -0.0. They change if the update pulls on every row (weight decay), remembers
+earlier gradients (momentum, moments), or adds +0.0 (maximize), which turns -0.0 into +0.0.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +27,6 @@ from recpoint.interrupts import came_from_handler
 from recpoint.kernels import dirty_bitmap
 
 __all__ = ["FullyDirtyTables", "OptimizerWatch", "after_steps", "all_rows_changed", "row_states"]
-
-
-# Part 1: which rows of a table an optimizer changes, and which of its states have one entry a row.
-#
-# With dense gradients, a row that was not looked up has a gradient of zeros. The update decides
-# whether the row's bytes stay the same. They stay if the update adds -lr * 0: x + (-0.0) is x for
-# every x, also for -0.0. They change if the update pulls on every row (weight decay), remembers
-# earlier gradients (momentum, moments), or adds +0.0 (maximize), which turns -0.0 into +0.0.
 
 
 _WATCHED = ("momentum", "weight_decay", "maximize", "eps")
@@ -59,9 +58,9 @@ class Watched:
     """Remembers the hyperparameters that `all_rows_changed` reads, to notice that they changed."""
 
     def __init__(self, group: Mapping[str, Any]) -> None:
-        there = [name for name in _WATCHED if name in group]
+        watched_keys = [name for name in _WATCHED if name in group]
         # One call into C reads all of them, because this runs after each step.
-        self._read = itemgetter(*there) if there else _nothing
+        self._read = itemgetter(*watched_keys) if watched_keys else _nothing
         self._values = self._read(group)
         self._size = len(group)
 
@@ -185,7 +184,7 @@ def row_states(state: Mapping[Any, Any], rows: int) -> dict[str, Tensor]:
     Returns:
         name -> tensor [rows, ...], contiguous; at most 64 of them.
     """
-    found: dict[str, Tensor] = {}
+    states: dict[str, Tensor] = {}
     for name, value in state.items():
         if (
             isinstance(name, str)
@@ -197,10 +196,10 @@ def row_states(state: Mapping[Any, Any], rows: int) -> dict[str, Tensor]:
             and all(1 <= size <= _MAX_ENTRY_SIZE for size in value.shape[1:])
             and value.is_contiguous()
             and _storable(value.dtype)
-            and len(found) < _MAX_STATES
+            and len(states) < _MAX_STATES
         ):
-            found[name] = value
-    return found
+            states[name] = value
+    return states
 
 
 def _storable(dtype: torch.dtype) -> bool:
@@ -209,9 +208,6 @@ def _storable(dtype: torch.dtype) -> bool:
     except ValueError:
         return False
     return True
-
-
-# Part 2: marking after each step the rows that the step changed, or the whole table.
 
 
 _log = logging.getLogger("recpoint")
@@ -326,13 +322,13 @@ class OptimizerWatch:
     def _hook_up(self) -> None:
         """Hook into the optimizers that train a table, and take the hooks out of all others."""
         for number, optimizer in enumerate(self._optimizers):
-            wanted = self._installed and bool(self._groups[number])
-            if wanted and number not in self._hooks:
+            is_wanted = self._installed and bool(self._groups[number])
+            if is_wanted and number not in self._hooks:
                 post = optimizer.register_step_post_hook(self._hook(self._after_step, number))
                 # Ours must run first: other hooks may reset the gradient that names the rows.
                 hooks = optimizer._optimizer_step_post_hooks
-                for other in [key for key in hooks if key != post.id]:
-                    hooks[other] = hooks.pop(other)
+                for other_key in [key for key in hooks if key != post.id]:
+                    hooks[other_key] = hooks.pop(other_key)
                 self._hooks[number] = (
                     optimizer.register_step_pre_hook(self._hook(self._before_step, number)),
                     post,
@@ -340,7 +336,7 @@ class OptimizerWatch:
                         self._hook(self._after_load, number)
                     ),
                 )
-            elif not wanted:
+            elif not is_wanted:
                 for hook in self._hooks.pop(number, ()):
                     hook.remove()
 
@@ -363,8 +359,8 @@ class OptimizerWatch:
 
     def owner(self, table: str) -> int | None:
         """Return the index of the optimizer that trains a table; None if no optimizer does."""
-        found = self._owners.get(table)
-        return None if found is None else found.optimizer
+        group = self._owners.get(table)
+        return None if group is None else group.optimizer
 
     def follow_groups(self) -> None:
         """Notice what happened to optimizers outside their steps; call it before a cut.
@@ -377,10 +373,10 @@ class OptimizerWatch:
         for number, stepping in enumerate(self._stepping):
             if stepping:
                 self._step_failed(number)
-        before = self._owners
+        owners_before = self._owners
         self._regroup()
         for name, tracker in self._trackers.items():
-            if before.get(name) != self._owners.get(name):
+            if owners_before.get(name) != self._owners.get(name):
                 tracker.all_rows = True
         if self._unknown is not None:
             trained = self._unknown.take_trained()
@@ -434,14 +430,14 @@ class OptimizerWatch:
                     group.evaluate()
                     self._groups[number].append(group)
         for name, tracker in self._trackers.items():
-            found = self._owners.get(name)
-            if found is None:
+            owner = self._owners.get(name)
+            if owner is None:
                 tracker.choose(by_gradient=False)
                 continue
-            its = self._optimizers[found.optimizer]
+            own_optimizer = self._optimizers[owner.optimizer]
             tracker.choose(
-                by_gradient=changes_gradient_rows(its),
-                whole=always_changes_all_rows(its, self._row_local),
+                by_gradient=changes_gradient_rows(own_optimizer),
+                whole=always_changes_all_rows(own_optimizer, self._row_local),
             )
         for number, optimizer in enumerate(self._optimizers):
             exact = counts_one_change(optimizer)
@@ -460,7 +456,7 @@ class OptimizerWatch:
                 tracker.check_version()
 
     def _after_step(self, number: int) -> None:
-        found = []
+        to_mark = []
         for group in self._groups[number]:
             if group.watched.differ(group.group):
                 group.evaluate()
@@ -469,9 +465,9 @@ class OptimizerWatch:
                 # An optimizer skips a table that has no gradient, such as a frozen table.
                 if tracker.weight.requires_grad or tracker.weight.grad is not None:
                     tracker.all_rows = True
-            found += after_steps(group.trackers)
-        if found:
-            mark_together(found)
+            to_mark += after_steps(group.trackers)
+        if to_mark:
+            mark_together(to_mark)
         self._stepping[number] = False  # last: a step interrupted before this line has failed
 
     def _after_load(self, number: int) -> None:
@@ -511,7 +507,7 @@ def after_steps(trackers: Sequence[Tracker]) -> list[tuple[Tracker, Tensor]]:
     tables are marked by one native call. The training step has filled the CPU's caches with other
     data, so speed depends on touching little memory.
     """
-    found: list[tuple[Tracker, Tensor]] = []
+    to_mark: list[tuple[Tracker, Tensor]] = []
     quick: list[tuple[Tracker, int, Tensor, Tensor]] = []
     tables: list[int] = []
     for tracker in trackers:
@@ -528,17 +524,17 @@ def after_steps(trackers: Sequence[Tracker]) -> list[tuple[Tracker, Tensor]]:
                         # The bitmap lives as long as its address is in use here.
                         quick.append((tracker, version, ids, tracker.bitmap))
                         continue
-            left = tracker.after_step()
+            unmarked_ids = tracker.after_step()
         except Exception as error:
             tracker.give_up(error)
             if came_from_handler(error):
                 raise
             continue  # an error must not stop training
-        if left is not None:
-            found.append((tracker, left))
+        if unmarked_ids is not None:
+            to_mark.append((tracker, unmarked_ids))
     if quick:
-        _mark_quick(quick, tables, found)
-    return found
+        _mark_quick(quick, tables, to_mark)
+    return to_mark
 
 
 def _mark_quick(
@@ -547,26 +543,26 @@ def _mark_quick(
     found: list[tuple[Tracker, Tensor]],
 ) -> None:
     """Mark the ids that `after_steps` gathered: tables as `dirty_bitmap.mark_tables` takes them."""
-    done = 0
-    while done < len(quick):
-        first, tracker = done, quick[done][0]
+    first_open = 0
+    while first_open < len(quick):
+        first, tracker = first_open, quick[first_open][0]
         try:
-            refused = dirty_bitmap.mark_tables(*tables[4 * done :])
-            marked = len(quick) if refused < 0 else done + refused
-            for tracker, version, _, _ in quick[done:marked]:
+            refused = dirty_bitmap.mark_tables(*tables[4 * first_open :])
+            marked = len(quick) if refused < 0 else first_open + refused
+            for tracker, version, _, _ in quick[first_open:marked]:
                 tracker.version = version
                 tracker.changes += 1
-            done = marked + 1
+            first_open = marked + 1
             if refused >= 0:
                 # An id of it is out of range, and none is marked: `after_step` finds out.
                 tracker = quick[marked][0]
-                left = tracker.after_step()
-                if left is not None:
-                    found.append((tracker, left))
+                unmarked_ids = tracker.after_step()
+                if unmarked_ids is not None:
+                    found.append((tracker, unmarked_ids))
         except Exception as error:
             # Versions of tables that were marked may not be noted: their next step finds out.
             tracker.give_up(error)
-            done = max(done, first + 1)
+            first_open = max(first_open, first + 1)
             if came_from_handler(error):
                 raise
 

@@ -111,13 +111,13 @@ class AgentPersist:
         results: list[Any] = []
         ended: list[Any] = []  # `flows.persist.Tried`, whose module imports Prefect
         awaits = state.awaits
-        known = awaits.flow_run if awaits is not None and awaits.job_file == job.path else None
+        known_run = awaits.flow_run if awaits is not None and awaits.job_file == job.path else None
         # A job staged before this agent began may have a flow run that an earlier agent began.
-        tried_before = known is None and staged_before(job.path, self._started)
+        tried_before = known_run is None and staged_before(job.path, self._started)
 
         def run() -> None:
             try:
-                tried = call(job, flow_run=known, tried_before=tried_before)
+                tried = call(job, flow_run=known_run, tried_before=tried_before)
                 ended.append(tried)
                 if tried.error is None:
                     results.append(tried.state.result(raise_on_failure=False) or tried.state)
@@ -138,8 +138,8 @@ class AgentPersist:
             return None
         if ended:  # else Prefect failed, and the flow run that is known still awaits its end
             flow_run = ended[0].flow_run
-            again = ended[0].error is not None and flow_run is not None
-            state.awaits = Awaits(job.path, flow_run) if again else None
+            is_tried_again = ended[0].error is not None and flow_run is not None
+            state.awaits = Awaits(job.path, flow_run) if is_tried_again else None
         # No result: the thread exited or was cancelled, which is not the job's fault.
         failed = results[0] if results else "the flow ended without a state"
         if getattr(failed, "name", None) == "Waiting":
@@ -183,8 +183,8 @@ class AgentQueue:
             self._area_error = error
             return None
         self._area_error = None
-        for gone in self._unreadable.keys() - foreign.union(found_runs):
-            self._unreadable.pop(gone, None)
+        for ended_run in self._unreadable.keys() - foreign.union(found_runs):
+            self._unreadable.pop(ended_run, None)
         return found_runs
 
     def jobs(self, staged_run: StagedRun) -> list[Path]:
@@ -240,19 +240,20 @@ class AgentQueue:
         Raises:
             StagingError: with `all_must_be_known`, some directory cannot be read.
         """
-        left = sum(len(self.jobs(staged_run)) for staged_run in self.staged_runs() or ())
+        staged_count = sum(len(self.jobs(staged_run)) for staged_run in self.staged_runs() or ())
         if all_must_be_known:
             for path, error in list(self._unreadable.items()):  # reports the first only
-                subject, found = str(path), str(error)
+                subject, failure = str(path), str(error)
                 if isinstance(error, StagingRefused):
-                    subject, found = error.subject, error.found
+                    subject, failure = error.subject, error.found
                 raise StagingError(
                     subject,
-                    found=f"{found}; {left} checkpoints are still staged in other directories",
+                    found=f"{failure}; {staged_count} checkpoints are still staged in other "
+                    "directories",
                     expected="a directory whose jobs can be read",
                     next_step="repair or remove it; then run recpoint agent --once again",
                 )
-        return left
+        return staged_count
 
 
 def staged_before(job_file: Path, moment: float) -> bool:
@@ -310,8 +311,8 @@ class AgentJobs:
             self._persist.settle(state)
             jobs = self._queue.jobs(staged_run)
             state.waiting.keep(jobs)
-            for gone in state.opened.keys() - set(jobs):
-                del state.opened[gone]
+            for finished in state.opened.keys() - set(jobs):
+                del state.opened[finished]
         finally:
             state.job = None
 

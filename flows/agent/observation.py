@@ -83,12 +83,14 @@ def observe_agent(
         consolidations: returns the number of consolidations of the run in a directory.
     """
     free, size = _space(staging)
-    seen = (_observe_run(staged_run, state, consolidations) for staged_run, state in runs.items())
+    observed = (
+        _observe_run(staged_run, state, consolidations) for staged_run, state in runs.items()
+    )
     return AgentObservation(
         prefect=prefect,
         staging_free_bytes=free,
         staging_size_bytes=size,
-        runs=tuple(run for run in seen if run is not None),
+        runs=tuple(run for run in observed if run is not None),
     )
 
 
@@ -108,8 +110,8 @@ def _observe_run(
     trainer = trainer_state(staged_run, note)
     staged_at = _staged_at(staged_run)
     now = time.time()
-    told = 0.0 if note is None else note.at_ms / 1000
-    ended = trainer in ("ended", "unknown") and now - told > _SHOWN_AFTER_END_SECONDS
+    noted_seconds = 0.0 if note is None else note.at_ms / 1000
+    ended = trainer in ("ended", "unknown") and now - noted_seconds > _SHOWN_AFTER_END_SECONDS
     if ended and not staged_at and not state.works:
         return None
     url = _url(state) if note is None else note.run_url
@@ -135,13 +137,13 @@ def _url(state: RunState) -> str | None:
 
 def _staged_at(staged_run: StagedRun) -> list[float]:
     """Return when each staged job was staged, in seconds since the epoch on this host's clock."""
-    found = []
+    staged_times = []
     try:
         for path in staged_run.staged_jobs():
             try:
-                found.append(path.stat().st_mtime)
+                staged_times.append(path.stat().st_mtime)
             except FileNotFoundError:
                 continue  # the job was answered in the meantime
     except (OSError, StagingRefused):
-        return found  # the agent logs this error
-    return found
+        return staged_times  # the agent logs this error
+    return staged_times

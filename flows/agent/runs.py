@@ -155,18 +155,18 @@ class WaitingJobs:
 
     def keep(self, job_files: Collection[Path]) -> None:
         """Forget all jobs but `job_files`, the ones that are still staged."""
-        for gone in self._jobs.keys() - set(job_files):
-            del self._jobs[gone]
+        for ended_run in self._jobs.keys() - set(job_files):
+            del self._jobs[ended_run]
 
     def late(self) -> list[LateJob]:
         """Return the late jobs, the longest wait first."""
         now = time.monotonic()
-        found = [
+        late_jobs = [
             LateJob(path.stem, waiting.missing, waiting.of, now - waiting.since)
             for path, waiting in list(self._jobs.items())
             if waiting.missing and now - waiting.since >= self._name_after
         ]
-        return sorted(found, key=lambda late: -late.seconds)
+        return sorted(late_jobs, key=lambda late: -late.seconds)
 
 
 JobResult = Literal["committed", "cancelled", "rejected"]

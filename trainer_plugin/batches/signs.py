@@ -91,7 +91,7 @@ class TrainingSigns:
     def changes(self) -> int:
         """Return how often torch has changed parameters in place, to find steps without a hook."""
         parameters = self._trained_parameters()
-        return sum(one._version for one in parameters if not one.is_inference())
+        return sum(parameter._version for parameter in parameters if not parameter.is_inference())
 
     def gradients(self) -> tuple[tuple[int, int], ...]:
         """Return what changes when a backward pass that is not seen adds to gradients.
@@ -101,9 +101,9 @@ class TrainingSigns:
             Empty: no parameter has one.
         """
         return tuple(
-            (one.grad.data_ptr(), one.grad._version)
-            for one in self._trained_parameters()
-            if one.grad is not None and one.grad.layout is torch.strided
+            (parameter.grad.data_ptr(), parameter.grad._version)
+            for parameter in self._trained_parameters()
+            if parameter.grad is not None and parameter.grad.layout is torch.strided
         )
 
     def _trained_parameters(self) -> Iterable[Tensor]:
@@ -129,7 +129,9 @@ class TrainingSigns:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Note a step of an optimizer, if it trains the model."""
-        if any(optimizer is given for given in self._optimizers) or self._trains(optimizer):
+        if any(optimizer is own_optimizer for own_optimizer in self._optimizers) or self._trains(
+            optimizer
+        ):
             if not torch.compiler.is_compiling():  # a compiled step runs this hook inside a graph
                 self.thread = threading.get_ident()
             self._note_step(id(optimizer))

@@ -37,7 +37,11 @@ class Uncounted:
     """
 
     def __init__(self, parameters: Iterable[Tensor], signs: TrainingSigns) -> None:
-        self._before = [(one, one._version) for one in parameters if not one.is_inference()]
+        self._before = [
+            (parameter, parameter._version)
+            for parameter in parameters
+            if not parameter.is_inference()
+        ]
         self._process = os.getpid()
         self._signs = signs
         self._steps_before = signs.steps
@@ -58,10 +62,10 @@ class Uncounted:
 
     def warn(self) -> None:
         """Warn if parameters have changed; then `end`. A forked child says nothing."""
-        before = self._before
+        versions = self._before
         self.end()
         if os.getpid() != self._process or all(
-            parameter._version == version for parameter, version in before
+            parameter._version == version for parameter, version in versions
         ):
             return
         _log.warning(
