@@ -582,6 +582,8 @@ class Checkpointer:
         self._act_between_steps()
 
     def _act_between_steps(self) -> None:
+        if self._count.awaits_fetch:
+            return
         most_batches = _MOST_AT_END if self._end.is_due else _MOST_WITHOUT_STEP
         waits = not self._count.is_between_steps
         if waits and self._count.batches_without_step < most_batches:

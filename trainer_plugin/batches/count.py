@@ -55,6 +55,9 @@ class BatchCount:
         keeps_batches: whether a pipeline takes batches: it trains them even after a loop was left.
         is_between_steps: whether a checkpoint may be cut: no gradient waits for an optimizer step.
         batches_without_step: batches with a backward pass since the last optimizer step.
+        awaits_fetch: whether the next fetch shows if the reader's position is that of a trained
+            batch. A loop with `step` has taken two batches and trained one. It has left a batch out
+            for the first time, or it begins to read ahead.
     """
 
     def __init__(self, signs: TrainingSigns, reader: object, *, most_in_flight: int | None) -> None:
@@ -67,6 +70,7 @@ class BatchCount:
         # The pipeline that asked for batches last, and the one that `Pipelined` drives.
         self._asked: weakref.ref[object] | None = None
         self._driven: weakref.ref[object] | None = None
+        self._has_warned_of_thread = False
         self._has_warned = False  # of a loop that reads less far ahead than `most_in_flight`
         self._forget()
 
@@ -78,6 +82,7 @@ class BatchCount:
         self._is_in_loop = False  # a loop over `batches` takes the batches
         self._is_filled = False  # a batch was trained since the loop began to take batches
         self._has_landed = False  # a batch was counted since the last fetch
+        self._leaves_out = self.awaits_fetch = False
         self.batches_without_step = 0
         # Numbers of the newest event when a batch was last fetched and last counted.
         self._last_fetch = self._last_count = self._signs.now
@@ -354,6 +359,18 @@ class BatchCount:
                 next_step="remove step() from the loop",
             )
         self._refuse_late_step()
+        if self.awaits_fetch:
+            raise SettingsError(
+                "step()",
+                found="a second call since the last batch was taken from the reader, whose "
+                "position is then after batches that are not trained",
+                expected="a loop that trains each batch before it takes the next, or that says how "
+                "far it reads ahead",
+                next_step="pass Checkpointer(options=Options(in_flight=N)), where N is the most "
+                "batches that the loop holds beside the one in training",
+            )
+        is_plain = self._counted is not None and self._allowed is None and not self.reads_ahead
+        self.awaits_fetch = is_plain and self._untrained_fetches > 1 and not self._leaves_out
         self.progressed()
 
     def _refuse_late_step(self) -> None:
@@ -402,12 +419,15 @@ class BatchCount:
         if self.reads_ahead:
             # A thread may take several batches after each that is trained.
             reader.in_flight.thread = self._training_thread
+            self._warn_of_thread()
             if not self._has_landed and reader.in_flight.is_asked_in_training:
                 self._refuse_more(len(reader.in_flight))
             elif len(reader.in_flight) > self._limit:
                 raise _too_many(len(reader.in_flight), self._limit)
         else:
             self._look_at_thread()
+            self._leaves_out |= self.awaits_fetch
+            self.awaits_fetch = False
             if has_trained or self._has_landed:
                 self._untrained_fetches = 0
             elif self._untrained_fetches:
@@ -441,6 +461,17 @@ class BatchCount:
             self._has_trained = False
         elif self._signs.last_step > self._last_fetch:
             self._refuse_thread("the reader", "pass Checkpointer(options=Options(in_flight=N))")
+
+    def _warn_of_thread(self) -> None:
+        if threading.get_ident() == self._training_thread or self._has_warned_of_thread:
+            return
+        self._has_warned_of_thread = True
+        _log.warning(
+            "another thread than the training thread reads batches: if both draw from the same "
+            "random generators, they draw in any order, and a restart trains the same batches but "
+            "may differ in bits. Next: have the reader or the model draw from a generator of its "
+            "own, or read in the training thread"
+        )
 
     @property
     def _training_thread(self) -> int:

@@ -559,7 +559,8 @@ def _refusal(
 ) -> str:
     training = simple_training()
     reader = make_reader()
-    with checkpointer(training, place, reader=reader, interval_batches=1000, **settings) as ckpt:
+    settings = {"interval_batches": 1000, **settings}
+    with checkpointer(training, place, reader=reader, **settings) as ckpt:
         ckpt.restore()
         with pytest.raises(SettingsError) as caught:
             loop(training, ckpt, reader)
@@ -632,6 +633,36 @@ def test_a_thread_that_takes_batches_is_refused_unless_the_setting_says_so(place
             filler.submit(next, batches).result()
 
     assert "take batches there from iter(reader)" in _refusal(in_loop, place)
+
+
+def test_a_loop_with_step_that_begins_to_read_ahead_is_refused(place: Place) -> None:
+    """Its first batches may be trained plainly. No checkpoint has the wrong position meanwhile."""
+    stalls = []
+
+    def bursts(training: Training, ckpt: Checkpointer, reader: Any) -> None:
+        batches = iter(reader)
+        for count in (1, 2):
+            for batch in list(islice(batches, count)):
+                train(training, batch)
+                ckpt.step()
+                stalls.append(len(ckpt.stats.stalls_ms))
+
+    assert "a second call since the last batch" in _refusal(bursts, place, interval_batches=2)
+    assert stalls == [0, 0]
+
+
+def test_a_loop_with_step_may_leave_batches_out(place: Place) -> None:
+    training, reader = simple_training(), shuffled()
+    with place.agent(), checkpointer(training, place, reader=reader, when_busy="wait") as ckpt:
+        ckpt.restore()
+        stalls = []
+        for number, batch in enumerate(reader):
+            if number in (1, 3):
+                continue
+            train(training, batch)
+            ckpt.step()
+            stalls.append(len(ckpt.stats.stalls_ms))
+    assert stalls == [0, 0, 1]  # due after two batches: whether one was left out shows later
 
 
 def test_training_may_move_to_another_thread(place: Place) -> None:
