@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from recpoint.catalog.staging.area import default_staging_root
 from recpoint.embeddings.cache.cache import Cache
-from recpoint.embeddings.cache.install import CachedTable, CachedTracker, planned_cache
-from recpoint.embeddings.server.home import ServedHome
+from recpoint.embeddings.cache.install import CachedTracker, cache_of, planned_cache
 from recpoint.embeddings.tables.marks import Tracker
 from recpoint.embeddings.tables.optimizers import OptimizerWatch
 from recpoint.embeddings.tables.tables import Table, TableSource
@@ -83,6 +82,7 @@ class Assembly:
         memory: the most memory that snapshots take there.
         records: estimates the records of coming checkpoints.
         replicas: checks the state that is equal on all ranks.
+        cache: has the rows of cached tables; None: no table is cached.
     """
 
     trained: Trained
@@ -95,13 +95,7 @@ class Assembly:
     memory: MemoryBound
     records: RecordBound
     replicas: Replicas
-
-    @property
-    def cache(self) -> Cache | None:
-        """The cache of the model's tables; None: they are not cached."""
-        tables = self.trained.tables
-        cached = next((table for table in tables if isinstance(table, CachedTable)), None)
-        return None if cached is None else cached.cache
+    cache: Cache | None
 
     def track(self, changed: Mapping[str, Tensor]) -> None:
         """Hook into the model, and note rows that change from now on.
@@ -174,10 +168,9 @@ def _look_at_cache(ranks: Ranks, trained: Trained) -> Cache | None:
         SettingsError: an optimizer changes rows that were not looked up, or ranks do not share the
             home.
     """
-    tables = [table for table in trained.tables if isinstance(table, CachedTable)]
-    if not tables:
+    cache = cache_of(trained.module)
+    if cache is None:
         return None
-    cache = tables[0].cache
     if ranks.count != cache.home.trainers:
         raise SettingsError(
             "Checkpointer(model): recpoint.embeddings.cached(...)",
@@ -187,9 +180,9 @@ def _look_at_cache(ranks: Ranks, trained: Trained) -> Cache | None:
         )
     for optimizer in trained.optimizers:
         for group in optimizer.param_groups:
-            for table in tables:
+            for table in trained.tables:
                 if any(table.weight is parameter for parameter in group["params"]):
-                    cache.refuse_optimizer(table.key_in_cache, optimizer, group)
+                    table.refuse_optimizer(optimizer, group)
     return cache
 
 
@@ -199,7 +192,7 @@ def _require_servers(cache: Cache | None) -> None:
     Raises:
         SettingsError: there are no embedding servers.
     """
-    if cache is None or not isinstance(cache.home, ServedHome):
+    if cache is None or not cache.home.staging_servers:
         raise SettingsError(
             "Staging(at_servers=True)",
             found="no tables in a cache" if cache is None else "a home that is no server",
@@ -208,8 +201,10 @@ def _require_servers(cache: Cache | None) -> None:
         )
 
 
-def _tracker_of(table: Table) -> Tracker:
-    return CachedTracker(table) if isinstance(table, CachedTable) else Tracker(table)
+def _tracker_of(table: Table, cache: Cache | None) -> Tracker:
+    if cache is None or table.name_in_cache is None:
+        return Tracker(table)
+    return CachedTracker(table, cache.tables[table.name_in_cache])
 
 
 def assemble(
@@ -263,7 +258,9 @@ def assemble(
         )
         state.refuse_unwritable()
         trackers = {
-            shard.key: _tracker_of(shard.table) for shard in shards if shard.table is not None
+            shard.key: _tracker_of(shard.table, cache)
+            for shard in shards
+            if shard.table is not None
         }
         row_local = tuple(settings.options.row_local_optimizers)
         extra_objects = () if extras is None else tuple(extras.values())
@@ -314,4 +311,5 @@ def assemble(
         memory=memory,
         records=RecordBound(ranks, cutter),
         replicas=replicas,
+        cache=cache,
     )

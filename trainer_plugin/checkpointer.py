@@ -17,9 +17,8 @@ from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import RestoreReport
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.run_url import naming_errors
-from recpoint.embeddings.cache.install import CachedTable
 from recpoint.embeddings.tables.marks import Tracker
-from recpoint.embeddings.tables.tables import Table, held_ids, zero_rows
+from recpoint.embeddings.tables.tables import Table, held_ids
 from recpoint.errors import (
     ClusterLost,
     IncompatibleModel,
@@ -363,6 +362,7 @@ class Checkpointer:
             tables=self._parts.trained.tables,
             names=frozenset(shard.name for shard in self._parts.shards),
             state=self._parts.state,
+            cache=self._parts.cache,
             staged=max((generation for parts in staged for generation, _ in parts), default=0),
         )
         return run, start_training(run, job, self._settings.policy, wanted)
@@ -702,18 +702,14 @@ class Checkpointer:
         Raises:
             SettingsError, IndexError, ValueError: for the reasons that `mark` gives.
         """
-        for one, tracker in self._named(table):
-            if isinstance(one, CachedTable):
-                with held():
-                    one.cache.zero_rows(one.key_in_cache, held_ids(one, ids).cpu())
-                continue
-            here = held_ids(one, ids)
-            states = list(self._parts.state.optimizers.row_states(one).tensors.values())
+        for piece, tracker in self._named(table):
+            deleted_ids = held_ids(piece, ids)
+            row_states = list(self._parts.state.optimizers.row_states(piece).tensors.values())
             with held():
                 # First, because the mark below counts all earlier in-place changes as reported.
-                tracker.notice_changes(states)
-                zero_rows(one, states, here)
-                tracker.mark(here)
+                tracker.notice_changes(row_states)
+                piece.zero_rows(deleted_ids, row_states)
+                tracker.mark(deleted_ids)
 
     @property
     def stats(self) -> Stats:

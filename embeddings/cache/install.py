@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Never
 
@@ -30,11 +30,13 @@ from recpoint.embeddings.tables.optimizers import row_states
 from recpoint.embeddings.tables.tables import (
     Lookup,
     ModuleTable,
+    Table,
     plain_tables,
     refuse_ids_outside,
     refuse_unstorable,
 )
 from recpoint.errors import SettingsError
+from recpoint.interrupts import held
 from recpoint.kernels import dirty_bitmap
 
 __all__ = [
@@ -477,36 +479,54 @@ class CachedTable(ModuleTable):
         return self.cached_rows.slots.rows
 
     @property
-    def cached(self) -> bool:
-        """True."""
-        return True
+    def name_in_cache(self) -> str:
+        """Name of the table in the cache."""
+        return self.key_in_cache
 
     @property
     def counts_changes(self) -> bool:
         """False: rows that come and go change the weight, too. The cache reports changed rows."""
         return False
 
+    def refuse_optimizer(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+        """Refuse an optimizer that changes rows that were not looked up; follow its row states.
+
+        Raises:
+            SettingsError: it does.
+        """
+        self.cache.refuse_optimizer(self.key_in_cache, optimizer, group)
+
+    def zero_rows(self, ids: Tensor, row_states: Iterable[Tensor]) -> None:
+        """Set rows to zero wherever they are, and all their row states.
+
+        Raises:
+            SettingsError: rows are in the caches of several trainers.
+        """
+        with held():
+            self.cache.zero_rows(self.key_in_cache, ids.cpu())
+
 
 class CachedTracker(Tracker):
-    """Tracks the dirty rows of a cached table: the cache marks the rows of each step."""
+    """Tracks the dirty rows of a cached table: the cache marks the rows of each step.
 
-    __slots__ = ()
+    Args:
+        table: the table.
+        cached_rows: its rows in the cache.
+    """
 
-    def __init__(self, table: CachedTable) -> None:
+    __slots__ = ("_cached_rows",)
+
+    def __init__(self, table: Table, cached_rows: CachedRows) -> None:
         super().__init__(table)
+        self._cached_rows = cached_rows
         if self.bitmap.device.type != "cpu":  # ids and the cache's lists are on the CPU
             self._spare = [dirty_bitmap.new(self.rows, device="cpu")]
             self._use(dirty_bitmap.new(self.rows, device="cpu"))
 
-    @property
-    def _cached(self) -> CachedRows:
-        assert isinstance(self.table, CachedTable)
-        return self.table.cached_rows
-
     def install(self) -> None:
         """Have the cache mark rows here; `remove` undoes it."""
         self._installed = True
-        rows = self._cached
+        rows = self._cached_rows
         rows.marker = self
         if rows.is_unmarked:
             self.all_rows, rows.is_unmarked = True, False
@@ -514,7 +534,7 @@ class CachedTracker(Tracker):
     def remove(self) -> None:
         """Have the cache mark no rows here."""
         self._installed = False
-        self._cached.marker = None
+        self._cached_rows.marker = None
 
     def choose(self, *, by_gradient: bool, whole: bool = False) -> None:
         """Do nothing: the cache knows which rows a step changes, and refuses other optimizers."""

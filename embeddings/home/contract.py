@@ -128,6 +128,11 @@ class Home(ABC):
         """Rows and parity rows of these servers that are left to recover."""
         return 0
 
+    @property
+    def staging_servers(self) -> int:
+        """How many servers can stage their own rows of a checkpoint; 0: the home cannot."""
+        return 0
+
     def servers_now(self) -> AllServers | None:
         """Return how its servers are, without asking them; None: it has none, or is closed.
 

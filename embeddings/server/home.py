@@ -227,6 +227,11 @@ class ServedHome(Home):
         self.calls.clear(server_table)
 
     @property
+    def staging_servers(self) -> int:
+        """All servers can stage their rows."""
+        return self.servers
+
+    @property
     def servers(self) -> int:
         """How many servers there are."""
         return len(self._servers)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from recpoint.catalog.staging.area import slot_name
 from recpoint.embeddings.cache.view import RowsAtHome
-from recpoint.embeddings.home.contract import Checked
+from recpoint.embeddings.home.contract import Checked, Home
 from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.parity.stripes import Stripes
 from recpoint.embeddings.server.home import FrozenAtServers, ServedHome
@@ -74,6 +74,22 @@ def _refuse_longer(subject: str, size_bytes: int) -> None:
             expected=f"at most {_MOST_TEXT_BYTES}, so that servers can stage it",
             next_step="set Staging(at_servers=False)",
         )
+
+
+def part_of(home: Home, tables: Mapping[str, int], attempt: str) -> ServedPart:
+    """Return what the servers of a home stage of one checkpoint; see `ServedPart`.
+
+    Raises:
+        HomeError: the home has no servers.
+    """
+    if not isinstance(home, ServedHome):
+        raise HomeError(
+            f"the part of embedding servers in checkpoint {attempt}",
+            found="a home that is no server",
+            expected="embedding servers, which stage their rows",
+            next_step="set Staging(at_servers=False)",
+        )
+    return ServedPart(home, tables, attempt)
 
 
 class ServedPart:

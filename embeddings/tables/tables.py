@@ -47,7 +47,6 @@ __all__ = [
     "refuse_other_tables",
     "refuse_unstorable",
     "table_key",
-    "zero_rows",
 ]
 
 _MAX_NAME = 1024
@@ -158,12 +157,17 @@ class Table(ABC):
         return not self.fused
 
     @property
+    def name_in_cache(self) -> str | None:
+        """Name of the table in the cache that has its rows; None: no cache has them."""
+        return None
+
+    @property
     def cached(self) -> bool:
-        """Whether `weight` holds only some rows at a time, in slots (`cached_tables.CachedTable`).
+        """Whether `weight` holds only some rows at a time, in slots (`cache.install.CachedTable`).
 
         Positions in such a weight are slots, not rows.
         """
-        return False
+        return self.name_in_cache is not None
 
     @property
     def row_states(self) -> Mapping[str, Tensor] | None:
@@ -184,6 +188,30 @@ class Table(ABC):
     def changed_by_lookup(self) -> bool:
         """Whether a lookup rewrites the rows it reads, trained or not."""
         return False
+
+    def refuse_optimizer(  # noqa: B027  # most tables refuse none
+        self, optimizer: Optimizer, group: Mapping[str, Any]
+    ) -> None:
+        """Refuse an optimizer that must not train the table; no optimizer is refused here.
+
+        Args:
+            optimizer: the optimizer.
+            group: its parameter group that has the weight.
+
+        Raises:
+            SettingsError: it changes rows that are not in the weight.
+        """
+
+    def zero_rows(self, ids: Tensor, row_states: Iterable[Tensor]) -> None:
+        """Set rows, and their entries in each row state, to zero.
+
+        Args:
+            ids: int64 [n], positions in the table's rows here, as `held_ids` returns them.
+            row_states: row states of the table, each [rows, ...].
+        """
+        with torch.no_grad():
+            for tensor in (self.weight, *row_states):
+                tensor.index_fill_(0, ids.to(tensor.device), 0)
 
     def before_lookup(self, hook: Callable[..., None]) -> RemovableHandle | None:
         """Have `hook(module, args, kwargs)` called before each lookup.
@@ -491,19 +519,6 @@ def refuse_other_tables(lookups: Mapping[str, Tensor], tables: Sequence[Table]) 
                 expected="the tables that the model had when the Checkpointer was built",
                 next_step="build the Checkpointer after the model is complete",
             )
-
-
-def zero_rows(table: Table, row_states: Iterable[Tensor], ids: Tensor) -> None:
-    """Set rows, and their entries in each row state, to zero.
-
-    Args:
-        table: the table that holds the rows.
-        row_states: row states of the table, each [rows, ...].
-        ids: int64 [n], positions in the weight, as `held_ids` returns them.
-    """
-    with torch.no_grad():
-        for tensor in (table.weight, *row_states):
-            tensor.index_fill_(0, ids.to(tensor.device), 0)
 
 
 def refuse_ids_outside(table: str, ids: Tensor, *, rows: int) -> None:

@@ -217,7 +217,7 @@ class Rank:
             self.trackers = {}
             for table in plain_tables(self.model).tables:
                 assert isinstance(table, CachedTable)
-                self.trackers[table.name] = CachedTracker(table)
+                self.trackers[table.name] = CachedTracker(table, table.cached_rows)
                 self.trackers[table.name].install()
             self.tables: dict[str, tuple[Tensor, ...]] = {}  # of the newest share
             self.epoch = iter(self.reader)

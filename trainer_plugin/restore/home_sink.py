@@ -12,7 +12,8 @@ from recpoint.catalog.restore.chunks import StoredRows
 from recpoint.catalog.restore.placement import TablePart, place_piece
 from recpoint.catalog.restore.rows import LogicalTable, Piece
 from recpoint.catalog.restore.target import mark_rows
-from recpoint.embeddings.cache.install import CachedTable
+from recpoint.embeddings.cache.mover import Mover
+from recpoint.embeddings.cache.residents import CachedRows
 from recpoint.embeddings.cache.slots import RecordLayout
 
 __all__ = ["HomeSink"]
@@ -27,8 +28,9 @@ class HomeSink:
     each adds its columns to the records that the home has.
 
     Args:
-        table: the table; its cache has been emptied (`Cache.restored`), and its slots have the row
-            states of the checkpoint, by name. One value a row may be [slots] or [slots, 1].
+        mover: moves rows between slots and home.
+        cached_rows: the table; its cache has been emptied (`Cache.restored`), and its slots have
+            the row states of the checkpoint, by name. One value a row may be [slots] or [slots, 1].
         stored: the table in the checkpoint.
         piece: the piece.
         changed: bitmap of the rows of the table's part that increments held; None: nobody asks.
@@ -38,16 +40,21 @@ class HomeSink:
     """
 
     def __init__(
-        self, table: CachedTable, stored: LogicalTable, piece: Piece, changed: Tensor | None
+        self,
+        mover: Mover,
+        cached_rows: CachedRows,
+        stored: LogicalTable,
+        piece: Piece,
+        changed: Tensor | None,
     ) -> None:
-        self._mover = table.cache.mover
-        self._name = table.key_in_cache
+        self._mover = mover
+        self._name = cached_rows.slots.name
         self._stored, self._piece = stored, piece
         self._changed = changed
-        self.wanted = table.cached_rows.part
-        self._layout: RecordLayout = table.cached_rows.slots.fix_layout()
+        self.wanted = cached_rows.part
+        self._layout: RecordLayout = cached_rows.slots.fix_layout()
         # Also if no row is for this rank: other ranks write theirs.
-        table.cache.mover.put_at_home(table.cached_rows)
+        mover.put_at_home(cached_rows)
 
     def take(self, stored: StoredRows, positions: Tensor | None) -> None:
         """See `RowSink.take`."""

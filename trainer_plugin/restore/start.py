@@ -29,6 +29,7 @@ from recpoint.catalog.store.contract import Store
 from recpoint.catalog.store.run_url import naming_errors
 from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.catalog.store.store import S3Timeouts, open_store
+from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.tables.tables import Table
 from recpoint.errors import (
     ChainError,
@@ -422,6 +423,7 @@ class TrainingJob:
         tables: the tables that this rank holds.
         names: names of all tables, over all ranks.
         state: the training state outside tables.
+        cache: has the rows of cached tables; None: no table is cached.
         staged: the highest generation of a checkpoint staged on the ranks' hosts; 0: none is
             staged.
     """
@@ -430,6 +432,7 @@ class TrainingJob:
     tables: Sequence[Table]
     names: Collection[str]
     state: TrainingState
+    cache: Cache | None = None
     staged: int = 0
 
     def target(self, *, since_full: bool) -> ModelTarget:
@@ -441,6 +444,7 @@ class TrainingJob:
         return ModelTarget(
             self.tables,
             self.state,
+            cache=self.cache,
             since_full=since_full,
             rank=self.ranks.rank,
             count=self.ranks.count,

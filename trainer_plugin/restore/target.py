@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -16,7 +16,9 @@ from recpoint.catalog.restore.placement import TablePart, map_parts
 from recpoint.catalog.restore.restore import dense_tensors, weight_name
 from recpoint.catalog.restore.rows import LogicalState, LogicalTable, logical_tables
 from recpoint.catalog.restore.target import RowSink, StateWanted, TableTarget
-from recpoint.embeddings.cache.install import CachedTable
+from recpoint.embeddings.cache.cache import Cache
+from recpoint.embeddings.cache.mover import Mover
+from recpoint.embeddings.cache.residents import CachedRows
 from recpoint.embeddings.tables.tables import Table
 from recpoint.errors import SettingsError
 from recpoint.format.dtypes import dtype_name, torch_dtype
@@ -235,6 +237,7 @@ class ModelTarget:
     Args:
         tables: tables of the model.
         state: the training state outside tables.
+        cache: has the rows of cached tables; None: no table is cached.
         since_full: whether to find the rows that differ from the full of the chain.
         rank: rank of this process.
         count: number of ranks.
@@ -251,6 +254,7 @@ class ModelTarget:
         tables: Sequence[Table],
         state: TrainingState,
         *,
+        cache: Cache | None = None,
         since_full: bool = False,
         rank: int = 0,
         count: int = 1,
@@ -260,6 +264,7 @@ class ModelTarget:
         self._rank, self._count = rank, count
         self._elsewhere = frozenset(elsewhere)
         self._state = state
+        self._cache = cache
         self._rows: dict[str, dict[str, Tensor]] = {}
         self._since_full = since_full
         self.changed: dict[str, Tensor] = {}
@@ -271,7 +276,6 @@ class ModelTarget:
         stored_tables = logical_tables(manifest.tables)
         differences = table_differences(self._tables, stored_tables, elsewhere=self._elsewhere)
         differences += _row_state_differences(self._tables, stored_tables)
-        cached = [table for table in self._tables if isinstance(table, CachedTable)]
         self._refuse(manifest, differences)
         self._rows.clear()
         self.changed.clear()
@@ -279,19 +283,29 @@ class ModelTarget:
         targets = map_parts(
             manifest, [self._part(table, stored_tables[table.name]) for table in plain]
         )
-        for cache in {id(table.cache): table.cache for table in cached}.values():
-            cache.restored()
-        for table in cached:
+        if self._cache is not None:
+            self._cache.restored()
+            for index, sink in self._home_sinks(self._cache.mover, stored_tables):
+                targets[index] = sink
+        return targets
+
+    def _home_sinks(
+        self, mover: Mover, stored_tables: Mapping[str, LogicalTable]
+    ) -> Iterator[tuple[int, HomeSink]]:
+        """Yield index and sink for each piece of the cached tables."""
+        for table, cached_rows in self._cached_tables():
             stored = stored_tables[table.name]
-            table.cached_rows.slots.states = dict(
-                self._row_states(table, stored, len(table.weight))
-            )
+            cached_rows.slots.states = dict(self._row_states(table, stored, len(table.weight)))
             if self._since_full:
                 self.changed[table.key] = dirty_bitmap.new(table.rows)
             changed = self.changed.get(table.key)
             for piece in stored.pieces:
-                targets[piece.index] = HomeSink(table, stored, piece, changed)
-        return targets
+                yield piece.index, HomeSink(mover, cached_rows, stored, piece, changed)
+
+    def _cached_tables(self) -> Iterator[tuple[Table, CachedRows]]:
+        for table in self._tables:
+            if self._cache is not None and table.name_in_cache is not None:
+                yield table, self._cache.tables[table.name_in_cache]
 
     def state_wanted(self, manifest: Manifest, known_trees: Mapping[int, object]) -> StateWanted:
         """Say which ranks' trees are needed; see `StateChoosingTarget.state_wanted`.
@@ -328,10 +342,8 @@ class ModelTarget:
         self.batches_done = self._state.restore(
             saved, self._rows, ranks=self._count, attempt=manifest.attempt
         )
-        for table in self._tables:
-            if isinstance(table, CachedTable):
-                states = self._state.optimizers.row_states(table).tensors
-                table.cached_rows.slots.follow_states(states)
+        for table, cached_rows in self._cached_tables():
+            cached_rows.slots.follow_states(self._state.optimizers.row_states(table).tensors)
         self.manifest = manifest
 
     def _refuse(self, manifest: Manifest, differences: Sequence[Mismatch]) -> None:

@@ -17,10 +17,8 @@ from recpoint.catalog.staging.sample import Sampler
 from recpoint.catalog.staging.slot import Slot
 from recpoint.catalog.store.contract import now_ms
 from recpoint.embeddings.cache.cache import Cache
-from recpoint.embeddings.cache.install import CachedTable
 from recpoint.embeddings.cache.progress import CacheStats
-from recpoint.embeddings.server.home import ServedHome
-from recpoint.embeddings.server.served_part import ServedPart
+from recpoint.embeddings.server.served_part import part_of
 from recpoint.embeddings.tables.marks import Dirty, Tracker
 from recpoint.embeddings.tables.optimizers import OptimizerWatch
 from recpoint.format import state_tree
@@ -218,16 +216,18 @@ class Cutter:
         return _marked(tables, dirty).counts
 
     @property
-    def staging_home(self) -> ServedHome | None:
-        """The home whose embedding servers stage their own rows; None: none do."""
-        home = None if self._cache is None or not self._at_servers else self._cache.home
-        return home if isinstance(home, ServedHome) else None
+    def staging_servers(self) -> int:
+        """How many embedding servers stage their own rows; 0: none do."""
+        if self._cache is None or not self._at_servers:
+            return 0
+        return self._cache.home.staging_servers
 
     @property
     def at_servers(self) -> tuple[bool, ...]:
         """Whether embedding servers stage the rows of each table."""
         return tuple(
-            self._at_servers and isinstance(shard.table, CachedTable) for shard in self._shards
+            self._at_servers and shard.table is not None and shard.table.cached
+            for shard in self._shards
         )
 
     def link(
@@ -541,13 +541,12 @@ class Cutter:
         cache = self._cache
         if cache is None or not self._at_home:
             return None
-        assert isinstance(cache.home, ServedHome)  # the settings have been checked
         indexes = {
             part.in_cache: position
             for position, part in enumerate(parts)
             if part.in_cache is not None
         }
-        part = ServedPart(cache.home, indexes, attempt)
+        part = part_of(cache.home, indexes, attempt)
         return ServedTables(part=part, tables=tuple(part.staged_at_servers for part in parts))
 
     def _cache_use(self) -> CacheUse | None:
@@ -592,7 +591,7 @@ class Cutter:
             chosen = in_bits(self._widths[live.key], precision)
             # Exact means the width of the present dtype: `model.half()` may have changed it.
             width = chosen if chosen in CODE_BITS else width
-        in_cache = live.table.key_in_cache if isinstance(live.table, CachedTable) else None
+        in_cache = None if live.table is None else live.table.name_in_cache
         return CutTable(
             spec=live.spec,
             held=live.held,

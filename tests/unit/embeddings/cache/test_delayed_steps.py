@@ -193,7 +193,7 @@ def test_only_hooks_of_a_script_keep_steps_from_being_delayed() -> None:
     trackers = {}
     for table in plain_tables(model).tables:
         assert isinstance(table, CachedTable)
-        trackers[table.key] = CachedTracker(table)
+        trackers[table.key] = CachedTracker(table, table.cached_rows)
     OptimizerWatch([optimizer], trackers).install()
     assert optimizer._optimizer_step_pre_hooks and optimizer._optimizer_step_post_hooks
     assert LaterStep.of(optimizer, slots) is not None
