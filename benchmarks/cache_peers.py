@@ -19,7 +19,7 @@ from benchmarks.row_wise import RowWiseAdagrad
 from recpoint import Lookahead
 from recpoint.embeddings import Uniform, cached
 from recpoint.embeddings.cache.cache import Cache
-from recpoint.embeddings.cache.install import cache_of
+from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.embeddings.cache.slots import TableSlots
 from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.home.files import FileHome

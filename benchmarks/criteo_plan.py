@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.cache_peers import INITIAL, Batch, TablesModel
 from benchmarks.workload import examples_on_path
 from recpoint.embeddings import cached, local
-from recpoint.embeddings.cache.install import cache_of
+from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.lookahead.oracle import Oracle
 from recpoint.trainer_plugin.state.lookahead import fetched_batches
 

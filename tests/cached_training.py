@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from recpoint import Lookahead
 from recpoint.embeddings.cache.cache import Cache
-from recpoint.embeddings.cache.install import cache_of, cached
+from recpoint.embeddings.cache.install import cached
+from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.home.homes import local
 from recpoint.embeddings.home.initial import Initial, Uniform, fill

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.embeddings import cached, local, read_rows
-from recpoint.embeddings.cache.install import cache_of
+from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.trainer_plugin.policy import PolicyName
 from tests.torchrec_model import (
     BAGS,

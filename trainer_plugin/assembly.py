@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 
 from recpoint.catalog.staging.area import default_staging_root
 from recpoint.embeddings.cache.cache import Cache
-from recpoint.embeddings.cache.install import CachedTracker, cache_of, planned_cache
+from recpoint.embeddings.cache.cached_table import CachedTracker
+from recpoint.embeddings.cache.lookup_hooks import cache_of
+from recpoint.embeddings.cache.reader_plans import planned_cache
 from recpoint.embeddings.tables.marks import Tracker
 from recpoint.embeddings.tables.optimizers import OptimizerWatch
 from recpoint.embeddings.tables.tables import Table, TableSource

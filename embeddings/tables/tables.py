@@ -163,7 +163,7 @@ class Table(ABC):
 
     @property
     def cached(self) -> bool:
-        """Whether `weight` holds only some rows at a time, in slots (`cache.install.CachedTable`).
+        """Whether `weight` holds only some rows at a time, in slots; see `CachedTable`.
 
         Positions in such a weight are slots, not rows.
         """

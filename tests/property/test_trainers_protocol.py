@@ -27,7 +27,8 @@ from torch import Tensor
 
 from recpoint import Lookahead
 from recpoint.embeddings.cache.cache import Cache
-from recpoint.embeddings.cache.install import CachedTable, CachedTracker, put_in_cache
+from recpoint.embeddings.cache.cached_table import CachedTable, CachedTracker
+from recpoint.embeddings.cache.install import put_in_cache
 from recpoint.embeddings.cache.shared import shared_cache
 from recpoint.embeddings.cache.slots import TableSlots
 from recpoint.embeddings.cache.view import CacheView

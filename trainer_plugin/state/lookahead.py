@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 
-from recpoint.embeddings.cache.install import PlannedCache, planned_cache
+from recpoint.embeddings.cache.reader_plans import PlannedCache, planned_cache
 from recpoint.errors import SettingsError
 from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.setting_checks import checked_whole

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, SparseAdam
 
 from recpoint import Checkpointer, Consecutive, Intermittent, Lookahead, OneShot
-from recpoint.embeddings.cache.install import cache_of
+from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.home.memory import MemoryHome
 from recpoint.errors import HomeError, IncompatibleModel, SettingsError

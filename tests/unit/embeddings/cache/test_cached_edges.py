@@ -16,7 +16,8 @@ from torch.optim import SGD, Adagrad
 
 from recpoint import Lookahead
 from recpoint.embeddings.cache.cache import Cache
-from recpoint.embeddings.cache.install import cache_of, cached, read_rows
+from recpoint.embeddings.cache.install import cached, read_rows
+from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.embeddings.home.homes import local
 from recpoint.embeddings.home.initial import fill
 from recpoint.errors import SettingsError

@@ -13,7 +13,8 @@ from torch.optim import SGD, Adagrad, SparseAdam
 from torch.utils.checkpoint import checkpoint
 
 from recpoint.embeddings.cache.cache import Cache
-from recpoint.embeddings.cache.install import cache_of, cached, read_rows
+from recpoint.embeddings.cache.install import cached, read_rows
+from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.embeddings.home.homes import local
 from recpoint.errors import SettingsError
 from tests.cached_training import RowWiseAdagrad, as_bits

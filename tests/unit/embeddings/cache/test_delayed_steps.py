@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from recpoint.embeddings.cache.install import CachedTable, CachedTracker
+from recpoint.embeddings.cache.cached_table import CachedTable, CachedTracker
 from recpoint.embeddings.cache.later_step import LaterStep
 from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.tables.optimizers import OptimizerWatch

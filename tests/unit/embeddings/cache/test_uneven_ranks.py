@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad
 from recpoint import Lookahead
 from recpoint.embeddings.cache import channel
 from recpoint.embeddings.cache.channel import GlooChannel
-from recpoint.embeddings.cache.install import cache_of
+from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.embeddings.cache.turns import refuse_other_counts
 from recpoint.embeddings.server.processes import servers
 from recpoint.errors import RankLost, RanksDiffer
