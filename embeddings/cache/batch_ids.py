@@ -31,16 +31,16 @@ _HEADER: Final = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Heard:
+class _Answers:
     """What all ranks said in one exchange.
 
     Attributes:
-        told: the last batch that each rank has told.
+        last_told: the last batch that each rank has told.
         over: the last batch whose training is over on all ranks.
         batches: for each rank: number of a batch -> ids, int64 [n], for each table.
     """
 
-    told: tuple[int, ...]
+    last_told: tuple[int, ...]
     over: int
     batches: tuple[dict[int, tuple[Tensor, ...]], ...]
 
@@ -57,10 +57,10 @@ class Reading(NamedTuple):
     window: int
 
 
-class _Said(NamedTuple):
+class _Message(NamedTuple):
     """What one rank said: see `_HEADER`, and the ids of each batch for each table."""
 
-    at: int
+    last_batch: int
     turn: int
     window: int
     first: int
@@ -80,46 +80,48 @@ class ComingIds:
 
     Attributes:
         over: the last batch whose training is over on all ranks, as far as this is known.
-        known: the last batch whose ids are known.
+        last_known: the last batch whose ids are known.
     """
 
     def __init__(self, channel: Channel, rows: Mapping[str, int], *, last: int) -> None:
         self._channel = channel
         self._rows = dict(rows)
         self._thread = CallThread("recpoint-coming-ids")
-        self._pending: list[Future[_Heard]] = []
+        self._pending: list[Future[_Answers]] = []
         self.over = 0
         self.forget(last)
 
     def forget(self, last: int) -> None:
         """Forget all batches after `last`, which was handed out."""
         self._pending.clear()
-        self._told: tuple[int, ...] = (last,) * self._channel.count
-        self.known = self._own = last
+        self._last_told: tuple[int, ...] = (last,) * self._channel.count
+        self.last_known = self._last_own = last
         #: For each rank: number of a batch -> ids for each table.
-        self._batches: list[dict[int, tuple[Tensor, ...]]] = [{} for _ in self._told]
+        self._batches: list[dict[int, tuple[Tensor, ...]]] = [{} for _ in self._last_told]
 
     @property
-    def told(self) -> int:
+    def last_told(self) -> int:
         """Number of the last batch that this rank has told."""
-        return self._own
+        return self._last_own
 
     def of(self, batch: int) -> _Ids:
         """Return the ids of a batch that is known."""
-        by_rank = [one[batch] for one in self._batches]
-        return {name: [ids[at] for ids in by_rank] for at, name in enumerate(self._rows)}
+        by_rank = [by_batch[batch] for by_batch in self._batches]
+        return {
+            name: [ids[position] for ids in by_rank] for position, name in enumerate(self._rows)
+        }
 
     def drop(self, batch: int) -> None:
         """Forget the ids of batches up to this one."""
-        for one in self._batches:
-            for number in [number for number in one if number <= batch]:
-                del one[number]
+        for by_batch in self._batches:
+            for number in [number for number in by_batch if number <= batch]:
+                del by_batch[number]
 
     def tell(
         self,
         batches: Sequence[Mapping[str, Tensor]],
         *,
-        at: int,
+        last_batch: int,
         reading: Reading,
         over: int,
         waits: bool,
@@ -127,9 +129,9 @@ class ComingIds:
         """Tell all ranks of batches that were read on this rank, and learn of theirs.
 
         Args:
-            batches: the batches after `told`, in order: name of a table -> ids, int32 or int64 [n],
-                on the CPU, within the table.
-            at: the last batch that was handed out on this rank.
+            batches: the batches after `last_told`, in order: name of a table -> ids, int32 or int64
+                [n], on the CPU, within the table.
+            last_batch: the last batch that was handed out on this rank.
             reading: how this rank reads ahead.
             over: the last batch whose training is over on this rank.
             waits: whether to wait for what the ranks tell in this very call.
@@ -138,19 +140,21 @@ class ComingIds:
             RanksDiffer: the ranks are at different batches, or read them in different ways.
             RankLost: a rank did not answer.
         """
-        first = self._own + 1
-        self._own += len(batches)
+        first = self._last_own + 1
+        self._last_own += len(batches)
         self._pending.append(
-            self._thread.submit(partial(self._exchanged, list(batches), at, reading, first, over))
+            self._thread.submit(
+                partial(self._exchanged, list(batches), last_batch, reading, first, over)
+            )
         )
         while len(self._pending) > (0 if waits else 1):
-            heard = self._pending[0].result()
+            answers = self._pending[0].result()
             del self._pending[0]
-            for one, new in zip(self._batches, heard.batches, strict=True):
-                one.update(new)
-            self.over = max(self.over, heard.over)
-            self._told = heard.told
-            self.known = min(heard.told)
+            for by_batch, new in zip(self._batches, answers.batches, strict=True):
+                by_batch.update(new)
+            self.over = max(self.over, answers.over)
+            self._last_told = answers.last_told
+            self.last_known = min(answers.last_told)
 
     def refuse_uneven(self, last: int) -> None:
         """Raise an error if some ranks have a batch after `last` and others have none.
@@ -158,10 +162,10 @@ class ComingIds:
         Raises:
             SettingsError: says which.
         """
-        ended = [rank for rank, told in enumerate(self._told) if told <= last]
-        if ended and len(ended) < len(self._told):
+        ended = [rank for rank, last_told in enumerate(self._last_told) if last_told <= last]
+        if ended and len(ended) < len(self._last_told):
             raise SettingsError(
-                f"the readers of {len(self._told)} ranks",
+                f"the readers of {len(self._last_told)} ranks",
                 found=f"no further batch on ranks {ended}, and more batches on the others",
                 expected="the same number of batches on each rank, because ranks share rows",
                 next_step="divide the data evenly, as torch's DistributedSampler(drop_last=True) "
@@ -180,65 +184,79 @@ class ComingIds:
         return has_ended
 
     def _exchanged(
-        self, batches: list[Mapping[str, Tensor]], at: int, reading: Reading, first: int, over: int
-    ) -> _Heard:
+        self,
+        batches: list[Mapping[str, Tensor]],
+        last_batch: int,
+        reading: Reading,
+        first: int,
+        over: int,
+    ) -> _Answers:
         try:
-            return self._exchange(batches, at, reading, first, over)
+            return self._exchange(batches, last_batch, reading, first, over)
         except BaseException:
             self._channel.close()  # what is left of this exchange must not meet the next one
             raise
 
     def _exchange(
-        self, batches: list[Mapping[str, Tensor]], at: int, reading: Reading, first: int, over: int
-    ) -> _Heard:
+        self,
+        batches: list[Mapping[str, Tensor]],
+        last_batch: int,
+        reading: Reading,
+        first: int,
+        over: int,
+    ) -> _Answers:
         # By this thread, because it takes a while.
-        own = [
+        own_ids = [
             torch.unique(batch[name]).long() if name in batch else torch.empty(0, dtype=torch.int64)
             for batch in batches
             for name in self._rows
         ]
-        counts = [ids.numel() for ids in own]
+        counts = [ids.numel() for ids in own_ids]
         header = torch.tensor(
-            [at, *reading, first, len(batches), over, *counts], dtype=torch.int64, device="cpu"
+            [last_batch, *reading, first, len(batches), over, *counts],
+            dtype=torch.int64,
+            device="cpu",
         )
         width = torch.int32 if max(self._rows.values()) <= 1 << 31 else torch.int64
-        ids = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *own]).to(width)
+        ids = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *own_ids]).to(width)
         sent = torch.cat([header.view(torch.uint8), ids.view(torch.uint8)])
-        said = [self._parsed(one, width) for one in self._channel.gather(sent)]
-        _refuse_differing(said)
-        return _Heard(
-            told=tuple(one.first + len(one.batches) - 1 for one in said),
-            over=min(one.over for one in said),
-            batches=tuple(dict(enumerate(one.batches, one.first)) for one in said),
+        messages = [
+            self._parsed(message_bytes, width) for message_bytes in self._channel.gather(sent)
+        ]
+        _refuse_differing(messages)
+        return _Answers(
+            last_told=tuple(message.first + len(message.batches) - 1 for message in messages),
+            over=min(message.over for message in messages),
+            batches=tuple(dict(enumerate(message.batches, message.first)) for message in messages),
         )
 
-    def _parsed(self, sent: Tensor, width: torch.dtype) -> _Said:
+    def _parsed(self, sent: Tensor, width: torch.dtype) -> _Message:
         # Cloned, because numbers must lie at addresses that fit their size.
-        at, turn, window, first, count, over = (
+        last_batch, turn, window, first, count, over = (
             sent[: 8 * _HEADER].clone().view(torch.int64).tolist()
         )
         end = 8 * (_HEADER + count * len(self._rows))
         counts = sent[8 * _HEADER : end].clone().view(torch.int64).tolist()
         parts = sent[end:].clone().view(width).long().split(counts)
         step = len(self._rows)
-        batches = [parts[one * step : (one + 1) * step] for one in range(count)]
-        return _Said(at, turn, window, first, over, batches)
+        batches = [parts[index * step : (index + 1) * step] for index in range(count)]
+        return _Message(last_batch, turn, window, first, over, batches)
 
 
-def _refuse_differing(said: Sequence[_Said]) -> None:
-    if len({one.window for one in said}) > 1:
+def _refuse_differing(messages: Sequence[_Message]) -> None:
+    if len({message.window for message in messages}) > 1:
         raise RanksDiffer(
             "Lookahead.window",
-            found=f"{[one.window for one in said]} on ranks 0 to {len(said) - 1}",
+            found=f"{[message.window for message in messages]} on ranks 0 to {len(messages) - 1}",
             expected="the same window on all ranks, because each plans the caches of all",
             next_step="build the Lookahead with one window on all ranks",
         )
-    if len({(one.at, one.turn) for one in said}) > 1:
-        given = [one.at - 1 for one in said]
+    if len({(message.last_batch, message.turn) for message in messages}) > 1:
+        batch_counts = [message.last_batch - 1 for message in messages]
         raise RanksDiffer(
             "the batches of all ranks",
-            found=f"ranks that were given {given} batches"
-            if len(set(given)) > 1
+            found=f"ranks that were given {batch_counts} batches"
+            if len(set(batch_counts)) > 1
             else "ranks that read with different Lookaheads",
             expected="ranks that begin epochs, evaluate and restore at the same batches",
             next_step="run the same loop on each rank",

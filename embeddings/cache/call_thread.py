@@ -62,11 +62,11 @@ class CallThread:
 
 
 def _do_calls(calls: _Calls) -> None:
-    while (one := calls.get()) is not None:
-        future, call = one
+    while (item := calls.get()) is not None:
+        future, call = item
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(call())
             except BaseException as error:
                 future.set_exception(error)
-        del one, future, call  # the next call may come much later
+        del item, future, call  # the next call may come much later

@@ -59,21 +59,21 @@ class Channel(ABC):
     def close(self) -> None:
         """Leave the other ranks: calls of theirs that wait for this rank fail at once."""
 
-    def gather(self, own: Tensor) -> list[Tensor]:
+    def gather(self, own_part: Tensor) -> list[Tensor]:
         """Send bytes to all ranks, and return those of each rank, in rank order.
 
         Args:
             own: uint8 [n]; n may differ between ranks.
         """
-        size = torch.tensor([own.numel()], dtype=torch.int64, device="cpu")
-        told = self.swap([size.view(torch.uint8)] * self.count, [size.nbytes] * self.count)
-        sizes = [int(one.clone().view(torch.int64)) for one in told]
-        none = own[:0]
-        parts = [none if rank == self.rank else own for rank in range(self.count)]
+        size = torch.tensor([own_part.numel()], dtype=torch.int64, device="cpu")
+        size_messages = self.swap([size.view(torch.uint8)] * self.count, [size.nbytes] * self.count)
+        sizes = [int(size_message.clone().view(torch.int64)) for size_message in size_messages]
+        none = own_part[:0]
+        parts = [none if rank == self.rank else own_part for rank in range(self.count)]
         sizes[self.rank] = 0
-        found = self.swap(parts, sizes)
-        found[self.rank] = own
-        return found
+        by_rank = self.swap(parts, sizes)
+        by_rank[self.rank] = own_part
+        return by_rank
 
 
 class GlooChannel(Channel):
@@ -114,11 +114,11 @@ class GlooChannel(Channel):
             self._wait(work)
         except RuntimeError as error:
             raise self._lost(error) from error
-        found = received.split(extended)
-        short = [rank for rank, one in enumerate(found) if one[-1] != _END]
+        by_rank = received.split(extended)
+        short = [rank for rank, part in enumerate(by_rank) if part[-1] != _END]
         if short:
             raise self._lost(f"messages of ranks {short} are shorter than this rank has planned")
-        return [one[:-1] for one in found]
+        return [part[:-1] for part in by_rank]
 
     def _wait(self, work: Any) -> None:
         """Wait for the other ranks, and say at doubling distances that this rank does."""

@@ -58,16 +58,18 @@ def clip_grad_norm_(
         RankLost: a rank does not answer.
         SettingsError: `norm_type` is not above 0.
     """
-    every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    all_parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     tables: set[int] = set()
     reductions: list[Reduction] = []
-    for cache in caches_of(every):
+    for cache in caches_of(all_parameters):
         if cache.reduction is not None:
             cache.end_failed_step()
             reductions.append(cache.reduction)
             tables |= {id(weight) for weight in cache.weights}
     if not reductions:
-        return torch.nn.utils.clip_grad_norm_(every, max_norm, norm_type, error_if_nonfinite)
+        return torch.nn.utils.clip_grad_norm_(
+            all_parameters, max_norm, norm_type, error_if_nonfinite
+        )
     power = float(norm_type)
     if not power > 0:
         raise SettingsError(
@@ -76,12 +78,22 @@ def clip_grad_norm_(
             expected="a number above 0",
             next_step="pass norm_type=2.0",
         )
-    dense = [one for one in every if id(one) not in tables and one.grad is not None]
-    dense_norm = _norm_of_dense([one.grad for one in dense if one.grad is not None], power)
+    dense = [
+        parameter
+        for parameter in all_parameters
+        if id(parameter) not in tables and parameter.grad is not None
+    ]
+    dense_norm = _norm_of_dense(
+        [parameter.grad for parameter in dense if parameter.grad is not None], power
+    )
     norms = []
     for reduction in reductions:
-        own = [_norm(gradient, power) for gradient in reduction.average_gradients(every)]
-        by_rank, dense_norm = reduction.agree_on_norms(_together(own, power), dense_norm)
+        norms_of_tables = [
+            _norm(gradient, power) for gradient in reduction.average_gradients(all_parameters)
+        ]
+        by_rank, dense_norm = reduction.agree_on_norms(
+            _together(norms_of_tables, power), dense_norm
+        )
         norms += by_rank
     total = _together([*norms, dense_norm], power)
     if error_if_nonfinite and not math.isfinite(total):
@@ -89,12 +101,12 @@ def clip_grad_norm_(
             f"The total norm of order {norm_type} for gradients is not finite: {total}. To clip "
             "them anyway, call clip_grad_norm_ with error_if_nonfinite=False"
         )
-    found = torch.tensor(total, dtype=torch.float32, device=every[0].device)
-    torch.nn.utils.clip_grads_with_norm_(dense, max_norm, found)
-    factor = torch.clamp(max_norm / (found + 1e-6), max=1.0)
+    norm = torch.tensor(total, dtype=torch.float32, device=all_parameters[0].device)
+    torch.nn.utils.clip_grads_with_norm_(dense, max_norm, norm)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for reduction in reductions:
-        reduction.scale_averaged(every, factor)
-    return found
+        reduction.scale_averaged(all_parameters, factor)
+    return norm
 
 
 def _norm_of_dense(gradients: Sequence[Tensor], power: float) -> float:
@@ -114,12 +126,12 @@ def _norm(gradient: Tensor, power: float) -> float:
 
 def _together(norms: Sequence[float], power: float) -> float:
     """Return the norm of all values from the norms of their parts."""
-    if not all(math.isfinite(one) for one in norms):
-        return math.nan if any(math.isnan(one) for one in norms) else math.inf
+    if not all(math.isfinite(norm) for norm in norms):
+        return math.nan if any(math.isnan(norm) for norm in norms) else math.inf
     if math.isinf(power):
         return max(norms, default=0.0)
     largest = max(norms, default=0.0)
     if largest == 0.0:
         return 0.0
     # Divided, because powers of large norms are no floats.
-    return float(largest * sum((one / largest) ** power for one in norms) ** (1 / power))
+    return float(largest * sum((norm / largest) ** power for norm in norms) ** (1 / power))

@@ -54,14 +54,14 @@ def leave_out(model: nn.Module, slots: Collection[Parameter]) -> None:
         model: the model. Parameters that DDP ignores already stay so.
         slots: parameters of the model.
     """
-    ids = {id(one) for one in slots}
+    ids = {id(parameter) for parameter in slots}
     for module in model.modules():
-        names = [name for name, one in module.named_parameters() if id(one) in ids]
+        names = [name for name, parameter in module.named_parameters() if id(parameter) in ids]
         if names:
-            before = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+            ignored_names = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
             # torch has no public call for it.
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-                module, [*before, *names]
+                module, [*ignored_names, *names]
             )
 
 
@@ -74,7 +74,7 @@ class DenseLayers:
 
     def __init__(self, slots: Mapping[str, Parameter]) -> None:
         self._slots = dict(slots)
-        self._ids = {id(one) for one in slots.values()}
+        self._ids = {id(parameter) for parameter in slots.values()}
         #: Every DistributedDataParallel that was found to ignore the slots.
         self._wrappers: WeakSet[DistributedDataParallel] = WeakSet()
         self._has_warned = False
@@ -91,9 +91,9 @@ class DenseLayers:
         running = DistributedDataParallel._get_active_ddp_module()
         if running is None or running in self._wrappers:
             return
-        averaged = {id(one) for one in running._module_parameters}
-        for name, one in self._slots.items():
-            if id(one) in averaged:
+        averaged = {id(parameter) for parameter in running._module_parameters}
+        for name, parameter in self._slots.items():
+            if id(parameter) in averaged:
                 raise SettingsError(
                     f"cached table {name!r}",
                     found="DistributedDataParallel of a module that contains the model given to "
@@ -112,15 +112,17 @@ class DenseLayers:
         """
         if self._wrappers:
             # A pass under no_sync() leaves gradients of this rank. Added up: a set has no order.
-            synced = [one for one in self._wrappers if one.require_forward_param_sync]
-            return sum(_digest(self._outside(one.parameters())) for one in synced)
+            synced = [wrapper for wrapper in self._wrappers if wrapper.require_forward_param_sync]
+            return sum(_digest(self._outside(wrapper.parameters())) for wrapper in synced)
         if self._has_warned:
             return 0
-        every = (one for group in optimizer.param_groups for one in group["params"])
-        return _digest(self._outside(every))
+        all_parameters = (
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        )
+        return _digest(self._outside(all_parameters))
 
     def _outside(self, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-        return (one for one in parameters if id(one) not in self._ids)
+        return (parameter for parameter in parameters if id(parameter) not in self._ids)
 
     def notice_other_gradients(self, ranks: Sequence[int]) -> None:
         """Refuse, or warn once, that replicas of the dense layers will drift apart.
@@ -155,13 +157,15 @@ def _digest(parameters: Iterable[Tensor]) -> int:
     on several ranks, are left out.
     """
     gradients = [
-        one.grad
-        for one in parameters
-        if one.grad is not None
-        and one.grad.layout is torch.strided
-        and not hasattr(one.grad, "full_tensor")
+        parameter.grad
+        for parameter in parameters
+        if parameter.grad is not None
+        and parameter.grad.layout is torch.strided
+        and not hasattr(parameter.grad, "full_tensor")
     ]
-    samples = [one.detach().flatten()[:_MOST_VALUES] for one in gradients[-_MOST_GRADIENTS:]]
+    samples = [
+        gradient.detach().flatten()[:_MOST_VALUES] for gradient in gradients[-_MOST_GRADIENTS:]
+    ]
     digest = 0
     for values in samples:
         digest = zlib.crc32(values.cpu().contiguous().view(torch.uint8).numpy().data, digest)

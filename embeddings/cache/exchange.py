@@ -44,7 +44,10 @@ def exchange_values(channel: Channel, tables: Sequence[tuple[TableSlots, Exchang
         sent = [_values(slots, exchange.lent[rank].slots) for slots, exchange in tables]
         parts.append(torch.cat(sent) if sent else _nothing())
         sizes.append(
-            sum(one.borrowed[rank].ids.numel() * _row_bytes(slots) for slots, one in tables)
+            sum(
+                exchange.borrowed[rank].ids.numel() * _row_bytes(slots)
+                for slots, exchange in tables
+            )
         )
     for rank, received in enumerate(channel.swap(parts, sizes)):
         end = 0
@@ -58,9 +61,9 @@ def exchange_values(channel: Channel, tables: Sequence[tuple[TableSlots, Exchang
             weight.index_copy_(0, rows.slots.to(weight.device), values.to(weight.device))
 
 
-def _values(slots: TableSlots, at: Tensor) -> Tensor:
+def _values(slots: TableSlots, chosen_slots: Tensor) -> Tensor:
     _, weight = slots.arrays()[0]
-    return _bytes(weight.index_select(0, at.to(weight.device)).cpu())
+    return _bytes(weight.index_select(0, chosen_slots.to(weight.device)).cpu())
 
 
 def _bytes(values: Tensor) -> Tensor:
@@ -92,39 +95,41 @@ def merged(exchanges: Sequence[Exchange]) -> Exchange:
         return exchanges[0]
     return Exchange(
         batch=exchanges[-1].batch,
-        own=_together([one.own for one in exchanges]),
-        borrowed=tuple(map(_together, zip(*(one.borrowed for one in exchanges), strict=True))),
-        lent=tuple(map(_together, zip(*(one.lent for one in exchanges), strict=True))),
+        own=_together([exchange.own for exchange in exchanges]),
+        borrowed=tuple(
+            map(_together, zip(*(exchange.borrowed for exchange in exchanges), strict=True))
+        ),
+        lent=tuple(map(_together, zip(*(exchange.lent for exchange in exchanges), strict=True))),
     )
 
 
 def divided(exchange: Exchange, ids: Tensor) -> tuple[Exchange, Exchange]:
     """Return the part of an exchange with these ids, int64 [k], ascending, and the part without."""
     parts = []
-    for wanted in (True, False):
+    for is_chosen in (True, False):
         parts.append(
             Exchange(
                 batch=exchange.batch,
-                own=_chosen(exchange.own, ids, wanted),
-                borrowed=tuple(_chosen(one, ids, wanted) for one in exchange.borrowed),
-                lent=tuple(_chosen(one, ids, wanted) for one in exchange.lent),
+                own=_chosen(exchange.own, ids, is_chosen),
+                borrowed=tuple(_chosen(rows, ids, is_chosen) for rows in exchange.borrowed),
+                lent=tuple(_chosen(rows, ids, is_chosen) for rows in exchange.lent),
             )
         )
     return parts[0], parts[1]
 
 
-def _chosen(rows: Rows, ids: Tensor, wanted: bool) -> Rows:
+def _chosen(rows: Rows, ids: Tensor, is_chosen: bool) -> Rows:
     if not ids.numel():
-        return Rows(ids=rows.ids[:0], slots=rows.slots[:0]) if wanted else rows
-    at = torch.searchsorted(ids, rows.ids).clamp_(max=ids.numel() - 1)
-    chosen = (ids[at] == rows.ids) == wanted
+        return Rows(ids=rows.ids[:0], slots=rows.slots[:0]) if is_chosen else rows
+    positions = torch.searchsorted(ids, rows.ids).clamp_(max=ids.numel() - 1)
+    chosen = (ids[positions] == rows.ids) == is_chosen
     return Rows(ids=rows.ids[chosen], slots=rows.slots[chosen])
 
 
 def _together(rows: Sequence[Rows]) -> Rows:
-    ids, inverse = torch.unique(torch.cat([one.ids for one in rows]), return_inverse=True)
+    ids, inverse = torch.unique(torch.cat([part.ids for part in rows]), return_inverse=True)
     slots = torch.empty_like(ids)
-    slots[inverse] = torch.cat([one.slots for one in rows])
+    slots[inverse] = torch.cat([part.slots for part in rows])
     return Rows(ids=ids, slots=slots)
 
 
@@ -135,13 +140,13 @@ class Reduced(NamedTuple):
         is_sparse: the ranks have sparse gradients.
         slots: int64 [n]: slots of the rows that any rank looks up, in the order of their ids.
         values: [n, dim]: the sums over all ranks, on the CPU.
-        there: bool [n]: a rank has an entry for the row. True for dense gradients.
+        has_gradient: bool [n]: a rank has an entry for the row. True for dense gradients.
     """
 
     is_sparse: bool
     slots: Tensor
     values: Tensor
-    there: Tensor
+    has_gradient: Tensor
 
 
 class LocalGradient:
@@ -179,16 +184,16 @@ class LocalGradient:
         """Return which rows have a gradient, bool [n], and the gradients, [n, dim], on the CPU."""
         count = rows.ids.numel()
         if self._dense is not None:
-            at = rows.slots.to(self._dense.device)
-            values = self._dense.index_select(0, at).cpu() / self._ranks
+            positions = rows.slots.to(self._dense.device)
+            values = self._dense.index_select(0, positions).cpu() / self._ranks
             return torch.ones(count, dtype=torch.bool, device="cpu"), values
         values = torch.zeros(count, self.slots.dim, dtype=self._values.dtype, device="cpu")
-        there = torch.zeros(count, dtype=torch.bool, device="cpu")
+        is_reduced = torch.zeros(count, dtype=torch.bool, device="cpu")
         if count and self._ids.numel():
-            at = torch.searchsorted(self._ids, rows.ids).clamp_(max=self._ids.numel() - 1)
-            there = self._ids[at] == rows.ids
-            values[there] = self._values[at[there]]
-        return there, values
+            positions = torch.searchsorted(self._ids, rows.ids).clamp_(max=self._ids.numel() - 1)
+            is_reduced = self._ids[positions] == rows.ids
+            values[is_reduced] = self._values[positions[is_reduced]]
+        return is_reduced, values
 
 
 class Outgoing:
@@ -209,17 +214,17 @@ class Outgoing:
     ) -> None:
         self._rank, self._ranks = rank, ranks
         self._tables = [(local.slots, exchange) for local, exchange in tables]
-        self._own = [local.of(exchange.own) for local, exchange in tables]
+        self._own_parts = [local.of(exchange.own) for local, exchange in tables]
         exchanges = [exchange for _, exchange in tables]
-        self.sent_rows = counts_of([one.borrowed for one in exchanges], ranks)
-        self.awaited_rows = counts_of([one.lent for one in exchanges], ranks)
+        self.sent_rows = counts_of([exchange.borrowed for exchange in exchanges], ranks)
+        self.awaited_rows = counts_of([exchange.lent for exchange in exchanges], ranks)
         kinds = torch.tensor([local.kind for local, _ in tables], dtype=torch.uint8, device="cpu")
         self._parts: list[Tensor] = []
-        for other in range(ranks):
+        for receiver in range(ranks):
             sent = [kinds]
             for local, exchange in tables:
-                there, values = local.of(exchange.borrowed[other])
-                sent += [there.view(torch.uint8), _bytes(values)]
+                has_gradient, values = local.of(exchange.borrowed[receiver])
+                sent += [has_gradient.view(torch.uint8), _bytes(values)]
             self._parts.append(torch.cat(sent))
 
     def reduce(self, channel: Channel) -> list[Reduced | None]:
@@ -235,32 +240,35 @@ class Outgoing:
         sizes = [
             count
             + sum(
-                one.lent[rank].ids.numel() * (1 + _row_bytes(slots)) for slots, one in self._tables
+                exchange.lent[rank].ids.numel() * (1 + _row_bytes(slots))
+                for slots, exchange in self._tables
             )
             for rank in range(self._ranks)
         ]
         received = channel.swap(self._parts, sizes)
-        kinds = torch.stack([one[:count] for one in received]).amax(0).tolist()
+        kinds = torch.stack([message[:count] for message in received]).amax(0).tolist()
         ends = [count] * self._ranks
-        found: list[Reduced | None] = []
-        for (slots, exchange), own, kind in zip(self._tables, self._own, kinds, strict=True):
+        all_reduced: list[Reduced | None] = []
+        for (slots, exchange), own_parts, kind in zip(
+            self._tables, self._own_parts, kinds, strict=True
+        ):
             ids = exchange.own.ids
             values = torch.zeros(ids.numel(), slots.dim, dtype=slots.weight.dtype, device="cpu")
-            there = torch.full(ids.shape, kind == _DENSE, dtype=torch.bool, device="cpu")
+            has_gradient = torch.full(ids.shape, kind == _DENSE, dtype=torch.bool, device="cpu")
             for rank in range(self._ranks):
                 if rank == self._rank:
-                    here, part = own
-                    at = torch.arange(ids.numel(), dtype=torch.int64, device="cpu")
+                    is_in_part, part = own_parts
+                    positions = torch.arange(ids.numel(), dtype=torch.int64, device="cpu")
                 else:
                     rows = exchange.lent[rank]
                     first, middle = ends[rank], ends[rank] + rows.ids.numel()
                     ends[rank] = middle + rows.ids.numel() * _row_bytes(slots)
-                    here = received[rank][first:middle].bool()
+                    is_in_part = received[rank][first:middle].bool()
                     part = received[rank][middle : ends[rank]].clone().view(values.dtype)
                     part = part.view(-1, slots.dim)
-                    at = torch.searchsorted(ids, rows.ids)
-                values.index_add_(0, at, part)
-                there[at] |= here
-            reduced = Reduced(kind == _SPARSE, exchange.own.slots, values, there)
-            found.append(None if kind == _NONE else reduced)
-        return found
+                    positions = torch.searchsorted(ids, rows.ids)
+                values.index_add_(0, positions, part)
+                has_gradient[positions] |= is_in_part
+            reduced = Reduced(kind == _SPARSE, exchange.own.slots, values, has_gradient)
+            all_reduced.append(None if kind == _NONE else reduced)
+        return all_reduced

@@ -46,7 +46,7 @@ class SlotGradients:
         #: What the weight's gradient becomes in place of torch's sum.
         self._total: Tensor | None = None
         #: The gradient that a step found, while it has sums in its place.
-        self._given: Tensor | None = None
+        self._unsummed: Tensor | None = None
         self._version = 0  # of the gradient, when the step began
         #: The last step's gradient, not kept alive by this, and its version.
         self._applied: tuple[weakref.ref[Tensor], int] | None = None
@@ -113,9 +113,9 @@ class SlotGradients:
                 next_step="look rows up by calling the module, or leave the table out of the "
                 "cache: capacity_rows={name: slots} for the others",
             )
-        there = self._slots.weight.grad
-        if gradient.is_sparse and there is not None and there.is_sparse:
-            self._total = self._slots.by_ids(there) + self._slots.by_ids(gradient)
+        present = self._slots.weight.grad
+        if gradient.is_sparse and present is not None and present.is_sparse:
+            self._total = self._slots.by_ids(present) + self._slots.by_ids(gradient)
 
     def _after(self, weight: Tensor) -> None:
         """Put the sum in place of torch's."""
@@ -178,24 +178,24 @@ class SlotGradients:
                 in the order that its sort leaves them in, and the sort is not stable. The sums
                 therefore follow from all ids, and the step is given sums by the rows' own ids.
         """
-        weight, self._given = self._slots.weight, None
+        weight, self._unsummed = self._slots.weight, None
         assert weight.grad is not None
         if weight.grad.is_sparse and summed:
-            self._given = weight.grad
+            self._unsummed = weight.grad
             weight.grad = self._by_slots(self._slots.by_ids(weight.grad).coalesce())
         self._version = weight.grad._version
 
     def end_step(self) -> None:
         """Take note that a step has applied the gradient, and may have set it to zero."""
         weight = self._slots.weight
-        given, self._given = self._given, None
+        unsummed, self._unsummed = self._unsummed, None
         gradient = weight.grad
         self._applied = self._averaged = None
         # The hooks of an optimizer run before this, and may call zero_grad().
         if gradient is None or _is_zeroed(gradient, self._version):
             return
-        if given is not None:
-            weight.grad = gradient = given
+        if unsummed is not None:
+            weight.grad = gradient = unsummed
         self._applied = weakref.ref(gradient), gradient._version
 
     def forget(self) -> None:
@@ -258,5 +258,5 @@ class _Through(torch.autograd.Function):
 
 
 def _through(weight: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
-    found: Tensor = _Through.apply(weight, act)  # type: ignore[no-untyped-call]  # torch's
-    return found
+    through: Tensor = _Through.apply(weight, act)  # type: ignore[no-untyped-call]  # torch's
+    return through

@@ -122,7 +122,7 @@ def cached(
     )
     _homes.add(home)
     if home.trainers > 1:
-        leave_out(model, [one.slots.weight for one in cache.tables.values()])
+        leave_out(model, [cached_rows.slots.weight for cached_rows in cache.tables.values()])
     return model
 
 
@@ -152,12 +152,12 @@ def put_in_cache(
     for name, count in slots.items():
         rows[name] = _cached_rows(tables[name], count, initial, torch.device(device or "cpu"))
     cache = new_cache(rows)
-    for name, one in rows.items():
+    for name, cached_rows in rows.items():
         module = tables[name].module
-        one.replaced = weakref.ref(module.weight)
-        module.weight = one.slots.weight
+        cached_rows.replaced = weakref.ref(module.weight)
+        module.weight = cached_rows.slots.weight
         if module.padding_idx is not None:
-            module.padding_idx = one.slots.padding
+            module.padding_idx = cached_rows.slots.padding
         hook = CachedLookups(cache, name)
         module.register_forward_pre_hook(hook, with_kwargs=True)
         untyped: Any = module
@@ -190,34 +190,34 @@ def read_rows(
         IndexError: an id is out of range.
         HomeError: the home has failed.
     """
-    known = {one.name: one for one in plain_tables(model).tables}
-    one = known.get(table)
-    if one is None:
+    tables_by_name = {table.name: table for table in plain_tables(model).tables}
+    read_table = tables_by_name.get(table)
+    if read_table is None:
         raise _refused(
             f"read_rows(table={table!r:.200})",
             "no such table",
-            f"one of {sorted(known)!r:.400}",
+            f"one of {sorted(tables_by_name)!r:.400}",
             "use the name of the embedding module, as in model.named_modules()",
         )
     if ids is None:
-        ids = torch.arange(one.table_rows, dtype=torch.int64, device="cpu")
+        ids = torch.arange(read_table.table_rows, dtype=torch.int64, device="cpu")
     ids = ids.reshape(-1)
-    refuse_ids_outside(table, ids, rows=one.table_rows)
+    refuse_ids_outside(table, ids, rows=read_table.table_rows)
     states = (
         {}
         if optimizer is None
-        else row_states(optimizer.state.get(one.weight, {}), len(one.weight))
+        else row_states(optimizer.state.get(read_table.weight, {}), len(read_table.weight))
     )
-    if isinstance(one, CachedTable):
-        slots = one.cached_rows.slots
-        values, *found = one.cache.rows_of(one.key_in_cache, ids)
+    if isinstance(read_table, CachedTable):
+        slots = read_table.cached_rows.slots
+        values, *states_of_rows = read_table.cache.rows_of(read_table.key_in_cache, ids)
         if not slots.states:  # before the first step, all rows have the states of new ones
             new = [state[slots.blank].cpu() for state in states.values()]
-            found = [state.expand(len(ids), *state.shape).clone() for state in new]
+            states_of_rows = [state.expand(len(ids), *state.shape).clone() for state in new]
     else:
-        arrays = (one.weight.detach(), *states.values())
-        values, *found = (array[ids.to(array.device)].cpu() for array in arrays)
-    return {"values": values, **dict(zip(states, found, strict=False))}
+        arrays = (read_table.weight.detach(), *states.values())
+        values, *states_of_rows = (array[ids.to(array.device)].cpu() for array in arrays)
+    return {"values": values, **dict(zip(states, states_of_rows, strict=False))}
 
 
 def _tables_of(model: nn.Module) -> dict[str, ModuleTable]:
@@ -225,40 +225,42 @@ def _tables_of(model: nn.Module) -> dict[str, ModuleTable]:
         raise _refused(
             "cached(model)", f"{model!r:.200}", "a torch.nn.Module", "pass the model itself"
         )
-    found: dict[str, ModuleTable] = {}
+    tables: dict[str, ModuleTable] = {}
     for table in plain_tables(model).tables:
         assert isinstance(table, ModuleTable)
-        what = None
+        problem = None
         if table.cached:
-            what = "a table that is cached already"
+            problem = "a table that is cached already"
         elif table.module.max_norm is not None:
-            what = "max_norm, with which lookups rewrite rows"
+            problem = "max_norm, with which lookups rewrite rows"
         elif getattr(table.module, "scale_grad_by_freq", False) and table.sparse:
-            what = "scale_grad_by_freq with sparse gradients"
-        if what is not None:
+            problem = "scale_grad_by_freq with sparse gradients"
+        if problem is not None:
             raise _refused(
                 f"cached(model): table {table.name!r}",
-                what,
+                problem,
                 "an nn.Embedding or nn.EmbeddingBag without max_norm that is not cached",
                 "build the module without it, or leave the table out: "
                 "capacity_rows={name: slots} for the others",
             )
-        found[table.name] = table
-    if not found:
+        tables[table.name] = table
+    if not tables:
         raise _refused(
             "cached(model)",
             "a model without nn.Embedding and nn.EmbeddingBag modules",
             "a model with at least one",
             "tables of TorchRec and other libraries cannot be cached; leave cached() out",
         )
-    refuse_unstorable([table for table in found.values() if not table.weight.is_meta])
-    return found
+    refuse_unstorable([table for table in tables.values() if not table.weight.is_meta])
+    return tables
 
 
-def _slots_by_table(given: int | Mapping[str, int], rows: Mapping[str, int]) -> dict[str, int]:
+def _slots_by_table(
+    capacity_rows: int | Mapping[str, int], rows: Mapping[str, int]
+) -> dict[str, int]:
     subject = "cached(capacity_rows=...)"
-    if isinstance(given, Mapping):
-        for name, count in given.items():
+    if isinstance(capacity_rows, Mapping):
+        for name, count in capacity_rows.items():
             if name not in rows:
                 raise _refused(
                     subject,
@@ -267,13 +269,15 @@ def _slots_by_table(given: int | Mapping[str, int], rows: Mapping[str, int]) -> 
                     "use the name of the embedding module, as in model.named_modules()",
                 )
             _refuse_count(f"{subject}: table {name!r}", count, 1)
-        return {name: min(count, rows[name]) for name, count in given.items()}
-    _refuse_count(subject, given, len(rows))
+        return {name: min(count, rows[name]) for name, count in capacity_rows.items()}
+    _refuse_count(subject, capacity_rows, len(rows))
     # Small tables fit wholly; the others share what is left evenly.
-    left, slots = given, {}
-    for number, (name, count) in enumerate(sorted(rows.items(), key=lambda one: (one[1], one[0]))):
-        slots[name] = min(count, left // (len(rows) - number))
-        left -= slots[name]
+    unassigned, slots = capacity_rows, {}
+    for number, (name, count) in enumerate(
+        sorted(rows.items(), key=lambda item: (item[1], item[0]))
+    ):
+        slots[name] = min(count, unassigned // (len(rows) - number))
+        unassigned -= slots[name]
     return {name: slots[name] for name in rows}
 
 
@@ -312,11 +316,11 @@ def _cached_rows(
             "initial=, which gives rows their first values",
             "pass initial=recpoint.embeddings.Uniform(seed=0, low=-0.01, high=0.01)",
         )
-    given, dim, dtype = initial, table.dim, weight.dtype
+    new_values, dim, dtype = initial, table.dim, weight.dtype
 
     def first_values(ids: Tensor) -> Tensor:
         try:
-            values = given(name, ids, dim, dtype)
+            values = new_values(name, ids, dim, dtype)
         except Exception as error:
             error.add_note(f"recpoint called initial(...) for rows of table {name!r}")
             raise

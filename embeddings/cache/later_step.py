@@ -46,7 +46,7 @@ class LaterStep:
         self._settings = {
             name: _copied(group[name])
             for group in optimizer.param_groups
-            if any(slots.weight is one for one in group["params"])
+            if any(slots.weight is parameter for parameter in group["params"])
             for name in optimizer.defaults
             if name in group
         }
@@ -76,15 +76,15 @@ class LaterStep:
     @torch.no_grad()
     def make(self, gradient: Reduced) -> None:
         """Make the step for the rows of a gradient. No other thread may use these meanwhile."""
-        chosen = gradient.slots[gradient.there]
+        chosen = gradient.slots[gradient.has_gradient]
         if not chosen.numel():
             return
         (_, weight), *states = self._slots.arrays()
-        at = chosen.to(weight.device)
-        values = gradient.values[gradient.there].to(weight.device)
-        rows = Parameter(weight.index_select(0, at))
+        row_slots = chosen.to(weight.device)
+        values = gradient.values[gradient.has_gradient].to(weight.device)
+        rows = Parameter(weight.index_select(0, row_slots))
         if gradient.is_sparse:
-            places = torch.arange(len(at), dtype=torch.int64, device=weight.device)
+            places = torch.arange(len(row_slots), dtype=torch.int64, device=weight.device)
             values = torch.sparse_coo_tensor(
                 places[None], values, rows.shape, is_coalesced=True, check_invariants=False
             )
@@ -92,13 +92,13 @@ class LaterStep:
         kind: Any = self._kind
         optimizer = kind([rows], lr=self._settings["lr"])
         optimizer.param_groups[0].update(self._settings)
-        own = {name: state.index_select(0, at) for name, state in states}
-        optimizer.state[rows].update({**self._state, **own})
+        row_states = {name: state.index_select(0, row_slots) for name, state in states}
+        optimizer.state[rows].update({**self._state, **row_states})
         # Without the hooks that watch the optimizers of the training.
         kind.step.__wrapped__(optimizer)
-        weight.index_copy_(0, at, rows)
+        weight.index_copy_(0, row_slots, rows)
         for name, state in states:
-            state.index_copy_(0, at, optimizer.state[rows][name])
+            state.index_copy_(0, row_slots, optimizer.state[rows][name])
 
 
 def _copied(value: Any) -> Any:
@@ -113,4 +113,4 @@ def _has_hooks(optimizer: Optimizer) -> bool:
         optimizer._optimizer_step_pre_hooks.values(),
         optimizer._optimizer_step_post_hooks.values(),
     )
-    return any(not str(getattr(one, "__module__", "")).startswith("recpoint.") for one in hooks)
+    return any(not str(getattr(hook, "__module__", "")).startswith("recpoint.") for hook in hooks)

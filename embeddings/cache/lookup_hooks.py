@@ -46,17 +46,18 @@ class CachedLookups:
         weights = kwargs.get("per_sample_weights", args[2] if len(args) > 2 else None)
         # The gradient of weights is computed from the rows, so that these must stay, too.
         trains = torch.is_grad_enabled() and any(
-            isinstance(one, Tensor) and one.requires_grad for one in (module.weight, weights)
+            isinstance(tensor, Tensor) and tensor.requires_grad
+            for tensor in (module.weight, weights)
         )
         if trains and isinstance(module, nn.EmbeddingBag) and not module.sparse:
-            found = self._own_rows(module, ids)
+            slots = self._own_rows(module, ids)
         else:
-            found = self.cache.slots_of(self.name, ids, trains=trains)
+            slots = self.cache.slots_of(self.name, ids, trains=trains)
             if trains:
                 module.__dict__["weight"] = self._weight(module)
         if args:
-            return (found, *args[1:]), kwargs
-        return args, {**kwargs, "input": found}
+            return (slots, *args[1:]), kwargs
+        return args, {**kwargs, "input": slots}
 
     def _own_rows(self, module: nn.EmbeddingBag, ids: Tensor) -> Tensor:
         """Give one lookup a weight of its rows alone, in the order of their ids.
@@ -70,14 +71,14 @@ class CachedLookups:
         """
         rows, places = torch.unique(ids, return_inverse=True)
         slots = self.cache.slots_of(self.name, rows, trains=True)
-        own = self._weight(module).index_select(0, slots)
+        own_weight = self._weight(module).index_select(0, slots)
         padding_row = self.cache.tables[self.name].slots.padding_row
         if padding_row is not None:
-            at = torch.nonzero(rows == padding_row).view(-1)
-            module.padding_idx = int(at) if at.numel() else None
-        module.__dict__["weight"] = own
-        found: Tensor = places.to(ids.dtype)
-        return found
+            padding_places = torch.nonzero(rows == padding_row).view(-1)
+            module.padding_idx = int(padding_places) if padding_places.numel() else None
+        module.__dict__["weight"] = own_weight
+        typed_places: Tensor = places.to(ids.dtype)
+        return typed_places
 
     def _weight(self, module: Any) -> Tensor:
         """Return the weight for a lookup with gradients on.

@@ -51,17 +51,19 @@ class PlannedCache:
             HomeError: the home has failed.
         """
         self.cache.turn_to(self)
-        known = self.cache.tell(len(batches), lambda at: self._own(batches[at]), window=window)
-        for ids in batches[self.cache.expected - self.cache.batch : known]:
+        last_known = self.cache.tell(
+            len(batches), lambda position: self._own(batches[position]), window=window
+        )
+        for ids in batches[self.cache.expected - self.cache.batch : last_known]:
             self.cache.expect(self._own(ids))
-        for ids in batches[self.ahead : min(fetched, known)]:
+        for ids in batches[self.ahead : min(fetched, last_known)]:
             if not self.cache.plan(self._own(ids), is_next=self.ahead == 0):
                 if not self._has_told:
                     self._tell(fetched)
                 return
 
     def _own(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {own: ids[name] for name, own in self._names.items() if name in ids}
+        return {own_name: ids[name] for name, own_name in self._names.items() if name in ids}
 
     def _tell(self, fetched: int) -> None:
         """Say once that the window has shrunk."""

@@ -100,7 +100,7 @@ class Reduction:
 
     def _reduce(self, optimizer: Optimizer, pending: Mapping[str, Exchange]) -> None:
         coming, next_batch = self._membership.coming, self._progress.batch + 1
-        next_ids = coming.of(next_batch) if coming.known >= next_batch else None
+        next_ids = coming.of(next_batch) if coming.last_known >= next_batch else None
         steps, differing_ranks = agree_on_step(
             partial(self._membership.agree, Act.STEP),
             optimizer,
@@ -114,7 +114,7 @@ class Reduction:
         if differing_ranks:
             self.dense_layers.notice_other_gradients(differing_ranks)
         now: list[tuple[LocalGradient, Exchange]] = []
-        later: list[tuple[LocalGradient, Exchange]] = []
+        late: list[tuple[LocalGradient, Exchange]] = []
         later_steps: list[LaterStep] = []
         for name, step in steps.items():
             self._changing[name] = step.exchange.own.slots
@@ -123,10 +123,10 @@ class Reduction:
             local = LocalGradient(self._tables[name].slots, self._membership.channels.count)
             now.append((local, step.at_once))
             if step.late is not None and step.later_step is not None:
-                later.append((local, step.late))
+                late.append((local, step.late))
                 later_steps.append(step.later_step)
             self._count(step.exchange, step.at_once)
-        to_follow = self._outgoing(later)  # before gradients are replaced
+        to_follow = self._outgoing(late)  # before gradients are replaced
         for name in self._put_averages(now, steps):
             del self._changing[name]
         if later_steps:
@@ -233,10 +233,12 @@ class Reduction:
             RankLost: a rank does not answer.
         """
         count = self._membership.channels.count
-        own = torch.tensor([tables, dense], dtype=torch.float64, device="cpu").view(torch.int64)
+        own_norms = torch.tensor([tables, dense], dtype=torch.float64, device="cpu").view(
+            torch.int64
+        )
         with self._membership.leaving():
-            heard = self._membership.agree(Act.AGREE_ON_NORM, own.expand(count, 2))
-            of_tables, of_dense = heard.contiguous().view(torch.float64).T.tolist()
+            norms = self._membership.agree(Act.AGREE_ON_NORM, own_norms.expand(count, 2))
+            of_tables, of_dense = norms.contiguous().view(torch.float64).T.tolist()
             if not all(_is_like(norm, of_dense[0]) for norm in of_dense):
                 raise RanksDiffer(
                     "clip_grad_norm_()",
@@ -338,7 +340,7 @@ class Reduction:
 
 
 def _put_gradient(slots: TableSlots, exchange: Exchange, reduced: Reduced) -> None:
-    weight, is_reduced = slots.weight, reduced.there
+    weight, is_reduced = slots.weight, reduced.has_gradient
     reduced_slots = reduced.slots[is_reduced].to(weight.device)
     values = reduced.values[is_reduced].to(weight.device)
     if reduced.is_sparse:
@@ -358,10 +360,10 @@ def _count_lent(exchange: Exchange) -> int:
     return len(lent_ids)
 
 
-def _is_like(norm: float, other: float) -> bool:
+def _is_like(norm: float, other_norm: float) -> bool:
     """Whether two ranks may have computed both from the same gradients."""
-    return math.isclose(norm, other, rel_tol=_ROUNDING) or (
-        not math.isfinite(norm) and not math.isfinite(other)
+    return math.isclose(norm, other_norm, rel_tol=_ROUNDING) or (
+        not math.isfinite(norm) and not math.isfinite(other_norm)
     )
 
 

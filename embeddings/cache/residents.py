@@ -65,10 +65,10 @@ class CachedRows:
         self.watched: tuple[int, Watched] | None = None
         #: The parameter that the module had before, which no optimizer may train any more.
         self.replaced: weakref.ref[Tensor] | None = None
-        own = weakref.ref(self)
+        self_reference = weakref.ref(self)
 
         def slots_of(ids: Tensor) -> Tensor:
-            rows = own()
+            rows = self_reference()
             assert rows is not None
             return rows.oracle.slots_of(ids)
 
@@ -111,13 +111,13 @@ class CachedRows:
             applied: a step has applied the gradients there are.
         """
         is_gone = applied or self.slots.weight.grad is None
-        kept = []
+        kept_lookups = []
         for lookup in self.looked_up:
             lookup.is_remembered = not is_gone if lookup.has_run else lookup.may_run
             if lookup.is_remembered:
-                kept.append(lookup)
-        self.looked_up = kept
-        self.looked_up_rows = sum(lookup.slots.numel() for lookup in kept)
+                kept_lookups.append(lookup)
+        self.looked_up = kept_lookups
+        self.looked_up_rows = sum(lookup.slots.numel() for lookup in kept_lookups)
 
     def _merge(self) -> None:
         """Merge lookups whose gradients are waiting for a step."""
@@ -152,25 +152,29 @@ class CachedRows:
         lookup.has_run = True
         if lookup.is_remembered:
             return
-        until = self.oracle.released + 1
-        if not torch.equal(self.oracle.slots_of(lookup.ids, hold=until), lookup.slots):
+        last_batch = self.oracle.released + 1
+        if not torch.equal(self.oracle.slots_of(lookup.ids, hold=last_batch), lookup.slots):
             raise SettingsError(
                 f"cached table {self.slots.name!r}",
                 found="another backward pass of a lookup after a step and a later batch",
                 expected="all backward passes of a lookup before the batch after its step",
                 next_step="look the rows up again",
             )
-        lookup.batch = until
+        lookup.batch = last_batch
         self._remember(lookup)
 
     def to_change(self) -> Tensor:
         """Return the slots whose rows the next step may change: int64 [n], some several times."""
         gradient = self.slots.weight.grad
         if gradient is not None and gradient.is_sparse:
-            found = gradient._indices()[0].cpu()
+            changing_slots = gradient._indices()[0].cpu()
         else:
-            found = torch.cat([NO_IDS, *(lookup.slots for lookup in self.looked_up)])
-        return found if self.slots.padding_row is None else found[found != self.slots.padding]
+            changing_slots = torch.cat([NO_IDS, *(lookup.slots for lookup in self.looked_up)])
+        return (
+            changing_slots
+            if self.slots.padding_row is None
+            else changing_slots[changing_slots != self.slots.padding]
+        )
 
     def stepped(self) -> None:
         """Take note that a step has applied the gradients."""
@@ -180,8 +184,8 @@ class CachedRows:
     def release(self, batch: int) -> None:
         """Let rows of batches up to this one leave their slots, unless a step may change them."""
         self.forget_lookups()
-        since = self.since
-        self.oracle.release(batch if since is None else min(batch, since - 1))
+        first_batch = self.since
+        self.oracle.release(batch if first_batch is None else min(batch, first_batch - 1))
 
     def begin_anew(self) -> None:
         """Forget all lookups, gradients and rows."""

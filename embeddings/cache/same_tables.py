@@ -17,12 +17,17 @@ __all__ = ["capacities_of_ranks", "refuse_differing"]
 
 def capacities_of_ranks(channel: Channel, tables: Mapping[str, CachedRows]) -> dict[str, list[int]]:
     """Return the number of slots of each table on each rank. Collective."""
-    own = torch.tensor(
-        [one.slots.capacity for one in tables.values()], dtype=torch.int64, device="cpu"
+    own_capacities = torch.tensor(
+        [cached_rows.slots.capacity for cached_rows in tables.values()],
+        dtype=torch.int64,
+        device="cpu",
     )
-    told = channel.gather(own.view(torch.uint8))
-    by_rank = [one.clone().view(torch.int64).tolist() for one in told]
-    return {name: [one[at] for one in by_rank] for at, name in enumerate(tables)}
+    answers = channel.gather(own_capacities.view(torch.uint8))
+    by_rank = [answer.clone().view(torch.int64).tolist() for answer in answers]
+    return {
+        name: [capacities[position] for capacities in by_rank]
+        for position, name in enumerate(tables)
+    }
 
 
 def refuse_differing(channel: Channel, tables: Mapping[str, CachedRows]) -> None:
@@ -31,14 +36,20 @@ def refuse_differing(channel: Channel, tables: Mapping[str, CachedRows]) -> None
     Raises:
         SettingsError: says which ranks differ.
     """
-    own = []
-    for name, one in tables.items():
-        slots, storage = one.slots, one.storage
+    descriptions = []
+    for name, cached_rows in tables.items():
+        slots, storage = cached_rows.slots, cached_rows.storage
         values = 0 if storage is None else _checksum(storage)
-        own.append(f"{name}: {slots.rows} x {slots.dim} {slots.weight.dtype}, values {values:08x}")
-    said = "\n".join(own).encode()
-    every = channel.gather(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-    differing = [rank for rank, one in enumerate(every) if not torch.equal(one, every[0])]
+        descriptions.append(
+            f"{name}: {slots.rows} x {slots.dim} {slots.weight.dtype}, values {values:08x}"
+        )
+    description = "\n".join(descriptions).encode()
+    all_descriptions = channel.gather(torch.frombuffer(bytearray(description), dtype=torch.uint8))
+    differing = [
+        rank
+        for rank, rank_description in enumerate(all_descriptions)
+        if not torch.equal(rank_description, all_descriptions[0])
+    ]
     if differing:
         raise SettingsError(
             "cached(model)",

@@ -32,7 +32,9 @@ class Settling:
     def __init__(self, tables: Mapping[str, CachedRows], lock: Lock) -> None:
         self._tables = tables
         self._lock = lock
-        self._seen = {name: torch.zeros_like(rows.slots.changed) for name, rows in tables.items()}
+        self._is_seen = {
+            name: torch.zeros_like(rows.slots.changed) for name, rows in tables.items()
+        }
         self._saved: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in tables}
 
     def save(self, name: str, slots: Tensor) -> None:
@@ -40,12 +42,12 @@ class Settling:
 
         A slot may come several times.
         """
-        here, seen = self._tables[name].slots, self._seen[name]
-        new = torch.unique(slots[~seen[slots]])
-        seen[new] = True
-        new = new[here.changed[new] & (here.ids[new] >= 0)]
+        slots_of_table, is_seen = self._tables[name].slots, self._is_seen[name]
+        new = torch.unique(slots[~is_seen[slots]])
+        is_seen[new] = True
+        new = new[slots_of_table.changed[new] & (slots_of_table.ids[new] >= 0)]
         if len(new):
-            self._saved[name].append((here.ids[new], here.records(new)))
+            self._saved[name].append((slots_of_table.ids[new], slots_of_table.records(new)))
 
     def take(self, name: str) -> TableRows | None:
         """Return the rows of one table, which then count as equal to their home's.
@@ -53,20 +55,22 @@ class Settling:
         Rows that a step has changed since then still differ. The home thread calls it, once for
         each table, before any row enters or leaves a slot. Returns None if there is no such row.
         """
-        here, seen = self._tables[name].slots, self._seen[name]
-        found: list[tuple[Tensor, Tensor]] = []
-        for first in range(0, len(seen), _SLOTS_AT_A_TIME):
+        slots_of_table, is_seen = self._tables[name].slots, self._is_seen[name]
+        copied: list[tuple[Tensor, Tensor]] = []
+        for first in range(0, len(is_seen), _SLOTS_AT_A_TIME):
             part = slice(first, first + _SLOTS_AT_A_TIME)
             with self._lock:  # what is not seen stays as it is until it is seen
-                differs = here.changed[part] & ~seen[part] & (here.ids[part] >= 0)
+                differs = (
+                    slots_of_table.changed[part] & ~is_seen[part] & (slots_of_table.ids[part] >= 0)
+                )
                 slots = first + differs.nonzero().view(-1)
                 if len(slots):
-                    found.append((here.ids[slots], here.records(slots)))
-                    here.changed[slots] = False
-                seen[part] = True
+                    copied.append((slots_of_table.ids[slots], slots_of_table.records(slots)))
+                    slots_of_table.changed[slots] = False
+                is_seen[part] = True
         with self._lock:
-            found += self._saved.pop(name)  # all are seen: nothing is saved any more
-        if not found:
+            copied += self._saved.pop(name)  # all are seen: nothing is saved any more
+        if not copied:
             return None
-        ids, order = torch.cat([ids for ids, _ in found]).sort()
-        return TableRows(name, ids, torch.cat([records for _, records in found])[order])
+        ids, order = torch.cat([ids for ids, _ in copied]).sort()
+        return TableRows(name, ids, torch.cat([records for _, records in copied])[order])

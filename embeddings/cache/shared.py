@@ -118,7 +118,7 @@ class SeveralTrainers(Trainers):
         self._mover.raise_error()
         batch, coming = self.progress.batch, self._membership.coming
         new_batches = []
-        for position in range(coming.told - batch, count):
+        for position in range(coming.last_told - batch, count):
             by_table = ids(position)
             new_batches.append(
                 {
@@ -131,12 +131,14 @@ class SeveralTrainers(Trainers):
         if waits:
             # A rank that makes a step would never tell its ids.
             self._channels.turns.agree(Act.READ_IDS, batch + 1)
-        coming.tell(new_batches, at=batch, reading=reading, over=self._over_batch, waits=waits)
+        coming.tell(
+            new_batches, last_batch=batch, reading=reading, over=self._over_batch, waits=waits
+        )
         for oracle in self._oracles.values():
             oracle.release(min(coming.over, oracle.planned))
         if waits:
             coming.refuse_uneven(batch)
-        return coming.known - batch
+        return coming.last_known - batch
 
     def expect(self, rows: CachedRows, ids: Tensor | None) -> None:
         """Expect the rows of all ranks; see `Trainers.expect`."""
@@ -231,8 +233,8 @@ class SeveralTrainers(Trainers):
             count = self._channels.count
             sent = counts_of([exchange.lent for exchange in exchanges.values()], count)
             awaited = counts_of([exchange.borrowed for exchange in exchanges.values()], count)
-            heard = self._membership.agree(Act.BEGIN_BATCH, sent)
-            refuse_other_counts("values of rows", heard, awaited)
+            announced = self._membership.agree(Act.BEGIN_BATCH, sent)
+            refuse_other_counts("values of rows", announced, awaited)
             exchange_values(
                 self._channels.rows,
                 [(self._tables[name].slots, exchange) for name, exchange in exchanges.items()],

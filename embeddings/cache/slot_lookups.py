@@ -79,8 +79,8 @@ class SlotLookups:
         missing_ids = torch.unique(flat_ids[slots < 0].long())
         if missing_ids.numel():
             # Rows that no step will change may leave as soon as others need their slots.
-            until = oracle.released if hold is None else hold
-            arrival = self._claim(rows, oracle, missing_ids, until)
+            last_batch = oracle.released if hold is None else hold
+            arrival = self._claim(rows, oracle, missing_ids, last_batch)
             if arrival is not None:
                 self._mover.wait([arrival])
                 slots = oracle.slots_of(flat_ids, hold=hold)
@@ -95,10 +95,10 @@ class SlotLookups:
         self._progress.batch += 1
         self._progress.forget_plans()
         batch = self._progress.batch
-        for other in self._tables.values():
-            self._trainers.plan_none(other)
-            other.hold_lookups(batch)
-            other.release(batch - 1)
+        for other_rows in self._tables.values():
+            self._trainers.plan_none(other_rows)
+            other_rows.hold_lookups(batch)
+            other_rows.release(batch - 1)
         slots = oracle.slots_of(flat_ids, hold=batch)
         missing_ids = torch.unique(flat_ids[slots < 0].long())
         if missing_ids.numel():

@@ -163,11 +163,11 @@ class TableSlots:
         """
         self.states = dict(states)
         if self.layout is not None:
-            wanted = self._present_layout()
-            if wanted != self.layout:
+            present_layout = self._present_layout()
+            if present_layout != self.layout:
                 raise SettingsError(
                     f"cached table {self.name!r}",
-                    found=f"an optimizer with the row states {_brief(wanted)}",
+                    found=f"an optimizer with the row states {_brief(present_layout)}",
                     expected=f"{_brief(self.layout)}, as the rows at home have them",
                     next_step="train the table with one optimizer; to change it, take a "
                     "checkpoint, and restore it into a model that is cached anew",
@@ -196,19 +196,19 @@ class TableSlots:
         Raises:
             SettingsError: the model was converted or moved, or has another weight.
         """
-        own = self._memory
+        memory = self._memory
         if (
             weight is self.weight
-            and weight.dtype is own.dtype
-            and weight.device == own.device
-            and weight.is_set_to(own)
+            and weight.dtype is memory.dtype
+            and weight.device == memory.device
+            and weight.is_set_to(memory)
         ):
             return
         raise SettingsError(
             f"cached table {self.name!r}",
             found=f"a weight of {weight.dtype} on {weight.device} that was converted, moved or "
             "replaced after cached()",
-            expected=f"the slots that cached() has made, {own.dtype} on {own.device}",
+            expected=f"the slots that cached() has made, {memory.dtype} on {memory.device}",
             next_step="call model.to(...), model.half() and their like before cached(); "
             "cached(device=...) says where the slots of tables on the meta device are",
         )
@@ -264,25 +264,27 @@ class TableSlots:
         """
         layout = self.fix_layout()
         out = torch.empty(len(slots), layout.size_bytes, dtype=torch.uint8, device="cpu")
-        at = slots.to(self.weight.device)
+        chosen_slots = slots.to(self.weight.device)
         for field, (_, array) in zip(layout.fields, self.arrays(), strict=True):
-            layout.put(out, field, array.index_select(0, at).cpu())
+            layout.put(out, field, array.index_select(0, chosen_slots).cpu())
         return out
 
     def put(self, slots: Tensor, records: Tensor) -> None:
         """Write records (as `records` returns them) into slots."""
         layout = self.fix_layout()
-        at = slots.to(self.weight.device)
+        chosen_slots = slots.to(self.weight.device)
         for field, (_, array) in zip(layout.fields, self.arrays(), strict=True):
-            array.index_copy_(0, at, layout.array(records, field).to(array.device))
+            array.index_copy_(0, chosen_slots, layout.array(records, field).to(array.device))
 
     def put_new(self, slots: Tensor, values: Tensor) -> None:
         """Write rows that were never trained: their values [n, dim], and new row states."""
-        at = slots.to(self.weight.device)
+        chosen_slots = slots.to(self.weight.device)
         (_, weight), *states = self.arrays()
-        weight.index_copy_(0, at, values.to(weight.device))
+        weight.index_copy_(0, chosen_slots, values.to(weight.device))
         for _, state in states:
-            state.index_copy_(0, at, state[self.blank].clone().expand(len(slots), *state.shape[1:]))
+            state.index_copy_(
+                0, chosen_slots, state[self.blank].clone().expand(len(slots), *state.shape[1:])
+            )
 
     def new_records(self, values: Tensor) -> Tensor:
         """Return the records of rows that were never trained, from their values [n, dim]."""

@@ -79,11 +79,11 @@ class AgreedStep(NamedTuple):
 
     Attributes:
         steps: by table. Some of them are no longer divided.
-        others: ranks whose gradients of dense layers differ from those of rank 0.
+        differing_ranks: ranks whose gradients of dense layers differ from those of rank 0.
     """
 
     steps: dict[str, TableStep]
-    others: list[int]
+    differing_ranks: list[int]
 
 
 def numbers_of_step(tables: int) -> int:
@@ -113,8 +113,8 @@ def agree_on_step(
         RankLost: a rank does not answer.
     """
     ranks = len(next(iter(steps.values())).exchange.lent)
-    said = torch.zeros(ranks, numbers_of_step(len(tables)), dtype=torch.int64, device="cpu")
-    by_table = said[:, : _OF_TABLE * len(tables)].view(ranks, len(tables), _OF_TABLE)
+    own_numbers = torch.zeros(ranks, numbers_of_step(len(tables)), dtype=torch.int64, device="cpu")
+    by_table = own_numbers[:, : _OF_TABLE * len(tables)].view(ranks, len(tables), _OF_TABLE)
     awaited = torch.zeros_like(by_table)
     for number, name in enumerate(tables):
         step = steps.get(name)
@@ -127,20 +127,24 @@ def agree_on_step(
         for column, exchange in ((1, step.exchange), (2, step.at_once)):
             by_table[:, number, column] = counts_of([exchange.borrowed], ranks)[:, 0]
             awaited[:, number, column] = counts_of([exchange.lent], ranks)[:, 0]
-    said[:, _OF_TABLE * len(tables) : -1] = _bits_of_scale(optimizer)
-    said[:, -1] = digest
-    heard = agree(said)
-    told = heard[:, : _OF_TABLE * len(tables)].view(ranks, len(tables), _OF_TABLE)
-    _refuse_other_tables(tables, told[:, :, 0])
-    _refuse_other_scales(heard[:, _OF_TABLE * len(tables) : -1])
-    can_wait = (told[:, :, 0] == _CAN_WAIT).all(0)
+    own_numbers[:, _OF_TABLE * len(tables) : -1] = _bits_of_scale(optimizer)
+    own_numbers[:, -1] = digest
+    answers = agree(own_numbers)
+    announced = answers[:, : _OF_TABLE * len(tables)].view(ranks, len(tables), _OF_TABLE)
+    _refuse_other_tables(tables, announced[:, :, 0])
+    _refuse_other_scales(answers[:, _OF_TABLE * len(tables) : -1])
+    can_wait = (announced[:, :, 0] == _CAN_WAIT).all(0)
     columns = torch.where(can_wait, 2, 1).expand(ranks, len(tables))[:, :, None]
     refuse_other_counts(
-        "gradients of rows", told.gather(2, columns)[:, :, 0], awaited.gather(2, columns)[:, :, 0]
+        "gradients of rows",
+        announced.gather(2, columns)[:, :, 0],
+        awaited.gather(2, columns)[:, :, 0],
     )
-    waiting = {name for name, one in zip(tables, can_wait.tolist(), strict=True) if one}
-    agreed = {name: one if name in waiting else one.undivided() for name, one in steps.items()}
-    return AgreedStep(agreed, torch.nonzero(heard[:, -1] != heard[0, -1]).view(-1).tolist())
+    waiting = {
+        name for name, table_waits in zip(tables, can_wait.tolist(), strict=True) if table_waits
+    }
+    agreed = {name: step if name in waiting else step.undivided() for name, step in steps.items()}
+    return AgreedStep(agreed, torch.nonzero(answers[:, -1] != answers[0, -1]).view(-1).tolist())
 
 
 def _bits_of_scale(optimizer: Optimizer | None) -> Tensor:
@@ -153,7 +157,7 @@ def _bits_of_scale(optimizer: Optimizer | None) -> Tensor:
 
 
 def _refuse_other_tables(tables: Sequence[str], kinds: Tensor) -> None:
-    for is_of_kind, what, next_step in (
+    for is_of_kind, subject, next_step in (
         (
             kinds != _NOT_TRAINED,
             "steps",
@@ -168,12 +172,12 @@ def _refuse_other_tables(tables: Sequence[str], kinds: Tensor) -> None:
         if bool((is_of_kind == is_of_kind[0]).all()):
             continue
         by_rank = [
-            [name for name, is_table in zip(tables, one, strict=True) if is_table]
-            for one in is_of_kind.tolist()
+            [name for name, is_table in zip(tables, is_of_rank, strict=True) if is_table]
+            for is_of_rank in is_of_kind.tolist()
         ]
         raise RanksDiffer(
             f"an optimizer's step on {len(by_rank)} ranks",
-            found=f"{what} of other tables: "
+            found=f"{subject} of other tables: "
             + "; ".join(f"rank {rank} of {names!r:.200}" for rank, names in enumerate(by_rank)),
             expected="the same tables, in the same order on all ranks",
             next_step=next_step,
@@ -183,7 +187,9 @@ def _refuse_other_tables(tables: Sequence[str], kinds: Tensor) -> None:
 def _refuse_other_scales(bits: Tensor) -> None:
     if bool((bits == bits[0]).all()):
         return
-    by_rank = [struct.unpack("<dd", struct.pack("<qq", *one)) for one in bits.tolist()]
+    by_rank = [
+        struct.unpack("<dd", struct.pack("<qq", *scale_bits)) for scale_bits in bits.tolist()
+    ]
     raise RanksDiffer(
         "the GradScaler of a fused optimizer",
         found="other values on the ranks: "

@@ -184,7 +184,7 @@ def _refuse_other_states(rows: CachedRows, optimizer: Optimizer) -> None:
     slot_count = slots.weight.shape[0]
     states = row_states(state, slot_count)
     if slots.states:
-        is_right = all(states.get(name) is own for name, own in slots.states.items())
+        is_right = all(states.get(name) is state for name, state in slots.states.items())
     elif slots.rows != slot_count and row_states(state, slots.rows):
         is_right = False
     else:

@@ -90,19 +90,21 @@ class Turns:
             RankLost: a rank does not answer.
         """
         count = self._channel.count
-        said = torch.zeros(count, _FIXED + self._numbers, dtype=torch.int64, device="cpu")
-        said[:, 0], said[:, 1] = int(act), batch
-        told = 0 if numbers is None else numbers.shape[1]
+        header = torch.zeros(count, _FIXED + self._numbers, dtype=torch.int64, device="cpu")
+        header[:, 0], header[:, 1] = int(act), batch
+        number_count = 0 if numbers is None else numbers.shape[1]
         if numbers is not None:
-            said[:, _FIXED : _FIXED + told] = numbers
-        parts = list(said.view(torch.uint8))
+            header[:, _FIXED : _FIXED + number_count] = numbers
+        parts = list(header.view(torch.uint8))
         received = self._channel.swap(parts, [part.numel() for part in parts])
         # Copied, because numbers must lie at addresses that fit their size.
-        heard = torch.stack([one.clone().view(torch.int64) for one in received])
-        acts = [(Act(one), number) for one, number in heard[:, :_FIXED].tolist()]
+        headers = torch.stack(
+            [received_header.clone().view(torch.int64) for received_header in received]
+        )
+        acts = [(Act(act_number), number) for act_number, number in headers[:, :_FIXED].tolist()]
         if len(set(acts)) > 1:
             raise _differing(acts)
-        return heard[:, _FIXED : _FIXED + told]
+        return headers[:, _FIXED : _FIXED + number_count]
 
 
 def _differing(acts: list[tuple[Act, int]]) -> RanksDiffer:
@@ -124,7 +126,7 @@ def _differing(acts: list[tuple[Act, int]]) -> RanksDiffer:
     )
 
 
-def refuse_other_counts(what: str, sent: Tensor, awaited: Tensor) -> None:
+def refuse_other_counts(subject: str, sent: Tensor, awaited: Tensor) -> None:
     """Refuse to exchange rows of which ranks send another number than this rank waits for.
 
     Args:
@@ -139,7 +141,7 @@ def refuse_other_counts(what: str, sent: Tensor, awaited: Tensor) -> None:
         return
     ranks = torch.nonzero((sent != awaited).any(1)).view(-1).tolist()
     raise RanksDiffer(
-        f"the {what} that ranks exchange",
+        f"the {subject} that ranks exchange",
         found=f"{[int(sent[rank].sum()) for rank in ranks]} rows from ranks {ranks}",
         expected=f"{[int(awaited[rank].sum()) for rank in ranks]}, as this rank has planned",
         next_step="start the job again, which goes on from the newest checkpoint, and report this "

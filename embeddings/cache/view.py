@@ -32,7 +32,7 @@ _SLOTS_AT_A_TIME: Final = 16_384
 _ROWS_AT_A_TIME: Final = 65_536
 
 
-class _Wanted(NamedTuple):
+class _Request(NamedTuple):
     """Rows of one part of a table, and where they go. Ids are counted from the part's first row.
 
     Attributes:
@@ -52,9 +52,9 @@ class _Wanted(NamedTuple):
             return is_in_part, ids[is_in_part]
         if not self.ids.numel():
             return torch.zeros_like(ids, dtype=torch.bool), ids[:0]
-        at = torch.searchsorted(self.ids, ids).clamp_(max=self.ids.numel() - 1)
-        wanted = self.ids[at] == ids
-        return wanted, at[wanted]
+        positions = torch.searchsorted(self.ids, ids).clamp_(max=self.ids.numel() - 1)
+        is_wanted = self.ids[positions] == ids
+        return is_wanted, positions[is_wanted]
 
 
 class RowsAtHome(NamedTuple):
@@ -94,7 +94,7 @@ class TableView:
         self._new_states = tuple(array[slots.blank].cpu().clone() for array in self._arrays[1:])
         self._saved = torch.zeros_like(slots.changed)
         self._pieces: list[tuple[Tensor, tuple[Tensor, ...]]] = []
-        self._wanted: list[_Wanted] = []
+        self._requests: list[_Request] = []
         self._staged: list[Tensor | None] = []
         self.frozen: FrozenRows | None = None
         self.checked = Checked()
@@ -108,10 +108,10 @@ class TableView:
         self._layout = self.slots.layout
 
     def want(self, ids: Tensor | None, outs: Sequence[Tensor]) -> None:
-        """Have rows written to `outs`; see `_Wanted`."""
+        """Have rows written to `outs`; see `_Request`."""
         count = len(self._part) if ids is None else ids.numel()
         filled = torch.zeros(count, dtype=torch.bool, device="cpu")
-        self._wanted.append(_Wanted(ids, tuple(outs), filled))
+        self._requests.append(_Request(ids, tuple(outs), filled))
 
     def stage(self, ids: Tensor | None) -> None:
         """Have the home stage rows; see `CacheView.stage`."""
@@ -162,28 +162,28 @@ class TableView:
 
     def save(self, slots: Tensor) -> None:
         """Copy the rows of slots that are about to change; the lock is held."""
-        if not self._wanted:
+        if not self._requests:
             return
         new = slots[~self._saved[slots]]
         self._saved[new] = True
-        at = new.to(self.slots.weight.device)
-        arrays = tuple(array.index_select(0, at).cpu() for array in self._arrays)
+        chosen_slots = new.to(self.slots.weight.device)
+        arrays = tuple(array.index_select(0, chosen_slots).cpu() for array in self._arrays)
         self._pieces.append((self.slots.ids[new], arrays))
 
     def copy_slots(self, lock: Lock) -> None:
         """Copy the rows that are in slots and that no step has changed; by the home thread."""
-        if not self._wanted:
+        if not self._requests:
             return
         for first in range(0, self.slots.capacity, _SLOTS_AT_A_TIME):
-            at = torch.arange(
+            slots = torch.arange(
                 first,
                 min(first + _SLOTS_AT_A_TIME, self.slots.capacity),
                 dtype=torch.int64,
                 device="cpu",
             )
             with lock:
-                at = at[(self.slots.ids[at] >= 0) & ~self._saved[at]]
-                self._put(self.slots.ids[at], at, self._arrays)
+                slots = slots[(self.slots.ids[slots] >= 0) & ~self._saved[slots]]
+                self._put(self.slots.ids[slots], slots, self._arrays)
 
     def copy_saved(self) -> None:
         """Copy the rows that were saved; nothing is saved any more."""
@@ -192,41 +192,41 @@ class TableView:
             self._put(ids, rows, arrays)
         self._pieces.clear()
 
-    def _put(self, ids: Tensor, at: Tensor, arrays: Sequence[Tensor]) -> None:
-        """Write rows that lie at `at` in `arrays` to their places."""
-        for one in self._wanted:
-            wanted, places = one.positions(ids - self._part.start)
-            chosen = at[wanted].to(arrays[0].device)
-            for array, out in zip(arrays, one.outs, strict=True):
+    def _put(self, ids: Tensor, positions: Tensor, arrays: Sequence[Tensor]) -> None:
+        """Write rows that lie at `positions` in `arrays` to their places."""
+        for request in self._requests:
+            is_wanted, places = request.positions(ids - self._part.start)
+            chosen = positions[is_wanted].to(arrays[0].device)
+            for array, out in zip(arrays, request.outs, strict=True):
                 out[places] = array.index_select(0, chosen).cpu()
-            one.filled[places] = True
+            request.filled[places] = True
 
     def read_home(self) -> None:
         """Read all other rows from the frozen home."""
-        for one in self._wanted:
-            for first in range(0, len(one.filled), _ROWS_AT_A_TIME):
+        for request in self._requests:
+            for first in range(0, len(request.filled), _ROWS_AT_A_TIME):
                 places = (
-                    torch.nonzero(~one.filled[first : first + _ROWS_AT_A_TIME]).view(-1) + first
+                    torch.nonzero(~request.filled[first : first + _ROWS_AT_A_TIME]).view(-1) + first
                 )
                 if places.numel():
-                    self._read(one, places)
+                    self._read(request, places)
 
-    def _read(self, one: _Wanted, places: Tensor) -> None:
-        ids = (places if one.ids is None else one.ids[places]) + self._part.start
-        there = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
+    def _read(self, request: _Request, places: Tensor) -> None:
+        ids = (places if request.ids is None else request.ids[places]) + self._part.start
+        is_at_home = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
         if self.frozen is not None and self._layout is not None:
             records = torch.empty(
                 ids.numel(), self._layout.size_bytes, dtype=torch.uint8, device="cpu"
             )
-            there = self.frozen.fetch(ids, records)
+            is_at_home = self.frozen.fetch(ids, records)
             checked = self.frozen.check(ids)
             self.checked = Checked(*map(sum, zip(self.checked, checked, strict=True)))
-            for field, out in zip(self._layout.fields, one.outs, strict=False):
-                out[places[there]] = self._layout.array(records[there], field)
-        if bool(there.all()):
+            for field, out in zip(self._layout.fields, request.outs, strict=False):
+                out[places[is_at_home]] = self._layout.array(records[is_at_home], field)
+        if bool(is_at_home.all()):
             return
-        for array, out in zip(self._new_rows(ids[~there]), one.outs, strict=True):
-            out[places[~there]] = array.to(out.dtype)
+        for array, out in zip(self._new_rows(ids[~is_at_home]), request.outs, strict=True):
+            out[places[~is_at_home]] = array.to(out.dtype)
 
 
 class SavesRows(Protocol):
