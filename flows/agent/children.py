@@ -1,8 +1,10 @@
-"""Shares the code of the agent's child processes: environment, priority, flow run and answer.
+"""Gives the agent's child processes what they share: environment, priority, flow run and answer.
 
-Consolidations and sweeps run in child processes, so that a persist never waits for their memory or
-interpreter lock, and so that they end with the agent, however it ends. The last line that a child
-prints on stdout is JSON.
+    python -m MODULE ARGUMENTS … PARENT_PID
+
+A child has the lowest priority and ends with the agent, however the agent ends. Its first line on
+stdout is `ready`: from then on it may be stopped (SIGSTOP), because it ends with the agent in any
+case. Its last line is JSON: the answer.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ __all__ = [
     "answer_of",
     "damage_of",
     "environment_of",
+    "begin",
     "give_way",
-    "log_to_stderr",
     "run_flow",
+    "tell_agent",
 ]
 
 
@@ -78,7 +81,24 @@ def give_way(parent: int) -> None:
     os.nice(_LOWEST)
 
 
-def log_to_stderr() -> None:
+def begin(parent: int) -> None:
+    """Begin as a child of the agent: give way, say that it is ready, and log to stderr.
+
+    Args:
+        parent: process id of the agent.
+    """
+    give_way(parent)
+    print(READY, flush=True)
+    _log_to_stderr()
+
+
+def tell_agent(**answer: object) -> int:
+    """Print the answer; return the exit status: 1 if it has an `error`, else 0."""
+    print(json.dumps(answer), flush=True)
+    return 1 if "error" in answer else 0
+
+
+def _log_to_stderr() -> None:
     """Log to stderr, which the agent shares, without a line for each HTTP request."""
     lines = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=lines)

@@ -5,9 +5,7 @@ The agent can stop the process anywhere. If it is killed, the next one continues
     python -m recpoint.flows.agent.consolidate_process RUN_URL TRIGGERS_JSON PARENT_PID
 
 Runs the flow if `PREFECT_API_URL` is set. If it is not set, or Prefect fails, calls the same
-functions without Prefect. The first line on stdout is `ready`: from then on the process may be
-stopped, because it ends with the agent in any case. The last line is JSON: `done`, `nothing`, or
-`error` with its `damage`.
+functions without Prefect. Its answer has `done`, `nothing`, or `error` with its `damage`.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from recpoint.catalog.consolidate.plan import (
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import RecpointError
-from recpoint.flows.agent.children import READY, damage_of, give_way, log_to_stderr, run_flow
+from recpoint.flows.agent.children import begin, damage_of, run_flow, tell_agent
 from recpoint.units import bytes_text
 
 __all__ = ["main"]
@@ -48,17 +46,12 @@ def main(arguments: list[str]) -> int:
     """
     run_url, parent = arguments[0], int(arguments[2])
     triggers = ConsolidationTriggers(**json.loads(arguments[1]))
-    give_way(parent)
-    print(READY, flush=True)
-    log_to_stderr()
+    begin(parent)
     try:
         done = _consolidate(run_url, triggers)
     except (RecpointError, OSError, MemoryError) as error:
-        print(json.dumps({"error": str(error), "damage": damage_of(error)}), flush=True)
-        return 1
-    what = "nothing" if done.startswith(NOTHING_DONE) else "done"
-    print(json.dumps({what: done}), flush=True)
-    return 0
+        return tell_agent(error=str(error), damage=damage_of(error))
+    return tell_agent(nothing=done) if done.startswith(NOTHING_DONE) else tell_agent(done=done)
 
 
 def _consolidate(run_url: str, triggers: ConsolidationTriggers) -> str:

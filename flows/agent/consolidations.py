@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Final, Literal
 
 from recpoint.catalog.consolidate.plan import (
     ConsolidationTriggers,
@@ -29,8 +25,8 @@ from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.notes import read_note, remove_note, write_note_durably
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import NothingToRestore, RecpointError, RunRecordLost, StagingRefused
-from recpoint.flows.agent.children import READY, answer_of, damage_of, environment_of
-from recpoint.flows.agent.gate import growing_pause
+from recpoint.flows.agent.background import BackgroundThread, ChildProcess, RunTries
+from recpoint.flows.agent.children import damage_of
 from recpoint.format.job import Job
 from recpoint.format.notes import CONSOLIDATION_NOTE, ConsolidationNote
 
@@ -43,7 +39,6 @@ Which = Literal["auto", "all", "off"]
 _LOG = logging.getLogger("recpoint.consolidate")
 
 _POLL_SECONDS: Final = 0.1
-_END_SECONDS: Final = 3.0
 #: Pauses after a failure; each failure in a row doubles the pause.
 _FIRST_PAUSE_SECONDS: Final = 15.0
 _LONGEST_PAUSE_SECONDS: Final = 3600.0
@@ -58,17 +53,21 @@ _NEXT_OF_HELD_BACK: Final = (
 
 @dataclass
 class _Candidate:
-    """A run that may be worth consolidating."""
+    """A run that may be worth consolidating.
+
+    Attributes:
+        run_url: its URL.
+        tries: its consolidations.
+        is_new: something was committed since the last turn.
+        turn: number of its last turn; the run with the lowest is next.
+        last_warning: the damage that was logged last, or that a merge was held back.
+    """
 
     run_url: str
-    is_new: bool = True  # something was committed since the last turn
-    turn: int = 0  # number of its last turn; the run with the lowest is next
-    failures: int = 0
-    retry_at: float = 0.0
-    done: int = 0
-    last: str | None = None
-    last_error: str | None = None
-    told: str | None = None  # the damage that was logged last
+    tries: RunTries = field(default_factory=RunTries)
+    is_new: bool = True
+    turn: int = 0
+    last_warning: str | None = None
 
 
 class BackgroundConsolidation:
@@ -91,18 +90,16 @@ class BackgroundConsolidation:
     ) -> None:
         self._which = which
         self._triggers = triggers or ConsolidationTriggers()
-        self._prefect_url = prefect_url
         self._tell = tell
         self._lock = threading.Lock()
         self._candidates: dict[StagedRun, _Candidate] = {}
         self._turns = 0
         self._at_work: StagedRun | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._may_be_stopped = False  # if stopped before `ready`, it would outlive a killed agent
-        self._paused = False
-        self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._keep_consolidating, name="consolidate", daemon=True
+        self._child = ChildProcess(
+            "recpoint.flows.agent.consolidate_process", prefect_url=prefect_url
+        )
+        self._thread = BackgroundThread(
+            "consolidate", self._consolidate_next, every_seconds=_POLL_SECONDS, child=self._child
         )
 
     def start(self, found_runs: list[StagedRun]) -> None:
@@ -141,12 +138,7 @@ class BackgroundConsolidation:
 
     def give_way(self, busy: bool) -> None:
         """Stop the consolidating process while jobs are due (`busy`); continue it afterwards."""
-        with self._lock:
-            if busy == self._paused:
-                return
-            self._paused = busy
-            if self._may_be_stopped:
-                self._signal(signal.SIGSTOP if busy else signal.SIGCONT)
+        self._child.pause(busy)
 
     @property
     def idle(self) -> bool:
@@ -158,11 +150,7 @@ class BackgroundConsolidation:
 
     def stop(self) -> None:
         """End the thread and kill the process; the next agent continues unfinished work."""
-        self._stop.set()
-        with self._lock:
-            self._signal(signal.SIGKILL)
-        if self._thread.is_alive():
-            self._thread.join(_END_SECONDS)
+        self._thread.stop()
 
     def status(self, staged_run: StagedRun) -> dict[str, object] | None:
         """Return a run's consolidation for its status file; None: the run is not consolidated."""
@@ -170,22 +158,15 @@ class BackgroundConsolidation:
             candidate = self._candidates.get(staged_run)
             if candidate is None:
                 return None
-            at_work = self._at_work == staged_run
-            return {
-                "state": ("waiting" if self._paused else "at work") if at_work else "idle",
-                "done": candidate.done,
-                "last": candidate.last,
-                "last_error": candidate.last_error,
-            }
+            state = "idle"
+            if self._at_work == staged_run:
+                state = "waiting" if self._child.is_paused else "at work"
+            return candidate.tries.status(state)
 
     def done(self, staged_run: StagedRun) -> int:
         """Return how many consolidations of a run were done; takes no lock."""
         candidate = self._candidates.get(staged_run)
-        return 0 if candidate is None else candidate.done
-
-    def _signal(self, number: int) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+        return 0 if candidate is None else candidate.tries.done
 
     def _next(self) -> StagedRun | None:
         """Return the due run whose last turn is longest ago, so that no run starves another."""
@@ -193,34 +174,31 @@ class BackgroundConsolidation:
         due = [
             (candidate.turn, staged_run)
             for staged_run, candidate in self._candidates.items()
-            if candidate.is_new and now >= candidate.retry_at
+            if candidate.is_new and now >= candidate.tries.retry_at
         ]
         return min(due, key=lambda pair: pair[0], default=(0, None))[1]
 
-    def _keep_consolidating(self) -> None:
-        while not self._stop.wait(_POLL_SECONDS):
+    def _consolidate_next(self) -> None:
+        with self._lock:
+            staged_run = None if self._child.is_paused else self._next()
+            if staged_run is None:
+                return
+            candidate = self._candidates[staged_run]
+            candidate.is_new = False
+            self._turns += 1
+            candidate.turn = self._turns
+            self._at_work = staged_run
+        try:
+            self._serve(staged_run, candidate)
+        except Exception as error:  # the thread must go on, whatever the error
+            text = f"{type(error).__name__}: {error}"
+            self._failed(staged_run, candidate, text, damage_of(error))
+            if not isinstance(error, RecpointError | OSError):
+                _LOG.exception("%s: unexpected error in a consolidation", staged_run.name)
+        finally:
             with self._lock:
-                staged_run = None if self._paused else self._next()
-                if staged_run is None:
-                    continue
-                candidate = self._candidates[staged_run]
-                candidate.is_new = False
-                self._turns += 1
-                candidate.turn = self._turns
-                self._at_work = staged_run
-            try:
-                self._serve(staged_run, candidate)
-            except Exception as error:  # the thread must go on, whatever the error
-                self._failed(
-                    staged_run, candidate, f"{type(error).__name__}: {error}", damage_of(error)
-                )
-                if not isinstance(error, RecpointError | OSError):
-                    _LOG.exception("%s: unexpected error in a consolidation", staged_run.name)
-            finally:
-                with self._lock:
-                    self._at_work = self._process = None
-                    self._may_be_stopped = False
-                self._tell(staged_run)
+                self._at_work = None
+            self._tell(staged_run)
 
     def _serve(self, staged_run: StagedRun, candidate: _Candidate) -> None:
         try:
@@ -229,7 +207,7 @@ class BackgroundConsolidation:
             raise
         except NothingToRestore as gone:
             # The run was removed or moved away. If there is another commit, it is checked again.
-            candidate.last_error = str(gone)
+            candidate.tries.last_error = str(gone)
             _LOG.info("%s: there is nothing to consolidate: %s", staged_run.name, gone)
             return
         name = newest_checkpoint(run)
@@ -240,32 +218,33 @@ class BackgroundConsolidation:
             self._hold_back(staged_run, candidate, plan.reason)
             return
         if not plan.pays:
-            candidate.last_error = candidate.told = None
+            candidate.tries.last_error = candidate.last_warning = None
             return
         _LOG.info("%s: consolidating step %d: %s", staged_run.name, name.step, plan.reason)
         self._tell(staged_run)
-        answer = self._run_process(candidate.run_url)
-        if self._stop.is_set():
+        answer = self._child.run(candidate.run_url, json.dumps(asdict(self._triggers)))
+        if self._thread.is_stopping:
             return
-        if "done" in answer or "nothing" in answer:
-            candidate.failures, candidate.last_error, candidate.told = 0, None, None
-            said = str(answer.get("done") or answer.get("nothing"))
-            if "done" in answer:
-                candidate.done += 1
-                candidate.last = said
-            _LOG.info("%s: %s", staged_run.name, said)
+        tries = candidate.tries
+        if "done" in answer:
+            tries.succeed(str(answer["done"]))
+        elif "nothing" in answer:
+            tries.failures, tries.last_error = 0, None
         else:
             error = str(answer.get("error", "its process ended without an answer"))
             self._failed(staged_run, candidate, error, answer.get("damage"))
+            return
+        candidate.last_warning = None
+        _LOG.info("%s: %s", staged_run.name, answer.get("done") or answer.get("nothing"))
 
     def _hold_back(self, staged_run: StagedRun, candidate: _Candidate, reason: str) -> None:
         """Note that a merge pays and may have too large a manifest; warn once, until one is made.
 
         Restores read a longer and longer chain, until the trainer's policy takes a full.
         """
-        candidate.last_error = reason
-        level = logging.DEBUG if candidate.told == _HELD_BACK else logging.WARNING
-        candidate.told = _HELD_BACK
+        candidate.tries.last_error = reason
+        level = logging.DEBUG if candidate.last_warning == _HELD_BACK else logging.WARNING
+        candidate.last_warning = _HELD_BACK
         _LOG.log(level, "%s: not consolidated: %s. %s", staged_run.name, reason, _NEXT_OF_HELD_BACK)
 
     def _failed(
@@ -279,44 +258,19 @@ class BackgroundConsolidation:
             error: what happened.
             damage: what is damaged in the chain (`damage_of`); None: nothing, waiting may help.
         """
-        candidate.failures += 1
-        candidate.last_error = error
-        then = "the next try is after the next commit"
+        candidate.tries.fail(error)
+        next_try = "the next try is after the next commit"
         if damage is None:
-            pause = growing_pause(
-                candidate.failures - 1, first=_FIRST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS
+            pause = candidate.tries.pause(
+                first=_FIRST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS
             )
-            candidate.retry_at = time.monotonic() + pause
             candidate.is_new = True
-            then = f"next try in {pause:.0f} s"
+            next_try = f"next try in {pause:.0f} s"
         # A warning only once for each damage: all newer checkpoints need the same damaged link.
-        level = (
-            logging.DEBUG if damage is not None and damage == candidate.told else logging.WARNING
-        )
-        candidate.told = damage
-        _LOG.log(level, "%s: not consolidated, %s: %s", staged_run.name, then, error)
-
-    def _run_process(self, run_url: str) -> dict[str, Any]:
-        """Consolidate in a child process; return its answer."""
-        arguments = [run_url, json.dumps(asdict(self._triggers)), str(os.getpid())]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "recpoint.flows.agent.consolidate_process", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            env=environment_of(self._prefect_url()),
-        )
-        with self._lock:
-            self._process = process
-            if self._stop.is_set():
-                self._signal(signal.SIGKILL)
-        assert process.stdout is not None
-        if process.stdout.readline().strip() == READY.encode():
-            with self._lock:
-                self._may_be_stopped = True
-                if self._paused:
-                    self._signal(signal.SIGSTOP)
-        said, _ = process.communicate()
-        return answer_of(said, process.returncode)
+        is_logged = damage is not None and damage == candidate.last_warning
+        candidate.last_warning = damage
+        level = logging.DEBUG if is_logged else logging.WARNING
+        _LOG.log(level, "%s: not consolidated, %s: %s", staged_run.name, next_try, error)
 
 
 def _note_for_next_agent(staged_run: StagedRun, run_url: str | None) -> None:

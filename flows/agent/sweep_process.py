@@ -4,13 +4,12 @@
 
 Runs the flow if `PREFECT_API_URL` is set. If it is not set, or Prefect fails, calls the same
 function without Prefect. Unlike a consolidation it is never stopped (SIGSTOP), because a sweep must
-remove objects soon after it has checked them (format §6.5). Its last line on stdout is JSON:
-`done`, `gone` or `error`; with `done`, `nothing_left` says whether a later sweep has nothing to do.
+remove objects soon after it has checked them (format §6.5). Its answer has `done`, `gone` or
+`error`; with `done`, `nothing_left` says whether a later sweep has nothing to do.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from recpoint.catalog.retention.sweep_here import NOTHING_LEFT, sweep_here, swep
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import NothingToRestore, RecpointError, RunRecordLost
-from recpoint.flows.agent.children import give_way, log_to_stderr, run_flow
+from recpoint.flows.agent.children import begin, run_flow, tell_agent
 
 __all__ = ["main"]
 
@@ -36,25 +35,19 @@ def main(arguments: list[str]) -> int:
     """
     run_url, grace_seconds = arguments[0], float(arguments[2])
     staged_run = StagedRun(Path(arguments[1]))
-    give_way(int(arguments[3]))
-    log_to_stderr()
+    begin(int(arguments[3]))
     try:
         done = run_flow(lambda: _flow(run_url, staged_run, grace_seconds), _LOG)
         if done is None:
             swept = sweep_here(open_store(run_url), staged_run, grace_seconds=grace_seconds)
             done = swept_words(swept)
     except RunRecordLost as error:
-        print(json.dumps({"error": str(error)}), flush=True)
-        return 1
+        return tell_agent(error=str(error))
     except NothingToRestore as error:  # the run is gone, so a later sweep would find nothing either
-        print(json.dumps({"gone": str(error)}), flush=True)
-        return 0
+        return tell_agent(gone=str(error))
     except (RecpointError, OSError, MemoryError) as error:
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
-        return 1
-    nothing_left = done.rstrip(".").endswith(NOTHING_LEFT)
-    print(json.dumps({"done": done, "nothing_left": nothing_left}), flush=True)
-    return 0
+        return tell_agent(error=f"{type(error).__name__}: {error}")
+    return tell_agent(done=done, nothing_left=done.rstrip(".").endswith(NOTHING_LEFT))
 
 
 def _flow(run_url: str, staged_run: StagedRun, grace_seconds: float) -> Any:

@@ -7,14 +7,8 @@ sweeps the run. Each sweep has a process of the lowest priority, and begins whil
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -25,8 +19,7 @@ from recpoint.catalog.staging.notes import read_note
 from recpoint.catalog.staging.trainer_note import read_trainer_note, trainer_state
 from recpoint.catalog.store.contract import now_ms
 from recpoint.errors import FormatError, RecpointError, SettingsError, StagingRefused
-from recpoint.flows.agent.children import answer_of, environment_of
-from recpoint.flows.agent.gate import growing_pause
+from recpoint.flows.agent.background import BackgroundThread, ChildProcess, RunTries
 from recpoint.format.notes import CONSOLIDATION_NOTE
 
 __all__ = ["BackgroundSweep", "SWEEP_EVERY_SECONDS", "require_sweep_period"]
@@ -39,8 +32,6 @@ SWEEP_EVERY_SECONDS: Final = 24 * 3600.0
 #: The same as in prefect.yaml: longer than any persist or consolidation takes.
 _GRACE_SECONDS: Final = 24 * 3600.0
 _LOOK_SECONDS: Final = 1.0
-_POLL_SECONDS: Final = 0.1
-_END_SECONDS: Final = 3.0
 #: If jobs are due all the time, an overdue sweep waits for so long and then begins nevertheless.
 _PATIENCE_SECONDS: Final = 3600.0
 #: Pauses after a failure; each failure in a row doubles the pause.
@@ -59,17 +50,6 @@ def require_sweep_period(every_seconds: float | None) -> None:
             expected="at least a second, or None for never",
             next_step="give it in seconds; 86400 is a day",
         )
-
-
-@dataclass
-class _Swept:
-    """The sweeps of one run by this agent."""
-
-    failures: int = 0
-    retry_at: float = 0.0
-    done: int = 0
-    last: str | None = None
-    last_error: str | None = None
 
 
 class BackgroundSweep:
@@ -98,15 +78,14 @@ class BackgroundSweep:
         require_sweep_period(every_seconds)
         self._staging = staging
         self._every = every_seconds
-        self._prefect_url = prefect_url
         self._tell = tell
-        self._runs: dict[StagedRun, _Swept] = {}
+        self._runs: dict[StagedRun, RunTries] = {}
         self._busy = False
         self._at_work: StagedRun | None = None
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep_sweeping, name="sweep", daemon=True)
+        self._child = ChildProcess("recpoint.flows.agent.sweep_process", prefect_url=prefect_url)
+        self._thread = BackgroundThread(
+            "sweep", self._sweep_due_runs, every_seconds=_LOOK_SECONDS, child=self._child
+        )
 
     def start(self) -> None:
         """Start the thread, unless the period is None."""
@@ -123,50 +102,39 @@ class BackgroundSweep:
 
     def stop(self) -> None:
         """End the thread and kill a sweep at work; the next sweep does the rest."""
-        self._stop.set()
-        with self._lock:
-            if self._process is not None and self._process.poll() is None:
-                self._process.send_signal(signal.SIGKILL)
-        if self._thread.is_alive():
-            self._thread.join(_END_SECONDS)
+        self._thread.stop()
 
     def status(self, staged_run: StagedRun) -> dict[str, object] | None:
         """Return a run's sweeps for its status file; None: this agent does not sweep."""
         if self._every is None:
             return None
-        swept = self._runs.get(staged_run, _Swept())
-        return {
-            "state": "at work" if self._at_work == staged_run else "idle",
-            "done": swept.done,
-            "last": swept.last,
-            "last_ms": swept_ms(staged_run),
-            "last_error": swept.last_error,
-        }
+        tries = self._runs.get(staged_run, RunTries())
+        state = "at work" if self._at_work == staged_run else "idle"
+        return {**tries.status(state), "last_ms": swept_ms(staged_run)}
 
-    def _keep_sweeping(self) -> None:
-        while not self._stop.wait(_LOOK_SECONDS):
+    def _sweep_due_runs(self) -> None:
+        try:
+            found_runs = staged_runs(self._staging)
+        except (OSError, StagingRefused):
+            return  # the agent logs this error
+        except Exception:  # no error may end this thread
+            _LOG.exception("cannot list the runs to sweep; next try in a moment")
+            return
+        for gone in self._runs.keys() - set(found_runs):
+            del self._runs[gone]
+        for staged_run in found_runs:
+            if self._thread.is_stopping:
+                return
             try:
-                found_runs = staged_runs(self._staging)
-            except (OSError, StagingRefused):
-                continue  # the agent logs this error
-            except Exception:  # no error may end this thread
-                _LOG.exception("cannot list the runs to sweep; next try in a moment")
-                continue
-            for gone in self._runs.keys() - set(found_runs):
-                del self._runs[gone]
-            for staged_run in found_runs:
-                if self._stop.is_set():
-                    return
-                try:
-                    self._sweep_if_due(staged_run)
-                except Exception as error:  # no error may end this thread
-                    self._failed(staged_run, f"{type(error).__name__}: {error}")
-                    if not isinstance(error, RecpointError | OSError):
-                        _LOG.exception("%s: unexpected error in a sweep", staged_run.name)
+                self._sweep_if_due(staged_run)
+            except Exception as error:  # no error may end this thread
+                self._failed(staged_run, f"{type(error).__name__}: {error}")
+                if not isinstance(error, RecpointError | OSError):
+                    _LOG.exception("%s: unexpected error in a sweep", staged_run.name)
 
     def _sweep_if_due(self, staged_run: StagedRun) -> None:
-        swept = self._runs.setdefault(staged_run, _Swept())
-        if time.monotonic() < swept.retry_at:
+        tries = self._runs.setdefault(staged_run, RunTries())
+        if time.monotonic() < tries.retry_at:
             return
         last = last_sweep(staged_run)
         at_ms = now_ms()
@@ -181,7 +149,7 @@ class BackgroundSweep:
             return
         ended_ms = _ended_ms(staged_run)
         if ended_ms is not None and last.ended_ms == ended_ms:
-            swept.retry_at = time.monotonic() + _SETTLED_SECONDS
+            tries.retry_at = time.monotonic() + _SETTLED_SECONDS
             return
         run_url = _run_url(staged_run)
         if run_url is None:
@@ -189,47 +157,29 @@ class BackgroundSweep:
         self._at_work = staged_run
         try:
             self._tell(staged_run)
-            self._sweep(staged_run, swept, run_url, ended_ms)
+            self._sweep(staged_run, tries, run_url, ended_ms)
         finally:
             self._at_work = None
             self._tell(staged_run)
 
     def _sweep(
-        self, staged_run: StagedRun, swept: _Swept, run_url: str, ended_ms: int | None
+        self, staged_run: StagedRun, tries: RunTries, run_url: str, ended_ms: int | None
     ) -> None:
-        arguments = [run_url, str(staged_run), str(_GRACE_SECONDS), str(os.getpid())]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "recpoint.flows.agent.sweep_process", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            env=environment_of(self._prefect_url()),
-        )
-        with self._lock:
-            self._process = process
-            if self._stop.is_set():
-                process.send_signal(signal.SIGKILL)
-        said, _ = process.communicate()
-        if self._stop.is_set():
+        answer = self._child.run(run_url, str(staged_run), str(_GRACE_SECONDS))
+        if self._thread.is_stopping:
             return
-        answer = answer_of(said, process.returncode)
         if "error" in answer:
             self._failed(staged_run, str(answer["error"]))
             return
         for_good = answer.get("nothing_left") or "gone" in answer
         note_sweep(staged_run, ended_ms=ended_ms if for_good else None)
-        swept.failures, swept.last_error = 0, None
-        swept.done += 1
-        swept.last = str(answer.get("done") or answer.get("gone"))
-        _LOG.info("%s: swept: %s", staged_run.name, swept.last)
+        tries.succeed(str(answer.get("done") or answer.get("gone")))
+        _LOG.info("%s: swept: %s", staged_run.name, tries.last)
 
     def _failed(self, staged_run: StagedRun, error: str) -> None:
-        swept = self._runs.setdefault(staged_run, _Swept())
-        pause = growing_pause(
-            swept.failures, first=_FIRST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS
-        )
-        swept.failures += 1
-        swept.last_error = error
-        swept.retry_at = time.monotonic() + pause
+        tries = self._runs.setdefault(staged_run, RunTries())
+        tries.fail(error)
+        pause = tries.pause(first=_FIRST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS)
         _LOG.warning("%s: not swept, next try in %.0f s: %s", staged_run.name, pause, error)
 
 

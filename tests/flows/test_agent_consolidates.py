@@ -433,6 +433,6 @@ def test_a_run_that_is_gone_is_told_of_once(
         )
         assert "no run.json" in str(status)
         until(lambda: background.idle)  # with no further try to come
-        assert background._candidates[StagedRun(run_dir)].failures == 0
+        assert background._candidates[StagedRun(run_dir)].tries.failures == 0
     finally:
         background.stop()
