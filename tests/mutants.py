@@ -57,7 +57,9 @@ _LOOP = "trainer_plugin/batches/loop.py"
 _COMMIT = "catalog/run/commit.py"
 _CHAIN = "catalog/run/chain.py"
 _KEEP = "catalog/retention/keep.py"
-_PRUNE = "catalog/retention/prune.py"
+_RULES = "catalog/retention/rules.py"
+_PLAN = "catalog/retention/plan.py"
+_DELETE = "catalog/retention/delete.py"
 _ORACLE = "lookahead/oracle.py"
 _SHARED_ORACLE = "lookahead/shared_oracle.py"
 _MOVER = "embeddings/cache/mover.py"
@@ -149,11 +151,11 @@ AREAS: Mapping[str, Area] = {
             "tests/property/test_retention_plans.py",
         ),
         (
-            Mutant(_KEEP, "if len(seen) == count:", "if len(seen) > count:"),
+            Mutant(_RULES, "if len(periods) == count:", "if len(periods) > count:"),
             Mutant(_KEEP, "keep(next(iter(good), None), ", "keep(None, "),
-            Mutant(_PRUNE, "if age >= max(0.0, grace_seconds) and", "if age >= 0.0 and"),
+            Mutant(_PLAN, "if age >= max(0.0, grace_seconds) and", "if age >= 0.0 and"),
             Mutant(
-                _PRUNE, "if (info.key, info.modified_ms) not in self.leases:", "if not info.key:"
+                _DELETE, "if (info.key, info.modified_ms) not in self.leases:", "if not info.key:"
             ),
         ),
     ),
@@ -237,7 +239,9 @@ AREAS: Mapping[str, Area] = {
                 "if not proof:",
             ),
             Mutant(_STREAM, "if greeting != _GREETING:", "if not greeting:"),
-            Mutant(_TCP, "if int(has.sum()) != answer.count:", "if int(has.sum()) < 0:"),
+            Mutant(
+                _STREAM, "if int(is_present.sum()) != present:", "if int(is_present.sum()) < 0:"
+            ),
         ),
     ),
     "quantizers": Area(

@@ -301,8 +301,10 @@ class Inbox:
         if number < self.applied and number + 1 not in self._kept_messages:
             raise OutOfStep(f"message {number} of {self.applied}, which is too long ago")
         # Few of those that are kept came after: they are at the end.
-        later = itertools.takewhile(lambda newer: newer > number, reversed(self._kept_messages))
-        for newer in reversed(list(later)):
+        newer_numbers = itertools.takewhile(
+            lambda newer: newer > number, reversed(self._kept_messages)
+        )
+        for newer in reversed(list(newer_numbers)):
             yield self._kept_messages[newer][1]
         if self.half_added is not None:
             yield self.half_added

@@ -279,9 +279,9 @@ class OtherServers:
             if inbox is None:
                 raise OutOfStep(f"server {source + 1} has not joined")
             for added in inbox.after(incarnation, number):
-                later = added.of_table(table.name, table.generation)
-                if later is not None and len(slots):
-                    _add_matching(later, slots, rows)
+                later_table = added.of_table(table.name, table.generation)
+                if later_table is not None and len(slots):
+                    _add_matching(later_table, slots, rows)
 
 
 def _add_matching(later: OfTable, slots: Tensor, rows: Tensor) -> None:

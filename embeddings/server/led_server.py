@@ -164,8 +164,8 @@ class CommandedServer(LedServer):
 
     def add_table(self, table: str, generation: int, *, is_lost: bool) -> None:
         """See `LedServer`."""
-        here = self._servers.tables[table]
-        add_table(self._link, self._number, here, generation, is_lost=is_lost)
+        server_table = self._servers.tables[table]
+        add_table(self._link, self._number, server_table, generation, is_lost=is_lost)
 
     def join(self, other: int) -> None:
         """See `LedServer`."""

@@ -116,7 +116,8 @@ class ServerActor:
             return reply.answer, tensors
         filled = [row_part.records.numpy() for row_part in rows if row_part.records is not None]
         present = [
-            part if has.all() else part[has] for part, has in zip(filled, tensors, strict=True)
+            part if is_present.all() else part[is_present]
+            for part, is_present in zip(filled, tensors, strict=True)
         ]
         return reply.answer, [*tensors, *present]
 
@@ -165,13 +166,13 @@ class RayTransport(Transport):
             # dropped.
             return Reply(answer, [torch.from_numpy(array.copy()) for array in arrays])
         has_rows, present = arrays[: len(rows)], arrays[len(rows) :]
-        for row_part, has, part in zip(rows, has_rows, present, strict=True):
+        for row_part, is_present, part in zip(rows, has_rows, present, strict=True):
             assert row_part.records is not None
             if len(part) == len(row_part.slots):
                 np.copyto(row_part.records.numpy(), part)
             else:
-                row_part.records.numpy()[has] = part
-        return Reply(answer, [torch.from_numpy(has.copy()) for has in has_rows])
+                row_part.records.numpy()[is_present] = part
+        return Reply(answer, [torch.from_numpy(is_present.copy()) for is_present in has_rows])
 
     def address(self) -> tuple[str, int]:
         """Ask where the server listens for TCP. Waits for one that Ray is starting again.

@@ -147,10 +147,10 @@ class ServedPart:
                 rows do not fit their parity.
         """
         by_server: list[list[_Named]] = [[] for _ in range(self.servers)]
-        for one in rows:
-            split = self._home.placement(one.table).slots_by_server(one.ids)
-            for there, chosen in zip(by_server, split, strict=True):
-                there.append(_Named(self._tables[one.table], one, chosen))
+        for rows_of_table in rows:
+            split = self._home.placement(rows_of_table.table).slots_by_server(rows_of_table.ids)
+            for named_rows, chosen in zip(by_server, split, strict=True):
+                named_rows.append(_Named(self._tables[rows_of_table.table], rows_of_table, chosen))
         failures: list[BaseException] = []
 
         def stage(server: int) -> None:
@@ -158,8 +158,8 @@ class ServedPart:
                 self._jobs[server] = self._described(server, job)
                 opens = self._opening(server, by_server[server], root, most, trainer)
                 self._until(server, opens, patience_seconds)
-                for one in by_server[server]:
-                    self._name(server, one)
+                for named in by_server[server]:
+                    self._name(server, named)
                 seals = SealPart(
                     incarnation=self._incarnations[server], attempt=self._attempt, trainer=trainer
                 )
@@ -174,10 +174,10 @@ class ServedPart:
         if failures:
             raise failures[0]  # the others may say only that one has failed
         checked = Checked()
-        for one in rows:
-            for ids in _pieces(one.ids, _ROWS_AT_A_TIME):
-                found = one.frozen.check(ids)
-                checked = Checked(*map(sum, zip(checked, found, strict=True)))
+        for rows_of_table in rows:
+            for ids in _pieces(rows_of_table.ids, _ROWS_AT_A_TIME):
+                checked_part = rows_of_table.frozen.check(ids)
+                checked = Checked(*map(sum, zip(checked, checked_part, strict=True)))
         return checked
 
     def lost(self, patience_seconds: float) -> str | None:
@@ -186,7 +186,7 @@ class ServedPart:
         Args:
             patience_seconds: how long the agent of a lost server has to store its part.
         """
-        found: list[str] = []
+        losses: list[str] = []
 
         def ask(server: int) -> None:
             try:
@@ -195,16 +195,16 @@ class ServedPart:
                 )
                 reason = self._call(server, message).reason
             except (HomeError, OutOfStep):
-                since = self._lost_since.setdefault(server, time.monotonic())
-                if time.monotonic() - since > patience_seconds:
-                    found.append(f"embedding server {server + 1} was lost, and so may be its part")
+                lost_seconds = self._lost_since.setdefault(server, time.monotonic())
+                if time.monotonic() - lost_seconds > patience_seconds:
+                    losses.append(f"embedding server {server + 1} was lost, and so may be its part")
                 return
             if reason is not None:
-                found.append(f"part of embedding server {server + 1}: {reason}")
+                losses.append(f"part of embedding server {server + 1}: {reason}")
 
         if self._jobs:
             self._at_all(ask)
-        return found[0] if found else None
+        return losses[0] if losses else None
 
     def drop(self) -> None:
         """Have all servers drop what they have staged, as far as they can be reached.
@@ -264,8 +264,10 @@ class ServedPart:
         self, server: int, rows: Sequence[_Named], root: Path, most: int, trainer: int
     ) -> OpenPart:
         """Return what says which rows this trainer will name, and where rows of tables are."""
-        placements = [self._home.placement(one.rows.table) for one in rows]
-        stripes = next((one for one in placements if isinstance(one, Stripes)), None)
+        placements = [self._home.placement(named.rows.table) for named in rows]
+        stripes = next(
+            (placement for placement in placements if isinstance(placement, Stripes)), None
+        )
         tables = tuple(
             NamedTable(
                 index=one.index,
@@ -291,26 +293,28 @@ class ServedPart:
 
     def _name(self, server: int, named: _Named) -> None:
         """Name the rows of one table at one server, and send those that it does not have."""
-        at = _frozen(named.rows).at(server)
+        frozen = _frozen(named.rows).at(server)
         transport = self._home.transport(server)
         placement = self._home.placement(named.rows.table)
         # The server has the records of what one call names in memory.
-        each = max(1, _REQUEST_BYTES // (named.rows.layout.size_bytes + 8))
+        slots_each = max(1, _REQUEST_BYTES // (named.rows.layout.size_bytes + 8))
         first = 0
-        for slots in _pieces(named.slots, min(each, _ROWS_AT_A_TIME)):
+        for slots in _pieces(named.slots, min(slots_each, _ROWS_AT_A_TIME)):
 
             def name(slots: Tensor = slots, first: int = first) -> Tensor:
-                message = NameRows(incarnation=at.incarnation, frozen=at.number, first=first)
+                message = NameRows(
+                    incarnation=frozen.incarnation, frozen=frozen.number, first=first
+                )
                 return transport.call(message, [SlotRows(slots)]).tensors[0]
 
-            there = self._patiently(name)
-            for new in slots[~there].split(each):
+            is_named = self._patiently(name)
+            for new in slots[~is_named].split(slots_each):
                 if not len(new):
                     continue
                 records = named.rows.new_records(placement.ids(server, new))
 
                 def send(new: Tensor = new, records: Tensor = records) -> None:
-                    message = SendNewRows(incarnation=at.incarnation, frozen=at.number)
+                    message = SendNewRows(incarnation=frozen.incarnation, frozen=frozen.number)
                     transport.call(message, [SlotRows(new, records)])
 
                 self._patiently(send)
@@ -323,14 +327,14 @@ class ServedPart:
         patience_seconds: Callable[[], float],
     ) -> None:
         """Repeat a message until the server says that it is done."""
-        pause, since = _FIRST_PAUSE_SECONDS, time.monotonic()
+        pause, start_seconds = _FIRST_PAUSE_SECONDS, time.monotonic()
         while True:
             progress = self._patiently(lambda: self._call(server, message))
             if progress.is_done:
                 return
             if not progress.awaited:
-                since = time.monotonic()  # the server is at work
-            waited = time.monotonic() - since
+                start_seconds = time.monotonic()  # the server is at work
+            waited = time.monotonic() - start_seconds
             if waited > patience_seconds():
                 raise HomeError(
                     f"embedding server {server + 1}: staged rows",

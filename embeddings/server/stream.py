@@ -228,9 +228,9 @@ class Stream:
 
     def receive(self, size_bytes: int) -> bytes:
         """Receive a few bytes."""
-        found = bytearray(size_bytes)
-        self._receive_into(memoryview(found), self._received)
-        return bytes(found)
+        received = bytearray(size_bytes)
+        self._receive_into(memoryview(received), self._received)
+        return bytes(received)
 
     def receive_into(self, memory: Tensor) -> None:
         """Receive the bytes of a contiguous tensor."""
@@ -247,10 +247,10 @@ class Stream:
             view = view[count:]
 
     def _wait(self) -> None:
-        left = None if self.deadline is None else self.deadline - time.monotonic()
-        if left is not None and left <= 0:
+        seconds_left = None if self.deadline is None else self.deadline - time.monotonic()
+        if seconds_left is not None and seconds_left <= 0:
             raise TimeoutError("no time left")
-        self._socket.settimeout(left)
+        self._socket.settimeout(seconds_left)
 
     def has_bytes(self) -> bool:
         """Whether bytes, or the end of the connection, have come and were not received."""
@@ -290,10 +290,12 @@ def prove_client(stream: Stream, token: bytes, *, server: tuple[str, int] | None
                 f"version {_version_of(_GREETING)}; install one version of recpoint on all hosts"
             )
         raise Malformed("no greeting of an embedding server")
-    theirs = stream.receive(_NONCE_BYTES)
-    own = secrets.token_bytes(_NONCE_BYTES)
-    secret = _Secret(token, server or stream.other_address, of_server=theirs, of_client=own)
-    stream.send([own, secret.digest(b"client proof")])
+    server_nonce = stream.receive(_NONCE_BYTES)
+    client_nonce = secrets.token_bytes(_NONCE_BYTES)
+    secret = _Secret(
+        token, server or stream.other_address, of_server=server_nonce, of_client=client_nonce
+    )
+    stream.send([client_nonce, secret.digest(b"client proof")])
     answer = stream.receive(len(_REFUSED))
     if not hmac.compare_digest(answer, secret.digest(b"server proof")):
         raise TokenRefused
@@ -310,11 +312,11 @@ def prove_server(stream: Stream, token: bytes) -> None:
     Raises:
         TokenRefused: the client does not, or it means a server that listens elsewhere.
     """
-    own = secrets.token_bytes(_NONCE_BYTES)
-    stream.send([_GREETING, own])
-    theirs = stream.receive(_NONCE_BYTES)
+    server_nonce = secrets.token_bytes(_NONCE_BYTES)
+    stream.send([_GREETING, server_nonce])
+    client_nonce = stream.receive(_NONCE_BYTES)
     proof = stream.receive(len(_REFUSED))
-    secret = _Secret(token, stream.own_address, of_server=own, of_client=theirs)
+    secret = _Secret(token, stream.own_address, of_server=server_nonce, of_client=client_nonce)
     if not hmac.compare_digest(proof, secret.digest(b"client proof")):
         stream.send([_REFUSED])
         raise TokenRefused
@@ -368,8 +370,10 @@ class Request:
     @property
     def size_bytes(self) -> int:
         """Bytes of the slots, and of the records if there are any."""
-        each = [form.rows * (8 + (form.record_bytes if self.records else 0)) for form in self.forms]
-        return sum(each)
+        form_bytes = [
+            form.rows * (8 + (form.record_bytes if self.records else 0)) for form in self.forms
+        ]
+        return sum(form_bytes)
 
     @property
     def pieces(self) -> list[Piece]:
@@ -435,17 +439,19 @@ def reply_pieces(message: Message[Any], rows: Sequence[SlotRows], reply: Reply[A
         tensors = [_on_wire(tensor) for tensor in reply.tensors]
         size_bytes = sum(len(_bytes_of(tensor)) for tensor in tensors)
         return [*ReplyHead(text=text, count=size_bytes).pieces, *tensors]
-    has = torch.cat(list(reply.tensors)) if reply.tensors else torch.zeros(0, dtype=torch.bool)
-    count = int(has.sum())
+    is_present = (
+        torch.cat(list(reply.tensors)) if reply.tensors else torch.zeros(0, dtype=torch.bool)
+    )
+    count = int(is_present.sum())
     records = [row_part.records for row_part in rows if row_part.records is not None]
     head = ReplyHead(text=text, count=count).pieces
-    if count == len(has):
+    if count == len(is_present):
         return [*head, *records]
     present = [
         _chosen(part, has_row.nonzero().view(-1))
         for part, has_row in zip(records, reply.tensors, strict=True)
     ]
-    return [*head, _on_wire(has), SEAL, *present]
+    return [*head, _on_wire(is_present), SEAL, *present]
 
 
 def receive_reply(
@@ -485,11 +491,11 @@ def _receive_records(stream: Stream, present: int, rows: Sequence[SlotRows]) -> 
         for out in outs:
             stream.receive_into(out)
         return [torch.ones(count, dtype=torch.bool, device="cpu") for count in counts]
-    has = _received_bools(stream, sum(counts))
+    is_present = _received_bools(stream, sum(counts))
     stream.require_mac()
-    if int(has.sum()) != present:
+    if int(is_present.sum()) != present:
         raise Malformed("another number of records than was announced")
-    of_parts = list(has.split(counts))
+    of_parts = list(is_present.split(counts))
     for out, has_row in zip(outs, of_parts, strict=True):
         positions = has_row.nonzero().view(-1)
         if len(positions) == len(out):
@@ -571,9 +577,9 @@ def error_of(text: bytes) -> Exception:
         return OutOfStep(note.says[0]) if note.kind == "OutOfStep" else ValueError(note.says[0])
     if note.kind not in ("HomeError", "ServerLost") or len(note.says) != 4:
         raise Malformed("an error without parts")
-    subject, found, expected, next_step = note.says
-    made = ServerLost if note.kind == "ServerLost" else HomeError
-    return made(subject, found=found, expected=expected, next_step=next_step)
+    subject, actual, expected, next_step = note.says
+    error_class = ServerLost if note.kind == "ServerLost" else HomeError
+    return error_class(subject, found=actual, expected=expected, next_step=next_step)
 
 
 def _wire_bytes(tensor: Tensor) -> int:

@@ -159,13 +159,13 @@ class TcpTransport(Transport):
                 self._raise_lost("no process that listens there: it has ended", error)
             except (Malformed, TokenRefused) as error:
                 self._drop(stream)
-                what = (
+                reason = (
                     "a process that does not know the token of this training, or a server that "
                     "listens at another address"
                 )
                 if isinstance(error, Malformed):
-                    what = f"something that is no embedding server of this version: {error}"
-                self._raise_lost(what, error)
+                    reason = f"something that is no embedding server of this version: {error}"
+                self._raise_lost(reason, error)
             except (OSError, EOFError) as error:
                 # The server has closed the connection, or has ended. The call may have been done.
                 self._drop(stream)
@@ -199,8 +199,8 @@ class TcpTransport(Transport):
                 stream = self._idle.pop()
                 self._in_use.add(stream)
                 return stream
-        left = max(0.001, deadline - time.monotonic())
-        stream = Stream(socket.create_connection(self.address, timeout=left))
+        seconds_left = max(0.001, deadline - time.monotonic())
+        stream = Stream(socket.create_connection(self.address, timeout=seconds_left))
         with self._lock:
             self._in_use.add(stream)
         try:
@@ -302,8 +302,8 @@ class TcpServer:
         self.buffers = ReceiveBuffers()
         self._is_closing = threading.Event()
         # Resolved first, because the family of the socket follows from the address: IPv4 or IPv6.
-        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.create_server(where, family=family, backlog=128)
+        family, _, _, _, socket_address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.create_server(socket_address, family=family, backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._accept, name="recpoint-accept", daemon=True)
         self._thread.start()

@@ -82,9 +82,11 @@ class TcpPeer(Peer):
         """See `Peer`."""
         message = SendDifferences(
             incarnation=self._incarnation,
-            messages=tuple(SentNote.of(*one) for one in messages),
+            messages=tuple(SentNote.of(*sent) for sent in messages),
         )
-        self._call(message, [SlotRows(given.slots, given.rows) for _, given in messages])
+        self._call(
+            message, [SlotRows(slot_rows.slots, slot_rows.rows) for _, slot_rows in messages]
+        )
 
     def rows(
         self, wanted: Sequence[TableSlots], *, recover: bool, is_condensed: bool = False

@@ -234,8 +234,8 @@ class Loop:
             if batch is _END:
                 self._end_pass(bound)
                 continue
-            done, batches = self._passes
-            self._passes = Passes(done, batches + 1)
+            passes_done, batches = self._passes
+            self._passes = Passes(passes_done, batches + 1)
             self._taken.append(self._passes)
             self._may_be_empty = False
             try:
@@ -311,9 +311,9 @@ class Loop:
         elif self._may_be_empty:
             self._may_be_empty = False
         else:
-            wanted = f"epochs={bound.epochs}" if bound.total is None else f"total={bound.total}"
+            end_text = f"epochs={bound.epochs}" if bound.total is None else f"total={bound.total}"
             raise SettingsError(
-                f"batches({wanted})",
+                f"batches({end_text})",
                 found=f"no batch in epoch {self._passes.done + 1}, after {self._batches_done()} "
                 "batches",
                 expected="a reader that begins anew each time it is iterated",
@@ -325,7 +325,7 @@ class Loop:
 
         Some datasets begin each later epoch at the position that was loaded, too.
         """
-        done, batches = self._passes
+        passes_done, batches = self._passes
         expected = None
         if self._resumed_at:
             expected = _length(self._source)
@@ -340,7 +340,7 @@ class Loop:
                 "inside an epoch: the reader, a %s, may skip batches after its state was loaded. "
                 "Next: see whether its dataset begins an epoch after the resumed one at the "
                 "beginning; persistent_workers=False often helps",
-                done + 1,
+                passes_done + 1,
                 batches,
                 expected,
                 type(self._source).__name__,
