@@ -22,8 +22,9 @@ from recpoint import Precision
 from recpoint.catalog.consolidate.merge import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging.job import Extent, ids_name, open_slot, read_into, values_name
+from recpoint.catalog.staging.job import ids_name, open_slot, values_name
 from recpoint.catalog.staging.job_files import read_job
+from recpoint.catalog.staging.slot_reading import Extent, read_into
 from recpoint.catalog.store.store import open_store
 from recpoint.format.job import Job
 from recpoint.format.manifest import Kind, Manifest, TableSpec

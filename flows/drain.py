@@ -15,7 +15,7 @@ from prefect import State, flow
 from prefect.states import Completed
 
 from recpoint.catalog.staging import area, job_files
-from recpoint.catalog.staging.agent import AtWork, at_work
+from recpoint.catalog.staging.agent_lock import AtWork, at_work
 from recpoint.catalog.staging.area import staged_runs
 from recpoint.errors import RecpointError, StagingError
 from recpoint.flows.agent.agent import run_agent

@@ -43,7 +43,7 @@ from recpoint.catalog.persist.persist import (
 )
 from recpoint.catalog.persist.plan import ChunkGroup
 from recpoint.catalog.persist.ranks import parts_text, ranks_missing
-from recpoint.catalog.staging.agent import AgentLock, sweep_of
+from recpoint.catalog.staging.agent_lock import AgentLock, sweep_of
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import CheckpointCancelled, RanksMissing, RecpointError, SettingsError
 from recpoint.flows.parameters import NO_RESULTS, JobPath

@@ -18,15 +18,11 @@ from prefect.context import TagsContext
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from recpoint.catalog.restore.files import (
-    DEFAULT_SHARD_BYTES,
-    Include,
-    ShardPlan,
-    damaged_checkpoint,
-    summary,
-)
+from recpoint.catalog.restore.files import damaged_checkpoint, summary
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import RestoreReport
+from recpoint.catalog.restore.shard_plan import DEFAULT_SHARD_BYTES, ShardPlan
+from recpoint.catalog.restore.state_tensors import Include
 from recpoint.catalog.run.chain import DAMAGE
 from recpoint.catalog.run.leases import reading
 from recpoint.catalog.store.store import open_store

@@ -16,15 +16,9 @@ from torch import Tensor
 
 from recpoint.catalog.restore.chain import ChainReading
 from recpoint.catalog.restore.chunks import StoreChunks
-from recpoint.catalog.run.chain import (
-    Chain,
-    ManifestsAhead,
-    PassedOver,
-    blamed,
-    check_link,
-    check_with_own,
-)
+from recpoint.catalog.run.chain import Chain, PassedOver, blamed, check_link, check_with_own
 from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.run.manifests_ahead import ManifestsAhead
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.contract import now_ms
 from recpoint.errors import ChainError, FormatError, MissingLink, ObjectNotFound, RecpointError

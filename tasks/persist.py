@@ -15,7 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import task_run
 
 from recpoint.catalog.persist.persist import PersistJob
-from recpoint.catalog.run.commit import Committed
+from recpoint.catalog.run.committed import Committed
 from recpoint.errors import RanksMissing, RecpointError
 from recpoint.tasks.job_name import job_name
 

@@ -30,7 +30,7 @@ from prefect.runtime import flow_run, task_run
 from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_API_URL
 
 from recpoint.catalog.persist.persist import PersistJob
-from recpoint.catalog.run.commit import Committed
+from recpoint.catalog.run.committed import Committed
 from recpoint.format.job import Job
 from recpoint.format.manifest import CacheUse, CopiedAhead
 from recpoint.tasks.job_name import job_name

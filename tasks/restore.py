@@ -10,18 +10,17 @@ from prefect.artifacts import Artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import task_run
 
-from recpoint.catalog.restore.files import (
-    Include,
-    ShardPlan,
-    check_place,
-    finish_shards,
-    plan_shards,
-    remove_unfinished,
-    take_back,
-    write_shard,
-)
+from recpoint.catalog.restore.files import write_shard
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import RestoreReport
+from recpoint.catalog.restore.shard_place import (
+    check_place,
+    finish_shards,
+    remove_unfinished,
+    take_back,
+)
+from recpoint.catalog.restore.shard_plan import ShardPlan, plan_shards
+from recpoint.catalog.restore.state_tensors import Include
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.format.naming import ManifestName

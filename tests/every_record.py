@@ -11,7 +11,9 @@ from recpoint.catalog.consolidate.merge import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.persist import persist
 from recpoint.catalog.run import deletions, leases, metrics, pins, publications
-from recpoint.catalog.run.run import Run, leave_rejection, tell_ended
+from recpoint.catalog.run.ends import tell_ended
+from recpoint.catalog.run.rejections import leave_rejection
+from recpoint.catalog.run.run import Run
 from recpoint.errors import RanksMissing
 from recpoint.format.naming import MANIFEST_KEY, ManifestName, parse_chunk_key
 from recpoint.format.record_kinds import kind_of

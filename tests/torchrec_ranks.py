@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from recpoint.catalog.persist import persist
-from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.errors import RanksMissing
 from tests import torchrec_plays

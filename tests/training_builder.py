@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from recpoint import Checkpointer
 from recpoint.catalog.persist import persist
 from recpoint.catalog.staging import job_files
-from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.errors import RanksMissing
 from recpoint.format import state_tree

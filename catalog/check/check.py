@@ -25,14 +25,10 @@ from recpoint.catalog.restore.rows import RowCoverage
 from recpoint.catalog.restore.state import read_state
 from recpoint.catalog.run.chain import DAMAGE, check_link, check_with_own
 from recpoint.catalog.run.facts import OnStep, unwatched
+from recpoint.catalog.run.gone_manifests import why_gone
+from recpoint.catalog.run.line_to_go_on import superseded_alone, superseded_text
 from recpoint.catalog.run.lineage import Representation, next_step_of_lost
-from recpoint.catalog.run.repair import (
-    Link,
-    LostManifests,
-    superseded_alone,
-    superseded_text,
-    why_gone,
-)
+from recpoint.catalog.run.lost_manifests import Link, LostManifests
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.records import parsed_twice
 from recpoint.catalog.store.scheduler import ReadScheduler

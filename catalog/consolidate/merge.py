@@ -33,10 +33,11 @@ from recpoint.catalog.consolidate.plan import ConsolidationPlan, TablesPart, rea
 from recpoint.catalog.restore.chunks import StoreChunks, check_entry, check_stored, read_chunk
 from recpoint.catalog.restore.rows import RowCoverage, SeenIds, SeenRows, sections_of
 from recpoint.catalog.run.chain import DAMAGE, PassedOver, has_chunk_of
-from recpoint.catalog.run.commit import manifest_bytes, not_there, stored_sizes
+from recpoint.catalog.run.commit import manifest_bytes
 from recpoint.catalog.run.leases import reading
 from recpoint.catalog.run.lineage import Representation
 from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.stored_chunks import not_there, stored_sizes
 from recpoint.catalog.store.contract import Store, host_seconds, now_ms
 from recpoint.catalog.store.scheduler import ReadScheduler, WriteBudget, WriteScheduler
 from recpoint.errors import (

@@ -1,6 +1,7 @@
 """Describes a run from its catalog, for pages, commands and metrics.
 
 Its input is a run, its output figures and failures. Read the modules in this order: `overview`
-(computes the figures), `troubles` (collects failures), `watch` (refreshes an overview, and reads
-only new records).
+(what is told of a run), `figures` (computes it), `alarms` (what is wrong), `troubles` (collects
+failures), `watch` (refreshes an overview, and reads only new records), with `appearances` (the age
+of objects) and `plan_watch` (the newest retention's plan).
 """

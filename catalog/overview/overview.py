@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from recpoint.catalog.run.validations import Verdict
-from recpoint.catalog.staging.agent import AgentTrouble
+from recpoint.catalog.staging.agent_trouble import AgentTrouble
 from recpoint.format.manifest import CacheUse, CopiedAhead
 from recpoint.format.retention_records import Plan
 from recpoint.format.servers import AllServers

@@ -10,8 +10,10 @@ from recpoint.catalog.overview.overview import Age, CheckpointFacts, ExpiringMan
 from recpoint.catalog.overview.plan_watch import PlanWatch
 from recpoint.catalog.persist.ranks import first_part, missing_text, parts_text
 from recpoint.catalog.run.deletions import TAKE_OVER_SECONDS, read_deletion
+from recpoint.catalog.run.ends import read_end
 from recpoint.catalog.run.lineage import next_step_of_lost
-from recpoint.catalog.run.run import RejectionWatch, Run, read_end
+from recpoint.catalog.run.rejections import RejectionWatch
+from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import Verdict
 from recpoint.catalog.store.contract import ObjectInfo
 from recpoint.catalog.store.run_url import naming_run
@@ -151,8 +153,6 @@ class Troubles:
             took_ms = record.finished_ms - record.started_ms
             return None if took_ms <= 0 else 1000 * record.bytes_read / took_ms
         return None
-
-    # --- failures of each kind -----------------------------------------------------------------
 
     def _validations(
         self, live: Sequence[ManifestName], known: Mapping[ManifestName, Verdict]
@@ -355,8 +355,6 @@ class Troubles:
                 )
             )
         return found
-
-    # --- reading -------------------------------------------------------------------------------
 
     def _record(self, name: ManifestName, verdict: Verdict) -> ValidationRecord | None:
         named = ValidationName(*name, verdict.number, verdict.level, verdict.result)

@@ -38,11 +38,12 @@ from recpoint.catalog.overview.overview import (
 )
 from recpoint.catalog.overview.troubles import Troubles
 from recpoint.catalog.run.chain import Chain, resolve_chain
+from recpoint.catalog.run.ends import read_end
 from recpoint.catalog.run.lineage import Representation, by_checkpoint
 from recpoint.catalog.run.pins import pinned
-from recpoint.catalog.run.run import Run, read_end
+from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import Doubts, Verdict, verdicts
-from recpoint.catalog.staging.agent import read_trouble
+from recpoint.catalog.staging.agent_trouble import read_trouble
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.job_files import read_job
 from recpoint.catalog.staging.servers import read_servers
@@ -195,8 +196,6 @@ class RunWatch:
             ),
         )
 
-    # --- listing -------------------------------------------------------------------------------
-
     def _list(self) -> _Listing:
         began = time.monotonic()
         # Generations first, own manifests before consolidated ones (format §6.3, read order,
@@ -227,8 +226,6 @@ class RunWatch:
             live=live,
             verdicts=verdicts(self.run),
         )
-
-    # --- manifests -----------------------------------------------------------------------------
 
     def _checkpoints(self, listing: _Listing) -> list[tuple[ManifestName, ManifestFigures]]:
         """Return the figures of the newest checkpoints, newest first; reads only new manifests."""
@@ -317,8 +314,6 @@ class RunWatch:
         if known is None:
             known = self._whole[form] = self.run.read_manifest(form)
         return known
-
-    # --- figures -------------------------------------------------------------------------------
 
     def _facts(
         self,

@@ -44,15 +44,8 @@ from recpoint.catalog.persist.spool import (
     save_result,
     write_bits,
 )
-from recpoint.catalog.staging.job import (
-    Extent,
-    StagedJob,
-    code_name,
-    ids_name,
-    read_into,
-    state_name,
-    values_name,
-)
+from recpoint.catalog.staging.job import StagedJob, code_name, ids_name, state_name, values_name
+from recpoint.catalog.staging.slot_reading import Extent, read_into
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.scheduler import WriteBudget, WriteScheduler
 from recpoint.catalog.store.store import Store

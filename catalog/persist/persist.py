@@ -28,15 +28,11 @@ from recpoint.catalog.persist.ranks import (
 )
 from recpoint.catalog.persist.record_sizes import part_sizes
 from recpoint.catalog.persist.spool import empty_spool
-from recpoint.catalog.run.commit import (
-    Committed,
-    check_fence,
-    chunks_missing,
-    commit,
-    committed,
-    not_there,
-)
-from recpoint.catalog.run.run import Run, leave_rejection
+from recpoint.catalog.run.commit import check_fence, commit
+from recpoint.catalog.run.committed import Committed, committed
+from recpoint.catalog.run.rejections import leave_rejection
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.stored_chunks import chunks_missing, not_there
 from recpoint.catalog.staging.cancels import raise_if_cancelled
 from recpoint.catalog.staging.job import StagedJob, open_slot
 from recpoint.catalog.staging.job_files import finish, read_job

@@ -25,15 +25,8 @@ from recpoint.catalog.persist.spool import (
     save_result,
     write_bits,
 )
-from recpoint.catalog.staging.job import (
-    CodeArray,
-    Extent,
-    StagedJob,
-    code_name,
-    kernel_method,
-    read_into,
-    values_name,
-)
+from recpoint.catalog.staging.job import CodeArray, StagedJob, code_name, kernel_method, values_name
+from recpoint.catalog.staging.slot_reading import Extent, read_into
 from recpoint.errors import MalformedObject
 from recpoint.format.dtypes import Dtype, item_bytes, torch_dtype
 from recpoint.format.manifest import Quantizer

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from pydantic import ValidationError
 
-from recpoint.catalog.run.commit import commit, not_there
+from recpoint.catalog.run.commit import commit
 from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.stored_chunks import not_there
 from recpoint.catalog.staging.cancels import raise_if_cancelled
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.contract import now_ms

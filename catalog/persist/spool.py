@@ -23,7 +23,8 @@ import crc32c
 import numpy as np
 
 from recpoint.catalog.staging import owned
-from recpoint.catalog.staging.job import PIECE_BYTES, Extent, StagedJob, read_into, read_pieces
+from recpoint.catalog.staging.job import StagedJob
+from recpoint.catalog.staging.slot_reading import PIECE_BYTES, Extent, read_into, read_pieces
 from recpoint.catalog.store import durable
 from recpoint.errors import StagingFull
 

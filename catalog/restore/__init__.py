@@ -5,5 +5,5 @@ order: `order` (chooses the checkpoint), `restore` (the entry point), `target` (
 offer), `chain` (reads a chain table by table), `chunks` (reads and checks chunks), `rows` (which
 rows a chunk holds, and which are newest), `placement` (writes rows into tensors), `dense` and
 `state` (everything except rows), `in_place` (writes into live tensors), `files` (writes safetensors
-files).
+files) with `shard_plan`, `shard_place` and `state_tensors`.
 """

@@ -22,7 +22,7 @@ from recpoint.catalog.restore.target import RestoreTarget, RowSink, TableTarget
 from recpoint.catalog.run.chain import Chain, PassedOver, read_with_chain
 from recpoint.catalog.run.going import Going
 from recpoint.catalog.run.leases import reading
-from recpoint.catalog.run.repair import manifests_gone, superseded_alone, superseded_text
+from recpoint.catalog.run.line_to_go_on import manifests_gone, superseded_alone, superseded_text
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import Doubts, Verdict, verdict_of
 from recpoint.catalog.store.run_url import naming_errors, naming_run

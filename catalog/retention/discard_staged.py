@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recpoint.catalog.staging import job_files
-from recpoint.catalog.staging.agent import AgentLock, sweep_of
+from recpoint.catalog.staging.agent_lock import AgentLock, sweep_of
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.cancels import remove_mark, write_mark
 from recpoint.catalog.store.run_url import naming_run

@@ -15,7 +15,7 @@ from recpoint.catalog.retention.staged import Fate, JobFate, StagedWork
 from recpoint.catalog.run.facts import OnStep, unwatched
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import job_files
-from recpoint.catalog.staging.agent import AgentLock, AtWork, at_work, sweep_of
+from recpoint.catalog.staging.agent_lock import AgentLock, AtWork, at_work, sweep_of
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.job import open_slot
 from recpoint.errors import MissingLink, ObjectNotFound, RanksMissing, RecpointError, StagingRefused

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from recpoint.catalog.run.facts import OnStep, unwatched
+from recpoint.catalog.run.gone_manifests import why_gone
 from recpoint.catalog.run.lineage import Representation
-from recpoint.catalog.run.repair import Link, LostManifests, why_gone
+from recpoint.catalog.run.lost_manifests import Link, LostManifests
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.contract import ObjectInfo
 from recpoint.catalog.store.scheduler import ReadScheduler

@@ -19,16 +19,13 @@ from recpoint.catalog.retention.sweep import (
 from recpoint.catalog.run.facts import OnStep, unwatched
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import job_files
-from recpoint.catalog.staging.agent import at_work
+from recpoint.catalog.staging.agent_lock import at_work
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.free import FreeSlot, free_slots, has_ended
 from recpoint.catalog.store.contract import Store
 from recpoint.errors import FormatError, NothingToRestore, RunRecordLost
 
 __all__ = ["NOTHING_LEFT", "SweptHere", "knows_what_is_staged", "sweep_here", "swept_words"]
-
-
-# Tells whether this host knows the staged jobs; only the trainer's host can (format §6.5).
 
 
 def knows_what_is_staged(run: Run, staged_run: StagedRun) -> bool:
@@ -59,9 +56,6 @@ def knows_what_is_staged(run: Run, staged_run: StagedRun) -> bool:
         return run.generation(numbers[-1]).host == socket.gethostname()[:255]
     except FormatError:
         return False  # the record is damaged, so its host is unknown
-
-
-# Runs a whole sweep from a host: staged jobs, slots of its trainers, and the store.
 
 
 #: The end of a sweep's report if a later sweep has nothing to do until something is written.

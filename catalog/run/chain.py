@@ -1,17 +1,14 @@
-"""Resolves the chain of a checkpoint: the manifests that its restore reads, checked to join up."""
+"""Finds the manifests that a restore reads; checks that they join up (format §4, invariant 4)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, TypeVar
 
 from recpoint.catalog.run.lineage import Representation
+from recpoint.catalog.run.manifests_ahead import ManifestsAhead
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import ChainError, FormatError, MissingLink, ObjectNotFound, RecpointError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MANIFEST_KEY, ManifestName
@@ -19,7 +16,6 @@ from recpoint.format.naming import MANIFEST_KEY, ManifestName
 __all__ = [
     "Chain",
     "DAMAGE",
-    "ManifestsAhead",
     "PassedOver",
     "blamed",
     "check_link",
@@ -30,103 +26,10 @@ __all__ = [
 ]
 
 
-# Reads several manifests of a chain at a time, although each names only the next one.
-
-
-#: Shorter chains are read as fast without reading ahead.
-_WORTH_IT = 4
-
-
-class ManifestsAhead:
-    """Reads manifests ahead for a walk from a checkpoint to its full.
-
-    The first manifest of a chain says how long the chain is and where it starts. From this the
-    next manifests of the walk are guessed, because a chain mostly follows the live line, and read
-    ahead. A wrong guess is dropped, and a manifest that was not guessed is read when the walk asks
-    for it. So a wrong guess costs only time.
-
-    Args:
-        run: the run of the manifests.
-        line: checkpoints, newest first, among which parents are guessed; may be empty.
-        there: consolidated manifests of each checkpoint, cheapest to restore first.
-        avoid: keys that the walk will not ask for.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        line: Sequence[ManifestName],
-        there: Mapping[ManifestName, Sequence[Representation]],
-        avoid: Collection[str] = (),
-    ) -> None:
-        self._run = run
-        self._line = line
-        self._there = there
-        self._avoid = avoid
-        self._left: set[Representation] | None = None
-        self._coming: Iterator[tuple[Representation, Future[Manifest]]] = iter(())
-        self._closing = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._closing.close()
-
-    def read(self, representation: Representation) -> Manifest:
-        """Returns one manifest; raises as `Run.read_manifest`, and only for this manifest."""
-        if self._left and representation in self._left:
-            for guess, coming in self._coming:
-                self._left.remove(guess)
-                if guess == representation:
-                    return coming.result()
-        found = self._run.read_manifest(representation)
-        if self._left is None and self._line and found.chain_length >= _WORTH_IT:
-            guesses = list(self._guesses(found))
-            self._left = set(guesses)
-            reads = self._closing.enter_context(ReadScheduler.of_records())
-            self._coming = reads.in_order(guesses, self._run.read_manifest)
-        return found
-
-    def _guesses(self, found: Manifest) -> Iterator[Representation]:
-        """Yields the walk after `found` if each checkpoint's parent is the one before it."""
-        if found.parent is None or found.base is None:
-            return
-        newest, left = found.parent.step, found.chain_length - 1
-        for name in self._line:
-            if name.step > newest:
-                continue
-            if left == 0 or name.step < found.base.step:
-                return
-            left -= 1
-            choices = [*self._there.get(name, ()), Representation(name)]
-            choice = next((one for one in choices if one.key not in self._avoid), None)
-            if choice is None:
-                return
-            yield choice
-            if choice.form == "full":
-                return
-            if choice.after is not None:
-                newest = choice.after
-
-
-# Finds the manifests that a restore must read, and checks that they join up (format §4,
-# invariant 4).
-#
-# A checkpoint may have several representations: its own manifest, and consolidated ones with a
-# shorter chain. A walk takes the cheapest representation, and the next one if that is damaged.
-
-
 _NEXT_STEP = "restore another checkpoint: recpoint list URL"
 
 #: Errors of a damaged chain; another chain of the same checkpoint may be good.
 DAMAGE = (FormatError, ChainError, ObjectNotFound)
-
 _Result = TypeVar("_Result")
 _There = Mapping[ManifestName, Sequence[Representation]]
 

@@ -1,26 +1,23 @@
-"""Commits a checkpoint: checks once more that its chunks are stored, then creates its manifest."""
+"""Commits a manifest: fence, parent, create-only, read back (format §6.1, rules 4 to 6; §6.2)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from recpoint.catalog.run.chain import check_link, resolve_chain
+from recpoint.catalog.run.chain import check_link
 from recpoint.catalog.run.lineage import Representation, next_step_of_lost
-from recpoint.catalog.run.run import Run, read_run_record
-from recpoint.catalog.store.contract import Store
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.run_record import read_run_record
 from recpoint.errors import (
-    ChainError,
     CommitConflict,
     ForeignObject,
-    FormatError,
     GenerationRecordLost,
     MissingLink,
     ObjectNotFound,
     RecordTooLarge,
     StaleWriter,
 )
-from recpoint.format.manifest import ChunkEntry, Manifest, Quantizer
+from recpoint.format.manifest import Manifest
 from recpoint.format.naming import (
     CONSOLIDATED_KEY,
     END_KEY,
@@ -30,98 +27,13 @@ from recpoint.format.naming import (
     generation_in_key,
 )
 from recpoint.format.record_kinds import MANIFEST
-from recpoint.format.records import MAX_RECORD_BYTES, CheckpointRef, pack_record
+from recpoint.format.records import MAX_RECORD_BYTES, pack_record
 
 __all__ = [
-    "Committed",
     "check_fence",
-    "chunks_missing",
     "commit",
-    "committed",
     "manifest_bytes",
-    "not_there",
-    "stored_sizes",
 ]
-
-
-# The last check, before a record is written, that all chunks that it names are stored.
-#
-# A sweep on another host, or a person, may have removed chunks after this host uploaded them.
-
-
-def stored_sizes(store: Store, prefix: str) -> dict[str, int]:
-    """Returns the length in bytes of each object whose key starts with `prefix`; one listing.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
-    return {info.key: info.size_bytes for info in store.list(prefix)}
-
-
-def not_there(store: Store, prefix: str, entries: Iterable[ChunkEntry]) -> list[ChunkEntry]:
-    """Returns the chunks of `entries`, all under `prefix`, that are missing or of another length.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
-    sizes = stored_sizes(store, prefix)
-    return [entry for entry in entries if sizes.get(entry.key) != entry.bytes]
-
-
-def chunks_missing(ref: CheckpointRef, missing: list[ChunkEntry]) -> ObjectNotFound:
-    """Returns the error for missing chunks; the job stays staged, and the next try writes them."""
-    return ObjectNotFound(
-        missing[0].key,
-        found=f"{len(missing)} uploaded chunks of {ref} missing or of another length",
-        expected="all chunks that its manifest will name",
-        next_step="nothing: the next try writes them again; a sweep on another host may have "
-        "removed them, if the store was away for longer than its grace",
-    )
-
-
-# The facts of a committed checkpoint, for its trainer and for reports.
-
-
-class Committed(NamedTuple):
-    """A committed checkpoint: the bytes and number of its chunks, and the time of the commit.
-
-    `rank_bytes`: bytes of one rank's chunks. `links_to_read`: manifests that a restore reads.
-    `quantizers`: how this rank quantized the tables.
-    """
-
-    stored_bytes: int
-    rank_bytes: int
-    chunks: int
-    committed_ms: int
-    links_to_read: int
-    quantizers: tuple[Quantizer, ...]
-
-
-def committed(run: Run, manifest: Manifest, rank: int) -> Committed:
-    """Returns what rank `rank` of the trainer is told about its committed checkpoint."""
-    return Committed(
-        manifest.stored_bytes,
-        sum(entry.bytes for entry in manifest.chunks if entry.rank == rank),
-        len(manifest.chunks),
-        manifest.committed_ms,
-        _links_to_read(run, manifest),
-        tuple(quantizer for quantizer in manifest.quantizers if quantizer.rank == rank),
-    )
-
-
-def _links_to_read(run: Run, manifest: Manifest) -> int:
-    """Returns how many manifests a restore of this checkpoint would read now."""
-    as_taken = manifest.links.chain_length
-    if as_taken == 1 or not run.consolidated():
-        return as_taken
-    try:
-        chain = resolve_chain(run, ManifestName(manifest.step, manifest.generation))
-    except (ChainError, FormatError, ObjectNotFound):
-        return as_taken  # the checkpoint is committed anyway; a check finds what is wrong
-    return len(chain.manifests)
-
-
-# The commit: fence, parent, create-only, read back (format §6.1, write order, rules 4 to 6; §6.2).
 
 
 def commit(

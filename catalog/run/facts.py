@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from recpoint.catalog.run.chain import check_with_own
+from recpoint.catalog.run.known_damage import KnownDamage
 from recpoint.catalog.run.leases import Held
 from recpoint.catalog.run.lineage import Representation
 from recpoint.catalog.run.metrics import read_metrics
 from recpoint.catalog.run.pins import pinned
 from recpoint.catalog.run.representations import Opinion, RunFacts, StoredManifest
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.run.validations import KnownDamage, verdicts
+from recpoint.catalog.run.validations import verdicts
 from recpoint.catalog.store.contract import ObjectInfo, now_ms
 from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import ChainError, FormatError, ObjectNotFound

@@ -1,27 +1,24 @@
-"""Opens a run, reads its records, generations and manifests, and takes the run over."""
+"""The run: its record, its generations, its manifests, and its takeover (format §4, §5, §6.1)."""
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ParamSpec, Self, TypeVar
 
 from recpoint.catalog.run.lineage import Representation, by_checkpoint, live_line, restarts
-from recpoint.catalog.store.contract import ObjectInfo, Store, now_ms
+from recpoint.catalog.run.run_record import create_run_record, read_run_record
+from recpoint.catalog.store.contract import Store, now_ms
 from recpoint.catalog.store.records import Records
 from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import (
     ForeignObject,
     FormatError,
-    NothingToRestore,
     ObjectNotFound,
     RecpointError,
-    RunRecordLost,
-    StoreError,
     StoreUnavailable,
 )
 from recpoint.format.manifest import Manifest
@@ -29,180 +26,20 @@ from recpoint.format.naming import (
     FEW_OF_A_GENERATION,
     GENERATION_KEY,
     MAX_GENERATION,
-    RUN_KEY,
     ManifestName,
     generation_in_key,
 )
-from recpoint.format.record_kinds import (
-    CONSOLIDATED,
-    END,
-    GENERATION,
-    MANIFEST,
-    REJECTIONS,
-    RUN,
-    AnyKind,
-    RecordKind,
-)
-from recpoint.format.records import (
-    CheckpointRef,
-    EndRecord,
-    GenerationRecord,
-    RunRecord,
-    StoredRecord,
-)
-from recpoint.format.rejections import MAX_REJECTIONS, Rejection, Rejections
-from recpoint.interrupts import start_thread
+from recpoint.format.record_kinds import CONSOLIDATED, GENERATION, MANIFEST, RecordKind
+from recpoint.format.records import CheckpointRef, GenerationRecord, RunRecord, StoredRecord
 
 __all__ = [
-    "RejectionWatch",
     "Run",
-    "leave_rejection",
-    "read_end",
-    "read_run_record",
-    "remake_run_record",
-    "tell_ended",
 ]
-
-
-# `run.json`: reads it, creates it, and creates it again after a loss (format §6.1, write order,
-# rule 1).
-
-
-#: Records that say the run's id. Generation records come first, because they are few, and each
-#: start of a trainer makes one.
-_TELLING: tuple[AnyKind, ...] = (GENERATION, MANIFEST, CONSOLIDATED)
-
-
-def read_run_record(store: Store) -> RunRecord:
-    """Returns the record that makes this URL a run (format §6.3, read order, rule 1).
-
-    Raises:
-        NothingToRestore: there is no run.
-        RunRecordLost: there is a run that has lost its record.
-        FormatError: the record is damaged or of an unknown version.
-    """
-    record = _found(store)
-    if record is None:
-        raise NothingToRestore(
-            store.url,
-            found=f"no {RUN_KEY}",
-            expected="the URL of a run that a trainer has started",
-            next_step="correct the URL; or start the trainer, which creates the run",
-        )
-    return record
-
-
-def create_run_record(store: Store) -> RunRecord:
-    """Returns the run record, or creates it if there is no run.
-
-    If a run has lost its record, none is created: a new id would make all its objects foreign for
-    ever.
-
-    Raises:
-        RunRecordLost: there is no record, but there are objects of a run.
-        FormatError: the record is damaged or of an unknown version.
-    """
-    record = _found(store)
-    return _created(store, secrets.token_hex(16)) if record is None else record
-
-
-def remake_run_record(store: Store) -> tuple[RunRecord, int]:
-    """Create a lost run record again, with the id that the run's other records have.
-
-    Returns:
-        The record, and in how many records its id was found.
-
-    Raises:
-        ForeignObject: there is a run record already, or there are records of several runs.
-        NothingToRestore: no readable record says the id.
-    """
-    try:
-        there = Records(store, RUN, run=None).read()
-    except ObjectNotFound:
-        pass
-    else:
-        raise ForeignObject(
-            f"{store.url}/{RUN_KEY}",
-            found=f"the record of run {there.run}",
-            expected="no record, because only a lost one is created again",
-            next_step=f"recpoint check {store.url}",
-        )
-    ids: list[str] = []
-    for kind, key in _keys(store):
-        # Every generation record is read, but only one manifest that says the id: they are many.
-        if not ids or kind is GENERATION:
-            run = _id_in(store, kind, key)
-            ids += [] if run is None else [run]
-    if len(set(ids)) > 1:
-        raise ForeignObject(
-            f"{store.url}/{RUN_KEY}",
-            found=f"records of {len(set(ids))} runs: {', '.join(sorted(set(ids)))}",
-            expected="records of one run",
-            next_step="find out which records do not belong here, and move them away",
-        )
-    if not ids:
-        raise NothingToRestore(
-            store.url,
-            found="no readable generation record or manifest that tells the run's id",
-            expected="at least one",
-            next_step="correct the URL; or put run.json back from a backup",
-        )
-    return _created(store, ids[0]), len(ids)
-
-
-def _found(store: Store) -> RunRecord | None:
-    """Returns the run record; None if there is no run at all.
-
-    Raises:
-        RunRecordLost: there is a run, and its record is lost.
-    """
-    for looked_twice in (False, True):
-        try:
-            return Records(store, RUN, run=None).read()
-        except ObjectNotFound:
-            telling = next(_keys(store), None)
-        if telling is None:
-            return None
-        if looked_twice:  # after one look, both may have been created between read and listing
-            kind, key = telling
-            run = _id_in(store, kind, key)
-            raise RunRecordLost(
-                f"{store.url}/{RUN_KEY}",
-                found=f"none, but {key}" + (f" of run {run}" if run else ", which is damaged too"),
-                expected="the record with the id of this run; without it nothing here is known to "
-                "belong together",
-                next_step=f"put {RUN_KEY} back from a backup; if there is none, rebuild it from "
-                f"the other records: recpoint bring-back {store.url}",
-            )
-    raise AssertionError("unreachable")
-
-
-def _keys(store: Store) -> Iterator[tuple[AnyKind, str]]:
-    """Yields the kinds and keys of the records that say the id of their run."""
-    for kind in _TELLING:
-        for _, info in Records(store, kind, run=None).listed():
-            yield kind, info.key
-
-
-def _id_in(store: Store, kind: AnyKind, key: str) -> str | None:
-    try:
-        return str(Records(store, kind, run=None).read_key(key).run)
-    except (FormatError, ObjectNotFound):
-        return None
-
-
-def _created(store: Store, run: str) -> RunRecord:
-    record, records = RunRecord(run=run, created_ms=now_ms()), Records(store, RUN, run=None)
-    return record if records.create(record) == "created" else records.read()
-
-
-# The run: its record, its generations, its manifests, and its takeover (format §4, §5, §6.1).
 
 
 P = ParamSpec("P")
 NameT = TypeVar("NameT")
 RecordT = TypeVar("RecordT", bound=StoredRecord)
-
 _CLAIM_TRIES = 100
 
 
@@ -258,8 +95,6 @@ class Run:
         """Returns access to the run's records of one kind."""
         return Records(self.store, kind, run=self.id)
 
-    # --- generations ---------------------------------------------------------------------------
-
     def generation_numbers(self) -> list[int]:
         """Returns the numbers of generations with a record, ascending; one listing, no reads."""
         return sorted(self.records(GENERATION).names())
@@ -302,8 +137,6 @@ class Run:
         wanted = list(numbers)
         with ReadScheduler.of_records() as reads:
             return dict(zip(wanted, reads.results(wanted, read), strict=True))
-
-    # --- manifests -----------------------------------------------------------------------------
 
     def manifest_names(self) -> list[ManifestName]:
         """Returns all checkpoints, live or superseded, ascending; two listings, no reads."""
@@ -435,8 +268,6 @@ class Run:
         """
         return self.records(representation.kind).read_key(representation.key)
 
-    # --- taking over ---------------------------------------------------------------------------
-
     def claim(self, restored: CheckpointRef | None, *, above: int = 0) -> GenerationRecord:
         """Take the run over: create the next generation record (format §6.1, write order, rule 1).
 
@@ -546,148 +377,3 @@ class Run:
         # Trainers before `record` can start no further commit, so one more restore is enough.
         again = restore(record.generation)
         return record if again == record.restored else self.claim(again, above=above)
-
-
-# End records: a trainer says that it ended by itself, so its silence is no trouble (format §5).
-
-
-_log = logging.getLogger("recpoint")
-
-#: How long the end of training waits for the store to take the end record, on which nothing
-#: depends.
-_WAIT_SECONDS = 10.0
-
-
-def tell_ended(run: Run, generation: int, *, step: int, reason: str) -> None:
-    """Write the end record of a generation, replacing an earlier one.
-
-    Waits at most 10 seconds for the store. Errors are logged and never raised.
-
-    Args:
-        run: the run.
-        generation: the generation of the trainer that ends.
-        step: how many batches are worth keeping.
-        reason: `finished`: the training script is done; `terminated`: it got SIGTERM;
-            `superseded`: it trains on, and a later generation owns the run; `failed: …`: an
-            exception ended it. At most 1,024 characters are kept.
-    """
-    record = EndRecord(
-        run=run.id,
-        generation=generation,
-        step=step,
-        reason=reason[:1024],
-        ended_ms=now_ms(),
-    )
-
-    def write() -> None:
-        try:
-            run.records(END).put(record, generation)
-        except StoreError as error:
-            _log.info("no word in the store that training has ended: %s", error)
-
-    # A daemon thread, because a store that hangs must not keep the process alive.
-    writing = threading.Thread(target=write, name="recpoint-end", daemon=True)
-    try:
-        start_thread(writing)
-    except RuntimeError as error:  # python's: can't start new thread
-        _log.info("no word in the store that training has ended: %s", error)
-        return
-    writing.join(_WAIT_SECONDS)
-
-
-def read_end(run: Run, generation: int) -> EndRecord | None:
-    """Returns the end record of a generation; None if there is none.
-
-    Raises:
-        FormatError: the record is damaged, or belongs to another run or key.
-        StoreError: it cannot be read.
-    """
-    try:
-        return run.records(END).read(generation)
-    except ObjectNotFound:
-        return None
-
-
-# Records of checkpoints that an agent has rejected, for people (format §7).
-
-
-_LOG = logging.getLogger("recpoint.persist")
-
-#: How many ranks' records are read: the last written ones.
-_MOST_RANKS = 100
-
-
-def leave_rejection(run: Run, rank: int, rejection: Rejection) -> None:
-    """Add a rejection to the record of its rank; errors of the store are logged, not raised.
-
-    A rank has one agent at a time. If two write at once, one rejection is lost, but only people
-    read them.
-
-    Args:
-        run: the run for which the checkpoint was meant.
-        rank: the rank of the rejected job.
-        rejection: what was rejected, and why.
-    """
-    try:
-        try:
-            before = run.records(REJECTIONS).read(rank)
-        except (FormatError, ObjectNotFound):
-            newest: tuple[Rejection, ...] = ()
-            count = 0
-        else:
-            newest, count = before.newest, before.count
-        if rejection in newest:
-            return  # an agent was killed after this write, and now handles the job again
-        record = Rejections(
-            run=run.id,
-            rank=rank,
-            count=min(count + 1, 10**9),
-            newest=(rejection, *newest)[:MAX_REJECTIONS],
-            host=socket.gethostname()[:255],
-            pid=os.getpid(),
-        )
-        run.records(REJECTIONS).put(record, rank)
-    except RecpointError as error:
-        # Nothing depends on it: the trainer has its answer, and the agent's log says the same.
-        _LOG.info("a rejection was not recorded in the store: %s", error)
-
-
-class RejectionWatch:
-    """Reads a run's rejections repeatedly, but each version of a record only once.
-
-    Args:
-        run: the run.
-
-    Attributes:
-        damaged: the errors of records that cannot be read.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._seen: dict[ObjectInfo, Rejections | FormatError] = {}
-        self.damaged: tuple[FormatError, ...] = ()
-
-    def refresh(self) -> list[Rejections]:
-        """Returns the rejections of each rank as stored now.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
-        records = self._run.records(REJECTIONS)
-        infos = [info for _, info in records.listed()]
-        now: dict[ObjectInfo, Rejections | FormatError] = {}
-        for info in _written_last(infos):
-            known = self._seen.get(info)
-            try:
-                now[info] = records.read_key(info.key) if known is None else known
-            except FormatError as error:
-                now[info] = error
-            except ObjectNotFound:
-                continue
-        self._seen = now
-        self.damaged = tuple(one for one in now.values() if isinstance(one, FormatError))
-        return [one for one in now.values() if isinstance(one, Rejections)]
-
-
-def _written_last(infos: Sequence[ObjectInfo]) -> list[ObjectInfo]:
-    return sorted(infos, key=lambda info: (-info.modified_ms, info.key))[:_MOST_RANKS]

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from recpoint.catalog.run.run import Run, read_end
+from recpoint.catalog.run.ends import read_end
+from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import locks, owned
 from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.catalog.staging.job_files import read_job

@@ -5,17 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, NamedTuple, Self, cast
+from typing import Literal, cast
 
 import crc32c
 
 from recpoint.catalog.staging import owned
 from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.staging.slot_reading import NEXT, Extent, area_of, read_pieces
 from recpoint.errors import DigestMismatch, MalformedObject, StagingError
 from recpoint.format.chunk import MAX_SAMPLE_ROWS, sample_arrays
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
@@ -27,15 +26,11 @@ from recpoint.kernels.quantize.method import MethodName
 
 __all__ = [
     "CodeArray",
-    "Extent",
-    "PIECE_BYTES",
     "StagedJob",
     "code_name",
     "ids_name",
     "kernel_method",
     "open_slot",
-    "read_into",
-    "read_pieces",
     "sample_name",
     "state_name",
     "values_name",
@@ -44,19 +39,6 @@ __all__ = [
 
 #: The arrays that a slot has instead of a table's values if the trainer has quantized it.
 CodeArray = Literal["codes", "scale", "offset", "wide", "exact_at", "exact"]
-
-#: Bytes that are read at once; small, because each upload has its own buffer.
-PIECE_BYTES = 1 << 20
-
-_NEXT = "nothing: the job is rejected, and the trainer stages its rows again"
-
-
-class Extent(NamedTuple):
-    """A range of bytes in a file: the slot or a file in the spool."""
-
-    path: str
-    offset: int
-    length: int
 
 
 def ids_name(table: int) -> str:
@@ -142,7 +124,7 @@ class StagedJob:
                     f"{self.slot} ({segment.name})",
                     found=f"crc32c {found}",
                     expected=f"crc32c {segment.crc32c}",
-                    next_step=_NEXT,
+                    next_step=NEXT,
                 )
 
 
@@ -162,7 +144,7 @@ def open_slot(path: Path, job: Job) -> StagedJob:
     if not job.slot.startswith(f"r{job.rank:05d}-"):
         raise _malformed(path, f"the slot {job.slot}", f"a slot of rank {job.rank}")
     try:
-        status = owned.require_own(_area_of(slot), slot)
+        status = owned.require_own(area_of(slot), slot)
     except OSError as error:
         raise _no_slot(slot, error.strerror or str(error), "the slot that the job names") from error
     if status is None:
@@ -291,109 +273,9 @@ def kernel_method(chosen: ChosenMethod) -> Method:
     )
 
 
-def _area_of(path: Path) -> Path:
-    """Returns the staging area of a file in a run's `slots` or `spool`, or else its directory."""
-    for above in path.parents:
-        if above.name in ("slots", "spool"):
-            return above.parent.parent
-    return path.parent
-
-
 def _malformed(path: Path, found: str, expected: str) -> MalformedObject:
-    return MalformedObject(str(path), found=found, expected=expected, next_step=_NEXT)
+    return MalformedObject(str(path), found=found, expected=expected, next_step=NEXT)
 
 
 def _no_slot(slot: Path, found: str, expected: str) -> StagingError:
-    return StagingError(str(slot), found=found, expected=expected, next_step=_NEXT)
-
-
-# --- reading --------------------------------------------------------------------------------------
-
-
-class _Files:
-    """Opens each file once for all extents of one read."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, int] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-
-    def read(self, path: str, offset: int, view: memoryview) -> None:
-        """Fill `view` with the bytes of the file from `offset` on."""
-        if path not in self._open:
-            self._open[path] = owned.open_file(_area_of(Path(path)), Path(path))
-        descriptor = self._open[path]
-        done = 0
-        while done < len(view):
-            got = os.preadv(descriptor, [view[done:]], offset + done)
-            if got == 0:
-                raise StagingError(
-                    path,
-                    found=f"the file's end at byte {offset + done}",
-                    expected=f"{len(view) - done} more bytes",
-                    next_step=_NEXT,
-                )
-            done += got
-
-
-@contextmanager
-def _reading() -> Iterator[_Files]:
-    try:
-        with _Files() as files:
-            yield files
-    except OSError as error:
-        # Only a failed medium stays failed, so only EIO may reject the job. Other errors (no
-        # descriptors, no memory) pass, and rejecting the job would lose it for nothing.
-        if error.errno != errno.EIO:
-            raise
-        raise StagingError(
-            str(error.filename or "staging area"),
-            found="an input/output error",
-            expected="readable bytes",
-            next_step="check the disk; the job is rejected, and the trainer stages its rows again",
-        ) from error
-
-
-def read_into(view: memoryview, *extents: Extent) -> None:
-    """Fill `view` with the bytes of the extents, one after another.
-
-    Args:
-        view: as long as all extents together.
-        extents: what to read.
-
-    Raises:
-        StagingError: a file ends early, or its medium fails.
-        ValueError: `view` has another length.
-    """
-    length = sum(extent.length for extent in extents)
-    if len(view) != length:
-        raise ValueError(f"{len(view)} bytes of room for {length}")
-    done = 0
-    with _reading() as files:
-        for extent in extents:
-            files.read(extent.path, extent.offset, view[done : done + extent.length])
-            done += extent.length
-
-
-def read_pieces(extent: Extent) -> Iterator[memoryview]:
-    """Yields an extent's bytes in pieces of at most 1 MiB; each is valid until the next.
-
-    Raises:
-        StagingError: as `read_into`.
-    """
-    buffer = memoryview(bytearray(min(PIECE_BYTES, extent.length)))
-    with _reading() as files:
-        for done in range(0, extent.length, PIECE_BYTES):
-            piece = buffer[: min(PIECE_BYTES, extent.length - done)]
-            files.read(extent.path, extent.offset + done, piece)
-            yield piece
+    return StagingError(str(slot), found=found, expected=expected, next_step=NEXT)

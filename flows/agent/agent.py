@@ -33,24 +33,23 @@ from typing import Final, Literal
 
 from recpoint.catalog.consolidate.plan import ConsolidationTriggers
 from recpoint.catalog.staging import area
-from recpoint.catalog.staging.agent import AGENT, DRAIN, AgentLock, AtWork
+from recpoint.catalog.staging.agent_lock import AGENT, DRAIN, AgentLock, AtWork
 from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.catalog.staging.free import free_slots_of_ended, left_behind
 from recpoint.catalog.staging.notes import write_status
 from recpoint.catalog.store.contract import now_ms
 from recpoint.errors import StagingError, StagingRefused
 from recpoint.flows.agent.consolidations import BackgroundConsolidation, Which
+from recpoint.flows.agent.ended_trainings import tell_ended_trainings
+from recpoint.flows.agent.failed_jobs import postpone
 from recpoint.flows.agent.gate import PrefectGate
-from recpoint.flows.agent.jobs import AgentJobs, AgentPersist, AgentQueue
+from recpoint.flows.agent.jobs import AgentJobs
 from recpoint.flows.agent.observation import AgentObservation, observe_agent
-from recpoint.flows.agent.runs import (
-    NAME_AFTER_SECONDS,
-    RunState,
-    WaitingJobs,
-    postpone,
-    tell_ended_trainings,
-)
+from recpoint.flows.agent.persist import AgentPersist
+from recpoint.flows.agent.queue import AgentQueue
+from recpoint.flows.agent.runs import RunState
 from recpoint.flows.agent.sweeps import SWEEP_EVERY_SECONDS, BackgroundSweep, require_sweep_period
+from recpoint.flows.agent.waiting_jobs import NAME_AFTER_SECONDS, WaitingJobs
 from recpoint.tasks.job_name import job_log
 from recpoint.units import bytes_text
 

@@ -1,172 +1,32 @@
-"""Keeps what an agent knows of each run: failures, waits for other ranks, ended trainings.
-
-Jobs whose part is stored, and which wait for other ranks, whose jobs other agents may serve. Nobody
-tells an agent when those parts are stored: it looks, soon at first, then less often.
-
-Failed jobs: each is tried again later, or rejected if it always fails. Persisting has already
-rejected jobs that are themselves broken. The errors that arrive here are faults of the store or the
-host, which may pass, or unexpected errors.
-
-Telling Prefect that a training has ended, so that its silence raises no alert. A trainer never
-talks to Prefect: it leaves a note in the staging area, which the agent finds. The event needs the
-run's id, which only jobs contain, so the agent keeps the id for later agents in the run's
-directory.
-"""
+"""Keeps the state of a run in its agent, and its counters."""
 
 from __future__ import annotations
 
-import logging
 import math
-import random
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 from uuid import UUID
 
-from recpoint.catalog.persist.persist import PersistJob, reject_job
-from recpoint.catalog.persist.ranks import parts_text
+from recpoint.catalog.persist.persist import PersistJob
 from recpoint.catalog.staging import job_files
-from recpoint.catalog.staging.area import StagedRun
-from recpoint.catalog.staging.notes import read_note, write_note
-from recpoint.catalog.staging.trainer_note import read_trainer_note, trainer_state
-from recpoint.catalog.store.contract import now_ms
 from recpoint.counting import CAUSES, Histogram, cause_of, cause_of_name
-from recpoint.errors import (
-    CheckpointCancelled,
-    RecpointError,
-    StagingError,
-    StagingRefused,
-    StoreThrottled,
-)
+from recpoint.errors import CheckpointCancelled
 from recpoint.flows.agent.gate import growing_pause
+from recpoint.flows.agent.waiting_jobs import WaitingJobs
 from recpoint.format.job import Job, Outcome
 from recpoint.format.manifest import Kind
-from recpoint.format.notes import NEWEST_RUN_NOTE, NewestRunNote
 
 __all__ = [
-    "NAME_AFTER_SECONDS",
     "RunFacts",
     "RunState",
     "SHORTEST_SHARE",
-    "WaitingJobs",
-    "expect_end",
-    "postpone",
-    "postpone_or_reject",
-    "tell_ended_trainings",
 ]
-
-
-#: How long a job waits before status, log and metrics name the missing ranks.
-NAME_AFTER_SECONDS: Final = 60.0
-
-_FIRST_LOOK_SECONDS: Final = 0.25
-_LONGEST_LOOK_SECONDS: Final = 4.0
-
-
-class LateJob(NamedTuple):
-    """A job that has waited too long for other parts of its checkpoint.
-
-    Attributes:
-        job: stem of the job's file.
-        missing: numbers of the missing parts.
-        of: how many ranks the checkpoint has; parts of embedding servers count on after them.
-        seconds: how long it has waited.
-    """
-
-    job: str
-    missing: tuple[int, ...]
-    of: int
-    seconds: float
-
-    def __str__(self) -> str:
-        text = parts_text(self.missing, self.of)
-        return f"has waited {self.seconds:.0f} s for the part of {text}"
-
-    def status(self) -> Mapping[str, object]:
-        """Return the job's entry in a status file; servers are numbered from 1, as in texts."""
-        return {
-            "job": self.job,
-            "ranks": [number for number in self.missing if number < self.of],
-            "servers": [number - self.of + 1 for number in self.missing if number >= self.of],
-            "seconds": round(self.seconds),
-        }
-
-
-@dataclass
-class _Waiting:
-    since: float
-    next_look: float
-    pause: float = _FIRST_LOOK_SECONDS
-    missing: tuple[int, ...] = ()
-    of: int = 1
-    named: tuple[int, ...] = ()
-
-
-class WaitingJobs:
-    """Keeps one run's jobs that wait for other parts of their checkpoints.
-
-    Only the thread that serves the run may change it; any thread may read it.
-
-    Args:
-        name_after_seconds: a job is late when it has waited for so long.
-    """
-
-    def __init__(self, name_after_seconds: float = NAME_AFTER_SECONDS) -> None:
-        self._name_after = name_after_seconds
-        self._jobs: dict[Path, _Waiting] = {}
-
-    def waits(self, job_file: Path, missing: tuple[int, ...], *, of: int) -> LateJob | None:
-        """Note that a job waits for the parts `missing` of a checkpoint of `of` ranks.
-
-        Returns:
-            The job if it is late and these parts were not reported before; otherwise None.
-        """
-        now = time.monotonic()
-        waiting = self._jobs.get(job_file)
-        if waiting is None:
-            waiting = self._jobs[job_file] = _Waiting(since=now, next_look=now)
-        else:
-            waiting.pause = min(2 * waiting.pause, _LONGEST_LOOK_SECONDS)
-        waiting.next_look = now + waiting.pause
-        waiting.missing, waiting.of = missing, of
-        if now - waiting.since < self._name_after or waiting.named == missing:
-            return None
-        waiting.named = missing
-        return LateJob(job_file.stem, missing, of, now - waiting.since)
-
-    def holds(self, job_file: Path) -> bool:
-        """Whether a job waits for other ranks."""
-        return job_file in self._jobs
-
-    def is_due(self, job_file: Path) -> bool:
-        """Whether a job does not wait, or its missing parts are to be looked for now."""
-        waiting = self._jobs.get(job_file)
-        return waiting is None or time.monotonic() >= waiting.next_look
-
-    def look_soon(self) -> None:
-        """Look for all missing parts now: a commit makes others likely."""
-        for waiting in self._jobs.values():
-            waiting.next_look, waiting.pause = 0.0, _FIRST_LOOK_SECONDS
-
-    def keep(self, job_files: Collection[Path]) -> None:
-        """Forget all jobs but `job_files`, the ones that are still staged."""
-        for ended_run in self._jobs.keys() - set(job_files):
-            del self._jobs[ended_run]
-
-    def late(self) -> list[LateJob]:
-        """Return the late jobs, the longest wait first."""
-        now = time.monotonic()
-        late_jobs = [
-            LateJob(path.stem, waiting.missing, waiting.of, now - waiting.since)
-            for path, waiting in list(self._jobs.items())
-            if waiting.missing and now - waiting.since >= self._name_after
-        ]
-        return sorted(late_jobs, key=lambda late: -late.seconds)
 
 
 JobResult = Literal["committed", "cancelled", "rejected"]
@@ -376,133 +236,3 @@ class RunState:
             "last_error_ms": self.last_error_ms,
             "missing_ranks": [late.status() for late in self.waiting.late()],
         }
-
-
-_Log = logging.LoggerAdapter[logging.Logger]
-
-#: A job is rejected when it has failed with an unexpected error so often in a row.
-_TRIES_UNFORESEEN: Final = 5
-#: Texts of the RuntimeErrors of Python and torch when the host has no thread or no memory left.
-_SHORTAGES: Final = ("can't start new thread", "can't allocate memory")
-
-
-def postpone(state: RunState, error: BaseException, log: _Log) -> None:
-    """Have the run wait before its next try, and log and note the error."""
-    heals = not isinstance(error, RecpointError) or error.retryable
-    pause = state.pause_seconds(heals=heals)
-    if isinstance(error, StoreThrottled):
-        pause *= 2
-    pause *= random.uniform(SHORTEST_SHARE, 2 - SHORTEST_SHARE)
-    state.failures += 1
-    state.facts.failed(error)
-    state.retry_at = time.monotonic() + pause
-    # With the error's type, by which docs/how-to says what to do.
-    state.last_error = f"{type(error).__name__}: {error}"
-    state.last_error_ms = now_ms()
-    log.warning("stays staged, next try in %.0f s: %s", pause, state.last_error)
-
-
-def postpone_or_reject(state: RunState, job_file: Path, error: Exception, log: _Log) -> bool:
-    """Postpone a job, or reject it after several unexpected errors in a row.
-
-    One unexpected error may be due to the host. If each try ends with one, the job is at fault, and
-    it would block all jobs that are staged after it.
-
-    Returns:
-        Whether the job was rejected.
-    """
-    if _may_pass(error):
-        state.unforeseen = 0
-        postpone(state, error, log)
-        return False
-    state.unforeseen += 1
-    log.error("failed with an unexpected error", exc_info=error)
-    if state.unforeseen < _TRIES_UNFORESEEN:
-        postpone(state, error, log)
-        return False
-    try:
-        _reject(job_file, error)
-    except OSError as failed:
-        postpone(state, failed, log)
-        return False
-    log.error("rejected after %d unexpected errors in a row", state.unforeseen)
-    state.unforeseen = 0
-    return True
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether an error may pass: a fault of the store, or a shortage on this host."""
-    if isinstance(error, RecpointError | OSError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(says in str(error) for says in _SHORTAGES)
-
-
-def _reject(job_file: Path, error: Exception) -> None:
-    reject_job(
-        job_file,
-        StagingError(
-            str(job_file),
-            found=f"{type(error).__name__}: {error}",
-            expected="a job that can be persisted",
-            next_step="report it, with the agent's log",
-        ),
-    )
-
-
-_LOG = logging.getLogger("recpoint.agent")
-
-
-def expect_end(staged_run: StagedRun, job: Job) -> None:
-    """Keep the run's id and URL in the run's directory, for the agent that sees the training end.
-
-    If the directory cannot be written, a later agent cannot tell Prefect of the end.
-    """
-    expected = read_note(staged_run, NEWEST_RUN_NOTE)
-    if expected is None or (expected.run, expected.run_url) != (job.run, job.run_url):
-        _keep(staged_run, NewestRunNote(run=job.run, run_url=job.run_url))
-
-
-def tell_ended_trainings(runs: Mapping[StagedRun, RunState]) -> None:
-    """Send one event for each training that ended by itself; does not wait for Prefect.
-
-    Leaves out runs of which no agent has persisted a job: nobody expects a commit of those. Call it
-    while Prefect answers.
-
-    Args:
-        runs: the state of each run.
-    """
-    for staged_run, state in runs.items():
-        if state.works:
-            continue
-        note = read_trainer_note(staged_run)
-        if note is None or note.state != "ended" or state.end_told_ms == note.at_ms:
-            continue
-        # The event must follow the last commit, because a commit starts the wait for the next one.
-        try:
-            if trainer_state(staged_run, note) != "ended" or staged_run.staged_jobs():
-                continue
-        except (OSError, StagingRefused) as error:
-            _LOG.warning("%s: cannot check whether training ended: %s", staged_run.name, error)
-            continue
-        expected = read_note(staged_run, NEWEST_RUN_NOTE)
-        if expected is None and state.run_id is not None and state.run_url is not None:
-            # Its file could not be written.
-            expected = NewestRunNote(run=state.run_id, run_url=state.run_url)
-        if expected is None:
-            continue
-        if expected.told_ms != note.at_ms:
-            # Imported only here: the import takes seconds, and an agent without Prefect never needs
-            # it. The gate has already done it.
-            from recpoint.tasks.reports import emit
-
-            emit("ended", expected.run, expected.run_url)
-            _keep(staged_run, expected.model_copy(update={"told_ms": note.at_ms}))
-        state.end_told_ms = note.at_ms
-
-
-def _keep(staged_run: StagedRun, note: NewestRunNote) -> None:
-    """Replace the note atomically, but without fsync, because only an alert depends on it."""
-    try:
-        write_note(staged_run, NEWEST_RUN_NOTE, note)
-    except (OSError, StagingRefused) as error:
-        _LOG.warning("%s: %s cannot be written: %s", staged_run.name, NEWEST_RUN_NOTE.file, error)

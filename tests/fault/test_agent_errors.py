@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.staging.agent import read_trouble
+from recpoint.catalog.staging.agent_trouble import read_trouble
 from recpoint.catalog.staging.area import StagedRun
 from tests.fault.lives import serving
 from tests.training_builder import Place, checkpointer, simple_training, train, until

@@ -26,7 +26,7 @@ from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.retention.sweep import execute, plan_sweep
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import locks
-from recpoint.catalog.staging.agent import AgentLock, agent_lock_path
+from recpoint.catalog.staging.agent_lock import AgentLock, agent_lock_path
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.format import naming

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import cancels, job_files
-from recpoint.catalog.staging.agent import AgentLock, agent_lock_path, at_work
+from recpoint.catalog.staging.agent_lock import AgentLock, agent_lock_path, at_work
 from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.catalog.staging.job import open_slot
 from recpoint.catalog.store.store import open_store

@@ -19,7 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from recpoint.catalog.restore.files import INDEX, restore_shards
+from recpoint.catalog.restore.files import restore_shards
+from recpoint.catalog.restore.shard_plan import INDEX
 from recpoint.catalog.store import s3
 from recpoint.catalog.store.store import S3Timeouts, Store, open_store
 from recpoint.errors import (

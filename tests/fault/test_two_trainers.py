@@ -19,7 +19,7 @@ from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import job_files
-from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.store import open_store

@@ -13,7 +13,7 @@ import pytest
 from recpoint.catalog.check.check import check
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import cancels, job_files
-from recpoint.catalog.staging.agent import DRAIN, AgentLock, agent_lock_path, at_work, sweep_of
+from recpoint.catalog.staging.agent_lock import DRAIN, AgentLock, agent_lock_path, at_work, sweep_of
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.trainer_note import write_trainer_note
 from recpoint.errors import StagingError

@@ -15,7 +15,7 @@ import pytest
 from recpoint.catalog.persist import persist
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import job_files
-from recpoint.catalog.staging.agent import DRAIN, AgentLock, agent_lock_path
+from recpoint.catalog.staging.agent_lock import DRAIN, AgentLock, agent_lock_path
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.cli.reporting import exit_code
 from recpoint.errors import StagingError

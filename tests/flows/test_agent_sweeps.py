@@ -19,7 +19,7 @@ from prefect.settings import PREFECT_API_URL
 from recpoint.catalog.check.check import check
 from recpoint.catalog.retention.last_sweep import last_sweep, note_sweep, swept_ms
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.staging.area import StagedRun, staged_runs
 from recpoint.catalog.staging.trainer_note import read_trainer_note, write_trainer_note
 from recpoint.errors import SettingsError

@@ -21,7 +21,7 @@ from uuid import uuid4
 import pytest
 
 from recpoint.catalog.persist.persist import persist_job
-from recpoint.catalog.restore.files import INDEX
+from recpoint.catalog.restore.shard_plan import INDEX
 from recpoint.catalog.run.chain import resolve_chain
 from recpoint.catalog.run.publications import newest_publication
 from recpoint.catalog.run.run import Run

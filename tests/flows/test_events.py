@@ -16,7 +16,8 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.trainer_note import write_trainer_note
 from recpoint.errors import StoreAccessDenied
-from recpoint.flows.agent.runs import RunState, tell_ended_trainings
+from recpoint.flows.agent.ended_trainings import tell_ended_trainings
+from recpoint.flows.agent.runs import RunState
 from recpoint.flows.consolidate import run_consolidate
 from recpoint.flows.persist import run_persist
 from recpoint.flows.validate import validate

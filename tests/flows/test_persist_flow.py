@@ -30,12 +30,12 @@ from recpoint.catalog.persist import persist, plan
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import cancels, job_files
-from recpoint.catalog.staging.agent import AgentLock, at_work
+from recpoint.catalog.staging.agent_lock import AgentLock, at_work
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import Store
 from recpoint.errors import RecpointError, StoreAccessDenied, StoreThrottled, StoreUnavailable
 from recpoint.flows.agent.gate import PrefectGate
-from recpoint.flows.agent.jobs import AgentPersist
+from recpoint.flows.agent.persist import AgentPersist
 from recpoint.flows.agent.runs import RunState
 from recpoint.flows.persist import end_flow_run, run_persist
 from recpoint.flows.persist import persist as persist_flow

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.restore.files import INDEX, restore_shards
+from recpoint.catalog.restore.files import restore_shards
 from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.shard_plan import INDEX
 from recpoint.catalog.run import going
 from recpoint.catalog.run.deletions import announce
 from recpoint.catalog.run.run import Run

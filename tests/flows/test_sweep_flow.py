@@ -18,7 +18,7 @@ from prefect.exceptions import ParameterTypeError
 from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import persist
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging.agent import AGENT, DRAIN, AgentLock, sweep_of
+from recpoint.catalog.staging.agent_lock import AGENT, DRAIN, AgentLock, sweep_of
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.flows.drain import drain
 from recpoint.flows.sweep import sweep

@@ -18,7 +18,8 @@ from recpoint.catalog.check.check import check
 from recpoint.catalog.restore.restore import MemoryTarget, RestoreReport, restore
 from recpoint.catalog.retention.sweep import execute, plan_sweep
 from recpoint.catalog.run.commit import commit
-from recpoint.catalog.run.repair import line_to_go_on, relink
+from recpoint.catalog.run.line_to_go_on import line_to_go_on
+from recpoint.catalog.run.relink import relink
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.local import LocalStore
 from recpoint.errors import GenerationRecordLost, NothingToRestore, StaleWriter

@@ -25,7 +25,7 @@ from recpoint import Checkpointer, Lookahead, Options, Staging, Timeouts
 from recpoint.catalog.persist import persist
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, restore
-from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.format.naming import ManifestName
 from recpoint.trainer_plugin.policy import Consecutive, Continuous, Intermittent, OneShot, Policy

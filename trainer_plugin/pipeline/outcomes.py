@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import recpoint.errors
-from recpoint.catalog.staging.agent import AgentTrouble, read_trouble
+from recpoint.catalog.staging.agent_trouble import AgentTrouble, read_trouble
 from recpoint.catalog.store.run_url import name_run_in
 from recpoint.errors import CheckpointCancelled, RecordTooLarge, RecpointError, StaleWriter
 from recpoint.format.records import CheckpointRef

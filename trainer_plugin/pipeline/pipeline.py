@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from recpoint.catalog.run.run import Run, tell_ended
+from recpoint.catalog.run.ends import tell_ended
+from recpoint.catalog.run.run import Run
 from recpoint.embeddings.tables.marks import Tracker
 from recpoint.errors import RecordTooLarge, StagingError
 from recpoint.format.naming import shared_attempt

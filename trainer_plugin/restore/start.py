@@ -22,7 +22,7 @@ from torch import Tensor
 from recpoint.catalog.restore.order import RestoreOrder, Selection, candidates
 from recpoint.catalog.restore.restore import RestoreReport, restore
 from recpoint.catalog.run.leases import reading
-from recpoint.catalog.run.repair import left_by_going_back, line_to_go_on
+from recpoint.catalog.run.line_to_go_on import left_by_going_back, line_to_go_on
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import Doubts
 from recpoint.catalog.store.contract import Store

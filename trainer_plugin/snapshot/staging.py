@@ -29,7 +29,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from recpoint.catalog.staging import area, job_files, locks, owned
-from recpoint.catalog.staging.agent import agent_lock_path, at_work
+from recpoint.catalog.staging.agent_lock import agent_lock_path, at_work
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.free import read_rank_jobs, remove_unnamed, slots_by_rank
 from recpoint.catalog.staging.servers import write_servers

@@ -125,7 +125,7 @@ class Recpoint(System):
     def _thread(self) -> Iterator[None]:
         """Do the agent's work in a thread, and try again after an error, as agents do."""
         from recpoint.catalog.persist.persist import persist_job
-        from recpoint.catalog.staging.agent import AgentLock
+        from recpoint.catalog.staging.agent_lock import AgentLock
         from recpoint.catalog.staging.area import StagedRun, staged_runs
         from recpoint.errors import RecpointError
 

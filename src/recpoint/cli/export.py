@@ -10,16 +10,15 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from recpoint.catalog.restore.files import (
-    INDEX,
-    SHARD_NAME,
+from recpoint.catalog.restore.files import write_one_file
+from recpoint.catalog.restore.restore import MemoryTarget, state_dict, weight_name
+from recpoint.catalog.restore.shard_plan import INDEX, SHARD_NAME
+from recpoint.catalog.restore.state_tensors import (
     Include,
     collect_tensors,
     transient_tensors,
     without_model,
-    write_one_file,
 )
-from recpoint.catalog.restore.restore import MemoryTarget, state_dict, weight_name
 from recpoint.cli.export_target import TABLE_ENDINGS, WHOLE_ENDINGS
 
 __all__ = ["only_in_torch_files", "size_bytes", "write"]

@@ -24,9 +24,9 @@ from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.restore.order import Selection, candidates
 from recpoint.catalog.retention.marks import marked
 from recpoint.catalog.run.chain import Chain, resolve_chain
+from recpoint.catalog.run.line_to_go_on import manifests_gone, superseded_text
 from recpoint.catalog.run.lineage import Representation
 from recpoint.catalog.run.pins import pinned
-from recpoint.catalog.run.repair import manifests_gone, superseded_text
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import Verdict, records_of, verdict, verdicts
 from recpoint.catalog.staging import area

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from recpoint.catalog.run.repair import relink
-from recpoint.catalog.run.run import Run, remake_run_record
+from recpoint.catalog.run.relink import relink
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.run_record import remake_run_record
 from recpoint.catalog.store.store import open_store
 from recpoint.cli.inspect import UrlArgument, open_run
 from recpoint.cli.reporting import JsonOption, Result, command

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.staging.agent import (
+from recpoint.catalog.staging.agent_lock import (
     AGENT,
     DRAIN,
     AgentLock,

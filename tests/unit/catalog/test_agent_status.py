@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recpoint.catalog.staging.agent import AgentTrouble, read_trouble
+from recpoint.catalog.staging.agent_trouble import AgentTrouble, read_trouble
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.notes import write_status
 from recpoint.catalog.store.durable import TEMPORARY_PREFIX

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog.persist import persist
-from recpoint.catalog.run.run import Run, tell_ended
+from recpoint.catalog.run.ends import tell_ended
+from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import free, job_files, locks
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.free import (

@@ -21,9 +21,9 @@ from recpoint.catalog.retention.sweep import plan_sweep
 from recpoint.catalog.retention.sweep_here import knows_what_is_staged
 from recpoint.catalog.run import publications
 from recpoint.catalog.run.commit import commit
-from recpoint.catalog.run.repair import relink
+from recpoint.catalog.run.relink import relink
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import (
     ForeignObject,

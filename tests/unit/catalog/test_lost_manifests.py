@@ -16,8 +16,9 @@ from recpoint.catalog.persist import persist
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.retention.sweep import SweepPlan, SweepResult, execute, plan_sweep
 from recpoint.catalog.run import metrics, pins, publications
-from recpoint.catalog.run.repair import line_to_go_on
-from recpoint.catalog.run.run import Run, leave_rejection
+from recpoint.catalog.run.line_to_go_on import line_to_go_on
+from recpoint.catalog.run.rejections import leave_rejection
+from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import verdicts
 from recpoint.catalog.staging import cancels
 from recpoint.catalog.staging.area import StagedRun

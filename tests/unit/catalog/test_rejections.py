@@ -10,7 +10,8 @@ from recpoint.catalog.check.check import check
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.persist import persist
 from recpoint.catalog.retention.sweep import plan_sweep
-from recpoint.catalog.run.run import RejectionWatch, Run, leave_rejection
+from recpoint.catalog.run.rejections import RejectionWatch, leave_rejection
+from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import cancels, job_files
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import StoreFull

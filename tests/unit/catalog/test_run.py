@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.run.run import Run, remake_run_record
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.run.run_record import remake_run_record
 from recpoint.catalog.store.contract import probe_create_only
 from recpoint.catalog.store.local import LocalStore
 from recpoint.errors import (

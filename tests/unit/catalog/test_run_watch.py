@@ -18,10 +18,11 @@ from recpoint.catalog.retention.plan import plan_prune
 from recpoint.catalog.retention.prune import execute
 from recpoint.catalog.retention.rules import BestBy, RetentionPolicy
 from recpoint.catalog.retention.stored_plan import leave_plan
+from recpoint.catalog.run.ends import tell_ended
 from recpoint.catalog.run.pins import pin
-from recpoint.catalog.run.run import Run, tell_ended
+from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import add_record
-from recpoint.catalog.staging.agent import AgentTrouble
+from recpoint.catalog.staging.agent_trouble import AgentTrouble
 from recpoint.catalog.store.contract import ObjectInfo
 from recpoint.catalog.store.local import LocalStore
 from recpoint.errors import FormatError, NothingToRestore, StoreFull

@@ -17,20 +17,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file
 from typer.testing import CliRunner
 
-from recpoint.catalog.restore import files
-from recpoint.catalog.restore.files import (
+from recpoint.catalog.restore import shard_plan
+from recpoint.catalog.restore.files import restore_shards, write_shard
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.shard_place import finish_shards, take_back
+from recpoint.catalog.restore.shard_plan import (
     INDEX,
     MAX_HEADER_BYTES,
-    Include,
     ShardFile,
     ShardTensor,
-    finish_shards,
     plan_shards,
-    restore_shards,
-    take_back,
-    write_shard,
 )
-from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.state_tensors import Include
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import Store, open_store
 from recpoint.cli import app
@@ -546,9 +544,9 @@ def test_a_header_that_safetensors_would_not_read_is_refused(
         "many.safetensors", (ShardTensor("x", "U8", (1,)), ShardTensor("y", "U8", (1,)))
     )
     header_bytes = len(shard.header({})) - 8
-    monkeypatch.setattr(files, "MAX_HEADER_BYTES", header_bytes)
+    monkeypatch.setattr(shard_plan, "MAX_HEADER_BYTES", header_bytes)
     assert load(shard.header({}) + bytes(2)).keys() == {"x", "y"}
-    monkeypatch.setattr(files, "MAX_HEADER_BYTES", header_bytes - 1)
+    monkeypatch.setattr(shard_plan, "MAX_HEADER_BYTES", header_bytes - 1)
     with pytest.raises(SettingsError, match=f"2 tensors, whose header takes {header_bytes} bytes"):
         shard.header({})
 
@@ -558,13 +556,13 @@ def test_units_share_a_file_only_if_its_header_can_be_read(
 ) -> None:
     run, _ = chain
     assert len(plan_shards(run).shards) == 1
-    monkeypatch.setattr(files, "MAX_HEADER_BYTES", 1024)
+    monkeypatch.setattr(shard_plan, "MAX_HEADER_BYTES", 1024)
     plan = plan_shards(run)
     assert len(plan.shards) > 1
     assert all(len(shard.header(plan.metadata)) <= 1024 + 8 for shard in plan.shards)
     (into := tmp_path / "into").mkdir()
     restore_shards(run, open_store(str(into)))
     require_same(by_index(into), in_one_file(run, tmp_path / "one.safetensors"))
-    monkeypatch.setattr(files, "MAX_HEADER_BYTES", 64)
+    monkeypatch.setattr(shard_plan, "MAX_HEADER_BYTES", 64)
     with pytest.raises(SettingsError, match="at most 64 bytes, which safetensors reads"):
         plan_shards(run)

@@ -17,10 +17,11 @@ from recpoint.catalog.persist import persist
 from recpoint.catalog.persist.spool import assemble_parts, digest_parts
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import area, job_files, owned
-from recpoint.catalog.staging.agent import AgentLock, agent_lock_path
+from recpoint.catalog.staging.agent_lock import AgentLock, agent_lock_path
 from recpoint.catalog.staging.area import StagedRun, staged_runs
-from recpoint.catalog.staging.job import PIECE_BYTES, Extent, open_slot, read_into, read_pieces
+from recpoint.catalog.staging.job import open_slot
 from recpoint.catalog.staging.notes import write_status
+from recpoint.catalog.staging.slot_reading import PIECE_BYTES, Extent, read_into, read_pieces
 from recpoint.errors import (
     DigestMismatch,
     ForeignObject,
@@ -173,7 +174,7 @@ def test_cleaning_empties_the_spool_and_leaves_jobs_and_answers(job_file: Path) 
 
 def test_one_agent_holds_the_lock_and_it_dies_with_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from recpoint.catalog.staging.agent import AgentLock\n"
+        "import sys, time; from recpoint.catalog.staging.agent_lock import AgentLock\n"
         "with AgentLock(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(

@@ -16,7 +16,7 @@ from recpoint.catalog.retention import sweep
 from recpoint.catalog.retention.sweep import SweepPlan, execute, plan_sweep, spared_words
 from recpoint.catalog.retention.sweep_here import knows_what_is_staged
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging.agent import DRAIN, AgentLock, sweep_of
+from recpoint.catalog.staging.agent_lock import DRAIN, AgentLock, sweep_of
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import SettingsError, StoreFull, StoreUnavailable
 from recpoint.format.manifest import Manifest

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.cli import host
 from recpoint.errors import StoreAccessDenied
 from recpoint.installation import install_command

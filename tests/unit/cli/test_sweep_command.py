@@ -15,9 +15,10 @@ from recpoint.catalog.check.check import check
 from recpoint.catalog.persist import persist
 from recpoint.catalog.persist.persist import PersistJob, reject_job
 from recpoint.catalog.retention.discard_staged import discard_staged
-from recpoint.catalog.run.run import Run, tell_ended
+from recpoint.catalog.run.ends import tell_ended
+from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import job_files, locks
-from recpoint.catalog.staging.agent import DRAIN, AgentLock, sweep_of
+from recpoint.catalog.staging.agent_lock import DRAIN, AgentLock, sweep_of
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.errors import CheckpointCancelled, NothingToRestore, StagingError
 from tests.agent_process import AgentProcess

@@ -14,8 +14,9 @@ from recpoint.catalog.staging.trainer_note import write_trainer_note
 from recpoint.catalog.store.contract import now_ms
 from recpoint.dashboards import catalog_watch
 from recpoint.dashboards.catalog_watch import CatalogWatch, look_up
+from recpoint.flows.agent.ended_trainings import tell_ended_trainings
 from recpoint.flows.agent.observation import AgentObservation, observe_agent
-from recpoint.flows.agent.runs import RunState, tell_ended_trainings
+from recpoint.flows.agent.runs import RunState
 from recpoint.format.naming import VALIDATION_KEY, ValidationLevel, ValidationResult
 from tests.catalog_builder import new_run
 from tests.interposed_store import InterposedStore

@@ -19,7 +19,7 @@ from torch.optim import Adagrad, Adam
 from recpoint import Checkpointer, Consecutive
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.embeddings.tables.optimizers import FullyDirtyTables

@@ -6,7 +6,8 @@ import pytest
 
 from recpoint.catalog.overview.alarms import alarms
 from recpoint.catalog.overview.watch import RunWatch
-from recpoint.catalog.run.run import Run, read_end
+from recpoint.catalog.run.ends import read_end
+from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from tests.training_builder import Place, checkpointer, simple_training, train, until
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog.persist import persist
-from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.errors import RanksMissing, SettingsError
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.snapshot import host_memory as host_memory_files

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from recpoint import interrupts
-from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.scheduler import ReadScheduler
 from recpoint.errors import SettingsError

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E40
 from torch.utils.data import DataLoader  # noqa: E402
 
 from recpoint import Checkpointer, LightningCallback, Lookahead, ResumableLoader  # noqa: E402
-from recpoint.catalog.run.run import Run  # noqa: E402
+from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store  # noqa: E402
 from recpoint.errors import SettingsError  # noqa: E402
 from recpoint.installation import install_command

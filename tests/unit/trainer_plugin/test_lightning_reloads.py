@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback  # noqa: E402
 from torch.utils.data import DataLoader, Subset  # noqa: E402
 
 from recpoint import LightningCallback, Options, ResumableLoader, Staging  # noqa: E402
-from recpoint.catalog.run.run import Run  # noqa: E402
+from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store  # noqa: E402
 from recpoint.errors import SettingsError  # noqa: E402
 from tests.lightning_builder import Breaks, Module, Samples, ended, fit, loader  # noqa: E402

@@ -6,7 +6,8 @@ import os
 import signal
 from pathlib import Path
 
-from recpoint.catalog.run.run import Run, read_end
+from recpoint.catalog.run.ends import read_end
+from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from tests.forked_program import ForkedProgram, be_code
 from tests.training_builder import Place

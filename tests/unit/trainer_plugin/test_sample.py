@@ -13,8 +13,9 @@ from recpoint.catalog.restore.chunks import StoreChunks, read_chunk
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import job_files
 from recpoint.catalog.staging.area import StagedRun
-from recpoint.catalog.staging.job import open_slot, read_into
+from recpoint.catalog.staging.job import open_slot
 from recpoint.catalog.staging.sample import Sample, Sampler
+from recpoint.catalog.staging.slot_reading import read_into
 from recpoint.catalog.store.store import open_store
 from recpoint.format.chunk import section_tensor
 from recpoint.format.manifest import Manifest, RowStateSpec, TableSpec

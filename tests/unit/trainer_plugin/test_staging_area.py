@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging.agent import AGENT, DRAIN, AgentLock, sweep_of
+from recpoint.catalog.staging.agent_lock import AGENT, DRAIN, AgentLock, sweep_of
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.trainer_note import read_trainer_note, trainer_state
 from recpoint.trainer_plugin.ranks.agreement import incomplete_parts

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from recpoint.catalog.run.run import Run, read_end
+from recpoint.catalog.run.ends import read_end
+from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.trainer_note import read_trainer_note, trainer_state
 from recpoint.catalog.store.store import open_store

@@ -14,7 +14,7 @@ from recpoint import Checkpointer
 from recpoint.catalog.persist import persist
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.staging.agent import AgentLock
+from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import SettingsError

@@ -1,4 +1,9 @@
-"""Locks a staging area for the process that finishes its jobs, and reads what an agent reports."""
+"""Locks a staging area for the process that finishes its jobs, and names that process (§7).
+
+One process at a time finishes the jobs of a staging area: an agent, or, if there is none, a sweep
+or a drain, which holds the lock only while it works. A process that finds the lock held must know
+which it is: an agent does the jobs of all runs sooner or later, a sweep only the jobs of one run.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +14,19 @@ from typing import Final, Literal, NamedTuple, Self
 from recpoint.catalog.staging import locks
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.locks import Holder
-from recpoint.catalog.staging.notes import read_note
 from recpoint.catalog.staging.owned import make_root
 from recpoint.catalog.store import durable
-from recpoint.catalog.store.contract import now_ms
-from recpoint.catalog.store.run_url import naming_run
 from recpoint.errors import StagingError
-from recpoint.format.notes import STATUS_NOTE
 
 __all__ = [
     "AGENT",
     "AgentLock",
-    "AgentTrouble",
     "AtWork",
     "DRAIN",
     "agent_lock_path",
     "at_work",
-    "read_trouble",
     "sweep_of",
 ]
-
-
-# The lock of the process that finishes jobs, and what its file says about the process (format §7).
-#
-# One process at a time finishes the jobs of a staging area: an agent, or, if there is none, a sweep
-# or a drain, which holds the lock only while it works. A process that finds the lock held must know
-# which it is: an agent does the jobs of all runs sooner or later, a sweep only the jobs of one run.
 
 
 _SWEEP = re.compile(r"sweep ([A-Za-z0-9._-]+)\Z")
@@ -192,56 +184,3 @@ def _said_by(holder: Holder) -> AtWork:
     elif sweep := _SWEEP.match(holder.words):
         who = AtWork("sweep", sweep[1])
     return who._replace(process=holder.process)
-
-
-# The status file of an agent, read by a trainer whose checkpoints wait (format §7).
-
-
-_MOST_CHARACTERS: Final = 2_000
-#: An agent writes the file every five seconds. If the file is older, the agent hangs or is gone.
-_FRESH_MS: Final = 30_000
-_NEXT: Final = ". Next: "
-
-
-class AgentTrouble(NamedTuple):
-    """Why an agent's last try to store a staged checkpoint failed.
-
-    Attributes:
-        error: the error's type and message, in one line.
-        next_step: what to do about it, in the error's own words; empty: it does not say.
-        tries: how many tries have failed so far.
-    """
-
-    error: str
-    next_step: str
-    tries: int
-
-    @property
-    def cause(self) -> tuple[str, str]:
-        """Equal for errors that need the same action, because keys in messages differ by try."""
-        kind, _, _ = self.error.partition(":")
-        return kind, self.next_step or self.error
-
-    def __str__(self) -> str:
-        return f"{self.error}{_NEXT}{self.next_step}" if self.next_step else self.error
-
-
-def read_trouble(staged_run: StagedRun, run_url: str) -> AgentTrouble | None:
-    """Returns why this host's agent cannot store this run's checkpoints; None: it does not say.
-
-    The training process calls this, so nothing is raised. A file that is missing, not whole, or not
-    written for half a minute says nothing.
-
-    Args:
-        staged_run: the run's directory in the staging area.
-        run_url: put into the commands that the error proposes.
-    """
-    status = read_note(staged_run, STATUS_NOTE)
-    if status is None or not status.last_error or status.failures < 1:
-        return None
-    # If the clock was set back, the time lies in the future; a live agent overwrites it.
-    if abs(now_ms() - status.alive_ms) > _FRESH_MS:
-        return None
-    line = naming_run(" ".join(status.last_error.split()), run_url)[:_MOST_CHARACTERS]
-    error, _, next_step = line.rpartition(_NEXT)
-    return AgentTrouble(*((error, next_step) if error else (line, "")), tries=status.failures)
