@@ -94,7 +94,9 @@ _NUMBERS: Final = 1 << 63
 
 
 class EmbeddingServer(Transport):
-    """The rows of one server, in memory or in files; `messages.py` says what it answers.
+    """The rows of one server, in memory or in files.
+
+    It answers the messages of `messages.py` and `parity_messages.py`.
 
     Args:
         directory: where the rows are kept in files; None: in memory.
