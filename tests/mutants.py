@@ -55,6 +55,7 @@ _LOOKUPS = "embeddings/tables/marked_lookups.py"
 _CUT = "trainer_plugin/snapshot/cut.py"
 _LOOP = "trainer_plugin/batches/loop.py"
 _COMMIT = "catalog/run/commit.py"
+_STORED = "catalog/run/stored_chunks.py"
 _CHAIN = "catalog/run/chain.py"
 _KEEP = "catalog/retention/keep.py"
 _PLAN = "catalog/retention/plan.py"
@@ -111,7 +112,7 @@ AREAS: Mapping[str, Area] = {
         ("tests/unit/catalog/test_commit.py", "tests/unit/catalog/test_persist_trouble.py"),
         (
             Mutant(_COMMIT, "if newest > generation:", "if newest > generation + 1:"),
-            Mutant(_COMMIT, "sizes.get(entry.key) != entry.bytes", "entry.key not in sizes"),
+            Mutant(_STORED, "sizes.get(entry.key) != entry.bytes", "entry.key not in sizes"),
             Mutant(_COMMIT, "if manifest.run != run.id:", "if not manifest.run:"),
             Mutant(_COMMIT, "if there.attempt != manifest.attempt:", "if not there.attempt:"),
         ),

@@ -80,7 +80,7 @@ class _Safe:
     chain: Chain
 
 
-class _Listing(NamedTuple):
+class _CatalogListing(NamedTuple):
     """The listings of a refresh."""
 
     manifests: Mapping[ManifestName, ObjectInfo]  # checkpoints' own, no consolidated ones
@@ -196,7 +196,7 @@ class RunWatch:
             ),
         )
 
-    def _list(self) -> _Listing:
+    def _list(self) -> _CatalogListing:
         began = time.monotonic()
         # Generations first, own manifests before consolidated ones (format §6.3, read order,
         # rule 3).
@@ -219,7 +219,7 @@ class RunWatch:
         self._troubles.lost = self.run.lost_generations(
             (name.generation for name in by_name), listed=numbers
         )
-        return _Listing(
+        return _CatalogListing(
             manifests=manifests,
             generations=generations,
             forms=by_name,
@@ -227,7 +227,7 @@ class RunWatch:
             verdicts=verdicts(self.run),
         )
 
-    def _checkpoints(self, listing: _Listing) -> list[tuple[ManifestName, ManifestFigures]]:
+    def _checkpoints(self, listing: _CatalogListing) -> list[tuple[ManifestName, ManifestFigures]]:
         """Return the figures of the newest checkpoints, newest first; reads only new manifests."""
         wanted = [self._preferred(listing, name) for name in listing.live[:NEWEST]]
         fresh: dict[Representation, Manifest] = {}
@@ -256,7 +256,7 @@ class RunWatch:
         return [(name, one) for name, one in zip(listing.live[:NEWEST], found, strict=True) if one]
 
     def _preferred(
-        self, listing: _Listing, name: ManifestName
+        self, listing: _CatalogListing, name: ManifestName
     ) -> tuple[Representation, tuple[str, int, int]]:
         """Return a checkpoint's own manifest, or else a consolidated one; and its identity."""
         own = Representation(name)
@@ -265,7 +265,7 @@ class RunWatch:
         info = listing.manifests.get(name)
         return form, (form.key, info.size_bytes if info else 0, info.modified_ms if info else 0)
 
-    def _safe_one(self, listing: _Listing) -> _Safe | None:
+    def _safe_one(self, listing: _CatalogListing) -> _Safe | None:
         """Return what a restore would choose: the newest with a sound chain and no bad validation.
 
         It is searched again only if something was added, removed or validated, or if the newest was
@@ -298,7 +298,7 @@ class RunWatch:
         self._signature = signature
         return safe
 
-    def _forget_changed(self, listing: _Listing) -> None:
+    def _forget_changed(self, listing: _CatalogListing) -> None:
         """Forget whole manifests that are gone or were replaced."""
         before, now = self._manifests_before, listing.manifests
         self._whole = {
@@ -317,7 +317,7 @@ class RunWatch:
 
     def _facts(
         self,
-        listing: _Listing,
+        listing: _CatalogListing,
         name: ManifestName,
         read: ManifestFigures,
         pins: Mapping[ManifestName, tuple[str, ...]],
@@ -351,7 +351,7 @@ class RunWatch:
             error=read.error,
         )
 
-    def _generation(self, listing: _Listing) -> Generation | None:
+    def _generation(self, listing: _CatalogListing) -> Generation | None:
         if not listing.generations:
             return None
         newest = max(listing.generations)
@@ -451,7 +451,7 @@ class RunWatch:
 
     def _lag(
         self,
-        listing: _Listing,
+        listing: _CatalogListing,
         facts: Sequence[CheckpointFacts],
         generation: Generation | None,
         safe: _Safe | None,

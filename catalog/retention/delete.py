@@ -104,7 +104,7 @@ def _begin(run: Run, made: PrunePlan, take_over_seconds: float) -> Announcement 
     return announcement
 
 
-class _Part(NamedTuple):
+class _DoomedPart(NamedTuple):
     """The deletions under one announcement.
 
     Attributes:
@@ -120,7 +120,7 @@ class _Part(NamedTuple):
     is_blocked: bool = False
 
 
-def _delete_announced(run: Run, announcement: Announcement, on_step: OnStep) -> _Part:
+def _delete_announced(run: Run, announcement: Announcement, on_step: OnStep) -> _DoomedPart:
     """Delete the announced manifests that nothing needs, then withdraw the announcement."""
     deleted: list[str] = []
     spared: dict[str, str] = {}
@@ -129,7 +129,7 @@ def _delete_announced(run: Run, announcement: Announcement, on_step: OnStep) -> 
         spared |= look.spared
         if look.present is None:
             _leave(announcement)
-            return _Part(tuple(deleted), spared, is_blocked=True)
+            return _DoomedPart(tuple(deleted), spared, is_blocked=True)
         count = _delete_in_order(run, announcement, look.doomed, look.present, on_step)
         keys = tuple(manifest.key for manifest in look.doomed)
         deleted += keys[:count]
@@ -147,7 +147,7 @@ def _delete_announced(run: Run, announcement: Announcement, on_step: OnStep) -> 
     finished = set(announcement.manifests).difference(remaining)
     delete_objects(run, [EXPIRED_KEY.of(key) for key in finished])
     announcement.withdraw()
-    return _Part(tuple(deleted), spared, remaining)
+    return _DoomedPart(tuple(deleted), spared, remaining)
 
 
 class _Present(NamedTuple):

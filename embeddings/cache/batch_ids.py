@@ -57,7 +57,7 @@ class Reading(NamedTuple):
     window: int
 
 
-class _Message(NamedTuple):
+class _IdsMessage(NamedTuple):
     """What one rank said: see `_HEADER`, and the ids of each batch for each table."""
 
     last_batch: int
@@ -230,7 +230,7 @@ class ComingIds:
             batches=tuple(dict(enumerate(message.batches, message.first)) for message in messages),
         )
 
-    def _parsed(self, sent: Tensor, width: torch.dtype) -> _Message:
+    def _parsed(self, sent: Tensor, width: torch.dtype) -> _IdsMessage:
         # Cloned, because numbers must lie at addresses that fit their size.
         last_batch, turn, window, first, count, over = (
             sent[: 8 * _HEADER].clone().view(torch.int64).tolist()
@@ -240,10 +240,10 @@ class ComingIds:
         parts = sent[end:].clone().view(width).long().split(counts)
         step = len(self._rows)
         batches = [parts[index * step : (index + 1) * step] for index in range(count)]
-        return _Message(last_batch, turn, window, first, over, batches)
+        return _IdsMessage(last_batch, turn, window, first, over, batches)
 
 
-def _refuse_differing(messages: Sequence[_Message]) -> None:
+def _refuse_differing(messages: Sequence[_IdsMessage]) -> None:
     if len({message.window for message in messages}) > 1:
         raise RanksDiffer(
             "Lookahead.window",

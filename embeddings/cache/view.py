@@ -32,7 +32,7 @@ _SLOTS_AT_A_TIME: Final = 16_384
 _ROWS_AT_A_TIME: Final = 65_536
 
 
-class _Request(NamedTuple):
+class _RowRequest(NamedTuple):
     """Rows of one part of a table, and where they go. Ids are counted from the part's first row.
 
     Attributes:
@@ -94,7 +94,7 @@ class TableView:
         self._new_states = tuple(array[slots.blank].cpu().clone() for array in self._arrays[1:])
         self._saved = torch.zeros_like(slots.changed)
         self._pieces: list[tuple[Tensor, tuple[Tensor, ...]]] = []
-        self._requests: list[_Request] = []
+        self._requests: list[_RowRequest] = []
         self._staged: list[Tensor | None] = []
         self.frozen: FrozenRows | None = None
         self.checked = Checked()
@@ -108,10 +108,10 @@ class TableView:
         self._layout = self.slots.layout
 
     def want(self, ids: Tensor | None, outs: Sequence[Tensor]) -> None:
-        """Have rows written to `outs`; see `_Request`."""
+        """Have rows written to `outs`; see `_RowRequest`."""
         count = len(self._part) if ids is None else ids.numel()
         filled = torch.zeros(count, dtype=torch.bool, device="cpu")
-        self._requests.append(_Request(ids, tuple(outs), filled))
+        self._requests.append(_RowRequest(ids, tuple(outs), filled))
 
     def stage(self, ids: Tensor | None) -> None:
         """Have the home stage rows; see `CacheView.stage`."""
@@ -211,7 +211,7 @@ class TableView:
                 if places.numel():
                     self._read(request, places)
 
-    def _read(self, request: _Request, places: Tensor) -> None:
+    def _read(self, request: _RowRequest, places: Tensor) -> None:
         ids = (places if request.ids is None else request.ids[places]) + self._part.start
         is_at_home = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
         if self.frozen is not None and self._layout is not None:

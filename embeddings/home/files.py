@@ -31,7 +31,7 @@ from torch import Tensor
 from recpoint.embeddings.home.contract import FrozenRows, Home, TableRows
 from recpoint.embeddings.home.directory import HomeDirectory, HomeFile
 from recpoint.embeddings.home.forms import BatchOrder, HomeTables, TableForm
-from recpoint.embeddings.home.log import Generation, Layout, Targets, require_right
+from recpoint.embeddings.home.log import Layout, LogGeneration, Targets, require_right
 from recpoint.errors import HomeError, SettingsError
 from recpoint.kernels.row_blocks import Channel
 
@@ -248,7 +248,7 @@ class FileHome(Home):
                 )
                 self._merger.start()
 
-    def _next_merge(self) -> tuple[_TableInFiles, Generation] | None:
+    def _next_merge(self) -> tuple[_TableInFiles, LogGeneration] | None:
         """Return the oldest generation that should be merged now, and may be."""
         try:
             tables = self._tables.all()
@@ -371,7 +371,7 @@ class _PacedChannels:
 
 
 class _FrozenInFiles(FrozenRows):
-    def __init__(self, table: _TableInFiles, rows: range, generations: list[Generation]) -> None:
+    def __init__(self, table: _TableInFiles, rows: range, generations: list[LogGeneration]) -> None:
         self._table: _TableInFiles | None = table
         self._form = table.layout.form
         self._rows = rows
@@ -436,23 +436,23 @@ class _TableInFiles:
             self._base.remove()
             raise
         self._newest = self._new_generation()
-        self._sealed: list[Generation] = []  # the newest first
-        self._retired: list[Generation] = []  # merged, kept by readers
+        self._sealed: list[LogGeneration] = []  # the newest first
+        self._retired: list[LogGeneration] = []  # merged, kept by readers
         self._frozen: list[_FrozenInFiles] = []
 
-    def _new_generation(self) -> Generation:
+    def _new_generation(self) -> LogGeneration:
         number = next(self._numbers)
 
         def make(segment: int) -> HomeFile:
             name = f"table-{self.layout.number:04d}.{number:06d}-{segment:04d}.log"
             return self._directory.make(name)
 
-        return Generation(self.layout, number, self.lock, make)
+        return LogGeneration(self.layout, number, self.lock, make)
 
     def fetch(self, ids: Tensor, out: Tensor) -> Tensor:
         self.layout.form.require_records(ids, "out", out)
         targets = Targets(ids, self._base)
-        generations: list[Generation] = []
+        generations: list[LogGeneration] = []
         try:
             with self.lock:
                 # Pinned before anything is read, so that no merge removes a file that is read.
@@ -465,17 +465,17 @@ class _TableInFiles:
             with self.lock:
                 self._unpin(generations)
 
-    def _unpin(self, generations: list[Generation]) -> None:
+    def _unpin(self, generations: list[LogGeneration]) -> None:
         """Let generations go, and forget those that were merged meanwhile."""
         for generation in generations:
             generation.unpin()
         self._retired = [generation for generation in self._retired if generation.is_held]
 
-    def read(self, generations: list[Generation], ids: Tensor, out: Tensor) -> Tensor:
+    def read(self, generations: list[LogGeneration], ids: Tensor, out: Tensor) -> Tensor:
         """Read rows from sealed generations, which the caller has pinned, and the base."""
         return self._finish(Targets(ids, self._base), generations, out)
 
-    def _finish(self, targets: Targets, sealed: list[Generation], out: Tensor) -> Tensor:
+    def _finish(self, targets: Targets, sealed: list[LogGeneration], out: Tensor) -> Tensor:
         for generation in sealed:
             generation.point(targets, out)
         with self._channels.lend() as channel:
@@ -517,7 +517,7 @@ class _TableInFiles:
             self._unpin(frozen.generations)
         self._wake()
 
-    def mergeable(self, *, at_once: bool) -> Generation | None:
+    def mergeable(self, *, at_once: bool) -> LogGeneration | None:
         """Return the oldest generation, if it should be merged and no frozen rows forbid it."""
         with self.lock:
             if not self._sealed or not (at_once or len(self._sealed) > _MOST_SEALED):
@@ -527,7 +527,7 @@ class _TableInFiles:
                 return None
             return oldest
 
-    def merge(self, generation: Generation, pace: Callable[[], int]) -> None:
+    def merge(self, generation: LogGeneration, pace: Callable[[], int]) -> None:
         """Copy the rows of the oldest generation to the base, and retire the generation.
 
         A freeze that begins meanwhile keeps the generation, so the base does not matter to it.
@@ -552,7 +552,7 @@ class _TableInFiles:
                     self._retired.append(generation)
 
     def _merge_part(
-        self, channels: _PacedChannels, generation: Generation, ids: Tensor, places: Tensor
+        self, channels: _PacedChannels, generation: LogGeneration, ids: Tensor, places: Tensor
     ) -> bool:
         """Copy rows to the base. Returns False if the merge should stop."""
         channel = channels.next()

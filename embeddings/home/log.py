@@ -24,7 +24,7 @@ from recpoint.kernels import row_blocks
 from recpoint.kernels.row_blocks import BlockForm, Channel, State
 from recpoint.kernels.row_map import RowMap
 
-__all__ = ["Generation", "Layout", "Targets", "require_right"]
+__all__ = ["LogGeneration", "Layout", "Targets", "require_right"]
 
 #: A file number in `Targets.files`: the record was copied from memory.
 _COPIED: Final = -1
@@ -111,7 +111,7 @@ class Targets:
         return is_present
 
 
-class Generation:
+class LogGeneration:
     """Rows that were written between two seals.
 
     One thread appends at a time. `lock` guards the index, the buffer and what is written until the

@@ -241,7 +241,7 @@ class PartStager:
             raise self._refused(f"no part of attempt {attempt:.40}", "a part that was opened")
         return part
 
-    def _rows_of(self, frozen: int) -> tuple[_Part, _Rows]:
+    def _rows_of(self, frozen: int) -> tuple[_Part, _StagedRows]:
         with self._lock:
             for part in reversed(self._parts.values()):
                 if frozen in part.rows:
@@ -320,12 +320,12 @@ class PartStager:
         part.slot, part.end = slot, end
         views = {spot.name: spot.view(slot.data) for spot in part.placed}
         rows_before = dict.fromkeys(counts, 0)
-        rows_by_frozen: dict[int, _Rows] = {}
+        rows_by_frozen: dict[int, _StagedRows] = {}
         for _, (_, named) in sorted(part.named.items()):
             for rows in named:
                 if rows.rows:
                     spec = specs[rows.table]
-                    rows_by_frozen[rows.frozen] = _Rows(
+                    rows_by_frozen[rows.frozen] = _StagedRows(
                         rows, part.server, rows_before[rows.table], views, _layout(spec), spec
                     )
                 rows_before[rows.table] += rows.rows
@@ -464,7 +464,7 @@ class _Part:
         self.staged_run = StagedRun.of(root, job.run_url)
         self.named: dict[int, tuple[tuple[StagedTable, ...], Sequence[NamedRows]]] = {}
         self.complete: set[int] = set()
-        self.rows: dict[int, _Rows] = {}
+        self.rows: dict[int, _StagedRows] = {}
         self.slot: Slot | None = None
         self.placed: list[Placed] = []
         self.end = 0
@@ -509,7 +509,7 @@ class _Part:
         return self.staged_run.outcome_path(ref.generation, ref.step, self.job.rank)
 
 
-class _Rows:
+class _StagedRows:
     """Where the rows go that one trainer names of one table.
 
     Attributes:

@@ -55,7 +55,7 @@ class LateJob(NamedTuple):
 
 
 @dataclass
-class _Waiting:
+class _WaitingJob:
     since: float
     next_look: float
     pause: float = _FIRST_LOOK_SECONDS
@@ -75,7 +75,7 @@ class WaitingJobs:
 
     def __init__(self, name_after_seconds: float = NAME_AFTER_SECONDS) -> None:
         self._name_after = name_after_seconds
-        self._jobs: dict[Path, _Waiting] = {}
+        self._jobs: dict[Path, _WaitingJob] = {}
 
     def waits(self, job_file: Path, missing: tuple[int, ...], *, of: int) -> LateJob | None:
         """Note that a job waits for the parts `missing` of a checkpoint of `of` ranks.
@@ -86,7 +86,7 @@ class WaitingJobs:
         now = time.monotonic()
         waiting = self._jobs.get(job_file)
         if waiting is None:
-            waiting = self._jobs[job_file] = _Waiting(since=now, next_look=now)
+            waiting = self._jobs[job_file] = _WaitingJob(since=now, next_look=now)
         else:
             waiting.pause = min(2 * waiting.pause, _LONGEST_LOOK_SECONDS)
         waiting.next_look = now + waiting.pause
