@@ -239,7 +239,7 @@ AREAS: Mapping[str, Area] = {
                 "if not proof:",
             ),
             Mutant(_STREAM, "if greeting != _GREETING:", "if not greeting:"),
-            Mutant(_STREAM, "if int(has.sum()) != present:", "if int(has.sum()) < 0:"),
+            Mutant(_STREAM, "if int(is_present.sum()) != present:", "if present < 0:"),
         ),
     ),
     "quantizers": Area(
