@@ -70,7 +70,7 @@ class PerProcess(Generic[_Made]):
         self._made_in: tuple[int, _Made] | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_make": self._make, "_made": None}
+        return {"_make": self._make, "_made_in": None}
 
     def get(self) -> _Made:
         """Return this process's object."""
