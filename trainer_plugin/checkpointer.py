@@ -199,7 +199,9 @@ class Checkpointer:
         self._uncounted: Uncounted | None = None  # until the first batch is counted
         self._life = LifeCycle(lambda final: self._stop(final=final))
         self._signs = TrainingSigns(model, trained.optimizers)
-        self._count = BatchCount(self._signs, reader, most_in_flight=settings.options.in_flight)
+        self._count = BatchCount(
+            self._signs, trained.optimizers, reader, most_in_flight=settings.options.in_flight
+        )
         self._loop = Loop(
             self._parts.state,
             self._count,

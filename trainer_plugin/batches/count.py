@@ -29,8 +29,12 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
 
 from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.batches.lagging import LaggingOptimizers
 from recpoint.trainer_plugin.batches.signs import TrainingSigns
 from recpoint.trainer_plugin.integrations.train_pipelines import asking_pipeline, refuse_pipeline
 from recpoint.trainer_plugin.settings import MOST_IN_FLIGHT
@@ -46,6 +50,7 @@ class BatchCount:
 
     Args:
         signs: what training does.
+        optimizers: those of the Checkpointer.
         reader: the Checkpointer's reader.
         most_in_flight: `Options.in_flight`.
 
@@ -60,8 +65,16 @@ class BatchCount:
             for the first time, or it begins to read ahead.
     """
 
-    def __init__(self, signs: TrainingSigns, reader: object, *, most_in_flight: int | None) -> None:
+    def __init__(
+        self,
+        signs: TrainingSigns,
+        optimizers: Sequence[Optimizer],
+        reader: object,
+        *,
+        most_in_flight: int | None,
+    ) -> None:
         self._signs = signs
+        self._lagging = LaggingOptimizers(signs, optimizers)
         self._reader = reader
         self._counted = reader if isinstance(reader, CountedReader) else None
         self._allowed = most_in_flight
@@ -290,6 +303,7 @@ class BatchCount:
         self._backwards_a_batch = signs.backwards - self._backwards_before
         self._steps_a_batch = signs.all_steps - self._all_steps_before
         if signs.last_step > self._last_count:
+            self._lagging.look(self._last_count)
             self.is_between_steps = self._has_trained = True
             self.batches_without_step = 0
         elif signs.last_backward > self._last_count or self._has_new_gradients():

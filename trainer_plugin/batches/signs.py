@@ -53,6 +53,7 @@ class TrainingSigns:
         self._handles: list[RemovableHandle] = []
         self._parameters: frozenset[int] = frozenset()
         self._steps: dict[int, int] = {}  # by id of the optimizer
+        self._last_steps: dict[int, int] = {}  # number of the event, by id of the optimizer
         #: Called after each step; None: nobody listens.
         self.on_step: Callable[[], None] | None = None
         self.backwards = 0
@@ -83,6 +84,10 @@ class TrainingSigns:
     def all_steps(self) -> int:
         """Steps of all optimizers together."""
         return sum(self._steps.values())
+
+    def last_step_of(self, optimizer: Optimizer) -> int:
+        """Return the number of the event of this optimizer's newest step; 0: it has made none."""
+        return self._last_steps.get(id(optimizer), 0)
 
     def has_trained_since(self, event: int) -> bool:
         """Whether a backward pass or an optimizer step came after the event of that number."""
@@ -151,7 +156,7 @@ class TrainingSigns:
     def _note_step(self, key: int) -> None:
         self._steps[key] = self._steps.get(key, 0) + 1
         self.now += 1
-        self.last_step = self.now
+        self.last_step = self._last_steps[key] = self.now
         if self.on_step is not None:
             self.on_step()
 

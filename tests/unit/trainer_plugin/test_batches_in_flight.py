@@ -528,6 +528,33 @@ def test_a_loop_that_reads_less_far_ahead_than_it_says_is_warned(
     assert "Options(in_flight=" not in caplog.text
 
 
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_gradients_of_an_optimizer_that_steps_less_often_are_warned_of(
+    accumulates: bool, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gradients of its last step say nothing: loops keep them until the next one."""
+    training = simple_training()
+    two_optimizers(training)
+    often, seldom = training.optimizers
+    with place.agent(), checkpointer(training, place, reader=shuffled(), jobs=2) as ckpt:
+        ckpt.restore()
+        for number, batch in enumerate(ckpt.batches(total=6)):
+            is_due = number % 3 == 1
+            if is_due and not accumulates:
+                seldom.zero_grad()
+            for parameter in seldom.param_groups[0]["params"]:
+                parameter.requires_grad_(accumulates or is_due)
+            often.zero_grad()
+            loss = nn.functional.mse_loss(training.model(batch[0], batch[1]), batch[2])
+            loss.backward()
+            often.step()
+            if is_due:
+                seldom.step()
+            if is_due and accumulates:
+                seldom.zero_grad()
+    assert caplog.text.count("has not stepped for a batch") == int(accumulates)
+
+
 def test_several_optimizers_step_as_they_like(place: Place) -> None:
     check(adversarial, place, change=two_optimizers)
 
