@@ -60,7 +60,7 @@ def is_as_without(found: Found | None, case: Case) -> bool:
 #: The oracle's exchange, gradients, a write-back of a cut, a server's part, a rank's own part.
 KINDS = {
     0: ("before ids of coming batches: swap", "after server: write_back"),
-    1: ("before rows: swap", "before server: seal"),
+    1: ("before rows: swap", "before server: seal_part"),
 }
 
 

@@ -36,8 +36,6 @@ __all__ = ["TOKEN", "Dying", "live"]
 TOKEN = b"trainers"
 _END_SECONDS: Final = 2.0
 _OPEN_TIMEOUT: Final = timedelta(seconds=40)
-#: Calls to an embedding server.
-_CALLS = ("hello", "command", "fetch", "write_back", "stage")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,16 +105,15 @@ def _home(servers: Sequence[tuple[str, int]], rank: int, ranks: int) -> ServedHo
 
 def _announce_all() -> None:
     _announce(GlooChannel, "swap", _collective)
-    for method in _CALLS:
-        _announce(TcpTransport, method, _call)
+    _announce(TcpTransport, "call", _call)
 
 
 def _collective(channel: GlooChannel, method: str, _: tuple[Any, ...]) -> str:
     return f"{channel._name}: {method}"
 
 
-def _call(_: TcpTransport, method: str, given: tuple[Any, ...]) -> str:
-    return f"server: {given[0] if method == 'command' else method}"
+def _call(_transport: TcpTransport, _method: str, arguments: tuple[Any, ...]) -> str:
+    return f"server: {arguments[0].kind}"
 
 
 def _announce(owner: type, method: str, name: Callable[[Any, str, tuple[Any, ...]], str]) -> None:
