@@ -49,7 +49,7 @@ _ROWS_AT_A_TIME: Final = 65_536
 #: Bytes of the rows in one call, unless one row is longer.
 _REQUEST_BYTES: Final = 4 << 20
 #: Of the description of all tables, which comes in one message.
-_MOST_TEXT_BYTES: Final = 640 << 10
+_MOST_TEXT_BYTES: Final = 512 << 10
 _MOST_THREADS: Final = 64
 _FIRST_PAUSE_SECONDS: Final = 0.005
 _LONGEST_PAUSE_SECONDS: Final = 0.25

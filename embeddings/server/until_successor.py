@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, TypeVar
 
 from torch import Tensor
@@ -92,7 +93,8 @@ class UntilSuccessor(CallPolicy):
         servers = Servers(
             links=tuple(self._links),
             tables=self._tables,
-            table=self._placed,
+            # Not a method of this object: the leader, which this object has, would keep it alive.
+            table=partial(_placed, self._parity, self._hosts, len(self._links)),
             parity=self._parity,
             hosts=self._hosts,
             owner=self._links.owner,
@@ -122,7 +124,8 @@ class UntilSuccessor(CallPolicy):
 
     def place(self, form: TableForm) -> ServerTable:
         """Place the rows in stripes, and have successors get the table, too."""
-        table = self._tables[form.table] = self._placed(form)
+        table = _placed(self._parity, self._hosts, len(self._links), form)
+        self._tables[form.table] = table
         return table
 
     def add_table(self, table: ServerTable) -> None:
@@ -308,9 +311,10 @@ class UntilSuccessor(CallPolicy):
         if self.leader is not None:
             self.leader.end()
 
-    def _placed(self, form: TableForm) -> ServerTable:
-        stripes = stripes_of(form.table, rows=form.rows, parity=self._parity, hosts=self._hosts)
-        return ServerTable(form, stripes, len(self._links))
+
+def _placed(parity: Parity, hosts: Sequence[str], servers: int, form: TableForm) -> ServerTable:
+    stripes = stripes_of(form.table, rows=form.rows, parity=parity, hosts=hosts)
+    return ServerTable(form, stripes, servers)
 
 
 def _as_led(server: ServerFacts, state: LedState, leader: Leader) -> ServerFacts:

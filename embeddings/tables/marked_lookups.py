@@ -136,7 +136,9 @@ class MarkedLookups:
             outside_graph: torch ended the graph before this call. `torch.compiler.is_compiling`
                 may still return True.
         """
-        tracker = self._tracker
+        tracker = getattr(self, "_tracker", None)
+        if tracker is None:
+            return  # the hooks were removed while a lookup in another thread was calling them
         trains = module.training and _gradients_enabled() and tracker.weight.requires_grad
         # A lookup of a module with max_norm rewrites the rows it reads, also in evaluation and
         # without gradients.
@@ -200,10 +202,13 @@ class MarkedLookups:
         lookup, self._lookup = self._lookup, None
         if lookup is None or module.max_norm is None:
             return
-        weight = self._tracker.weight
+        tracker = getattr(self, "_tracker", None)
+        if tracker is None:
+            return  # as in `before_lookup`
+        weight = tracker.weight
         if not lookup.plain:
             if changes_of(weight) != lookup.changes:
-                self._tracker.unexplained(
+                tracker.unexplained(
                     "its module has max_norm and a forward that is not torch's, which may rewrite "
                     "any row"
                 )
