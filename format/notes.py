@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 __all__ = [
     "CONSOLIDATION_NOTE",
@@ -112,8 +112,9 @@ class NoteKind(Generic[NoteT]):
     def unpack(self, data: bytes) -> NoteT | None:
         """Return the note in `data`; None if it is damaged."""
         try:
-            return self.model.model_validate_json(data)
-        except ValidationError:
+            # json, because pydantic refuses names that are not UTF-8, which `pack` writes escaped.
+            return self.model.model_validate(json.loads(data))
+        except (ValueError, RecursionError):  # pydantic's errors are ValueErrors
             return None
 
 

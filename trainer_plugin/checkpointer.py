@@ -786,19 +786,19 @@ class Checkpointer:
 
     def _stop_whole(self, *, final: bool, told: bool, error: BaseException | None) -> None:
         pipeline = self._pipeline
-        with self._life.ending():
-            try:
+        try:
+            with self._life.ending():
                 self._end_training(final=final, told=told, error=error)
-            finally:
-                if self._uncounted is not None:
-                    self._uncounted.end()
-                self._loop.end()
-                if pipeline is not None:
-                    pipeline.close()
-                self._end_servers_note()
-                self._untrack()
-                self._parts.area.close()
-                self._ranks.close()
+        finally:
+            if self._uncounted is not None:
+                self._uncounted.end()
+            self._loop.end()
+            if pipeline is not None:
+                pipeline.close()
+            self._end_servers_note()
+            self._untrack()
+            self._parts.area.close()
+            self._ranks.close()
 
     def _end_training(self, *, final: bool, told: bool, error: BaseException | None) -> None:
         pipeline = self._pipeline

@@ -118,8 +118,11 @@ class AgentQueue:
         """
         staged_count = sum(len(self.jobs(staged_run)) for staged_run in self.staged_runs() or ())
         if all_must_be_known:
-            for path, error in list(self._unreadable.items()):  # reports the first only
-                subject, failure = str(path), str(error)
+            unreadable = [(str(run.path), error) for run, error in list(self._unreadable.items())]
+            if self._area_error is not None:
+                unreadable.insert(0, (str(self._staging), self._area_error))
+            for subject, error in unreadable:  # reports the first only
+                failure = str(error)
                 if isinstance(error, StagingRefused):
                     subject, failure = error.subject, error.found
                 raise StagingError(

@@ -133,6 +133,8 @@ def test_a_staging_area_that_cannot_be_read_is_told_of_once_until_it_can(
         for _ in range(5):
             agent._begin_due_runs()
         assert caplog.text.count("cannot look into") == times
+        with pytest.raises(StagingError, match="no directory|Not a directory"):
+            agent._queue.left(all_must_be_known=True)
         staging.unlink()
         away.rename(staging)
         agent._begin_due_runs()

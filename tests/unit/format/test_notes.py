@@ -53,6 +53,11 @@ def test_a_status_is_read_among_fields_for_people() -> None:
     assert STATUS_NOTE.unpack(data) == StatusNote(alive_ms=9, failures=2, last_error="x")
 
 
+def test_a_status_may_name_a_file_that_is_not_utf_8() -> None:
+    note = StatusNote(alive_ms=9, failures=2, last_error="/staging\udcff: no room")
+    assert STATUS_NOTE.unpack(STATUS_NOTE.pack(note)) == note
+
+
 @pytest.mark.parametrize(
     "data",
     [b"", b"{", b"[]", b"null", b'{"at_ms": true}', b'{"at_ms": "7"}', b'{"at_ms": 7.5}', b"\xff"]
