@@ -34,11 +34,13 @@ class Text(TextElement):
     """An element that holds nothing but words, which are never read as markup.
 
     A line ends inside a path only after one of its slashes, if the next piece fits into a line. The
-    places are `wbr` elements: who copies the words gets no other characters.
+    places are `wbr` elements: who copies the words gets no other characters. A heading or link also
+    carries the words as its accessible name: of pieces, a browser would make a name with spaces.
     """
 
     def __init__(self, tag: str, words: str = "") -> None:
         super().__init__(tag=tag, text="")
+        self._named = tag in ("a", "h1", "h2", "h3")
         self._words = ""
         self.fill(words)
 
@@ -50,6 +52,8 @@ class Text(TextElement):
         first, *pieces = path_pieces(words)
         if self.default_slot.children:
             self.clear()
+        if self._named:
+            self.props["aria-label"] = words
         self.text = first
         with self:
             for piece in pieces:
