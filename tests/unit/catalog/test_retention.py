@@ -110,6 +110,18 @@ def test_keep_within_keeps_superseded_checkpoints_too() -> None:
     assert plan(there, policy).dropped == ()
 
 
+def test_the_newest_that_restores_is_kept_though_no_rule_keeps_it() -> None:
+    best, trusted, damaged = full(1), full(2), full(3)
+    run = replace(
+        facts([best, trusted, damaged]),
+        metrics={"auc": {best.name: 0.9, trusted.name: 0.1}},
+        verdicts={damaged.name: "failed"},
+    )
+    made = plan(run, RetentionPolicy(best_by=(BestBy("auc", "max"),), require_validated=False))
+    assert made.kept[trusted.name] == "newest that restores"
+    assert needed_manifests(run, frozenset({trusted.key})) == {trusted.key: "newest that restores"}
+
+
 class TestRepresentations:
     """A checkpoint that was consolidated has a shorter way to it."""
 
