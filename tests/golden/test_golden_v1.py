@@ -1,4 +1,7 @@
-"""Files written by recpoint 0.1 parse to the values that were written, for ever (format §8)."""
+"""Files written by recpoint 0.1 parse to the values that were written, for ever (format §8).
+
+The program that wrote them is in the history, as `tests/golden/write_v1.py`.
+"""
 
 from __future__ import annotations
 
