@@ -53,6 +53,7 @@ class Area(NamedTuple):
 _MARKS = "embeddings/tables/marks.py"
 _LOOKUPS = "embeddings/tables/marked_lookups.py"
 _CUT = "trainer_plugin/snapshot/cut.py"
+_PARTS = "trainer_plugin/snapshot/table_parts.py"
 _LOOP = "trainer_plugin/batches/loop.py"
 _COMMIT = "catalog/run/commit.py"
 _STORED = "catalog/run/stored_chunks.py"
@@ -99,7 +100,7 @@ AREAS: Mapping[str, Area] = {
         ),
         (
             Mutant(_CUT, 'link.kind == "increment" and self._policy.cumulative', "False"),
-            Mutant(_CUT, "and row_count < len(live.held)", "and row_count > len(live.held)"),
+            Mutant(_PARTS, "and row_count < len(live.held)", "and row_count > len(live.held)"),
             Mutant(_LOOP, "return batches_done >= self.total", "return batches_done > self.total"),
             Mutant(
                 _LOOP,

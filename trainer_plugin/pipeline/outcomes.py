@@ -358,7 +358,7 @@ class Outcomes:
         if pending is None:
             return
         self.last_safe = event.ref.step
-        self._cutter.remember_quantizers(pending, outcome.quantizers)
+        self._cutter.parts.remember_quantizers(pending, outcome.quantizers)
         self._statistics.safe(
             event.ref.step,
             pending.cut_seconds,

@@ -187,7 +187,7 @@ class Pipeline:
             batches_done=start.batches_done,
         )
         self._outlook = Outlook(
-            settings.failures, start.past, rule=cutter.rule, statistics=self.statistics
+            settings.failures, start.past, rule=cutter.parts.rule, statistics=self.statistics
         )
         self.schedule = self._new_schedule()
         self.ahead = (
@@ -239,7 +239,7 @@ class Pipeline:
         Raises:
             RanksDiffer: ranks that share rows do different things.
         """
-        self._cutter.announce()
+        self._cutter.cache.announce()
         able = self.outcomes.has_thread()
         is_repeated = self._ledger.newest_step == batches_done
         if self.outcomes.superseded:
@@ -415,7 +415,7 @@ class Pipeline:
         cut: Cut | None = None
         failure: Exception | None = None
         try:
-            stall.callback(self._cutter.settle())
+            stall.callback(self._cutter.cache.settle())
             window = None if self.ahead is None else self.ahead.window
             slot = self._area.free_slot(self._ledger.busy_slots) if window is None else window.slot
             request = CutRequest(
@@ -493,7 +493,7 @@ class Pipeline:
         Raises:
             RanksDiffer: ranks that share rows do different things.
         """
-        self._cutter.announce()
+        self._cutter.cache.announce()
         deadline = time.monotonic() + self._settings.timeouts.close_seconds
         self._due_until = None  # the last checkpoint waits for room instead
         if self._ranks.several:

@@ -7,7 +7,7 @@ a cut fails, all rows that were dirty are dirty again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,22 +17,18 @@ from recpoint.catalog.staging.sample import Sampler
 from recpoint.catalog.staging.slot import Slot
 from recpoint.catalog.store.contract import now_ms
 from recpoint.embeddings.cache.cache import Cache
-from recpoint.embeddings.cache.progress import CacheStats
-from recpoint.embeddings.server.served_part import part_of
 from recpoint.embeddings.tables.marks import Dirty, Tracker
 from recpoint.embeddings.tables.optimizers import OptimizerWatch
 from recpoint.format import state_tree
-from recpoint.format.dtypes import item_bytes
 from recpoint.format.history import ChosenPrecision
-from recpoint.format.manifest import CODE_BITS, CacheUse, CopiedAhead, Quantizer
-from recpoint.kernels import dirty_bitmap
+from recpoint.format.manifest import CopiedAhead
 from recpoint.trainer_plugin.policy import BaseHistory, ChainLink, Tip, next_link
 from recpoint.trainer_plugin.ranks.sharding import StoredShard
 from recpoint.trainer_plugin.schedule.ledger import CopiedRows, Pending
-from recpoint.trainer_plugin.schedule.outlook import in_bits, table_widths
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.snapshot import staging
-from recpoint.trainer_plugin.snapshot.codes import DeviceDrain, RowsToCode, TableQuantizer
+from recpoint.trainer_plugin.snapshot.cache_at_cut import CacheAtCut
+from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
 from recpoint.trainer_plugin.snapshot.copy import (
     BehindTables,
     CopiedCut,
@@ -48,7 +44,8 @@ from recpoint.trainer_plugin.snapshot.plan import (
     place_state,
     place_tables,
 )
-from recpoint.trainer_plugin.snapshot.seal import ServedTables, Snapshot
+from recpoint.trainer_plugin.snapshot.seal import Snapshot
+from recpoint.trainer_plugin.snapshot.table_parts import TableParts
 from recpoint.trainer_plugin.snapshot.unmarked_rows import UnmarkedRows
 from recpoint.trainer_plugin.snapshot.warm_up import compile_kernels
 from recpoint.trainer_plugin.snapshot.window import OpeningState, Window
@@ -98,7 +95,8 @@ class Cutter:
         cache: has the rows of cached tables; None: no table is cached.
 
     Attributes:
-        rule: whether the width of any table is chosen anew for each cut.
+        cache: the cache at the cut.
+        parts: describes the tables as they are stored.
         unmarked: compares rows that nothing has marked.
         state_bytes: bytes of the state tree and of each of its tensors when `size_bytes` was last
             called.
@@ -118,28 +116,15 @@ class Cutter:
         rank: int = 0,
         cache: Cache | None = None,
     ) -> None:
-        self._shards = tuple(shards)
-        self._cache = cache
-        self._used = CacheStats() if cache is None else cache.stats  # at the cut before
         self._trackers = trackers
         self._watch = watch
         self._state = state
-        self._rank = rank
-        names = {shard.name for shard in shards}
-        self._widths = table_widths(
-            [shard.table for shard in shards if shard.table is not None],
-            settings.precision,
-            names=names,
-        )
-        self.rule = None in self._widths.values()
-        self._precision = settings.precision
+        self.cache = CacheAtCut(cache, at_servers=settings.staging.at_servers)
+        self.parts = TableParts(shards, settings, self.cache, rank)
         self._policy = settings.policy
         self._sampler = Sampler()
-        self._quantizer = TableQuantizer([shard.table for shard in shards], settings.precision)
         self._live = LiveTables(shards, state.optimizers)
         self.unmarked = UnmarkedRows(settings.options.verify_unmarked_rows)
-        self._at_servers = settings.staging.at_servers
-        self._at_home: frozenset[str] = frozenset()  # cached tables that servers stage at this cut
         self._copy_share = settings.options.copy_share
         self.state_bytes: tuple[int, ...] = ()
         self._has_large_state = False  # whether the state outside tables was large at the last cut
@@ -156,13 +141,8 @@ class Cutter:
                 staging.advise([live.weight, *live.row_states])
         self._follow_row_states(tables)
         self.unmarked.check(tables, self._trackers)
-        self._quantizer.prepare(self._widths)
+        self.parts.prepare()
         compile_kernels(tables)
-
-    def remember_quantizers(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
-        """Remember the quantizers of the tables of a checkpoint that is stored."""
-        own_quantizers = [quantizer for quantizer in quantizers if quantizer.rank == self._rank]
-        self._quantizer.remember(stored, own_quantizers)
 
     def size_bytes(self) -> int:
         """Return the bytes that a full of the present state takes in a slot.
@@ -178,10 +158,7 @@ class Cutter:
             tree, tensors = state_tree.flatten(self._state.capture_fixed())
         self.state_bytes = (len(tree), *(tensor.nbytes for tensor in tensors))
         tables = self._live.tables(None)
-        parts = [self._part(live, len(live.held)) for live in tables]
-        if self._at_servers:
-            # Those that no step has changed yet will be there when a full is cut.
-            parts = [replace(part, at_servers=part.in_cache is not None) for part in parts]
+        parts = [self.parts.whole(live) for live in tables]
         sample_bytes = self._sampler.size_bytes(
             [live.spec for live in tables], [live.held for live in tables]
         )
@@ -197,13 +174,7 @@ class Cutter:
             precision: decision of the rule; None: the fewest bits that it may choose.
         """
         live_tables = self._live.tables(None) if tables is None else tables
-        parts = []
-        for live in live_tables:
-            part = self._part(live, len(live.held), None, precision)
-            if precision is None and live.table is not None and self._widths[live.key] is None:
-                part = replace(part, bits=min(CODE_BITS))
-            parts.append(replace(part, at_servers=self._at_servers and part.in_cache is not None))
-        return parts
+        return self.parts.of_full(live_tables, precision)
 
     def marked_counts(self, tables: Sequence[LiveTable]) -> list[int]:
         """Count the rows that are marked in each table; waits for the devices of the tables.
@@ -214,21 +185,6 @@ class Cutter:
             return [len(live.held) for live in tables]
         dirty = {name: tracker.marked() for name, tracker in self._trackers.items()}
         return _marked(tables, dirty).counts
-
-    @property
-    def staging_servers(self) -> int:
-        """How many embedding servers stage their own rows; 0: none do."""
-        if self._cache is None or not self._at_servers:
-            return 0
-        return self._cache.home.staging_servers
-
-    @property
-    def at_servers(self) -> tuple[bool, ...]:
-        """Whether embedding servers stage the rows of each table."""
-        return tuple(
-            self._at_servers and shard.table is not None and shard.table.cached
-            for shard in self._shards
-        )
 
     def link(
         self, *, step: int, tip: Tip | None, base_history: BaseHistory | None
@@ -278,7 +234,7 @@ class Cutter:
         is_full = frozen.link.kind == "full"
         parts = []
         for live in frozen.tables:
-            part = self._part(live, len(live.held))
+            part = self.parts.part(live, len(live.held))
             tracker = self._trackers.get(live.key)
             if tracker is not None:
                 tracker.check_version()
@@ -295,35 +251,6 @@ class Cutter:
             least_bytes=least_bytes,
             share=self._copy_share,
         )
-
-    def announce(self) -> None:
-        """Say that this rank takes a checkpoint next, or ends training; see `Cache.announce_cut`.
-
-        Raises:
-            RanksDiffer: ranks that share rows do different things.
-        """
-        if self._cache is not None:
-            self._cache.announce_cut()
-
-    def settle(self) -> Callable[[], None]:
-        """Prepare for a cut, which must follow before training goes on.
-
-        With several ranks, each must call it, also if its own cut then fails.
-
-        Returns:
-            What to call at the end of the stall, also after an error; see `Cache.settle`.
-
-        Raises:
-            HomeError: rows of a cached table cannot be written to their home.
-            RankLost: a rank does not answer.
-        """
-        if self._cache is None:
-            return lambda: None
-        cache = self._cache
-        self._at_home = frozenset(
-            name for name in cache.tables if self._at_servers and cache.stages_at_home(name)
-        )
-        return cache.settle(writes_back=self._at_servers)
 
     def cut(
         self, slot: Slot, request: CutRequest, *, started_ns: int, window: Window | None = None
@@ -428,15 +355,13 @@ class Cutter:
             state = self._captured(request.step)
         marked = _marked(tables, dirty if link.kind == "increment" else {})
         parts = [
-            self._part(live, count, dirty.get(live.key), request.history.precision)
+            self.parts.part(live, count, dirty.get(live.key), request.history.precision)
             for live, count in zip(tables, marked.counts, strict=True)
         ]
         for index, ids in marked.ids.items():
             if parts[index].bitmap is not None:
                 parts[index] = replace(parts[index], ids=ids)
-        self._name_methods(parts, link, request.step)
-        if self._quantizer.wanted:
-            self._quantize(parts)
+        self.parts.quantize(parts, link, request.step)
         placed, end = place_tables(parts)
         return CutPlan(
             parts=tuple(parts), marked=marked, placed=placed, tables_end=end, state=state
@@ -454,7 +379,7 @@ class Cutter:
         # for lack of room, although the rest may be smaller now.
         slot.reserve(plan.tables_end)
         behind_list: list[BehindTables] = []
-        device = DeviceDrain(None if self._cache is None else self._cache.view())
+        device = DeviceDrain(self.cache.view())
 
         def look_behind() -> None:
             # This is Python with cold caches and takes most of a millisecond. Meanwhile other
@@ -528,43 +453,13 @@ class Cutter:
             snapshot_ms=moment.snapshot_ms,
             stall_us=(time.perf_counter_ns() - moment.started_ns) // 1_000,
             copied_ahead=copied.copied_ahead,
-            cache=self._cache_use(),
+            cache=self.cache.take_use(),
             full_bytes=behind.full_bytes,
             interval_batches=request.interval_batches,
             history=request.history,
-            served=self._served(plan.parts, ref.attempt),
+            served=self.cache.served(plan.parts, ref.attempt),
         )
         return Cut(snapshot, pending)
-
-    def _served(self, parts: Sequence[CutTable], attempt: str) -> ServedTables | None:
-        """Return what embedding servers stage of the checkpoint; None: nothing, on all ranks."""
-        cache = self._cache
-        if cache is None or not self._at_home:
-            return None
-        indexes = {
-            part.in_cache: position
-            for position, part in enumerate(parts)
-            if part.in_cache is not None
-        }
-        part = part_of(cache.home, indexes, attempt)
-        return ServedTables(part=part, tables=tuple(part.staged_at_servers for part in parts))
-
-    def _cache_use(self) -> CacheUse | None:
-        """Return what the cache did since the cut before."""
-        if self._cache is None:
-            return None
-        previous, now = self._used, self._cache.stats
-        self._used = now
-        return CacheUse(
-            hits=now.hits - previous.hits,
-            misses=now.misses - previous.misses,
-            fetched_rows=now.fetched_rows - previous.fetched_rows,
-            fetched_bytes=now.fetched_bytes - previous.fetched_bytes,
-            written_rows=now.written_rows - previous.written_rows,
-            written_bytes=now.written_bytes - previous.written_bytes,
-            wait_us=round(1e6 * (now.wait_seconds - previous.wait_seconds)),
-            window=now.window,
-        )
 
     def _keeps_marks(self, link: ChainLink) -> bool:
         """Whether the rows that a cut at this link holds stay dirty."""
@@ -578,58 +473,6 @@ class Cutter:
         for live in tables:
             if live.table is not None:
                 self._trackers[live.key].follow_row_states(live.row_states)
-
-    def _part(
-        self,
-        live: LiveTable,
-        row_count: int,
-        dirty: Dirty | None = None,
-        precision: ChosenPrecision | None = None,
-    ) -> CutTable:
-        width: int = 8 * item_bytes(live.spec.dtype)
-        if live.table is not None:
-            chosen = in_bits(self._widths[live.key], precision)
-            # Exact means the width of the present dtype: `model.half()` may have changed it.
-            width = chosen if chosen in CODE_BITS else width
-        in_cache = None if live.table is None else live.table.name_in_cache
-        return CutTable(
-            spec=live.spec,
-            held=live.held,
-            values=live.weight,
-            row_states=live.row_states,
-            bitmap=dirty.bitmap if dirty is not None and row_count < len(live.held) else None,
-            row_count=row_count,
-            bits=width,
-            quantizer=self._precision.quantizer,
-            state_bits=None if self._precision.state == "lossless" else 16,
-            in_cache=in_cache,
-            at_servers=in_cache in self._at_home,
-        )
-
-    def _name_methods(self, parts: list[CutTable], link: ChainLink, step: int) -> None:
-        """Set the method of each part whose quantization method is known."""
-        for index, (shard, part) in enumerate(zip(self._shards, parts, strict=True)):
-            if shard.table is not None:
-                method = self._quantizer.method(shard.table, part.bits, base=link.base, step=step)
-                if method is not None:
-                    parts[index] = replace(part, method=method)
-
-    def _quantize(self, parts: list[CutTable]) -> None:
-        """Give parts codes instead of values if their rows are quantized in this process."""
-        requests: dict[int, RowsToCode] = {}
-        for index, (shard, part) in enumerate(zip(self._shards, parts, strict=True)):
-            table = shard.table
-            if table is None or part.method is None or part.row_count == 0:
-                continue
-            if not self._quantizer.may(table, part.bits):
-                continue
-            ids = part.ids
-            if ids is None and part.bitmap is not None:
-                ids = dirty_bitmap.collect(part.bitmap, rows=len(part.held))
-                parts[index] = replace(part, ids=ids)
-            requests[index] = RowsToCode(table, part.bits, part.method, ids, part.row_count)
-        for index, codes in zip(requests, self._quantizer.codes([*requests.values()]), strict=True):
-            parts[index] = replace(parts[index], codes=codes)
 
 
 def _marked(tables: Sequence[LiveTable], dirty: Mapping[str, Dirty]) -> MarkedRows:

@@ -257,7 +257,7 @@ class RecordBound:
 
     @property
     def _has_parts(self) -> bool:
-        return self._ranks.several or self._cutter.staging_servers > 0
+        return self._ranks.several or self._cutter.cache.staging_servers > 0
 
     def _fault(self, sizes: PartSizes) -> _TooLarge | None:
         """Return what is too large in the records of a full; None: nothing is."""
@@ -288,7 +288,7 @@ class RecordBound:
     def _sizes(self, staged: Sequence[StagedTable]) -> PartSizes:
         """Return the sizes of this rank's part; rank 0 adds those of embedding servers."""
         sizes = part_sizes(staged, part=self._ranks.rank, state_bytes=self._cutter.state_bytes)
-        server_count = self._cutter.staging_servers
+        server_count = self._cutter.cache.staging_servers
         if not server_count or self._ranks.rank:
             return sizes
         of_servers: dict[tuple[int, ...], int] = {}
@@ -296,7 +296,7 @@ class RecordBound:
             # Rows are dealt to all servers in turn, so each has about as many.
             rows = tuple(
                 max(1, table.spec.rows // server_count) * (server < table.spec.rows) * is_there
-                for table, is_there in zip(staged, self._cutter.at_servers, strict=True)
+                for table, is_there in zip(staged, self._cutter.parts.at_servers, strict=True)
             )
             of_servers[rows] = of_servers.get(rows, 0) + 1
         for rows, servers in of_servers.items():
@@ -309,7 +309,7 @@ class RecordBound:
         return sizes
 
     def _refuse_long_description(self, staged: Sequence[StagedTable]) -> None:
-        if self._cutter.staging_servers:
+        if self._cutter.cache.staging_servers:
             try:
                 refuse_long_description("the next checkpoint", staged)
             except HomeError as error:

@@ -1,0 +1,156 @@
+"""Describes the tables of a cut as they are stored: how many bits, by which method, in codes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from recpoint.embeddings.tables.marks import Dirty
+from recpoint.format.dtypes import item_bytes
+from recpoint.format.history import ChosenPrecision
+from recpoint.format.manifest import CODE_BITS, Quantizer
+from recpoint.kernels import dirty_bitmap
+from recpoint.trainer_plugin.policy import ChainLink
+from recpoint.trainer_plugin.ranks.sharding import StoredShard
+from recpoint.trainer_plugin.schedule.ledger import Pending
+from recpoint.trainer_plugin.schedule.outlook import in_bits, table_widths
+from recpoint.trainer_plugin.settings import Settings
+from recpoint.trainer_plugin.snapshot.cache_at_cut import CacheAtCut
+from recpoint.trainer_plugin.snapshot.codes import RowsToCode, TableQuantizer
+from recpoint.trainer_plugin.snapshot.live_tables import LiveTable
+from recpoint.trainer_plugin.snapshot.plan import CutTable
+
+__all__ = ["TableParts"]
+
+
+class TableParts:
+    """Describes what this rank stores of each table in a cut.
+
+    Args:
+        shards: all tables of the job, in the order in which they are stored.
+        settings: how rows and row states are stored.
+        cache: says which tables embedding servers stage.
+        rank: rank of this process.
+
+    Attributes:
+        rule: whether the width of any table is chosen anew for each cut.
+        at_servers: whether embedding servers stage the rows of each table.
+
+    Raises:
+        SettingsError: `Precision.tables` names a table that does not exist or is not trained.
+    """
+
+    def __init__(
+        self, shards: Sequence[StoredShard], settings: Settings, cache: CacheAtCut, rank: int
+    ) -> None:
+        self._shards = tuple(shards)
+        self._precision = settings.precision
+        self._cache = cache
+        self._rank = rank
+        self._widths = table_widths(
+            [shard.table for shard in shards if shard.table is not None],
+            settings.precision,
+            names={shard.name for shard in shards},
+        )
+        self._quantizer = TableQuantizer([shard.table for shard in shards], settings.precision)
+        self._at_servers = settings.staging.at_servers
+        self.rule = None in self._widths.values()
+        self.at_servers = tuple(
+            self._at_servers and shard.table is not None and shard.table.cached for shard in shards
+        )
+
+    def prepare(self) -> None:
+        """Compile what the cut quantizes with. Called before training."""
+        self._quantizer.prepare(self._widths)
+
+    def remember_quantizers(self, stored: Pending, quantizers: Sequence[Quantizer]) -> None:
+        """Remember the quantizers of the tables of a checkpoint that is stored."""
+        own_quantizers = [quantizer for quantizer in quantizers if quantizer.rank == self._rank]
+        self._quantizer.remember(stored, own_quantizers)
+
+    def part(
+        self,
+        live: LiveTable,
+        row_count: int,
+        dirty: Dirty | None = None,
+        precision: ChosenPrecision | None = None,
+    ) -> CutTable:
+        """Return the part of a table that holds so many of its rows.
+
+        Args:
+            live: the table as it is now.
+            row_count: number of rows to store.
+            dirty: marks of these rows; None: all rows.
+            precision: decision of the rule; None: there is none.
+        """
+        width: int = 8 * item_bytes(live.spec.dtype)
+        if live.table is not None:
+            chosen = in_bits(self._widths[live.key], precision)
+            # Exact means the width of the present dtype: `model.half()` may have changed it.
+            width = chosen if chosen in CODE_BITS else width
+        in_cache = None if live.table is None else live.table.name_in_cache
+        return CutTable(
+            spec=live.spec,
+            held=live.held,
+            values=live.weight,
+            row_states=live.row_states,
+            bitmap=dirty.bitmap if dirty is not None and row_count < len(live.held) else None,
+            row_count=row_count,
+            bits=width,
+            quantizer=self._precision.quantizer,
+            state_bits=None if self._precision.state == "lossless" else 16,
+            in_cache=in_cache,
+            at_servers=in_cache in self._cache.staged_at_home,
+        )
+
+    def whole(self, live: LiveTable, precision: ChosenPrecision | None = None) -> CutTable:
+        """Return the part of a table in a full; embedding servers stage theirs."""
+        part = self.part(live, len(live.held), None, precision)
+        # Those that no step has changed yet will be there when a full is cut.
+        return replace(part, at_servers=self._at_servers and part.in_cache is not None)
+
+    def of_full(
+        self, tables: Sequence[LiveTable], precision: ChosenPrecision | None
+    ) -> list[CutTable]:
+        """Return the parts of this rank in a full; embedding servers stage theirs.
+
+        Args:
+            tables: the tables.
+            precision: decision of the rule; None: the fewest bits that it may choose.
+        """
+        parts = []
+        for live in tables:
+            part = self.whole(live, precision)
+            if precision is None and live.table is not None and self._widths[live.key] is None:
+                part = replace(part, bits=min(CODE_BITS))
+            parts.append(part)
+        return parts
+
+    def quantize(self, parts: list[CutTable], link: ChainLink, step: int) -> None:
+        """Set the method of each part whose quantization method is known.
+
+        Parts whose rows are quantized in this process get codes instead of values.
+        """
+        for index, (shard, part) in enumerate(zip(self._shards, parts, strict=True)):
+            if shard.table is not None:
+                method = self._quantizer.method(shard.table, part.bits, base=link.base, step=step)
+                if method is not None:
+                    parts[index] = replace(part, method=method)
+        if self._quantizer.wanted:
+            self._code(parts)
+
+    def _code(self, parts: list[CutTable]) -> None:
+        requests: dict[int, RowsToCode] = {}
+        for index, (shard, part) in enumerate(zip(self._shards, parts, strict=True)):
+            table = shard.table
+            if table is None or part.method is None or part.row_count == 0:
+                continue
+            if not self._quantizer.may(table, part.bits):
+                continue
+            ids = part.ids
+            if ids is None and part.bitmap is not None:
+                ids = dirty_bitmap.collect(part.bitmap, rows=len(part.held))
+                parts[index] = replace(part, ids=ids)
+            requests[index] = RowsToCode(table, part.bits, part.method, ids, part.row_count)
+        for index, codes in zip(requests, self._quantizer.codes([*requests.values()]), strict=True):
+            parts[index] = replace(parts[index], codes=codes)
