@@ -13,7 +13,6 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Final, Literal, Self
 
 from torch import nn
@@ -506,12 +505,7 @@ class Follower:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     def poll(self, *, on_progress: OnProgress | None = None) -> bool:

@@ -21,8 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
 import crc32c
 import torch
@@ -40,6 +39,7 @@ from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.stored_chunks import not_there, stored_sizes
 from recpoint.catalog.store.contract import Store, host_seconds, now_ms
 from recpoint.catalog.store.scheduler import ReadScheduler, WriteBudget, WriteScheduler
+from recpoint.closing import Closing
 from recpoint.errors import (
     CommitConflict,
     FormatError,
@@ -77,7 +77,7 @@ __all__ = [
 _MERGE_UPLOADS: Final = 2
 
 
-class Uploads:
+class Uploads(Closing):
     """Writes chunks in threads; leaving the context waits for those in flight.
 
     The first chunk is always written. It makes the attempt young, so that no sweep that begins
@@ -98,16 +98,9 @@ class Uploads:
         self._writes = WriteScheduler(WriteBudget(_MERGE_UPLOADS))
         self._entries: list[ChunkEntry] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._writes.__exit__(kind, error, traceback)
+    def close(self) -> None:
+        """Wait for the chunks in flight."""
+        self._writes.close()
 
     def put(self, entry: ChunkEntry, data: bytes) -> None:
         """Begin to write a chunk; raises the error of an earlier chunk, if there was one."""

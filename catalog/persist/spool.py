@@ -16,8 +16,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 import crc32c
 import numpy as np
@@ -26,6 +25,7 @@ from recpoint.catalog.staging import owned
 from recpoint.catalog.staging.job import StagedJob
 from recpoint.catalog.staging.slot_reading import PIECE_BYTES, Extent, read_into, read_pieces
 from recpoint.catalog.store import durable
+from recpoint.closing import Closing
 from recpoint.errors import StagingFull
 
 __all__ = [
@@ -70,7 +70,7 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-class SpoolFile:
+class SpoolFile(Closing):
     """A file to which arrays are appended; each `append` returns where the bytes lie.
 
     Raises:
@@ -103,15 +103,8 @@ class SpoolFile:
         with _writing(self.path):
             self._file.flush()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the file."""
         with _writing(self.path):
             self._file.close()
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Self
 
 from recpoint.catalog.run.lineage import Representation
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.scheduler import ReadScheduler
+from recpoint.closing import Closing
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
 
@@ -23,7 +22,7 @@ __all__ = [
 _WORTH_IT = 4
 
 
-class ManifestsAhead:
+class ManifestsAhead(Closing):
     """Reads manifests ahead for a walk from a checkpoint to its full.
 
     The first manifest of a chain says how long the chain is and where it starts. From this the
@@ -53,15 +52,8 @@ class ManifestsAhead:
         self._coming: Iterator[tuple[Representation, Future[Manifest]]] = iter(())
         self._closing = ExitStack()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Give up the reads that nobody has asked for."""
         self._closing.close()
 
     def read(self, representation: Representation) -> Manifest:

@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from recpoint.catalog.staging import owned
+from recpoint.closing import Closing
 from recpoint.errors import StagingError
 
 __all__ = [
@@ -35,21 +35,14 @@ class Extent(NamedTuple):
     length: int
 
 
-class _Files:
+class _Files(Closing):
     """Opens each file once for all extents of one read."""
 
     def __init__(self) -> None:
         self._open: dict[str, int] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close all files."""
         for descriptor in self._open.values():
             os.close(descriptor)
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
+from recpoint.closing import Closing
 from recpoint.interrupts import came_from_handler
 
 __all__ = [
@@ -61,7 +61,7 @@ def _submit(pool: ThreadPoolExecutor, call: Callable[[], _Result]) -> Future[_Re
         raise
 
 
-class ReadScheduler:
+class ReadScheduler(Closing):
     """Reads in threads, ahead of a caller that takes the results in order.
 
     At most `threads` + `read_ahead` results, and 16 small results behind them, exist or are being
@@ -88,15 +88,8 @@ class ReadScheduler:
         """Return a scheduler for records: it reads 8 at once and keeps at most 32."""
         return cls(_RECORDS_AT_ONCE, read_ahead=_RECORDS_AHEAD)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Wait for the reads under way, and give up the others."""
         for pool in (self._large, self._small):
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -214,7 +207,7 @@ class WriteBudget:
         )
 
 
-class WriteScheduler:
+class WriteScheduler(Closing):
     """Writes in threads, in the background, while its caller goes on.
 
     After the first error no other write is begun, and the caller's next call raises that error.
@@ -239,15 +232,8 @@ class WriteScheduler:
         self._running: deque[tuple[Future[None], int]] = deque()
         self._errors: list[BaseException] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Wait for the writes under way, and give up the others."""
         try:
             self._pool.shutdown(wait=True, cancel_futures=True)
         finally:

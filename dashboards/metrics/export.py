@@ -10,8 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from math import inf
-from types import TracebackType
-from typing import Self
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import (
@@ -22,6 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from recpoint.closing import Closing
 from recpoint.counting import HistogramReading
 from recpoint.dashboards.metrics import table
 from recpoint.dashboards.metrics.samples import MetricSample, Samples
@@ -77,7 +76,7 @@ def require_registry(registry: object) -> None:
         )
 
 
-class MetricsExport:
+class MetricsExport(Closing):
     """Exports metrics until `close`.
 
     Attributes:
@@ -119,17 +118,6 @@ class MetricsExport:
         if self._registered:
             self._registry.unregister(self._collector)
             self._registered = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 #: The servers that this process runs; a forked child closes its copies of their sockets.

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from recpoint.closing import Closing
 from recpoint.errors import HomeError
 from recpoint.format.servers import AllServers
 from recpoint.kernels import erasure
@@ -85,16 +85,11 @@ class FrozenRows(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
 
-class Home(ABC):
+class Home(Closing):
     """Holds records of embedding rows by table and id.
 
     Who calls what: a trainer names its tables with `add_table`. Before a batch it calls `fetch` for
@@ -284,14 +279,3 @@ class Home(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything up. A second call does nothing; other calls raise HomeError."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -13,12 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Final, NoReturn, Self, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
+from recpoint.closing import Closing
 from recpoint.embeddings.parity.peers import OutOfStep
 from recpoint.embeddings.server.all_messages import parsed
 from recpoint.embeddings.server.receive_buffers import ReceiveBuffers
@@ -256,7 +256,7 @@ def _is_late(deadline: float, stream: Stream | None) -> bool:
     return has_bytes or time.monotonic() > deadline + _LATE_SECONDS
 
 
-class TcpServer:
+class TcpServer(Closing):
     """Answers calls to a server that come over TCP, until it is closed.
 
     As a context manager, it is closed at the end of the block. The server itself goes on.
@@ -307,17 +307,6 @@ class TcpServer:
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._accept, name="recpoint-accept", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close all connections, and wait for what they do. A second call does nothing."""
