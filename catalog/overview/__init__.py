@@ -2,6 +2,6 @@
 
 Its input is a run, its output figures and failures. Read the modules in this order: `overview`
 (what is told of a run), `figures` (computes it), `alarms` (what is wrong), `troubles` (collects
-failures), `watch` (refreshes an overview, and reads only new records), with `appearances` (the age
-of objects) and `plan_watch` (the newest retention's plan).
+failures, and the newest retention's plan), `watch` (refreshes an overview, and reads only new
+records), with `appearances` (the age of objects).
 """

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from recpoint.catalog.overview.overview import Age, CheckpointFacts, ExpiringManifest, Failure
-from recpoint.catalog.overview.plan_watch import PlanWatch
 from recpoint.catalog.persist.ranks import first_part, missing_text, parts_text
 from recpoint.catalog.run.deletions import TAKE_OVER_SECONDS, read_deletion
 from recpoint.catalog.run.ends import read_end
@@ -33,8 +32,9 @@ from recpoint.format.naming import (
     ManifestName,
     ValidationName,
 )
-from recpoint.format.record_kinds import MARK, PART, VALIDATION
+from recpoint.format.record_kinds import MARK, PART, PLAN, VALIDATION
 from recpoint.format.records import EndRecord
+from recpoint.format.retention_records import Plan
 from recpoint.format.validation import ValidationRecord
 
 __all__ = ["Troubles"]
@@ -51,6 +51,43 @@ _RANKS_SECONDS = 60.0
 
 #: A deletion announced longer ago than this was killed; the next retention finishes it.
 _DELETION_SECONDS = TAKE_OVER_SECONDS
+
+
+class PlanWatch:
+    """Watches a run's stored plan, and reads each new one once.
+
+    Args:
+        run: the run.
+
+    Attributes:
+        error: why the stored plan cannot be read; None if it can be, or there is none.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._seen: ObjectInfo | None = None
+        self._plan: Plan | None = None
+        self.error: FormatError | None = None
+
+    def refresh(self) -> Plan | None:
+        """Return the stored plan; None if there is none, or it cannot be read.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        # The listing tells whether the plan is new; it may be large, with a thousand manifests.
+        info = next((info for _, info in self._run.records(PLAN).listed()), None)
+        if info is None or info != self._seen:
+            self._plan, self.error = None, None
+            if info is not None:
+                try:
+                    self._plan = self._run.records(PLAN).read()
+                except ObjectNotFound:
+                    return None
+                except FormatError as error:
+                    self.error = error
+            self._seen = info
+        return self._plan
 
 
 class Troubles:

@@ -12,17 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from recpoint.catalog.retention.last_sweep import last_sweep, note_sweep, swept_ms
 from recpoint.catalog.staging import job_files
 from recpoint.catalog.staging.area import StagedRun, staged_runs
-from recpoint.catalog.staging.notes import read_note
+from recpoint.catalog.staging.notes import read_note, write_note_durably
 from recpoint.catalog.staging.trainer_note import read_trainer_note, trainer_state
 from recpoint.catalog.store.contract import now_ms
 from recpoint.errors import FormatError, RecpointError, SettingsError, StagingRefused
 from recpoint.flows.agent.background import BackgroundThread, ChildProcess, RunTries
-from recpoint.format.notes import CONSOLIDATION_NOTE
+from recpoint.format.notes import CONSOLIDATION_NOTE, SWEEP_NOTE, SweepNote
 
-__all__ = ["BackgroundSweep", "SWEEP_EVERY_SECONDS", "require_sweep_period"]
+__all__ = [
+    "BackgroundSweep",
+    "SWEEP_EVERY_SECONDS",
+    "last_sweep",
+    "note_sweep",
+    "require_sweep_period",
+    "swept_ms",
+]
 
 
 _LOG = logging.getLogger("recpoint.sweep")
@@ -50,6 +56,31 @@ def require_sweep_period(every_seconds: float | None) -> None:
             expected="at least a second, or None for never",
             next_step="give it in seconds; 86400 is a day",
         )
+
+
+def note_sweep(staged_run: StagedRun, *, ended_ms: int | None = None) -> None:
+    """Note that a run was swept now, or that the wait for its first sweep begins (format §7).
+
+    Args:
+        staged_run: the run.
+        ended_ms: see `SweepNote`.
+
+    Raises:
+        StagingRefused: the directory belongs to another user.
+        OSError: the note cannot be written.
+    """
+    write_note_durably(staged_run, SWEEP_NOTE, SweepNote(at_ms=now_ms(), ended_ms=ended_ms))
+
+
+def last_sweep(staged_run: StagedRun) -> SweepNote | None:
+    """Return the note of the last sweep; None if there is none or it is damaged."""
+    return read_note(staged_run, SWEEP_NOTE)
+
+
+def swept_ms(staged_run: StagedRun) -> int | None:
+    """Return `SweepNote.at_ms` of a run; None as for `last_sweep`."""
+    note = last_sweep(staged_run)
+    return None if note is None else note.at_ms
 
 
 class BackgroundSweep:

@@ -17,7 +17,6 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.settings import PREFECT_API_URL
 
 from recpoint.catalog.check.check import check
-from recpoint.catalog.retention.last_sweep import last_sweep, note_sweep, swept_ms
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.catalog.staging.area import StagedRun, staged_runs
@@ -25,7 +24,7 @@ from recpoint.catalog.staging.trainer_note import read_trainer_note, write_train
 from recpoint.errors import SettingsError
 from recpoint.flows.agent.agent import Agent, run_agent
 from recpoint.flows.agent.gate import PrefectGate
-from recpoint.flows.agent.sweeps import BackgroundSweep
+from recpoint.flows.agent.sweeps import BackgroundSweep, last_sweep, note_sweep, swept_ms
 from recpoint.format.notes import SweepNote
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import Checkpoint, build, new_run, tables, upload
