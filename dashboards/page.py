@@ -22,7 +22,7 @@ from nicegui.element import Element
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from recpoint.catalog.overview.overview import CheckpointFacts, RunOverview
-from recpoint.dashboards import texts
+from recpoint.dashboards import server_texts, texts
 from recpoint.dashboards.page_elements import (
     STYLE,
     Alerts,
@@ -436,7 +436,7 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
         redundancy = text("p")
         servers = PageTable(
             "As the trainer of rank 0 sees them; pages on its host show them",
-            texts.SERVER_HEADINGS,
+            server_texts.SERVER_HEADINGS,
             long=(7,),
             numbers=(0, 2, 3, 6),
         )
@@ -485,7 +485,7 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
         shown = view.overview
         figures.fill(texts.figures(shown))
         expectation.fill(texts.expectation_text(shown))
-        lost.fill(texts.lost_servers_text(shown))
+        lost.fill(server_texts.lost_servers_text(shown))
         for box, content in (
             (charts, shown.checkpoints),
             (served, shown.servers),
@@ -501,12 +501,15 @@ def _run_page(run: WatchedRun, chosen: str) -> Callable[[], None]:
         stall.fill(*stall_chart(visible))
         written.fill(*bytes_chart(visible))
         if shown.servers is not None:
-            redundancy.fill(texts.servers_text(shown))
+            redundancy.fill(server_texts.servers_text(shown))
             all_servers = shown.servers.servers
             servers.fill(
                 []
                 if all_servers is None
-                else [texts.server_row(server, all_servers.parity) for server in all_servers.each]
+                else [
+                    server_texts.server_row(server, all_servers.parity)
+                    for server in all_servers.each
+                ]
             )
         fields.fill(texts.field_texts(shown))
         checkpoints.fill(

@@ -27,7 +27,7 @@ from recpoint.catalog.overview.overview import (
 )
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.run.run import Run
-from recpoint.dashboards import page, texts
+from recpoint.dashboards import page, server_texts, texts
 from recpoint.dashboards.watched_runs import RunView, WatchedRun, WatchedRuns
 from recpoint.format.manifest import CopiedAhead
 from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY
@@ -261,25 +261,25 @@ def served(*each: ServerFacts, parity: int = 1, gave_up: bool = False, **seen: A
     ],
 )
 def test_how_servers_are_in_one_sentence(overview: RunOverview, words: str) -> None:
-    assert texts.servers_text(overview) == words
+    assert server_texts.servers_text(overview) == words
     seen = overview.servers
     told_first = bool(seen and seen.servers and seen.trainer_lives and seen.servers.not_whole)
-    assert texts.lost_servers_text(overview) == (f"Embedding servers: {words}" * told_first)
+    assert server_texts.lost_servers_text(overview) == (f"Embedding servers: {words}" * told_first)
 
 
 def test_a_server_that_is_rebuilt_says_how_far_it_is() -> None:
-    assert texts.server_row(server(2, **REBUILT), 1) == (
+    assert server_texts.server_row(server(2, **REBUILT), 1) == (
         *("2", "being rebuilt: 41 %", "419 of 1,000", "–", "node", "127.0.0.1:4000", "42"),
         "2023-11-14 22:13:20",
     )
     almost = server(2, **{**REBUILT, "rows": 10**9, "known_rows": 10**9 - 1})
-    assert texts.server_row(almost, 1)[1] == "being rebuilt: 99 %"
-    assert texts.server_row(server(1, **AGAIN, disk_bytes=5_000_000), 1) == (
+    assert server_texts.server_row(almost, 1)[1] == "being rebuilt: 99 %"
+    assert server_texts.server_row(server(1, **AGAIN, disk_bytes=5_000_000), 1) == (
         *("1", "whole", "1,000", "64 kB, 5 MB on disk", "node", "127.0.0.1:4000", "41"),
         "2023-11-14 22:13:20, whole again 22:13:25",
     )
-    assert texts.server_row(server(1, **LOST), 0)[1:4] == ("lost", "1,000", "–")
-    assert texts.server_row(server(1), 0)[1] == "up"
+    assert server_texts.server_row(server(1, **LOST), 0)[1:4] == ("lost", "1,000", "–")
+    assert server_texts.server_row(server(1), 0)[1] == "up"
 
 
 def drawn_of(*checkpoints: CheckpointFacts) -> page.Drawn:
