@@ -70,6 +70,8 @@ _BITS_OF: dict[str, Dtype] = {"U64": "I64", "U32": "I32", "U16": "I16"}
 _MAX_ELEMENTS_LOG2 = 60
 _MAX_SPARSE_ELEMENTS_LOG2 = 63
 
+_NEXT_STEP = "recpoint check URL --level full"
+
 _HEX_INTEGER = re.compile(r"-?0x[0-9a-f]+\Z")
 _HEX_BYTES = re.compile(r"(?:[0-9a-f]{2}){1,8}\Z")
 
@@ -79,7 +81,6 @@ def unflatten(
     tensors: Sequence[torch.Tensor],
     *,
     name: str = "state tree",
-    next_step: str = "recpoint check URL --level full",
 ) -> Any:
     """Return the value that `state_tree.flatten` took apart.
 
@@ -88,7 +89,6 @@ def unflatten(
         tensors: the numbered tensors, of any shape with the right number of elements; the tree
             must name each of them once.
         name: what to call the tree in errors.
-        next_step: what a person should do about a damaged tree, for errors.
 
     Returns:
         The value. Its tensors and arrays have their own memory; arrays are on the CPU.
@@ -96,8 +96,8 @@ def unflatten(
     Raises:
         MalformedObject: `flatten` cannot have made this tree and these tensors.
     """
-    tree = _parsed(tree_json, name, next_step)
-    reader = _Reader(dict(enumerate(tensors)), name, next_step)
+    tree = _parsed(tree_json, name)
+    reader = _Reader(dict(enumerate(tensors)), name)
     value = reader.value(tree)
     reader.finish()
     return value
@@ -109,7 +109,6 @@ def unflatten_keys(
     keys: Collection[str],
     *,
     name: str = "state tree",
-    next_step: str = "recpoint check URL --level full",
 ) -> dict[str, Any] | None:
     """Return the values under some keys of a tree that is a dict; {} if it is no dict.
 
@@ -117,7 +116,7 @@ def unflatten_keys(
         tree_json: the tree.
         tensors: some of its tensors by number, as for `unflatten`.
         keys: the wanted keys; keys that the tree does not have are left out.
-        name, next_step: for errors.
+        name: what to call the tree in errors.
 
     Returns:
         The values by key; None if they name a tensor that is not in `tensors`.
@@ -125,7 +124,7 @@ def unflatten_keys(
     Raises:
         MalformedObject: as `unflatten`, for the values under `keys` only.
     """
-    tree = _parsed(tree_json, name, next_step)
+    tree = _parsed(tree_json, name)
     items = tree.get("dict") if isinstance(tree, dict) else None
     keyed_nodes = [
         item
@@ -133,18 +132,18 @@ def unflatten_keys(
         if isinstance(item, list) and item and isinstance(item[0], str) and item[0] in keys
     ]
     try:
-        reader = _Reader(tensors, name, next_step, partial=True)
+        reader = _Reader(tensors, name, partial=True)
         state: dict[str, Any] = reader.value({"dict": keyed_nodes})
     except _NotGiven:
         return None
     return state
 
 
-def _parsed(tree_json: bytes, name: str, next_step: str) -> Any:
+def _parsed(tree_json: bytes, name: str) -> Any:
     return parse_json(
         tree_json,
         name=name,
-        next_step=next_step,
+        next_step=_NEXT_STEP,
         max_bytes=MAX_TREE_BYTES,
         max_depth=MAX_TREE_DEPTH,
     )
@@ -231,14 +230,12 @@ class _Reader:
         self,
         tensors: Mapping[int, torch.Tensor],
         name: str,
-        next_step: str,
         *,
         partial: bool = False,
     ) -> None:
         self._tensors: dict[int, torch.Tensor | None] = dict(tensors)
         self._partial = partial
         self._name = name
-        self._next_step = next_step
 
     def finish(self) -> None:
         unused = sum(tensor is not None for tensor in self._tensors.values())
@@ -380,7 +377,7 @@ class _Reader:
         return tensor
 
     def _refuse(self, found: str, expected: str) -> NoReturn:
-        raise MalformedObject(self._name, found=found, expected=expected, next_step=self._next_step)
+        raise MalformedObject(self._name, found=found, expected=expected, next_step=_NEXT_STEP)
 
 
 def _ascends(indices: torch.Tensor) -> bool:

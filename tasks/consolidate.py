@@ -69,7 +69,7 @@ def _plan(
     name: ManifestName | None,
     links: int | None,
     triggers: ConsolidationTriggers,
-    avoid: Sequence[PassedOver] = (),
+    avoid: Sequence[PassedOver],
 ) -> ConsolidationPlan | None:
     run = open_run(run_url)
     name = name or newest_checkpoint(run)

@@ -144,14 +144,13 @@ def file_status(root: Path, path: Path) -> os.stat_result:
     return status
 
 
-def open_file(root: Path, path: Path, flags: int = os.O_RDONLY, *, mode: int = 0o600) -> int:
+def open_file(root: Path, path: Path, flags: int = os.O_RDONLY) -> int:
     """Open a plain file of this user and return its descriptor.
 
     Args:
         root: the staging area.
         path: the file.
-        flags: flags of `os.open`; with O_CREAT a missing file is made.
-        mode: mode of a new file.
+        flags: flags of `os.open`; with O_CREAT a missing file is made, with mode 0600.
 
     Raises:
         StagingRefused: it is no plain file, or it or a directory above it is not this user's own.
@@ -159,7 +158,7 @@ def open_file(root: Path, path: Path, flags: int = os.O_RDONLY, *, mode: int = 0
     """
     above, entered = _walk(root, path.parent)
     try:
-        descriptor = _open_in(above, entered, path, flags, mode)
+        descriptor = _open_in(above, entered, path, flags)
     finally:
         os.close(above)
     try:
@@ -312,7 +311,7 @@ def _open_root(root: Path) -> int:
     raise _refused(root, status, f"the directory of user {os.geteuid()} or of root")
 
 
-def _open_in(above: int, entered: bool, path: Path, flags: int, mode: int) -> int:
+def _open_in(above: int, entered: bool, path: Path, flags: int) -> int:
     """Open a file in an open directory; O_CREAT is used only if the file does not exist.
 
     In a directory where everybody may write, the kernel refuses O_CREAT for an existing file of
@@ -330,7 +329,7 @@ def _open_in(above: int, entered: bool, path: Path, flags: int, mode: int) -> in
             _explain(error, above, path, entered)
             raise
         try:
-            return os.open(path.name, plain | os.O_CREAT | os.O_EXCL, mode, dir_fd=above)
+            return os.open(path.name, plain | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=above)
         except FileExistsError:
             continue  # another process has just made it; open it and check whose it is
         except OSError as error:

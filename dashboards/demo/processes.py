@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple, Self
 
 from rich.console import Console
@@ -130,9 +130,9 @@ class Child:
         """Return the last mebibyte that the process printed."""
         return _tail(self.log, _LAST_LINES_BYTES).decode("utf-8", errors="replace")
 
-    def last_lines(self, count: int = 12) -> str:
-        """Return the last `count` lines of its log."""
-        return "\n".join(self.output().splitlines()[-count:])
+    def last_lines(self) -> str:
+        """Return the last twelve lines of its log."""
+        return "\n".join(self.output().splitlines()[-12:])
 
 
 class Trainer(Child):
@@ -278,12 +278,7 @@ class DemoProgress:
         self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._bars.stop()
 
     def waiting_for_prefect(self) -> None:

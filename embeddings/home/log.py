@@ -183,7 +183,7 @@ class LogGeneration:
         with self._lock:
             self._written += self._layout.buffer_slots
 
-    def point(self, targets: Targets, out: Tensor, *, whole: bool = False) -> None:
+    def point(self, targets: Targets, out: Tensor) -> None:
         """Direct rows that are left to the places where this generation has them.
 
         Rows in the buffer are copied to `out`. The caller holds `lock`, unless this is sealed.
@@ -194,7 +194,7 @@ class LogGeneration:
         places = self.rows.find(targets.ids[unread])
         is_here = places >= 0
         targets.left = unread[~is_here]
-        self.point_at(targets, unread[is_here], places[is_here], out, whole=whole)
+        self.point_at(targets, unread[is_here], places[is_here], out, whole=False)
 
     def point_at(
         self, targets: Targets, positions: Tensor, places: Tensor, out: Tensor, *, whole: bool

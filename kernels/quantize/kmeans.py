@@ -16,6 +16,8 @@ __all__ = ["Clustered", "decode", "kmeans"]
 
 #: Rows that are worked on at once.
 _BLOCK: Final = 1024
+#: How often values are assigned to centroids and these moved to the means.
+_ROUNDS: Final = 25
 
 
 class Clustered(NamedTuple):
@@ -25,19 +27,18 @@ class Clustered(NamedTuple):
     codebook: Tensor
 
 
-def kmeans(rows: Tensor, bits: int, *, rounds: int = 25) -> Clustered:
+def kmeans(rows: Tensor, bits: int) -> Clustered:
     """Lloyd's algorithm on each row, from its quantiles and from even places; the better of both.
 
     Args:
         rows: f32 [n, dim], finite, in CPU memory.
         bits: 2, 3, 4 or 8; 2^bits centroids a row.
-        rounds: how often values are assigned to centroids and these moved to the means.
 
     Raises:
         ValueError: bits or rows do not fit.
     """
     require_rows(rows, bits)
-    parts = [_clustered(part, 2**bits, rounds) for part in rows.split(_BLOCK)]
+    parts = [_clustered(part, 2**bits) for part in rows.split(_BLOCK)]
     codes, codebooks = zip(*parts, strict=True)
     return Clustered(torch.cat(codes), torch.cat(codebooks))
 
@@ -47,7 +48,7 @@ def decode(clustered: Clustered) -> Tensor:
     return clustered.codebook.gather(1, clustered.codes.long())
 
 
-def _clustered(rows: Tensor, count: int, rounds: int) -> Clustered:
+def _clustered(rows: Tensor, count: int) -> Clustered:
     if not rows.shape[0]:
         return Clustered(
             rows.to(torch.uint8), torch.empty(0, count, dtype=torch.float32, device="cpu")
@@ -58,7 +59,7 @@ def _clustered(rows: Tensor, count: int, rounds: int) -> Clustered:
     starts = (torch.quantile(values, places, dim=1).t(), low + (high - low) * places)
     clusterings, errors = [], []
     for start in starts:
-        codebook = _lloyd(values, start.contiguous(), rounds).float()
+        codebook = _lloyd(values, start.contiguous()).float()
         clustered = Clustered(_nearest(values, codebook.double()).to(torch.uint8), codebook)
         clusterings.append(clustered)
         errors.append((decode(clustered).double() - values).square().sum(dim=1))
@@ -66,8 +67,8 @@ def _clustered(rows: Tensor, count: int, rounds: int) -> Clustered:
     return Clustered(*(torch.where(first, a, b) for a, b in zip(*clusterings, strict=True)))
 
 
-def _lloyd(values: Tensor, centroids: Tensor, rounds: int) -> Tensor:
-    for _ in range(rounds):
+def _lloyd(values: Tensor, centroids: Tensor) -> Tensor:
+    for _ in range(_ROUNDS):
         codes = _nearest(values, centroids)
         members = torch.zeros_like(centroids).scatter_add_(1, codes, torch.ones_like(values))
         sums = torch.zeros_like(centroids).scatter_add_(1, codes, values)
