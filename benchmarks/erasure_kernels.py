@@ -104,7 +104,7 @@ def _stripes(data: int, total_bytes: int) -> _Stripes:
 def _timed(
     report: Report, case: str, calls: dict[str, Callable[[], object]], size: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Times calls in turn, each of `size` bytes of data; returns the seconds of each."""
+    """Time calls in turn, each of `size` bytes of data; return the seconds of each."""
     seconds = alternate(rounds + 1, *calls.values())
     # The first round brings code and pages.
     seconds_by_name = {

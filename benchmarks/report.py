@@ -85,17 +85,17 @@ class Report:
         self.spreads[key] = spread
 
     def timed(self, label: str, seconds: Sequence[float]) -> float:
-        """Records the seconds of each round of `label`; returns their median."""
+        """Record the seconds of each round of `label`; return their median."""
         self.times[label] = spread_of(seconds)
         return self.times[label].median
 
     def leave_out(self, keys: Iterable[str], reason: str) -> None:
-        """Records that the figures `keys` were not measured, and why."""
+        """Record that the figures `keys` were not measured, and why."""
         self.not_run |= dict.fromkeys(keys, reason)
 
 
 def alternate(rounds: int, *functions: Callable[[], object]) -> list[list[float]]:
-    """Times functions in turn, so that noise hits all alike; returns each function's seconds."""
+    """Time functions in turn, so that noise hits all alike; return each function's seconds."""
     seconds: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
         for function, times in zip(functions, seconds, strict=True):

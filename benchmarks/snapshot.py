@@ -227,7 +227,7 @@ class _Size:
         return seconds
 
     def _count_and_copy(self) -> tuple[float, float]:
-        """Times the two calls of a snapshot on rows that only this method has marked."""
+        """Time the two calls of a snapshot on rows that only this method has marked."""
         ids = self._draw()
         bitmap = dirty_bitmap.new(self.rows)
         dirty_bitmap.mark(bitmap, ids, rows=self.rows)

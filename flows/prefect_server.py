@@ -149,7 +149,7 @@ def running_server() -> LocalServer | None:
 
 
 def start_server() -> LocalServer:
-    """Start the local server, unless it runs; returns at once, long before it answers.
+    """Start the local server, unless it runs; return at once, long before it answers.
 
     Raises:
         OSError: the server's directory cannot be written, or no process can be started.

@@ -509,7 +509,7 @@ class Follower:
         self.stop()
 
     def poll(self, *, on_progress: OnProgress | None = None) -> bool:
-        """Look once, and move to a better checkpoint if there is one; returns whether it moved.
+        """Look once, and move to a better checkpoint if there is one; return whether it moved.
 
         Damaged checkpoints are passed over, and named in `status`.
 

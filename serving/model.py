@@ -584,7 +584,7 @@ class Copies:
         return standby
 
     def switch(self, standby: ModelCopy, version: Version) -> ModelCopy:
-        """Give `standby` to requests that begin from now on; returns the copy read so far."""
+        """Give `standby` to requests that begin from now on; return the copy read so far."""
         with self.changed:
             previous = self.active
             standby.version = version

@@ -229,7 +229,7 @@ class Updater:
         line: Sequence[ManifestName] = (),
         on_progress: OnProgress | None = None,
     ) -> tuple[PassedOver, ...]:
-        """Serve checkpoint `name`; returns the damaged manifests that the way there avoided.
+        """Serve checkpoint `name`; return the damaged manifests that the way there avoided.
 
         The served version stays unchanged until everything has been read and checked, and after
         every error.

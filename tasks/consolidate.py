@@ -89,7 +89,7 @@ def _plan(
     **RETRIES,
 )
 async def merge_tables(run_url: str, plan: ConsolidationPlan, part: int) -> tuple[ChunkEntry, ...]:
-    """Merge one part of a plan; returns its chunks, which are durable."""
+    """Merge one part of a plan; return its chunks, which are durable."""
     return await asyncio.to_thread(_merge, run_url, plan, part)
 
 
@@ -125,7 +125,7 @@ def _merge(run_url: str, plan: ConsolidationPlan, part: int) -> tuple[ChunkEntry
 async def commit_merge(
     run_url: str, plan: ConsolidationPlan, entries: list[ChunkEntry]
 ) -> tuple[Literal["created", "already"], Manifest]:
-    """Copy the state and commit; returns whether this call did it, and the manifest there now."""
+    """Copy the state and commit; return whether this call did it, and the manifest there now."""
     return await asyncio.to_thread(_commit, run_url, plan, entries)
 
 

@@ -110,7 +110,7 @@ def emit(
     run_url: str,
     **payload: str | int | float | dict[str, float] | None,
 ) -> None:
-    """Hand an event to Prefect's own sender; returns at once, and raises nothing if sending fails.
+    """Hand an event to Prefect's own sender; return at once, and raise nothing if sending fails.
 
     Args:
         event: what happened; it is sent as `recpoint.checkpoint.<event>`.

@@ -58,7 +58,7 @@ async def plan_restore(
     instead_of: ShardPlan | None = None,
     leased: bool = False,
 ) -> tuple[ShardPlan, bool]:
-    """Choose a checkpoint; returns the plan of its files, and whether all are in place already.
+    """Choose a checkpoint; return the plan of its files, and whether all are in place already.
 
     Once it is chosen, the files of `instead_of` are removed, because that checkpoint is damaged.
     """

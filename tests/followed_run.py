@@ -67,7 +67,7 @@ def require(follower: Follower, trainer: Trainer, step: int) -> None:
 
 
 def validated(run: Run, manifest: Manifest, result: str) -> None:
-    """Records the result of a validation of a sample: `passed`, or `failed` for one row."""
+    """Record the result of a validation of a sample: `passed`, or `failed` for one row."""
     finding = {"subject": "items", "row": 1, "what": "values"}
     finding |= {"found": "1", "expected": "2", "bound": "0"}
     record = ValidationRecord.model_validate(

@@ -28,8 +28,9 @@ PRONOUNS = frozenset(
     """.split()
 )
 
-#: Plurals that begin docstrings, and that a verb's form is also the beginning of.
-_NOUNS = {
+#: Other words that begin docstrings, and that a verb's form is also the beginning of.
+_NO_VERBS = {
+    "As",
     "Retries",
     "Keys",
     "Numbers",
@@ -92,7 +93,7 @@ class Names:
         return [
             place
             for word, places in sorted(self.first_words.items())
-            if word not in _NOUNS
+            if word not in _NO_VERBS
             for place in places
             if {word[: -len(end)] + root for end, root in _ENDINGS if word.endswith(end)}
             & self.first_words.keys()

@@ -33,7 +33,7 @@ def fetch_rows(
     incarnation: int,
     frozen: int | None = None,
 ) -> list[Tensor]:
-    """Returns for each table whether the server has the row; records go to the tensors."""
+    """Return for each table whether the server has the row; records go to the tensors."""
     message = Fetch(
         incarnation=incarnation, tables=tuple(row_part.table for row_part in wanted), frozen=frozen
     )

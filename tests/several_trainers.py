@@ -208,7 +208,7 @@ def added(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def on_ranks(cases: Sequence[Case], ranks: int, directory: Path) -> list[Found]:
-    """Train each case on so many ranks; returns what rank 0 found."""
+    """Train each case on so many ranks; return what rank 0 found."""
     codes, logs = train_on_ranks(cases, ranks, directory)
     assert codes == [0] * ranks, "\n".join(logs)
     results: list[Found] = torch.load(directory / "found.pt", weights_only=False)

@@ -100,7 +100,7 @@ def on_threads(
     slots: dict[str, int] | None = None,
     **form: Any,
 ) -> list[T | BaseException]:
-    """Run `act` on each rank; returns what each has returned or raised, in rank order.
+    """Run `act` on each rank; return what each has returned or raised, in rank order.
 
     Args:
         act: is given the rank.

@@ -178,7 +178,7 @@ def persist_all(staging: Path) -> int:
 
 
 def reject(job_file: Path, error_type: str) -> None:
-    """Answers a staged job as an agent does that cannot commit it."""
+    """Answer a staged job as an agent does that cannot commit it."""
     job = job_files.read_job(job_file)
     outcome = Outcome(
         step=job.step,

@@ -715,7 +715,7 @@ class Checkpointer:
 
     @property
     def stats(self) -> Stats:
-        """Counts and timings of this process's checkpoints so far."""
+        """Return counts and timings of this process's checkpoints so far."""
         cache = self._parts.cache
         cache_stats = None if cache is None else cache.stats
         if self._pipeline is None:

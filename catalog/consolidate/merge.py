@@ -103,7 +103,7 @@ class Uploads(Closing):
         self._writes.close()
 
     def put(self, entry: ChunkEntry, data: bytes) -> None:
-        """Begin to write a chunk; raises the error of an earlier chunk, if there was one."""
+        """Begin to write a chunk; raise the error of an earlier chunk, if there was one."""
         self._entries.append(entry)
         if self._stored_sizes is None:
             self._store.put(entry.key, data)

@@ -41,5 +41,5 @@ class StagedWork:
 
     @property
     def would_go(self) -> frozenset[str]:
-        """Names of the jobs that would be committed or rejected."""
+        """Return the names of the jobs that would be committed or rejected."""
         return frozenset(job.job for job in self.jobs if job.fate.startswith("would "))

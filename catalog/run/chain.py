@@ -42,7 +42,7 @@ class PassedOver(NamedTuple):
 
     @classmethod
     def of(cls, key: str, error: RecpointError) -> PassedOver:
-        """Returns the representation `key` with its error as text."""
+        """Return the representation `key` with its error as text."""
         return cls(key, f"{type(error).__name__}: {error}")
 
 
@@ -78,7 +78,7 @@ def resolve_chain(
     line: Sequence[ManifestName] = (),
     read: Callable[[Representation], Manifest] | None = None,
 ) -> Chain:
-    """Returns the chain of a checkpoint that is cheapest to restore, checked as format §4 asks.
+    """Return the chain of a checkpoint that is cheapest to restore, checked as format §4 asks.
 
     Args:
         run: the run of the checkpoint.
@@ -163,7 +163,7 @@ def read_with_chain(
 
 
 def blamed(chain: Chain, error: RecpointError) -> str | None:
-    """Returns the key of the manifest of `chain` that `error` is about, or that names its chunk."""
+    """Return the key of the manifest of `chain` that `error` is about, or that names its chunk."""
     for manifest in chain.manifests:
         key = Representation.of(manifest).key
         if key in error.subject or has_chunk_of(manifest, error):
@@ -172,7 +172,7 @@ def blamed(chain: Chain, error: RecpointError) -> str | None:
 
 
 def has_chunk_of(manifest: Manifest, error: RecpointError) -> bool:
-    """Says whether `manifest` names the chunk that `error` is about."""
+    """Say whether `manifest` names the chunk that `error` is about."""
     # Stores name an object by its URL, parsers by its key; both end in the key.
     return any(error.subject.endswith(chunk.key) for chunk in manifest.chunks)
 
@@ -191,7 +191,7 @@ class _Walk:
         self._read_own = read_own or read
 
     def chain(self, name: ManifestName, there: _There) -> Chain:
-        """Returns the first chain found; raises the first error met, as `resolve_chain`."""
+        """Return the first chain found; raise the first error met, as `resolve_chain`."""
         newest_first: list[Manifest] = []
         choices: list[Iterator[Representation]] = [iter(_choices(name, there))]
         dead_ends: set[Representation] = set()

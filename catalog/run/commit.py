@@ -97,7 +97,7 @@ def commit(
 
 
 def manifest_bytes(manifest: Manifest, *, next_step: str) -> bytes:
-    """Returns the bytes of a manifest's record.
+    """Return the bytes of a manifest's record.
 
     Args:
         manifest: the manifest.

@@ -32,7 +32,7 @@ class Committed(NamedTuple):
 
 
 def committed(run: Run, manifest: Manifest, rank: int) -> Committed:
-    """Returns what rank `rank` of the trainer is told about its committed checkpoint."""
+    """Return what rank `rank` of the trainer is told about its committed checkpoint."""
     return Committed(
         manifest.stored_bytes,
         sum(entry.bytes for entry in manifest.chunks if entry.rank == rank),
@@ -44,7 +44,7 @@ def committed(run: Run, manifest: Manifest, rank: int) -> Committed:
 
 
 def _links_to_read(run: Run, manifest: Manifest) -> int:
-    """Returns how many manifests a restore of this checkpoint would read now."""
+    """Return how many manifests a restore of this checkpoint would read now."""
     as_taken = manifest.links.chain_length
     if as_taken == 1 or not run.consolidated():
         return as_taken

@@ -63,7 +63,7 @@ def tell_ended(run: Run, generation: int, *, step: int, reason: str) -> None:
 
 
 def read_end(run: Run, generation: int) -> EndRecord | None:
-    """Returns the end record of a generation; None if there is none.
+    """Return the end record of a generation; None if there is none.
 
     Raises:
         FormatError: the record is damaged, or belongs to another run or key.

@@ -27,7 +27,7 @@ OnStep = Callable[[str, int, int], None]
 
 
 def unwatched(what: str, done: int, total: int) -> None:
-    """Ignores its arguments: an `OnStep` for callers that show no progress."""
+    """Ignore its arguments: an `OnStep` for callers that show no progress."""
 
 
 def gather(
@@ -95,7 +95,7 @@ def gather(
 
 
 def leased_by(leases: Iterable[Held]) -> dict[ManifestName, str]:
-    """Returns who reads which checkpoint, for leases that name their checkpoints."""
+    """Return who reads which checkpoint, for leases that name their checkpoints."""
     return {
         ManifestName(ref.step, ref.generation): held.who
         for held in leases
@@ -114,7 +114,7 @@ def _opinions(run: Run) -> dict[ManifestName, Opinion]:
 
 
 def _agrees(run: Run, manifest: Manifest) -> bool:
-    """Says whether a manifest agrees with its checkpoint's own; readers skip it otherwise."""
+    """Say whether a manifest agrees with its checkpoint's own; readers skip it otherwise."""
     try:
         check_with_own(manifest, run.read_manifest)
     except ChainError:

@@ -51,7 +51,7 @@ _AFTER_THE_FIRST: Final = (
 
 
 def why_gone(run: Run, there: Mapping[ManifestName, Sequence[Representation]]) -> str:
-    """Returns a sign that the run had manifests, if no checkpoint has its own now; else empty.
+    """Return a sign that the run had manifests, if no checkpoint has its own now; else empty.
 
     Costs nothing if a checkpoint has its own manifest; retention never deletes the own manifest of
     the newest checkpoint (format §6.6).
@@ -89,7 +89,7 @@ def _signs(run: Run) -> Iterator[str]:
 
 
 def _followed(run: Run) -> Iterator[str]:
-    """Yields a sign if an agent has stored chunks of two checkpoints of the newest generation.
+    """Yield a sign if an agent has stored chunks of two checkpoints of the newest generation.
 
     Chunks of earlier generations are no sign: their trainers were replaced, so the agent may have
     stored chunks of a checkpoint that could not be committed.

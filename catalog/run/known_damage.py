@@ -70,7 +70,7 @@ class KnownDamage:
                     self._told.setdefault(finding.subject, []).append(at)
 
     def covers(self, key: str, manifest: Manifest) -> bool:
-        """Says whether a manifest was found damaged.
+        """Say whether a manifest was found damaged.
 
         A manifest that was written again later, by the store's clock and by its stamp, does not
         count as damaged.
@@ -85,7 +85,7 @@ class KnownDamage:
 
 
 def _telling(infos: Mapping[str, ObjectInfo], *, first_step: int) -> list[ValidationName]:
-    """Returns the validations that decide about each checkpoint from `first_step` on."""
+    """Return the validations that decide about each checkpoint from `first_step` on."""
     found: dict[ManifestName, list[ValidationName]] = {}
     for key in infos:
         name = VALIDATION_KEY.parse(key)
@@ -95,7 +95,7 @@ def _telling(infos: Mapping[str, ObjectInfo], *, first_step: int) -> list[Valida
 
 
 def _read(run: Run, names: Sequence[ValidationName]) -> Iterator[ValidationRecord | None]:
-    """Yields their records; None for a record that is gone or cannot be read."""
+    """Yield their records; None for a record that is gone or cannot be read."""
 
     def read(name: ValidationName) -> ValidationRecord | None:
         try:

@@ -91,7 +91,7 @@ def reading(
     covers: Iterable[CheckpointRef] | None = None,
     renew_seconds: float = _RENEW_SECONDS,
 ) -> Iterator[HeldLease | None]:
-    """Hold a lease while the block runs; yields None if it cannot be written or renewed.
+    """Hold a lease while the block runs; yield None if it cannot be written or renewed.
 
     A reader that may not write, or whose store is full, or whose host has no thread left, must
     still be able to restore. Then only the grace period of retention protects what it reads. A

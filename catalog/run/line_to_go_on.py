@@ -22,7 +22,7 @@ __all__ = [
 def line_to_go_on(
     run: Run, *, before: int | None = None, partial: bool = False
 ) -> list[ManifestName]:
-    """Returns the live line, newest first; empty only if training may begin from nothing unasked.
+    """Return the live line, newest first; empty only if training may begin from nothing unasked.
 
     A start from nothing that ended before its first checkpoint leaves an empty live line. Another
     start from nothing would then silently leave all training behind. The same holds if all
@@ -60,7 +60,7 @@ def line_to_go_on(
 
 
 def manifests_gone(run: Run) -> NothingToRestore | None:
-    """Returns the error for a run that had checkpoints and whose manifests are all gone, or None.
+    """Return the error for a run that had checkpoints and whose manifests are all gone, or None.
 
     Raises:
         StoreError: the store cannot be read.
@@ -80,7 +80,7 @@ def manifests_gone(run: Run) -> NothingToRestore | None:
 
 
 def left_by_going_back(run: Run, record: GenerationRecord) -> list[ManifestName]:
-    """Returns the checkpoints that stopped counting when a trainer restored an older checkpoint.
+    """Return the checkpoints that stopped counting when a trainer restored an older checkpoint.
 
     These are all checkpoints that counted, if it restored one that did not count.
 
@@ -98,7 +98,7 @@ def left_by_going_back(run: Run, record: GenerationRecord) -> list[ManifestName]
 
 
 def superseded_alone(run: Run, *, before: int | None = None) -> list[ManifestName]:
-    """Returns the superseded checkpoints of a run with an empty live line; otherwise nothing.
+    """Return the superseded checkpoints of a run with an empty live line; otherwise nothing.
 
     Args, raises: see `line_to_go_on`.
     """
@@ -108,10 +108,10 @@ def superseded_alone(run: Run, *, before: int | None = None) -> list[ManifestNam
 
 
 def superseded_text(names: Sequence[ManifestName]) -> str:
-    """Returns how many checkpoints are superseded and which is the newest; at least one."""
+    """Return how many checkpoints are superseded and which is the newest; at least one."""
     return f"{len(names)} superseded, the newest {_newest(names)}"
 
 
 def _newest(names: Sequence[ManifestName]) -> ManifestName:
-    """Returns the checkpoint that was trained last; generations first, as steps may start anew."""
+    """Return the checkpoint that was trained last; generations first, as steps may start anew."""
     return max(names, key=lambda name: (name.generation, name.step))

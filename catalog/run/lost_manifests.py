@@ -43,7 +43,7 @@ class Link(NamedTuple):
 
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
-        """Returns the link of a manifest."""
+        """Return the link of a manifest."""
         return cls(
             _attempt(manifest.ref),
             None if manifest.parent is None else _attempt(manifest.parent),
@@ -112,7 +112,7 @@ class LostManifests:
             self._gaps[_Gap(link.base, max(link.parent, link.taken_after or link.parent))] = name
 
     def why_needed(self, name: ManifestName, attempt: str | None = None) -> str:
-        """Returns why the remains of a checkpoint must stay; empty: nothing in the run needs them.
+        """Return why the remains of a checkpoint must stay; empty: nothing in the run needs them.
 
         Args:
             name: the checkpoint.

@@ -57,7 +57,7 @@ class ManifestsAhead(Closing):
         self._closing.close()
 
     def read(self, representation: Representation) -> Manifest:
-        """Returns one manifest; raises as `Run.read_manifest`, and only for this manifest."""
+        """Return one manifest; raise as `Run.read_manifest`, and only for this manifest."""
         if self._left and representation in self._left:
             for guess, coming in self._coming:
                 self._left.remove(guess)
@@ -72,7 +72,7 @@ class ManifestsAhead(Closing):
         return found
 
     def _guesses(self, found: Manifest) -> Iterator[Representation]:
-        """Yields the walk after `found` if each checkpoint's parent is the one before it."""
+        """Yield the walk after `found` if each checkpoint's parent is the one before it."""
         if found.parent is None or found.base is None:
             return
         newest, left = found.parent.step, found.chain_length - 1

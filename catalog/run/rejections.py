@@ -76,7 +76,7 @@ class RejectionWatch:
         self.damaged: tuple[FormatError, ...] = ()
 
     def refresh(self) -> list[Rejections]:
-        """Returns the rejections of each rank as stored now.
+        """Return the rejections of each rank as stored now.
 
         Raises:
             StoreError: the store cannot be read.

@@ -96,7 +96,7 @@ def _reference(run: Run, generation: int, restored: ManifestName) -> CheckpointR
 
 
 def _stands_on(run: Run, generation: int) -> ManifestName | None:
-    """Returns the parent of its first checkpoint, if an earlier trainer's and there; else None."""
+    """Return the parent of its first checkpoint, if an earlier trainer's and there; else None."""
     names = run.manifest_names()
     own = [name for name in names if name.generation == generation]
     try:

@@ -92,15 +92,15 @@ class Run:
         return cls(store, create_run_record(store))
 
     def records(self, kind: RecordKind[P, NameT, RecordT]) -> Records[P, NameT, RecordT]:
-        """Returns access to the run's records of one kind."""
+        """Return access to the run's records of one kind."""
         return Records(self.store, kind, run=self.id)
 
     def generation_numbers(self) -> list[int]:
-        """Returns the numbers of generations with a record, ascending; one listing, no reads."""
+        """Return the numbers of generations with a record, ascending; one listing, no reads."""
         return sorted(self.records(GENERATION).names())
 
     def generation(self, number: int) -> GenerationRecord:
-        """Returns the record of one generation.
+        """Return the record of one generation.
 
         Raises:
             FormatError: it is damaged, or of another run; nothing may guess its contents.
@@ -116,7 +116,7 @@ class Run:
         return record
 
     def generations(self) -> list[GenerationRecord]:
-        """Returns all generation records, ascending; raises as `generation` for a bad one."""
+        """Return all generation records, ascending; raise as `generation` for a bad one."""
         read = self.read_generations(self.generation_numbers())
         for outcome in read.values():
             if isinstance(outcome, RecpointError):
@@ -139,11 +139,11 @@ class Run:
             return dict(zip(wanted, reads.results(wanted, read), strict=True))
 
     def manifest_names(self) -> list[ManifestName]:
-        """Returns all checkpoints, live or superseded, ascending; two listings, no reads."""
+        """Return all checkpoints, live or superseded, ascending; two listings, no reads."""
         return list(self.representations())
 
     def representations(self) -> dict[ManifestName, list[Representation]]:
-        """Returns every manifest by checkpoint, ascending; each checkpoint's cheapest comes first.
+        """Return every manifest by checkpoint, ascending; each checkpoint's cheapest comes first.
 
         Two listings, no reads.
         """
@@ -172,7 +172,7 @@ class Run:
         ]
 
     def live_line(self, *, before: int | None = None) -> list[ManifestName]:
-        """Returns the checkpoints that count, newest first (format §5).
+        """Return the checkpoints that count, newest first (format §5).
 
         Args:
             before: leave out this generation and all later ones; the result is the line on which
@@ -214,7 +214,7 @@ class Run:
             raise
 
     def lost_generations(self, mentioned: Iterable[int], *, listed: Collection[int]) -> list[int]:
-        """Returns the generations that keys in the store name and that have no record, ascending.
+        """Return the generations that keys in the store name and that have no record, ascending.
 
         Args:
             mentioned: the generations that keys name.
@@ -225,19 +225,19 @@ class Run:
         return [number for number, found in read.items() if isinstance(found, ObjectNotFound)]
 
     def restarts(self, newest: int) -> int:
-        """Returns the restarts on the line of generation `newest`; see `lineage.restarts`."""
+        """Return the restarts on the line of generation `newest`; see `lineage.restarts`."""
         numbers = [number for number in self.generation_numbers() if number <= newest]
         read = self.read_generations(numbers)
         return restarts(newest, {n: r for n, r in read.items() if isinstance(r, GenerationRecord)})
 
     def superseded(self) -> list[ManifestName]:
-        """Returns the checkpoints that are not on the live line, newest first; see `live_line`."""
+        """Return the checkpoints that are not on the live line, newest first; see `live_line`."""
         numbers, names = self.generation_numbers(), self.manifest_names()
         live = set(self.line_of(numbers, names))
         return [name for name in reversed(names) if name not in live]
 
     def manifest(self, step: int, generation: int) -> Manifest:
-        """Returns a checkpoint's own manifest, or a consolidated one if that is gone or damaged.
+        """Return a checkpoint's own manifest, or a consolidated one if that is gone or damaged.
 
         Raises:
             ObjectNotFound: there is no such checkpoint.
@@ -260,7 +260,7 @@ class Run:
         raise first
 
     def read_manifest(self, representation: Representation) -> Manifest:
-        """Returns one manifest, fully checked.
+        """Return one manifest, fully checked.
 
         Raises:
             ObjectNotFound: there is no such manifest.
@@ -337,7 +337,7 @@ class Run:
     def committed_meanwhile(
         self, record: GenerationRecord, *, seen: ManifestName | None
     ) -> ManifestName | None:
-        """Returns a checkpoint that an earlier trainer committed before `record` fenced it off.
+        """Return a checkpoint that an earlier trainer committed before `record` fenced it off.
 
         Args:
             record: the claim of this trainer.

@@ -31,7 +31,7 @@ _TELLING: tuple[AnyKind, ...] = (GENERATION, MANIFEST, CONSOLIDATED)
 
 
 def read_run_record(store: Store) -> RunRecord:
-    """Returns the record that makes this URL a run (format §6.3, read order, rule 1).
+    """Return the record that makes this URL a run (format §6.3, read order, rule 1).
 
     Raises:
         NothingToRestore: there is no run.
@@ -50,7 +50,7 @@ def read_run_record(store: Store) -> RunRecord:
 
 
 def create_run_record(store: Store) -> RunRecord:
-    """Returns the run record, or creates it if there is no run.
+    """Return the run record, or create it if there is no run.
 
     If a run has lost its record, none is created: a new id would make all its objects foreign for
     ever.
@@ -108,7 +108,7 @@ def remake_run_record(store: Store) -> tuple[RunRecord, int]:
 
 
 def _found(store: Store) -> RunRecord | None:
-    """Returns the run record; None if there is no run at all.
+    """Return the run record; None if there is no run at all.
 
     Raises:
         RunRecordLost: there is a run, and its record is lost.
@@ -135,7 +135,7 @@ def _found(store: Store) -> RunRecord | None:
 
 
 def _keys(store: Store) -> Iterator[tuple[AnyKind, str]]:
-    """Yields the kinds and keys of the records that say the id of their run."""
+    """Yield the kinds and keys of the records that say the id of their run."""
     for kind in _TELLING:
         for _, info in Records(store, kind, run=None).listed():
             yield kind, info.key

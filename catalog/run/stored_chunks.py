@@ -20,7 +20,7 @@ __all__ = [
 
 
 def stored_sizes(store: Store, prefix: str) -> dict[str, int]:
-    """Returns the length in bytes of each object whose key starts with `prefix`; one listing.
+    """Return the length in bytes of each object whose key starts with `prefix`; one listing.
 
     Raises:
         StoreError: the store cannot be read.
@@ -29,7 +29,7 @@ def stored_sizes(store: Store, prefix: str) -> dict[str, int]:
 
 
 def not_there(store: Store, prefix: str, entries: Iterable[ChunkEntry]) -> list[ChunkEntry]:
-    """Returns the chunks of `entries`, all under `prefix`, that are missing or of another length.
+    """Return the chunks of `entries`, all under `prefix`, that are missing or of another length.
 
     Raises:
         StoreError: the store cannot be read.
@@ -39,7 +39,7 @@ def not_there(store: Store, prefix: str, entries: Iterable[ChunkEntry]) -> list[
 
 
 def chunks_missing(ref: CheckpointRef, missing: list[ChunkEntry]) -> ObjectNotFound:
-    """Returns the error for missing chunks; the job stays staged, and the next try writes them."""
+    """Return the error for missing chunks; the job stays staged, and the next try writes them."""
     return ObjectNotFound(
         missing[0].key,
         found=f"{len(missing)} uploaded chunks of {ref} missing or of another length",

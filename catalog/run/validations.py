@@ -60,12 +60,12 @@ class Verdict(NamedTuple):
         return f"validated ({self.level})"
 
     def passed(self, level: ValidationLevel) -> bool:
-        """Says whether a validation of this level or a higher one has passed."""
+        """Say whether a validation of this level or a higher one has passed."""
         return self.result == "passed" and LEVELS.index(self.level) >= LEVELS.index(level)
 
 
 def verdicts(run: Run) -> dict[ManifestName, Verdict]:
-    """Returns the verdict on every checkpoint that was ever validated; one listing, no reads."""
+    """Return the verdict on every checkpoint that was ever validated; one listing, no reads."""
     found: dict[ManifestName, list[ValidationName]] = {}
     for name in run.records(VALIDATION).names():
         found.setdefault(ManifestName(name.step, name.generation), []).append(name)
@@ -73,7 +73,7 @@ def verdicts(run: Run) -> dict[ManifestName, Verdict]:
 
 
 def verdict(names: Iterable[ValidationName]) -> Verdict:
-    """Returns the verdict of the validations of one checkpoint, of which there is at least one.
+    """Return the verdict of the validations of one checkpoint, of which there is at least one.
 
     A failure for wrong rows and one for damaged state stand beside each other, each until a
     validation of its level or a higher one has passed. If both stand, the verdict names wrong rows.
@@ -103,18 +103,18 @@ def _rank(name: ValidationName) -> int:
 
 
 def verdict_of(run: Run, checkpoint: ManifestName) -> Verdict | None:
-    """Returns the verdict on one checkpoint; None: never validated. One listing, no reads."""
+    """Return the verdict on one checkpoint; None: never validated. One listing, no reads."""
     found = records_of(run, checkpoint)
     return verdict(found) if found else None
 
 
 def records_of(run: Run, checkpoint: ManifestName) -> list[ValidationName]:
-    """Returns the validations of one checkpoint, oldest first; one listing, no reads."""
+    """Return the validations of one checkpoint, oldest first; one listing, no reads."""
     return sorted(run.records(VALIDATION).names(*checkpoint))
 
 
 def newest_of_bytes(names: Iterable[ValidationName]) -> list[ValidationName]:
-    """Returns the validations of one checkpoint that read bytes and that no later one replaces.
+    """Return the validations of one checkpoint that read bytes and that no later one replaces.
 
     A later one of the same or a higher level replaces them. So at most two are left, unless some
     were made at the same time.
@@ -181,11 +181,11 @@ class Doubts:
         self._failed = {name for name, found in self._known.items() if found.result == "failed"}
 
     def known(self, name: ManifestName) -> Verdict | None:
-        """Returns the verdict on the checkpoint itself; None: it was never validated."""
+        """Return the verdict on the checkpoint itself; None: it was never validated."""
         return self._known.get(name)
 
     def about(self, name: ManifestName) -> str | None:
-        """Returns why not to restore it, in a few words; None: nothing speaks against it."""
+        """Return why not to restore it, in a few words; None: nothing speaks against it."""
         known = self._known.get(name)
         if self._validated_only and (known is None or known.passed("metadata")):
             if known is None or not known.passed("sample"):
@@ -193,7 +193,7 @@ class Doubts:
         return self.against(name)
 
     def against(self, name: ManifestName) -> str | None:
-        """Returns what validations found against it; None: nothing, or there are no validations."""
+        """Return what validations found against it; None: nothing, or there are no validations."""
         known = self._known.get(name)
         if known is not None and known.result != "passed":
             return known.in_words

@@ -57,11 +57,11 @@ class AtWork(NamedTuple):
         return f"{self.kind} {self.run}".rstrip()
 
     def serves(self, staged_run: StagedRun) -> bool:
-        """Says whether it does the jobs of this run."""
+        """Say whether it does the jobs of this run."""
         return self.run in ("", staged_run.name)
 
     def __str__(self) -> str:
-        """Returns its name in messages."""
+        """Return its name in messages."""
         named = f"{self.kind} of {self.run}" if self.run else self.kind
         return f"an {named}" if self.kind == "agent" else f"a {named}"
 
@@ -71,17 +71,17 @@ DRAIN: Final = AtWork("drain")
 
 
 def sweep_of(staged_run: StagedRun) -> AtWork:
-    """Returns a sweep of the run with this directory."""
+    """Return a sweep of the run with this directory."""
     return AtWork("sweep", staged_run.name)
 
 
 def agent_lock_path(staging: Path | str) -> Path:
-    """Returns the path of the lock of a staging area."""
+    """Return the path of the lock of a staging area."""
     return Path(staging) / "agent.lock"
 
 
 def at_work(staging: Path | str) -> AtWork | None:
-    """Returns the process that finishes jobs in a staging area now; None if there is none.
+    """Return the process that finishes jobs in a staging area now; None if there is none.
 
     Raises:
         StagingRefused: the staging area, or its lock, is another user's.
@@ -133,7 +133,7 @@ class AgentLock:
         return None
 
     def keep(self) -> AtWork | None:
-        """Take the lock again if its file was removed; returns another process that was faster.
+        """Take the lock again if its file was removed; return another process that was faster.
 
         Returns None if this process still holds the lock, or holds it again. Costs two looks at
         a file while the file exists.
@@ -156,7 +156,7 @@ class AgentLock:
             self._descriptor = None
 
     def refused(self, other: AtWork) -> StagingError:
-        """Returns the error for a process that needs the lock while `other` holds it."""
+        """Return the error for a process that needs the lock while `other` holds it."""
         return StagingError(
             str(self._path),
             found=f"a lock held by process {other.process}, {other}",
@@ -177,7 +177,7 @@ class AgentLock:
 
 
 def _said_by(holder: Holder) -> AtWork:
-    """Returns the process that holds the lock; an agent if it does not say, as older versions."""
+    """Return the process that holds the lock; an agent if it does not say, as older versions."""
     who = AGENT
     if holder.words == DRAIN.words:
         who = DRAIN

@@ -47,7 +47,7 @@ class AgentTrouble(NamedTuple):
 
 
 def read_trouble(staged_run: StagedRun, run_url: str) -> AgentTrouble | None:
-    """Returns why this host's agent cannot store this run's checkpoints; None: it does not say.
+    """Return why this host's agent cannot store this run's checkpoints; None: it does not say.
 
     The training process calls this, so nothing is raised. A file that is missing, not whole, or not
     written for half a minute says nothing.

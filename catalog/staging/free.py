@@ -112,7 +112,7 @@ def free_slots(
 
 
 def has_ended(run: Run, staged_run: StagedRun) -> bool:
-    """Says whether the newest trainer of a run said, in the store or in staging, that it ended.
+    """Say whether the newest trainer of a run said, in the store or in staging, that it ended.
 
     Raises:
         StoreError: the store cannot be read.
@@ -193,12 +193,12 @@ class RankJobs:
     slots: frozenset[str] | None
 
     def unnamed(self, slots: Iterable[Path]) -> list[Path]:
-        """Returns those of `slots` that no job names; none if a job cannot be read."""
+        """Return those of `slots` that no job names; none if a job cannot be read."""
         named = self.slots
         return [] if named is None else [path for path in slots if path.name not in named]
 
     def hold(self) -> bool:
-        """Says whether no job is new or changed, by names and times, without reading a job."""
+        """Say whether no job is new or changed, by names and times, without reading a job."""
         try:
             found = {path.name: _identity(path) for path in _jobs_of(self.staged_run, self.rank)}
         except FileNotFoundError:
@@ -230,7 +230,7 @@ def read_rank_jobs(staged_run: StagedRun, rank: int, besides: Collection[str] = 
 
 
 def slots_by_rank(staged_run: StagedRun) -> dict[int, list[Path]]:
-    """Returns the slot files of a run by rank, sorted by name; follows no links."""
+    """Return the slot files of a run by rank, sorted by name; follow no links."""
     slots: dict[int, list[Path]] = {}
     directory = staged_run.slots_directory
     try:
@@ -319,7 +319,7 @@ def _identity(path: Path) -> tuple[int, int, int]:
 
 
 def _idle_seconds(staged_run: StagedRun) -> float:
-    """Returns the seconds since a job was staged or answered.
+    """Return the seconds since a job was staged or answered.
 
     The time of a slot does not show its last use, because writes through mapped memory may not
     change it.
@@ -329,7 +329,7 @@ def _idle_seconds(staged_run: StagedRun) -> float:
 
 
 def _age_seconds(path: Path) -> float:
-    """Returns the seconds since `path` was changed, by this host's clock; infinity if missing."""
+    """Return the seconds since `path` was changed, by this host's clock; infinity if missing."""
     try:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:

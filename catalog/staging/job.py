@@ -42,27 +42,27 @@ CodeArray = Literal["codes", "scale", "offset", "wide", "exact_at", "exact"]
 
 
 def ids_name(table: int) -> str:
-    """Returns the name of the segment with a table's row ids."""
+    """Return the name of the segment with a table's row ids."""
     return f"t{table}.ids"
 
 
 def values_name(table: int) -> str:
-    """Returns the name of the segment with the values of a table's rows."""
+    """Return the name of the segment with the values of a table's rows."""
     return f"t{table}.values"
 
 
 def code_name(table: int, array: CodeArray) -> str:
-    """Returns the name of the segment with one array of a table's codes (format §7)."""
+    """Return the name of the segment with one array of a table's codes (format §7)."""
     return f"t{table}.{array}"
 
 
 def state_name(table: int, state: int) -> str:
-    """Returns the name of the segment with one row state of a table's rows."""
+    """Return the name of the segment with one row state of a table's rows."""
     return f"t{table}.state.{state}"
 
 
 def sample_name(table: int, part: str) -> str:
-    """Returns the name of the segment, and of the chunk's tensor, of one part of a table's sample.
+    """Return the name of the segment, and of the chunk's tensor, of one part of a table's sample.
 
     See format §3.6.
     """
@@ -89,7 +89,7 @@ class StagedJob:
         return StagedRun.of_job(self.path).spool_directory / self.path.stem
 
     def extent(self, name: str, *, first: int = 0, count: int | None = None) -> Extent:
-        """Returns where `count` entries of a segment lie, from entry `first` on.
+        """Return where `count` entries of a segment lie, from entry `first` on.
 
         Args:
             name: the segment's name.
@@ -260,7 +260,7 @@ def _check_table(path: Path, table: StagedTable) -> None:
 
 
 def kernel_method(chosen: ChosenMethod) -> Method:
-    """Returns the quantization method as the kernels take it.
+    """Return the quantization method as the kernels take it.
 
     Raises:
         ValueError: there is no such method, or it does not have these parameters.

@@ -74,7 +74,7 @@ def acquire(
 
 
 def take(path: Path, words: str = "", *, root: Path | None = None) -> int | Holder:
-    """Take the lock; returns a descriptor for `release`, or the lock's holder.
+    """Take the lock; return a descriptor for `release`, or the lock's holder.
 
     Args:
         path, root: as for `acquire`.

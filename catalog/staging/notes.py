@@ -50,12 +50,12 @@ def write_note(
 
 
 def write_note_durably(staged_run: StagedRun, kind: NoteKind[NoteT], note: NoteT) -> None:
-    """Replace a note so that it survives a reboot; raises as `write_note`."""
+    """Replace a note so that it survives a reboot; raise as `write_note`."""
     owned.write_atomically(staged_run.staging, staged_run.path / kind.file, kind.pack(note))
 
 
 def remove_note(staged_run: StagedRun, kind: NoteKind[NoteT]) -> None:
-    """Remove a note, if there is one; raises as `write_note`."""
+    """Remove a note, if there is one; raise as `write_note`."""
     with (
         suppress(FileNotFoundError),
         owned.directory(staged_run.staging, staged_run.path) as opened,

@@ -261,7 +261,7 @@ def remove_tree(root: Path, path: Path, *, ignore_errors: bool = False) -> None:
 
 
 def _walk(root: Path, path: Path) -> tuple[int, bool]:
-    """Open a directory from `root` down; returns its descriptor and whether others can enter it."""
+    """Open a directory from `root` down; return its descriptor and whether others can enter it."""
     descriptor = _open_root(root)
     entered = True
     current = root

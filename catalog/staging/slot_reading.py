@@ -104,7 +104,7 @@ def read_into(view: memoryview, *extents: Extent) -> None:
 
 
 def read_pieces(extent: Extent) -> Iterator[memoryview]:
-    """Yields an extent's bytes in pieces of at most 1 MiB; each is valid until the next.
+    """Yield an extent's bytes in pieces of at most 1 MiB; each is valid until the next.
 
     Raises:
         StagingError: as `read_into`.
@@ -118,7 +118,7 @@ def read_pieces(extent: Extent) -> Iterator[memoryview]:
 
 
 def area_of(path: Path) -> Path:
-    """Returns the staging area of a file in a run's `slots` or `spool`, or else its directory."""
+    """Return the staging area of a file in a run's `slots` or `spool`, or else its directory."""
     for above in path.parents:
         if above.name in ("slots", "spool"):
             return above.parent.parent

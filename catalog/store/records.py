@@ -60,7 +60,7 @@ class Records(Generic[P, NameT, RecordT]):
                 yield name, info
 
     def names(self, *first: object) -> Iterator[NameT]:
-        """As `listed`, but yields only the names."""
+        """As `listed`, but yield only the names."""
         return (name for name, _ in self.listed(*first))
 
     def read(self, *name: P.args, **named: P.kwargs) -> RecordT:

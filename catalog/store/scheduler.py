@@ -47,7 +47,7 @@ _RECORDS_AHEAD: Final = 24
 
 
 def _submit(pool: ThreadPoolExecutor, call: Callable[[], _Result]) -> Future[_Result]:
-    """Submit `call` to `pool`; raises an exception of a signal's handler unchanged.
+    """Submit `call` to `pool`; raise an exception of a signal's handler unchanged.
 
     Python turns such an exception into a RuntimeError while it starts a thread, as if no thread
     were left. `start_thread` would avoid that, but takes longer than a small read.
@@ -147,7 +147,7 @@ class ReadScheduler(Closing):
                 outcome.cancel()
 
     def results(self, jobs: Iterable[_Job], work: Callable[[_Job], _Result]) -> Iterator[_Result]:
-        """As `in_order`, but yields only the results; raises the first error in this order."""
+        """As `in_order`, but yield only the results; raise the first error in this order."""
         for _, outcome in self.in_order(jobs, work):
             yield outcome.result()
 
@@ -171,7 +171,7 @@ class WriteBudget:
         self._held_bytes: list[tuple[object, int]] = []
 
     def take(self, holder: object, size_bytes: int, *, given_up: Callable[[], bool]) -> bool:
-        """Wait for room and take it; returns False if `given_up` became true before."""
+        """Wait for room and take it; return False if `given_up` became true before."""
         ticket = object()
         with self._changed:
             self._asking.append(ticket)

@@ -108,7 +108,7 @@ class Cache:
 
     @property
     def reduction(self) -> Reduction | None:
-        """Averages gradients of all trainers before a step; None: there are no others."""
+        """The part that averages all trainers' gradients before a step; None: there is only one."""
         return self._trainers.reduction
 
     def turn_to(self, reader: object) -> None:

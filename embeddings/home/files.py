@@ -554,7 +554,7 @@ class _TableInFiles:
     def _merge_part(
         self, channels: _PacedChannels, generation: LogGeneration, ids: Tensor, places: Tensor
     ) -> bool:
-        """Copy rows to the base. Returns False if the merge should stop."""
+        """Copy rows to the base. Return False if the merge should stop."""
         channel = channels.next()
         if channel is None:
             return False

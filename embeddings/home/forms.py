@@ -162,7 +162,7 @@ class HomeTables(Generic[T]):
             return [table for _, table in self._tables.values()]
 
     def close(self) -> list[T]:
-        """Close the home. Returns the tables that are to be closed; none in a second call."""
+        """Close the home. Return the tables that are to be closed; none in a second call."""
         with self._lock:
             self._is_closed = True
             tables = [table for _, table in self._tables.values()]

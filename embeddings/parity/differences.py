@@ -55,7 +55,7 @@ class Writes:
         self._missing: dict[int, set[int]] = {}
 
     def begin(self, receivers: Iterable[int]) -> int:
-        """Begin a write with a message for each of these servers; returns its number."""
+        """Begin a write with a message for each of these servers; return its number."""
         self._count += 1
         if missing := set(receivers):
             self._missing[self._count] = missing

@@ -258,7 +258,7 @@ class ServedHome(Home):
         return self._tables.get(table).placement
 
     def rows_on(self, server: int, table: str) -> int:
-        """Return how many rows of a table a server has, without parity rows; raises as above."""
+        """Return how many rows of a table a server has, without parity rows; raise as above."""
         server_table = self._tables.get(table)
         return len(server_table.placement.slots_of(server, range(server_table.form.rows)))
 

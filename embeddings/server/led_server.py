@@ -233,7 +233,7 @@ class CommandedServer(LedServer):
 
 
 def begin(transport: Transport, greeting: Greeting, owner: int, number_of_beginning: int) -> int:
-    """Have a server begin for a training with parity; returns its incarnation."""
+    """Have a server begin for a training with parity; return its incarnation."""
     message = Begin(
         incarnation=greeting.incarnation,
         owner=owner,

@@ -111,7 +111,7 @@ class PartStager:
         return self._is_done(part.opened), awaited
 
     def record_bytes(self, frozen: int) -> int:
-        """Return the bytes of a record of the rows that a reader has; raises as `put`."""
+        """Return the bytes of a record of the rows that a reader has; raise as `put`."""
         return self._rows_of(frozen)[1].record_bytes
 
     def put(self, frozen: int, first: int, slots: Tensor, records: Tensor, there: Tensor) -> None:

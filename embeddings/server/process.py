@@ -98,7 +98,7 @@ def _reap(trainer: int, servers: list[int]) -> None:
 
 
 def _fork(settings: dict[str, Any], trainer: int, answers: int) -> dict[str, object]:
-    """Fork a server; returns what to answer."""
+    """Fork a server; return what to answer."""
     fork = multiprocessing.get_context("fork")
     own_end, child_end = fork.Pipe(duplex=False)
     with own_end:

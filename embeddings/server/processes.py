@@ -147,7 +147,7 @@ class _Forker:
         return False
 
     def ask(self, settings: Mapping[str, object]) -> dict[str, Any]:
-        """Ask for a server; returns the answer: its "pid" and "port", or an "error".
+        """Ask for a server; return the answer: its "pid" and "port", or an "error".
 
         If anything is raised, no server is left.
         """
@@ -360,7 +360,7 @@ class ServerProcesses:
         )
 
     def start_again(self, number: int) -> Transport:
-        """Start a server again, at its port if nobody has taken that; returns a transport to it.
+        """Start a server again, at its port if nobody has taken that; return a transport to it.
 
         Raises:
             HomeError: no process starts, or all were ended.

@@ -181,7 +181,7 @@ class ServedPart:
         return checked
 
     def lost(self, patience_seconds: float) -> str | None:
-        """Ask the servers for their parts; returns why the checkpoint will never be complete.
+        """Ask the servers for their parts; return why the checkpoint will never be complete.
 
         Args:
             patience_seconds: how long the agent of a lost server has to store its part.

@@ -483,7 +483,7 @@ def receive_reply(
 
 
 def _receive_records(stream: Stream, present: int, rows: Sequence[SlotRows]) -> list[Tensor]:
-    """Receive the records that a server has; returns for each part bool [n], whether it has it."""
+    """Receive the records that a server has; return for each part bool [n], whether it has it."""
     counts = [len(row_part.slots) for row_part in rows]
     outs = [row_part.records for row_part in rows if row_part.records is not None]
     # Which rows are there is proved before records are written: other rows stay untouched.

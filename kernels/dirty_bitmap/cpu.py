@@ -132,7 +132,7 @@ def mark_features(
 
 
 def mark_new(bitmap: Tensor, ids: Tensor | range, *, rows: int) -> Tensor:
-    """Set the bits of `ids`. Returns the positions of the ids whose bits were not set before."""
+    """Set the bits of `ids`. Return the positions of the ids whose bits were not set before."""
     require_fit(bitmap, rows)
     address, first, n = 0, 0, len(ids)
     if isinstance(ids, range):

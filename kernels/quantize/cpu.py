@@ -49,7 +49,7 @@ def _encode(
 
 
 def _search(given_at: int, n: int, dim: int, bits: int, method: Method, threads: int) -> bool:
-    """Quantize by the search of the method. Returns False if there is no search for such rows."""
+    """Quantize by the search of the method. Return False if there is no search for such rows."""
     limits = float(grid.error_unit(dim)), float(grid.largest_error(dim))
     if method.name == "greedy" and dim <= grid.LARGEST_DIM:
         steps = grid.greedy_steps(method.bins, method.ratio_permille)

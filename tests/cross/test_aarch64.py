@@ -142,7 +142,7 @@ def _write(
     given: Sequence[object],
     expected: Sequence[object],
 ) -> int:
-    """Writes a call. Returns 1, the number of calls."""
+    """Write a call. Return 1, the number of calls."""
     file.write(np.int64(len(name)).tobytes() + name.encode())
     file.write(np.array([len(numbers), *numbers], np.int64).tobytes())
     floats_bytes = np.array(floats, np.float32).tobytes()

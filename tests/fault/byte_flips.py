@@ -69,7 +69,7 @@ class Tally:
 
     @property
     def kinds(self) -> list[str]:
-        """Returns the kinds of objects, sorted."""
+        """Return the kinds of objects, sorted."""
         return sorted({kind for kind, _ in self.counts})
 
 
@@ -174,7 +174,7 @@ def _bits(target: MemoryTarget) -> Bits:
 
 
 def table(tally: Tally) -> str:
-    """Returns the counts as a table in Markdown."""
+    """Return the counts as a table in Markdown."""
     columns = ("objects", "flips", "found", *_RESTORES)
     lines = [
         "| object | objects | flips | found by the check | newest restored | older restored | "
@@ -195,7 +195,7 @@ def _share(url: str, folder: str, every: int, share: tuple[int, int]) -> Tally:
 
 
 def main() -> int:
-    """Runs as a command; returns the exit code: 1 if a flip was missed."""
+    """Run as a command; return the exit code: 1 if a flip was missed."""
     parser = argparse.ArgumentParser(prog="python -m tests.fault.byte_flips", description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="of so many bytes one is flipped")
     parser.add_argument("--workers", type=int, default=2, help="processes that share the bytes")

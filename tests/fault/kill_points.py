@@ -93,17 +93,17 @@ def at_steps(
 
 
 def kind_of(name: str) -> str:
-    """Returns the name of a step without what is drawn or counted: digests, steps, numbers."""
+    """Return the name of a step without what is drawn or counted: digests, steps, numbers."""
     return re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "#", name)
 
 
 def act_of(name: str) -> str:
-    """Returns the act of a step, whatever it is done to: such as `fsync`, `put` or `created`."""
+    """Return the act of a step, whatever it is done to: such as `fsync`, `put` or `created`."""
     return name.partition(" ")[0]
 
 
 def sampled(kinds: Sequence[str]) -> list[int]:
-    """Returns numbers of steps, from 1 on: the first, the last, and a drawn one of each kind.
+    """Return numbers of steps, from 1 on: the first, the last, and a drawn one of each kind.
 
     The same kinds always give the same numbers.
     """

@@ -59,7 +59,7 @@ def killed(pid: int) -> None:
 
 
 def settling(checkpoints: Checkpointer) -> Callable[[int], None]:
-    """Waits after each batch for the checkpoint that was due, so that lives are alike."""
+    """Wait after each batch for the checkpoint that was due, so that lives are alike."""
     first = checkpoints.batches_done
 
     def settled() -> bool:

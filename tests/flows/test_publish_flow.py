@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("prefect_api")
 
 
 def message(run: Run, **parameters: Any) -> str:
-    """What the flow says; raises what it raises."""
+    """Return what the flow says; raise what it raises."""
 
     async def once() -> str:
         state = await publish(run.url, return_state=True, **parameters)

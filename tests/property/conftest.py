@@ -10,7 +10,7 @@ from tests.instruction_sets import instruction_set as instruction_set
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs the tests of kernels on each instruction set that this processor has."""
+    """Run the tests of kernels on each instruction set that this processor has."""
     if metafunc.module.__name__.rpartition(".")[2].startswith("test_kernels_"):
         metafunc.parametrize("instruction_set", native.INSTRUCTION_SETS, indirect=True)
 

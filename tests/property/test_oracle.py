@@ -57,7 +57,7 @@ class OracleMachine(RuleBasedStateMachine):
         return self.capacity - len(self.slots) + len(self.evictable())
 
     def carry_out(self, step: Step, new: set[int], kept: set[int]) -> None:
-        """Checks a Step, and does what it says to the dictionary."""
+        """Check a Step, and do what it says to the dictionary."""
         evicted, fetched = step.evicted_ids.tolist(), step.fetched_ids.tolist()
         assert fetched == sorted(new)
         assert evicted == sorted(set(evicted))

@@ -38,7 +38,7 @@ NOT_CHECKED = (
 
 
 def main(*, sampled: bool) -> int:
-    """Run everything, or a sample. Returns 1 if something was found."""
+    """Run everything, or a sample. Return 1 if something was found."""
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "c++"))), None)
     if compiler is None:
         print("sanitize: not run, since there is no g++")

@@ -86,7 +86,7 @@ def test_the_installed_versions_are_the_pinned_ones() -> None:
 
 
 def _asked_python(found: metadata.Distribution) -> str:
-    """Returns which Pythons a distribution asks for; "": any, because it does not say."""
+    """Return which Pythons a distribution asks for; "": any, because it does not say."""
     name = "Requires-Python"
     return found.metadata[name] if name in found.metadata else ""
 

@@ -90,7 +90,7 @@ class Ledger:
 
     @property
     def busy_slots(self) -> set[str]:
-        """Names of the slots in use."""
+        """Return the names of the slots in use."""
         return {pending.slot for pending in self._pending.values()}
 
     @property

@@ -69,7 +69,7 @@ class BehindTables(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors) <= _SMALL_BYTES
 
     def write(self, slot: Slot) -> None:
-        """Copy the state to its places and reserve room for the sample; raises like `Slot.grow`."""
+        """Copy the state to its places and reserve room for the sample; raise like `Slot.grow`."""
         slot.grow(self.slot_bytes)
         copy_state(self.placed, slot.data, self.tree, self.tensors)
 

@@ -346,7 +346,7 @@ GenerationOption = Annotated[
 
 
 def open_run(url: str) -> Run:
-    """Return the run under `url`; raises NothingToRestore if there is none."""
+    """Return the run under `url`; raise NothingToRestore if there is none."""
     return Run.open(open_store(url))
 
 

@@ -80,7 +80,7 @@ class HomeSuite:
 
     @pytest.mark.parametrize("record_bytes", [1, 7, 64, 520, 4_080, 4_081, 10_000])
     def test_what_is_written_comes_back(self, home: Home, record_bytes: int) -> None:
-        """Records of any length come back, others are missing and leave `out` alone."""
+        """Rows with records of any length come back, others are missing and leave `out` alone."""
         home.add_table("t", rows=1_000, record_bytes=record_bytes)
         rows = [0, 3, 4, 5, 500, 999]
         home.write_back("t", ids_of(rows), records_of(rows, record_bytes), batch=0)

@@ -64,7 +64,7 @@ def persist_all(run: Run, paths: list[Path], step: int) -> Manifest:
 
 
 def train(trained: list[Table], ids: list[int]) -> list[torch.Tensor]:
-    """Changes rows of the first table, and one of the second; returns their ids."""
+    """Change rows of the first table, and one of the second; return their ids."""
     dirty = [torch.tensor(ids), torch.tensor([3])]
     for table, rows in zip(trained, dirty, strict=True):
         table.train(rows, torch.Generator().manual_seed(len(ids)))

@@ -40,7 +40,7 @@ def criteo_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["retail", "criteo", "criteo-shape"])
 def make_reader(request: pytest.FixtureRequest, criteo_file: Path) -> Callable[[int], Reader]:
-    """Builds the same reader again and again; the seed is what a restart may change."""
+    """Build the same reader again and again; the seed is what a restart may change."""
     makers: dict[str, Callable[[int], Reader]] = {
         "retail": lambda seed: RetailReader(lines=50_000, rows=1000, seed=seed),
         "criteo": lambda seed: CriteoReader(criteo_file, lines=10, rows=500),

@@ -57,14 +57,14 @@ def threads(request: pytest.FixtureRequest) -> int:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Makes a test of each number of threads where a test changes its large table."""
+    """Make a test of each number of threads where a test changes its large table."""
     if metafunc.module.__name__.endswith("test_huge") and "threads" in metafunc.fixturenames:
         metafunc.parametrize("threads", _THREADS, indirect=True)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Calls the test for each instruction set and number of threads that its kernels run with.
+    """Call the test for each instruction set and number of threads that its kernels run with.
 
     A test that fails names the combination in a note below its error.
     """

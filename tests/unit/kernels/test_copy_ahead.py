@@ -71,7 +71,7 @@ class Scene:
         return table, given, marked, ids, outs
 
     def train(self, table: TableAhead, given: list[Tensor], batch: int) -> set[int]:
-        """Changes and marks most rows of a batch, and sometimes rows that nobody predicted."""
+        """Change and mark most rows of a batch, and sometimes rows that nobody predicted."""
         inside = [row for row in given[batch].tolist() if 0 <= row < table.rows]
         rows = [row for row in inside if self.draw.random() < 0.9]
         rows += [self.draw.randrange(table.rows) for _ in range(self.draw.choice([0, 0, 0, 2]))]
@@ -81,7 +81,7 @@ class Scene:
         return set(rows)
 
     def play(self) -> list[object]:
-        """Trains part of the window, cuts, and checks all rows. Returns what was left."""
+        """Train part of the window, cut, and check all rows. Return what was left."""
         dirty = [set(marked) for _, _, marked, _, _ in self.tables]
         for batch in range(self.draw.randint(0, self.batches)):
             for number, (table, given, *_) in enumerate(self.tables):

@@ -26,7 +26,7 @@ Huge = Callable[[int, torch.dtype], Tensor]
 
 @pytest.fixture
 def huge(tmp_path: Path) -> Iterator[Huge]:
-    """Makes vectors of zeros; their files are deleted after the test."""
+    """Make vectors of zeros; their files are deleted after the test."""
     probe = tmp_path / "probe"
     with probe.open("wb") as file:
         file.truncate(1 << 30)

@@ -41,7 +41,7 @@ def _drawn(seed: int, *shape: int) -> Tensor:
 
 
 def _written(file: int, form: BlockForm, ids: Tensor, seed: int) -> Tensor:
-    """Writes records of these rows to the slots of the same numbers. Returns the records."""
+    """Write records of these rows to the slots of the same numbers. Return the records."""
     records = _drawn(seed, len(ids), form.record_bytes)
     slots = int(ids.max()) + 1
     memory = torch.zeros(form.file_bytes(slots), dtype=torch.uint8)

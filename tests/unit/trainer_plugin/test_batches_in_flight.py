@@ -157,7 +157,7 @@ class Pipeline:
 
 
 def stopped(trained: Iterable[int], stop_after: int | None) -> list[int]:
-    """Returns what is trained until the stop."""
+    """Return what is trained until the stop."""
     found: list[int] = []
     for number in trained:
         found.append(number)

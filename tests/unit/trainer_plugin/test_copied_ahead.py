@@ -115,14 +115,14 @@ class Job:
         self.checkpoints.step()
 
     def staged_job(self) -> StagedJob:
-        """Waits for the job of the newest checkpoint."""
+        """Wait for the job of the newest checkpoint."""
         run = self.place.run_directory
         until(lambda: len(StagedRun(run).staged_jobs()) > 0)
         (path,) = StagedRun(run).staged_jobs()
         return job_files.read_job(path)
 
     def staged(self) -> dict[str, bytes]:
-        """Waits for the job of the newest checkpoint; returns the bytes and places of its rows."""
+        """Wait for the job of the newest checkpoint; return the bytes and places of its rows."""
         run, job = self.place.run_directory, self.staged_job()
         slot = (StagedRun(run).slots_directory / job.slot).read_bytes()
         found: dict[str, bytes] = {"kind": job.kind.encode()}

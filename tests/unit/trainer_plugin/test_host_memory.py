@@ -58,7 +58,7 @@ def in_memory() -> Iterator[Path]:
 
 
 def told(monkeypatch: pytest.MonkeyPatch, directory: Path, files: dict[str, str]) -> None:
-    """Has the system's files say this: meminfo, cgroup, and files of control groups."""
+    """Have the system's files say this: meminfo, cgroup, and files of control groups."""
     monkeypatch.setattr(host_memory_files, "_MEMINFO", directory / "meminfo")
     monkeypatch.setattr(host_memory_files, "_CGROUPS_OF_PROCESS", directory / "cgroup")
     monkeypatch.setattr(host_memory_files, "_CGROUPS", directory / "groups")

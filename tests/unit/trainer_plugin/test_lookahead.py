@@ -524,7 +524,7 @@ class _Life:
         self.seen: list[Any] = []
 
     def live(self, place: Place, upto: int) -> None:
-        """Trains with a checkpoint every 10 batches; what comes after the last one is lost."""
+        """Train with a checkpoint every 10 batches; what comes after the last one is lost."""
         with (
             place.agent(),
             checkpointer(

@@ -43,7 +43,7 @@ class Life:
 
 
 def stored(state: OptimizerState) -> Any:
-    """Returns a captured state as a checkpoint gives it back: contiguous copies."""
+    """Return a captured state as a checkpoint gives it back: contiguous copies."""
     saved = state.capture()
     for entry in saved[0]["state"].values():
         entry["values"] = {

@@ -18,7 +18,7 @@ from tests.training_builder import seed_everything
 
 
 def _draw() -> list[float]:
-    """Draws an odd number of normal numbers: Python and numpy draw two, and keep one of them."""
+    """Draw an odd number of normal numbers: Python and numpy draw two, and keep one of them."""
     normals = [random.gauss(0, 1), float(np.random.standard_normal()), float(torch.randn(()))]
     return [random.random(), float(np.random.random()), float(torch.rand(())), *normals]
 

@@ -34,7 +34,7 @@ def _training(make: Callable[[Any], Optimizer] = lambda p: Adagrad(p, lr=0.1)) -
 
 
 def _checkpointer(training: Training, place: Place, **settings: Any) -> Checkpointer:
-    """Takes a checkpoint when it is asked to, and waits for the one before."""
+    """Take a checkpoint when it is asked to, and wait for the one before."""
     return checkpointer(training, place, interval_batches=100, when_busy="wait", **settings)
 
 

@@ -53,7 +53,7 @@ OPTIMIZERS: dict[str, tuple[Any, bool]] = {
 def both(
     name: str, capacity: dict[str, int], window: int | None, *, batches: int = 60, **form: Any
 ) -> Any:
-    """Trains plain and cached; returns the cache, after comparing all bits."""
+    """Train plain and cached; return the cache, after comparing all bits."""
     make, sparse = OPTIMIZERS[name]
     weighted = form.pop("weighted", False)
     is_meta = form.pop("is_meta", True)

@@ -151,7 +151,7 @@ def _scores(model: Model, reader: Lookahead) -> list[float]:
 def _whole(
     ranks: int, sparse: bool, *, goes_on: bool, before_steps: bool = False
 ) -> tuple[Rows, list[list[float]]]:
-    """Train whole tables with the gradients of all ranks; returns the scores of each rank, too.
+    """Train whole tables with the gradients of all ranks; return the scores of each rank, too.
 
     Args:
         ranks: number of ranks.

@@ -88,7 +88,7 @@ def _size(path: Path) -> int:
 
 
 def _merged(home: Home, rows: range) -> None:
-    """Writes rows, all of which are in the base afterwards."""
+    """Write rows, all of which are in the base afterwards."""
     assert len(rows) > SMALL.index_rows
     _write(home, rows, 0)
     _write(home, range(0, 1), 0)  # finds a full index, so it waits for the merge

@@ -126,7 +126,7 @@ def _transport(started: tuple[Any, list[str]], *, timeout_seconds: float = 60) -
 
 
 def _begun(transport: Any) -> int:
-    """Has a server begin with an empty table; returns its incarnation."""
+    """Have a server begin with an empty table; return its incarnation."""
     incarnation = transport.hello().incarnation
     owner = 1 + secrets.randbelow(1 << 62)
     begun: int = transport.call(Begin(incarnation=incarnation, owner=owner)).answer.incarnation
@@ -356,7 +356,7 @@ def test_lost_servers_are_empty_and_are_used_again(
 
 
 def _nodes_of(actors: Sequence[Any]) -> list[str]:
-    """Returns the node of each server: its id is in the command of its raylet."""
+    """Return the node of each server: its id is in the command of its raylet."""
     found = []
     for actor in actors:
         stat = Path(f"/proc/{actor.hello().pid}/stat").read_text()

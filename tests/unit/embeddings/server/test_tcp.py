@@ -221,7 +221,7 @@ def test_bytes_that_somebody_changes_are_refused(
 def passing_on(
     to: tuple[str, int], changed: Callable[[bytes, bool], bytes] = lambda data, _: data
 ) -> Iterator[tuple[str, int]]:
-    """Passes bytes on to a server, and has `changed` see them and who has sent them."""
+    """Pass bytes on to a server, and have `changed` see them and who has sent them."""
 
     def copy(source: socket.socket, dest: socket.socket, is_of_server: bool) -> None:
         with suppress(OSError):
@@ -264,7 +264,7 @@ def test_an_address_where_nothing_listens_is_lost_at_once() -> None:
 
 @contextmanager
 def fake_server(act: Callable[[Stream], None]) -> Iterator[tuple[str, int]]:
-    """Has `act` talk to each connection."""
+    """Have `act` talk to each connection."""
     listener = socket.create_server(("127.0.0.1", 0))
     opened: list[Stream] = []
 
