@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from recpoint import Lookahead, ResumableLoader
 from recpoint.format import state_tree
 from recpoint.trainer_plugin.state import rng
-from recpoint.trainer_plugin.state.lookahead import load_without
+from recpoint.trainer_plugin.state.lookahead_state import load_without
 from tests.example_counts import examples
 from tests.training_builder import Batches, seed_everything
 

@@ -3,6 +3,7 @@
 The input is models, optimizers, readers and random generators; the output is a tree of tensors and
 values. Read the modules in this order: `training_state` (the whole tree), `model`, `optimizers`,
 `writable` (tensors that a restore could not write), `grad_scalers` and `unknown_optimizers` (those
-that the Checkpointer was not given), `lookahead` (reads ahead of training), `batch_ids` (which rows
-a batch looks up), `reader` and `rng`.
+that the Checkpointer was not given), `lookahead` (reads ahead of training) with its parts
+`held_batches`, `anchors`, `reader_inside` and `lookahead_state`, `batch_ids` (which rows a batch
+looks up), `reader` and `rng`.
 """

@@ -3,21 +3,12 @@
 The state of a reader that is ahead of training is of no use to a checkpoint. `Lookahead` therefore
 keeps states of the reader from some batches ago, its *anchors*. A restore loads the newest anchor
 that is not after the batch that training is at, and reads forward from there.
-
-Reads ahead come at other moments than reads without Lookahead. Whatever they draw from global
-generators would change what the model draws. They therefore draw from generators of their own,
-whose states belong to the position of the reader.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -26,59 +17,33 @@ from recpoint.errors import SettingsError
 from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.setting_checks import checked_whole
 from recpoint.trainer_plugin.state import rng
-from recpoint.trainer_plugin.state.batch_ids import Ids, bytes_of, check_names, ids_of, tables_of
+from recpoint.trainer_plugin.state.anchors import Anchors
+from recpoint.trainer_plugin.state.batch_ids import Ids, tables_of
+from recpoint.trainer_plugin.state.held_batches import HeldBatches
 from recpoint.trainer_plugin.state.in_flight import InFlight, TakenBatch
+from recpoint.trainer_plugin.state.lookahead_state import (
+    ahead_state,
+    check_version,
+    was_ahead,
+    without_lookahead,
+)
 from recpoint.trainer_plugin.state.reader import (
     Divisible,
     ResumableLoader,
     Stateful,
-    announce,
     capture,
     refuse_prepared,
     set_epochs,
     tell_epoch,
 )
+from recpoint.trainer_plugin.state.reader_inside import ReaderInside
 
-__all__ = [
-    "Lookahead",
-    "fetched_batches",
-    "goes_forward",
-    "is_divisible",
-    "load_divided",
-    "load_without",
-    "was_ahead",
-    "without_lookahead",
-]
+__all__ = ["Lookahead", "fetched_batches", "is_divisible", "load_divided"]
 
-
-_log = logging.getLogger("recpoint")
-
-_MARK: Final = "lookahead"
-_VERSION: Final = 1
-_KEYS: Final = {_MARK, "reader", "forward", "generators"}
-
-#: A state of the reader is kept once in this many batches.
-_STRIDE: Final = 16
 _MOST_WINDOW: Final = 1_000_000
 #: Rows of a cache are fetched for the nearer half of the window, and for so many batches at least.
 _LEAST_FETCHED: Final = 16
 _END: Final[Any] = object()
-
-
-# The stored state.
-def was_ahead(state: object) -> bool:
-    """Whether a reader's state is one that `Lookahead.state_dict` returned."""
-    return isinstance(state, Mapping) and _MARK in state and state.keys() >= _KEYS
-
-
-def goes_forward(state: object) -> bool:
-    """Whether batches must be read and dropped after the reader has loaded the state."""
-    return was_ahead(state) and bool(state["forward"])  # type: ignore[index]
-
-
-def without_lookahead(state: Any) -> Any:
-    """Return the state of the reader inside, if the state is a Lookahead's."""
-    return state["reader"] if was_ahead(state) else state
 
 
 def is_divisible(reader: object) -> bool:
@@ -102,103 +67,9 @@ def load_divided(reader: Any, states: Sequence[Any], rank: int, ranks: int) -> N
         reader.load_state_dicts(plain, rank, ranks)
 
 
-def load_without(reader: Any, state: Mapping[str, Any]) -> None:
-    """Load a Lookahead's state into a reader without Lookahead, to the batch.
-
-    The reader's own generators become the global ones, because the reader draws from these now.
-    Call it after the global generators were restored. Those of GPUs stay as they are.
-
-    Args:
-        reader: the reader; it is iterable if the state `goes_forward`.
-        state: as `Lookahead.state_dict` returned it.
-
-    Raises:
-        SettingsError: the reader has fewer batches left than must be read.
-    """
-    _check_version(state)
-    gpus = rng.capture()["cuda"]
-
-    def put(generators: Mapping[str, Any]) -> None:
-        rng.restore({**generators, "cuda": gpus})
-
-    def load(inner: Any, generators: Mapping[str, Any]) -> None:
-        put(generators)
-        reader.load_state_dict(inner)
-        reader.state_dict()  # starts a lazy reader, as TrainingState.restore does
-        put(generators)
-
-    generators = state["generators"]
-    load(deepcopy(state["reader"]), generators)
-    if state["forward"]:
-        _drop(iter(reader), state["forward"])
-        generators = rng.capture_cpu()
-        # The GPUs' generators are put back first, because the reader may store them.
-        put(generators)
-        load(deepcopy(reader.state_dict()), generators)
-    _log.warning(
-        "the checkpoint's reader was in a Lookahead, and this reader is not. It goes on with the "
-        "same batch. The global generators of Python, numpy and torch get the states of the "
-        "reader's own generators, so what the model draws differs from an uninterrupted run. Next: "
-        "pass reader=recpoint.Lookahead(reader), unless this is intended"
-    )
-
-
-def _check_version(state: Mapping[str, Any]) -> None:
-    if state[_MARK] != _VERSION:
-        raise SettingsError(
-            "the checkpoint's reader state",
-            found=f"version {state[_MARK]!r:.20} of a Lookahead's state",
-            expected=f"version {_VERSION}",
-            next_step="restore with the release of recpoint that wrote the checkpoint, or newer",
-        )
-
-
-def _drop(batches: Iterator[Any], count: int) -> None:
-    """Read so many batches that were trained, and drop them."""
-    for number in range(count):
-        if next(batches, _END) is _END:
-            raise SettingsError(
-                "the reader",
-                found=f"{number} batches after the position that it has loaded",
-                expected=f"at least the {count} that the checkpoint was trained on",
-                next_step="use the reader that the run was trained with",
-            )
-
-
 def fetched_batches(window: int) -> int:
     """Return for how many of the batches that are held rows are fetched into a cache."""
     return min(window + 1, max(_LEAST_FETCHED, window // 2))
-
-
-class _Anchor(NamedTuple):
-    """A state of the reader inside.
-
-    Attributes:
-        position: number of batches read before, counted from the last `load_state_dict`.
-        state: the state, or the error of the reader's `state_dict`.
-        generators: states of the reader's generators at the position.
-        reads: number of batches to read before the next anchor.
-    """
-
-    position: int
-    state: Any
-    generators: dict[str, Any]
-    reads: int
-
-
-@dataclass
-class _HeldBatch:
-    """A batch that was read and not handed out.
-
-    Attributes:
-        batch: the batch.
-        ids: table name -> ids [number of ids]; None: the tables are not known yet.
-        bytes: bytes of the batch.
-    """
-
-    batch: Any
-    ids: dict[str, Tensor] | None
-    bytes: int
 
 
 class Lookahead:
@@ -283,23 +154,21 @@ class Lookahead:
         self.before_fetch: Callable[[], None] | None = None
         self.in_flight = InFlight()
         self.begun = False
-        self._ids = ids
-        self._tables = None if model is None else tables_of(model)
+        self._held_batches = HeldBatches(ids, None if model is None else tables_of(model))
+        self._anchors = Anchors(reader)
+        self._inside = ReaderInside(reader)
         self._cache: PlannedCache | None = None if model is None else planned_cache(model)
-        self._own_generators = rng.OwnGenerators()
         self._follows_global = False
         self._told_epoch: int | None = None
         self._loaded: dict[str, Any] | None = None  # until the first batch after it is handed out
-        self._is_touched = False  # the reader was iterated since it has loaded that
         self._forget()
 
     def _forget(self) -> None:
         """Forget the open epoch and what is held of it."""
         if self._cache is not None:
             self._cache.forget()
-        self._held_batches: deque[_HeldBatch] = deque()
-        self._held_bytes = 0
-        self._anchors: deque[_Anchor] = deque()
+        self._held_batches.forget()
+        self._anchors.forget()
         # Positions: number of batches since the last load_state_dict.
         self._batches_given = self._read = 0
         self._batches: Iterator[Any] | None = None  # the open epoch of the reader inside
@@ -318,7 +187,7 @@ class Lookahead:
         if not self.in_flight.reads_ahead:
             self.in_flight.forget()
         self.begun = False
-        return _Epoch(self)
+        return _Epoch(self._next)
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the reader, its samplers and its dataset, if they have it.
@@ -344,13 +213,8 @@ class Lookahead:
             SettingsError: a batch that is held has ids of a table that does not exist, or its ids
                 are not valid.
         """
-        self._tables = dict(tables)
         self._cache = cache
-        for batch in self._held_batches:
-            if batch.ids is None:
-                self._find_ids(batch)
-            else:
-                check_names(batch.ids, self._tables)
+        self._held_batches.attach(tables)
 
     @property
     def held(self) -> int:
@@ -360,7 +224,7 @@ class Lookahead:
     @property
     def held_bytes(self) -> int:
         """Bytes of the batches that are held, and of their ids, as far as they can be counted."""
-        return self._held_bytes
+        return self._held_batches.size_bytes
 
     def coming(self, n: int) -> tuple[Mapping[str, Tensor], ...]:
         """Return the ids of the batches that are handed out next.
@@ -377,19 +241,7 @@ class Lookahead:
             SettingsError: the names of tables are not known: neither a model nor a Checkpointer was
                 given, and batches are mappings.
         """
-        if not 0 <= n <= len(self._held_batches):
-            raise ValueError(f"{n} batches are asked for, and {len(self._held_batches)} are held")
-        coming_ids = []
-        for batch in islice(self._held_batches, n):
-            if batch.ids is None:
-                raise SettingsError(
-                    "Lookahead.coming()",
-                    found="no names of tables",
-                    expected="names, to find the ids in batches that are mappings",
-                    next_step="pass the Lookahead to a Checkpointer, or a model to the Lookahead",
-                )
-            coming_ids.append(batch.ids)
-        return tuple(coming_ids)
+        return self._held_batches.coming(n)
 
     # State.
 
@@ -417,27 +269,11 @@ class Lookahead:
             raise position
         if position is not None:
             return position
-        anchor = next(
-            (
-                anchor
-                for anchor in reversed(self._anchors)
-                if anchor.position <= self._batches_given
-            ),
-            None,
-        )
+        anchor = self._anchors.newest(self._batches_given)
         is_here = self._read == self._batches_given and self._last is None and not self._is_torn
         if anchor is None or (is_here and anchor.position < self._batches_given):
-            return self._here()
-        if isinstance(anchor.state, Exception):
-            raise anchor.state
-        return _form(anchor.state, self._batches_given - anchor.position, anchor.generators)
-
-    def _here(self) -> dict[str, Any]:
-        """Return the position of the reader."""
-        # Copied, because the reader goes on before this is stored.
-        return self._own_generators.run_beside_gpus(
-            lambda: _form(deepcopy(self.reader.state_dict()), 0, rng.capture_cpu())
-        )
+            return self._inside.state()
+        return ahead_state(anchor.state, self._batches_given - anchor.position, anchor.generators)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Go on from a position; batches are read forward when the first batch is asked for.
@@ -449,15 +285,15 @@ class Lookahead:
         """
         ahead = was_ahead(state_dict)
         if ahead:
-            _check_version(state_dict)
+            check_version(state_dict)
         self.in_flight.forget()
         self._forget()
         self._told_epoch = None
         self._follows_global = not ahead
         generators = state_dict["generators"] if ahead else rng.capture_cpu()
         inner = without_lookahead(state_dict)
-        self._load(inner, generators)
-        self._loaded = _form(inner, state_dict["forward"] if ahead else 0, generators)
+        self._inside.load(inner, generators)
+        self._loaded = ahead_state(inner, state_dict["forward"] if ahead else 0, generators)
 
     def load_divided(self, states: Sequence[Any], rank: int, ranks: int) -> None:
         """Go on where readers of another number of ranks stopped.
@@ -472,10 +308,7 @@ class Lookahead:
         self.in_flight.forget()
         self._forget()
         self._told_epoch = self._loaded = None
-        self._own_generators.run_beside_gpus(
-            lambda: self.reader.load_state_dicts(states, rank, ranks)
-        )
-        self._follow_global()
+        self._inside.load_divided(states, rank, ranks)
         self._follows_global = True
 
     def generators_restored(self) -> None:
@@ -484,26 +317,10 @@ class Lookahead:
         If the checkpoint was taken without Lookahead, the reader's own generators begin as these.
         """
         if self._follows_global:
-            self._follow_global()
             self._follows_global = False
-
-    def _follow_global(self) -> None:
-        """Set the reader's own generators to the states that the global ones have now."""
-        generators = rng.capture_cpu()
-        self._own_generators.restore(generators)
-        if self._loaded is not None:
-            self._loaded = {**self._loaded, "generators": generators}
-
-    def _load(self, state: Any, generators: Mapping[str, Any]) -> None:
-        def load() -> None:
-            self.reader.load_state_dict(deepcopy(state))
-            # A lazy reader (torchdata's loader) draws when it starts its iterator; it does now.
-            self.reader.state_dict()
-
-        self._own_generators.restore(generators)
-        self._own_generators.run_beside_gpus(load)
-        self._own_generators.restore(generators)
-        self._is_touched = False
+            generators = self._inside.follow_global()
+            if self._loaded is not None:
+                self._loaded = {**self._loaded, "generators": generators}
 
     # Reading.
 
@@ -521,13 +338,13 @@ class Lookahead:
             # inside the epoch. A state from before an epoch may begin another one.
             if not self._held_batches and self._last is None:
                 # Beside GPUs, because the reader may go on from a loaded state.
-                self._own_generators.run_beside_gpus(self._read_one)
-                self._epochs = capture(self._inside)
+                self._inside.read_beside_gpus(self._read_one)
+                self._epochs = capture(self._inside.loader)
         elif self._has_room:
-            self._own_generators.run(self._read_two)
+            self._inside.read(self._read_two)
         if self._cache is not None:
             self._cache.plan(
-                [batch.ids or {} for batch in self._held_batches],
+                self._held_batches.ids,
                 fetched=fetched_batches(self.window),
                 window=self.window,
             )
@@ -559,19 +376,16 @@ class Lookahead:
             if self._cache is not None:
                 self._cache.begin_batch()
             self.in_flight.take(self._taken())
-            batch = self._held_batches.popleft()
-            self._held_bytes -= batch.bytes
+            batch = self._held_batches.take()
             self._batches_given += 1
             self._is_new = False
             self._loaded = self._state_before = None
-            # Keep the newest anchor before the position too: `_rewind` needs it.
-            while len(self._anchors) > 1 and self._anchors[1].position < self._batches_given:
-                self._anchors.popleft()
-            return batch.batch
+            self._anchors.leave(self._batches_given)
+            return batch
         last, self._last = self._last, None
         if last is _END:
             self.in_flight.has_ended = True
-            self._anchors.clear()
+            self._anchors.forget()
             self._batches = self._open = self._loaded = self._state_before = None
             self._is_torn = False
             raise StopIteration
@@ -616,13 +430,13 @@ class Lookahead:
         if loaded is None:
             if self._batches is not None:
                 self._rewind()
-            self._state_before = self._now()
-        elif self._is_touched:  # no batch was handed out since the load: repeat it
+            self._state_before = self._inside.state_or_error()
+        elif self._inside.is_touched:  # no batch was handed out since the load: repeat it
             self._forget()
-            self._load(loaded["reader"], loaded["generators"])
-        self._is_touched, self._told_epoch = True, None
+            self._inside.load(loaded["reader"], loaded["generators"])
+        self._inside.is_touched, self._told_epoch = True, None
         forward = 0 if loaded is None else loaded["forward"]
-        batches = self._iterate(
+        batches = self._inside.iterate(
             forward, reads=forward + 1, generators=loaded and loaded["generators"]
         )
         self._batches, self._is_new, self._is_torn = batches, True, False
@@ -635,61 +449,20 @@ class Lookahead:
         """
         is_here = self._read == self._batches_given and self._last is None
         if not is_here:
-            anchor = next(
-                anchor
-                for anchor in reversed(self._anchors)
-                if anchor.position < self._batches_given
-            )
-            if isinstance(anchor.state, Exception):
-                raise anchor.state
-            now, forward = capture(self._inside), self._batches_given - anchor.position
+            anchor = self._anchors.newest(self._batches_given - 1)
+            assert anchor is not None  # `Anchors.leave` keeps it
+            state, loader = anchor.state, self._inside.loader
+            now, forward = capture(loader), self._batches_given - anchor.position
             # The script may have told the samplers the next epoch.
-            set_epochs(self._inside, self._epochs)
-            self._load(anchor.state, anchor.generators)
-            self._iterate(forward, reads=forward, generators=anchor.generators)
-            set_epochs(self._inside, now)
+            set_epochs(loader, self._epochs)
+            self._inside.load(state, anchor.generators)
+            self._inside.iterate(forward, reads=forward, generators=anchor.generators)
+            set_epochs(loader, now)
             if self._told_epoch is not None:
                 tell_epoch(self.reader, self._told_epoch)
         epochs = self._told_epoch
         self._forget()
         self._told_epoch = epochs
-
-    def _iterate(
-        self, forward: int, *, reads: int, generators: Mapping[str, Any] | None
-    ) -> Iterator[Any]:
-        """Iterate the reader.
-
-        Args:
-            forward: number of batches to read and drop.
-            reads: number of batches that are read before the reader's state is next taken.
-            generators: states of the reader's generators at the position that it has loaded.
-        """
-
-        def begin() -> Iterator[Any]:
-            announce(self.reader, reads)
-            return iter(self.reader)
-
-        batches = self._own_generators.run_beside_gpus(begin)
-        if forward:
-            assert generators is not None  # a state was loaded
-            # The reader did not begin to iterate at that position, so it drew nothing for that.
-            self._own_generators.restore(generators)
-            self._own_generators.run_beside_gpus(lambda: _drop(batches, forward))
-        return batches
-
-    def _now(self) -> dict[str, Any] | Exception:
-        """Return the position of the reader, or its error, which `state_dict` raises if called."""
-        try:
-            return self._here()
-        except Exception as error:  # raised by the user's reader
-            if came_from_handler(error):
-                raise
-            return error
-
-    @property
-    def _inside(self) -> object:
-        """The loader that has samplers and a dataset."""
-        return self.reader.loader if isinstance(self.reader, ResumableLoader) else self.reader
 
     def _read_two(self) -> None:
         self._read_one()
@@ -704,13 +477,13 @@ class Lookahead:
         assert self._batches is not None  # an epoch is open
         try:
             if not self._is_new:
-                self._take_anchor()
+                self._anchors.take(self._read, at_once=self._is_torn)
+                self._is_torn = False
             batch = next(self._batches, _END)
             if batch is _END:
                 self._last = _END
                 return
-            held_batch = _HeldBatch(batch, None, 0)
-            self._find_ids(held_batch)
+            self._held_batches.add(batch)
         except Exception as error:
             self._is_torn = True
             if came_from_handler(error):
@@ -720,53 +493,14 @@ class Lookahead:
         except BaseException:
             self._is_torn = True
             raise
-        self._held_batches.append(held_batch)
-        self._held_bytes += held_batch.bytes
         self._read += 1
-
-    def _find_ids(self, batch: _HeldBatch) -> None:
-        if self._ids is not None or self._tables is not None:
-            batch.ids = ids_of(batch.batch, self._ids, self._tables)
-        batch.bytes = bytes_of(batch.batch, batch.ids or {})
-
-    def _take_anchor(self) -> None:
-        """Keep the reader's state, if it is due."""
-        newest = self._anchors[-1] if self._anchors else None
-        is_due = newest is None or self._read - newest.position >= newest.reads
-        if not (is_due or self._is_torn):
-            return
-        state: Any
-        try:
-            # Copied, because the reader goes on before this is stored.
-            state = deepcopy(self.reader.state_dict())
-        except Exception as error:  # kept until a checkpoint needs the state
-            if came_from_handler(error):
-                raise
-            state = error
-        reads = self._reads_until_next(state)
-        self._anchors.append(_Anchor(self._read, state, rng.capture_cpu(), reads))
-        self._is_torn = False
-        announce(self.reader, reads)
-
-    def _reads_until_next(self, state: Any) -> int:
-        if isinstance(self.reader, Divisible):
-            return 1  # its state must be exact, because it may be divided
-        if isinstance(self.reader, ResumableLoader) and isinstance(state, Mapping):
-            # The last batch of an epoch has an anchor of its own: by the position, the loader tells
-            # that the epoch is over.
-            try:
-                reads_left = len(self.reader) - state["given"]
-            except (TypeError, NotImplementedError):
-                return _STRIDE
-            return min(_STRIDE, reads_left) if reads_left > 0 else _STRIDE
-        return _STRIDE
 
 
 class _Epoch:
     """An iterator over one epoch of a Lookahead."""
 
-    def __init__(self, ahead: Lookahead) -> None:
-        self._ahead = ahead
+    def __init__(self, next_batch: Callable[[_Epoch], Any]) -> None:
+        self._next_batch = next_batch
         self.is_begun = self._is_over = False
 
     def __iter__(self) -> _Epoch:
@@ -776,14 +510,10 @@ class _Epoch:
         if self._is_over:
             raise StopIteration
         try:
-            return self._ahead._next(self)
+            return self._next_batch(self)
         except StopIteration:
             self._is_over = True
             raise
-
-
-def _form(state: Any, forward: int, generators: Mapping[str, Any]) -> dict[str, Any]:
-    return {_MARK: _VERSION, "reader": state, "forward": forward, "generators": generators}
 
 
 def _refuse(reader: object) -> None:

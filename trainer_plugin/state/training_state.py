@@ -24,14 +24,8 @@ from recpoint.trainer_plugin.mismatches import Mismatch, reader_of_ranks
 from recpoint.trainer_plugin.ranks.sharding import without_pieces
 from recpoint.trainer_plugin.setting_checks import several
 from recpoint.trainer_plugin.state import rng
-from recpoint.trainer_plugin.state.lookahead import (
-    Lookahead,
-    goes_forward,
-    is_divisible,
-    load_divided,
-    load_without,
-    was_ahead,
-)
+from recpoint.trainer_plugin.state.lookahead import Lookahead, is_divisible, load_divided
+from recpoint.trainer_plugin.state.lookahead_state import goes_forward, load_without, was_ahead
 from recpoint.trainer_plugin.state.model import ModelState, own_part
 from recpoint.trainer_plugin.state.optimizers import OptimizerState
 from recpoint.trainer_plugin.state.reader import (
