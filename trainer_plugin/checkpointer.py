@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -75,11 +75,6 @@ T = TypeVar("T")
 B = TypeVar("B")
 
 _log = logging.getLogger("recpoint")
-
-#: After so many batches without an optimizer step, a checkpoint waits for no step any more: its
-#: hooks may not work, or every step is left out. After a SIGTERM there is less time.
-_MOST_WITHOUT_STEP: Final = 1024
-_MOST_AT_END: Final = 16
 
 
 class Checkpointer:
@@ -584,19 +579,8 @@ class Checkpointer:
         self._act_between_steps()
 
     def _act_between_steps(self) -> None:
-        if self._count.awaits_fetch:
+        if not self._count.may_cut(ends=self._end.is_due):
             return
-        most_batches = _MOST_AT_END if self._end.is_due else _MOST_WITHOUT_STEP
-        waits = not self._count.is_between_steps
-        if waits and self._count.batches_without_step < most_batches:
-            return
-        if waits and self._count.batches_without_step == most_batches:
-            _log.warning(
-                "optimizers have not stepped for %d batches with backward passes, so a checkpoint "
-                "waits no longer: it holds no gradients that wait for a step. Next: pass the "
-                "optimizers that train the model to Checkpointer(model, optimizers)",
-                most_batches,
-            )
         self._act_if_due()
 
     def _act_if_due(self) -> None:

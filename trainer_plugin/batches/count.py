@@ -27,15 +27,17 @@ A checkpoint is cut only after an optimizer step: gradients that wait for one ar
 from __future__ import annotations
 
 import logging
-import threading
-import weakref
 from collections.abc import Sequence
+from typing import Final
 
 from torch.optim import Optimizer
 
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.batches.lagging import LaggingOptimizers
+from recpoint.trainer_plugin.batches.loop_pipeline import LoopPipeline
 from recpoint.trainer_plugin.batches.signs import TrainingSigns
+from recpoint.trainer_plugin.batches.since_count import SinceCount
+from recpoint.trainer_plugin.batches.threads import BatchThreads
 from recpoint.trainer_plugin.integrations.train_pipelines import asking_pipeline, refuse_pipeline
 from recpoint.trainer_plugin.settings import MOST_IN_FLIGHT
 from recpoint.trainer_plugin.state.in_flight import CountedReader
@@ -43,6 +45,11 @@ from recpoint.trainer_plugin.state.in_flight import CountedReader
 __all__ = ["BatchCount", "warn_of_dropped"]
 
 _log = logging.getLogger("recpoint")
+
+#: After so many batches without an optimizer step, a checkpoint waits for no step any more: its
+#: hooks may not work, or every step is left out. After a SIGTERM there is less time.
+_MOST_WITHOUT_STEP: Final = 1024
+_MOST_AT_END: Final = 16
 
 
 class BatchCount:
@@ -56,8 +63,7 @@ class BatchCount:
 
     Attributes:
         reads_ahead: whether the loop takes batches ahead of training.
-        is_driven: whether `Pipelined` counts the batches.
-        keeps_batches: whether a pipeline takes batches: it trains them even after a loop was left.
+        pipeline: the train pipeline that takes the batches, if one does.
         is_between_steps: whether a checkpoint may be cut: no gradient waits for an optimizer step.
         batches_without_step: batches with a backward pass since the last optimizer step.
         awaits_fetch: whether the next fetch shows if the reader's position is that of a trained
@@ -74,16 +80,15 @@ class BatchCount:
         most_in_flight: int | None,
     ) -> None:
         self._signs = signs
+        self._since = SinceCount(signs)
+        self._threads = BatchThreads(signs)
         self._lagging = LaggingOptimizers(signs, optimizers)
         self._reader = reader
         self._counted = reader if isinstance(reader, CountedReader) else None
         self._allowed = most_in_flight
         self._limit = MOST_IN_FLIGHT if most_in_flight is None else most_in_flight
-        self.reads_ahead = self.is_driven = self.keeps_batches = False
-        # The pipeline that asked for batches last, and the one that `Pipelined` drives.
-        self._asked: weakref.ref[object] | None = None
-        self._driven: weakref.ref[object] | None = None
-        self._has_warned_of_thread = False
+        self.pipeline = LoopPipeline()
+        self.reads_ahead = False
         self._has_warned = False  # of a loop that reads less far ahead than `most_in_flight`
         self._forget()
 
@@ -91,21 +96,15 @@ class BatchCount:
         self.is_between_steps = True
         self._has_trained = False  # training has shown signs
         self._untrained_fetches = 0  # batches that the reader gave since a sign of training
-        self._fetching_thread: int | None = None
+        self._threads.forget()
         self._is_in_loop = False  # a loop over `batches` takes the batches
         self._is_filled = False  # a batch was trained since the loop began to take batches
         self._has_landed = False  # a batch was counted since the last fetch
         self._leaves_out = self.awaits_fetch = False
         self.batches_without_step = 0
-        # Numbers of the newest event when a batch was last fetched and last counted.
-        self._last_fetch = self._last_count = self._signs.now
-        self._steps_before, self._backwards_before = self._signs.steps, self._signs.backwards
-        self._all_steps_before = self._signs.all_steps
-        self._steps_a_batch = 0  # of all optimizers, for the batch that was counted last
-        self._backwards_a_batch = 0  # of the batch that was counted last
+        self._since.forget()
+        self._last_fetch = self._signs.now  # number of the newest event when a batch was fetched
         self._trained_in_a_row = 0  # asks of a loop that has trained one batch before each
-        self._changes_before = 0
-        self._gradients_before: tuple[tuple[int, int], ...] = ()
 
     def begin(self) -> None:
         """Watch the reader's fetches; `end` undoes it.
@@ -115,7 +114,7 @@ class BatchCount:
                 `Options.in_flight` says that it must.
         """
         self._forget()
-        self._changes_before = self._signs.changes()
+        self._since.watch_changes()
         if self._counted is not None:
             self._counted.before_fetch = self._before_fetch
         if self._allowed or self.reads_ahead:
@@ -135,27 +134,12 @@ class BatchCount:
         """
         refuse_pipeline(pipeline)
         self._read_ahead()
-        self.is_driven = self.keeps_batches = True
-        self._driven = weakref.ref(pipeline)
-
-    def keeps_taken(self) -> bool:
-        """Whether who asks for a batch now trains the batches that were taken before, too.
-
-        A pipeline trains them even after a loop was left. Another pipeline does not have them.
-        """
-        if not self.keeps_batches:
-            return False
-        pipeline = asking_pipeline() if self._driven is None else self._driven()
-        if pipeline is None:
-            return True
-        is_other = self._asked is not None and self._asked() is not pipeline
-        self._asked = weakref.ref(pipeline)
-        return not is_other
+        self.pipeline.drive(pipeline)
 
     def _read_ahead(self) -> None:
         """From now on, the loop takes batches ahead: each trained batch is the oldest of them."""
         if self._counted is not None:
-            self._counted.in_flight.read_ahead(self._training_thread)
+            self._counted.in_flight.read_ahead(self._threads.training)
         elif self._reader is not None:
             raise SettingsError(
                 "reader",
@@ -181,7 +165,7 @@ class BatchCount:
         self._is_in_loop = True
         self._trained_in_a_row = 0
         self._look_at_caller()
-        self._note_count()  # what came before the loop is no sign of its batches
+        self._since.begin()  # what came before the loop is no sign of its batches
 
     def trained(self, taken: int) -> int:
         """Return how many batches were trained since batches were last counted.
@@ -193,9 +177,9 @@ class BatchCount:
             SettingsError: whether the batch was trained cannot be told; or the loop asks for
                 batches in the middle of a step, or in another thread.
         """
-        if not taken or self.is_driven:
+        if not taken or self.pipeline.is_driven:
             return 0
-        if self._signs.last_step > self._last_count:
+        if self._since.has_stepped:
             self._refuse_thread("batches()", "take batches there from iter(reader)")
         has_trained = self._has_trained_one()
         if not self.reads_ahead:
@@ -206,7 +190,7 @@ class BatchCount:
             trained = taken
         elif has_trained:
             self._refuse_mid_step(max(self._signs.last_forward, self._signs.last_backward))
-            if not (self._trained_in_a_row or self._is_filled or self.keeps_batches):
+            if not (self._trained_in_a_row or self._is_filled or self.pipeline.keeps_batches):
                 self._look_at_first(taken)
             trained = 1
         else:
@@ -216,7 +200,7 @@ class BatchCount:
         if self._signs.last_step and not has_trained:
             self.is_between_steps = False  # the batch may be trained together with the next one
         self._trained_in_a_row = self._trained_in_a_row + 1 if has_trained else 0
-        if self.reads_ahead and not self.keeps_batches and self._trained_in_a_row == 1:
+        if self.reads_ahead and not self.pipeline.keeps_batches and self._trained_in_a_row == 1:
             self.is_between_steps = False  # whether one batch is trained for each ask shows later
         return trained
 
@@ -226,7 +210,7 @@ class BatchCount:
         Raises:
             SettingsError: it may have trained several.
         """
-        steps = self._signs.steps - self._steps_before
+        steps = self._since.steps
         if 2 <= steps <= taken:
             raise SettingsError(
                 "the training loop",
@@ -254,12 +238,9 @@ class BatchCount:
             taken: as for `trained`.
         """
         self._is_in_loop = False
-        if self.is_driven:
+        if self.pipeline.is_driven:
             return 0
-        trained = self._signs.steps - self._steps_before
-        if self._backwards_a_batch:
-            backwards = self._signs.backwards - self._backwards_before
-            trained = backwards // self._backwards_a_batch
+        trained = self._since.batches
         self._look_at_steps()
         return min(taken, trained) if self.reads_ahead else taken
 
@@ -270,7 +251,9 @@ class BatchCount:
             taken: as for `trained`.
         """
         has_trained = self._has_trained_one()
-        if taken and not (has_trained or self.reads_ahead or self._allowed == 0 or self.is_driven):
+        if taken and not (
+            has_trained or self.reads_ahead or self._allowed == 0 or self.pipeline.is_driven
+        ):
             _log.warning(
                 "a loop over batches() was left before it has trained the batch that it got last. "
                 "The batch counts as trained: a restart goes on after it. Next: leave the loop "
@@ -282,59 +265,52 @@ class BatchCount:
 
     def may_count(self) -> bool:
         """Whether the batch that the loop works on counts as trained now: its step is done."""
-        if self.is_driven:
+        if self.pipeline.is_driven:
             return False
         if self._allowed == 0:
             return True
         # Another optimizer may still have to step, as it has for the batch before.
-        steps = self._signs.all_steps - self._all_steps_before
-        return self._signs.last_step > self._last_count and steps >= self._steps_a_batch
+        return self._since.has_all_steps
+
+    def may_cut(self, *, ends: bool) -> bool:
+        """Whether a checkpoint may be cut now. Warns if it waits for a step no longer.
+
+        Args:
+            ends: whether training is about to end.
+        """
+        if self.awaits_fetch:
+            return False
+        if self.is_between_steps:
+            return True
+        most_batches = _MOST_AT_END if ends else _MOST_WITHOUT_STEP
+        if self.batches_without_step == most_batches:
+            _log.warning(
+                "optimizers have not stepped for %d batches with backward passes, so a checkpoint "
+                "waits no longer: it holds no gradients that wait for a step. Next: pass the "
+                "optimizers that train the model to Checkpointer(model, optimizers)",
+                most_batches,
+            )
+        return self.batches_without_step >= most_batches
 
     def _has_trained_one(self) -> bool:
         """Whether training has shown signs since batches were last counted."""
-        return not self.is_driven and self._signs.has_trained_since(self._last_count)
+        return not self.pipeline.is_driven and self._since.has_trained
 
     def _look_at_steps(self) -> None:
         """Note whether optimizers have stepped since the last call, and that batches are counted.
 
         A backward pass that comes after the step is a user's own look at gradients.
         """
-        signs = self._signs
-        self._backwards_a_batch = signs.backwards - self._backwards_before
-        self._steps_a_batch = signs.all_steps - self._all_steps_before
-        if signs.last_step > self._last_count:
-            self._lagging.look(self._last_count)
+        self._since.end_batch()
+        if self._since.has_stepped:
+            self._lagging.look(self._since.last_event)
             self.is_between_steps = self._has_trained = True
             self.batches_without_step = 0
-        elif signs.last_backward > self._last_count or self._has_new_gradients():
+        elif self._since.has_passed_back:
             self._has_trained = True
             self.batches_without_step += 1
-            self.is_between_steps = not signs.last_step and self._has_stepped_unseen()
-        self._note_count()
-
-    def _note_count(self) -> None:
-        signs = self._signs
-        self._last_count = signs.now
-        self._steps_before, self._backwards_before = signs.steps, signs.backwards
-        self._all_steps_before = signs.all_steps
-        if not signs.last_backward:
-            self._gradients_before = signs.gradients()
-
-    def _has_new_gradients(self) -> bool:
-        """Whether a backward pass has run that is not seen: a model was called by its parts.
-
-        Loops keep the gradients of the last step until the next batch, so old ones say nothing.
-        """
-        if self._signs.last_backward:
-            return False
-        gradients = self._signs.gradients()
-        return bool(gradients) and gradients != self._gradients_before
-
-    def _has_stepped_unseen(self) -> bool:
-        """Whether an optimizer whose hooks do not work has stepped, as far as that can be seen."""
-        changes = self._signs.changes()
-        has_changed, self._changes_before = changes != self._changes_before, changes
-        return has_changed
+            self.is_between_steps = not self._signs.last_step and self._since.has_stepped_unseen()
+        self._since.begin()
 
     def _refuse_mid_step(self, last_pass: int) -> None:
         """Refuse a loop that asks for a batch while it trains another one.
@@ -345,7 +321,7 @@ class BatchCount:
         Raises:
             SettingsError: after an optimizer step, the next forward or backward pass has begun.
         """
-        if self._last_count < self._signs.last_step < last_pass:
+        if self._since.last_event < self._signs.last_step < last_pass:
             raise SettingsError(
                 "batches()",
                 found="a training loop that takes the next batch in the middle of a step, after "
@@ -365,7 +341,7 @@ class BatchCount:
         Raises:
             SettingsError: `Pipelined` counts the batches already.
         """
-        if self.is_driven:
+        if self.pipeline.is_driven:
             raise SettingsError(
                 "step()",
                 found="a call, although checkpoints.pipelined(pipeline) counts each batch itself",
@@ -393,11 +369,11 @@ class BatchCount:
         Raises:
             SettingsError: the reader's position is after a batch that is not trained.
         """
-        signs = self._signs
+        signs, last_count = self._signs, self._since.last_event
         trained = max(signs.last_backward, signs.last_step)
-        if signs.last_backward > self._last_count:
+        if signs.last_backward > last_count:
             trained = signs.last_backward
-        is_late = self._untrained_fetches and self._last_count < trained <= self._last_fetch
+        is_late = self._untrained_fetches and last_count < trained <= self._last_fetch
         if self._counted is None or self._allowed is not None or self.reads_ahead or not is_late:
             return
         raise SettingsError(
@@ -425,15 +401,19 @@ class BatchCount:
             self._is_filled = self._has_landed = False
             if not reader.in_flight.has_ended:
                 self._untrained_fetches = 0  # who took them begins anew
-            keeps = self.keeps_taken() if self.keeps_batches else reader.in_flight.has_ended
+            keeps = (
+                self.pipeline.keeps_taken()
+                if self.pipeline.keeps_batches
+                else reader.in_flight.has_ended
+            )
             if not (keeps or self._is_in_loop):
                 warn_of_dropped(len(reader.in_flight))
                 reader.in_flight.forget()
         has_trained = self._signs.has_trained_since(self._last_fetch)
         if self.reads_ahead:
             # A thread may take several batches after each that is trained.
-            reader.in_flight.thread = self._training_thread
-            self._warn_of_thread()
+            reader.in_flight.thread = self._threads.training
+            self._threads.warn()
             if not self._has_landed and reader.in_flight.is_asked_in_training:
                 self._refuse_more(len(reader.in_flight))
             elif len(reader.in_flight) > self._limit:
@@ -462,48 +442,21 @@ class BatchCount:
         if pipeline is not None:
             refuse_pipeline(pipeline)
             self._read_ahead()
-            self.keeps_batches = True
-            self._asked = weakref.ref(pipeline)
+            self.pipeline.ask(pipeline)
 
     def _look_at_thread(self) -> None:
         """Refuse a thread that takes batches which another one trains.
 
         Training may have moved to the thread that asks: its next step shows that.
         """
-        if threading.get_ident() != self._fetching_thread:
-            self._fetching_thread = threading.get_ident()
+        if self._threads.note_fetch():
             self._has_trained = False
         elif self._signs.last_step > self._last_fetch:
             self._refuse_thread("the reader", "pass Checkpointer(options=Options(in_flight=N))")
 
-    def _warn_of_thread(self) -> None:
-        if threading.get_ident() == self._training_thread or self._has_warned_of_thread:
-            return
-        self._has_warned_of_thread = True
-        _log.warning(
-            "another thread than the training thread reads batches: if both draw from the same "
-            "random generators, they draw in any order, and a restart trains the same batches but "
-            "may differ in bits. Next: have the reader or the model draw from a generator of its "
-            "own, or read in the training thread"
-        )
-
-    @property
-    def _training_thread(self) -> int:
-        """The thread that steps the optimizers; before the first step, this one."""
-        return threading.get_ident() if self._signs.thread is None else self._signs.thread
-
     def _refuse_thread(self, subject: str, remedy: str) -> None:
-        if threading.get_ident() != self._training_thread and self._allowed != 0:
-            error = SettingsError(
-                subject,
-                found="a thread that takes batches for the training thread",
-                expected="batches taken by the thread that steps the optimizers, or a loop that "
-                "says how many batches are taken ahead",
-                next_step=f"{remedy}, and call checkpoints.step() in the training thread after "
-                "each step",
-            )
-            _log.error("%s", error)  # that thread may end with it, while training waits for batches
-            raise error
+        if self._allowed != 0:
+            self._threads.refuse_other(subject, remedy)
 
     def _refuse_more(self, taken: int) -> None:
         """Refuse a batch that a loop asks for before it has trained one of those that it has.
@@ -533,7 +486,7 @@ class BatchCount:
         """
         if self._has_trained or self._allowed is not None:
             return
-        if self._has_new_gradients() or self._signs.changes() != self._changes_before:
+        if self._since.has_new_gradients or self._since.has_changes:
             # A model was called by its parts, or an optimizer's steps have no hook.
             self._has_trained = True
             return

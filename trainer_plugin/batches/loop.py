@@ -218,7 +218,7 @@ class Loop:
                 batches are trained cannot be told.
         """
         self._land_rest()
-        if not self._count.keeps_taken():
+        if not self._count.pipeline.keeps_taken():
             warn_of_dropped(len(self._taken))
             self._land(len(self._taken))
         self._resume()
