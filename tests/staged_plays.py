@@ -15,6 +15,7 @@ from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.format.job import Job
 from recpoint.format.naming import ManifestName
+from tests.running_parts import pipeline_of
 from tests.training_builder import reject, until
 
 __all__ = ["StagedPlay"]
@@ -56,8 +57,7 @@ class StagedPlay(RuleBasedStateMachine):
         """What was cut is staged, and every answer there is has been heard."""
         outcomes = StagedRun(self.run_directory).outcomes_directory
         until(lambda: not list(outcomes.glob(f"{self.generation:08d}-*.json")))
-        pipeline = self.trainer._pipeline
-        assert pipeline is not None
+        pipeline = pipeline_of(self.trainer)
         until(lambda: not pipeline._handoff.is_staging() and not pipeline._handoff._unwanted)
         own_jobs = [job for _, job in self.jobs() if job.generation == self.generation]
         until(lambda: self.trainer.stats is not None and pipeline.pending == len(own_jobs))

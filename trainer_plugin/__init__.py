@@ -1,7 +1,8 @@
 """Runs inside the training process: marks rows, takes snapshots, restores. Never imports Prefect.
 
 The input is a model, its optimizers and a reader; the output is staged jobs. Read the modules in
-this order: `checkpointer`, `assembly` (which builds its parts), `settings` with `setting_checks`,
+this order: `checkpointer`, `training` (its starts, rewinds and end), `generation` (what runs beside
+training), `assembly` (which builds the parts), `named_tables`, `settings` with `setting_checks`,
 `schedule` (when a checkpoint is due), `policy` (a full or an increment), `tables` (which weights
 are tables), `integrations` and `fused_optimizers` (tables of other libraries), `mismatches` (what
 to do about a checkpoint that does not fit), `ranks` (which rank holds which rows), `state`

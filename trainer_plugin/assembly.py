@@ -16,11 +16,15 @@ from recpoint.catalog.staging.area import default_staging_root
 from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.cache.cached_table import CachedTracker
 from recpoint.embeddings.cache.lookup_hooks import cache_of
+from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.cache.reader_plans import planned_cache
 from recpoint.embeddings.tables.marks import Tracker
 from recpoint.embeddings.tables.optimizers import OptimizerWatch
 from recpoint.embeddings.tables.tables import Table, TableSource
 from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.batches.count import BatchCount
+from recpoint.trainer_plugin.batches.signs import TrainingSigns
+from recpoint.trainer_plugin.named_tables import NamedTables
 from recpoint.trainer_plugin.ranks.agreement import Replicas, agree_on_settings
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.ranks.sharding import (
@@ -31,6 +35,7 @@ from recpoint.trainer_plugin.ranks.sharding import (
     lay_out,
     local_pieces,
 )
+from recpoint.trainer_plugin.restore.start import TrainingJob
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.snapshot.cut import Cutter
 from recpoint.trainer_plugin.snapshot.memory_bound import MemoryBound
@@ -79,6 +84,10 @@ class Assembly:
             stores.
         watch: watches the optimizers' steps.
         state: the training state outside the tables.
+        tables: the tables by name.
+        signs: see what training does.
+        count: decides which batches are trained.
+        job: the model and its ranks, for a restore.
         cutter: cuts snapshots of tables and state.
         area: the staging area.
         memory: the most memory that snapshots take there.
@@ -92,6 +101,10 @@ class Assembly:
     trackers: dict[str, Tracker]
     watch: OptimizerWatch
     state: TrainingState
+    tables: NamedTables
+    signs: TrainingSigns
+    count: BatchCount
+    job: TrainingJob
     cutter: Cutter
     area: StagingArea
     memory: MemoryBound
@@ -111,6 +124,8 @@ class Assembly:
         for source in self.trained.sources:
             source.track(self.trackers)
         self.watch.install()
+        self.signs.install()
+        self.count.begin()
 
     def untrack(self) -> None:
         """Take the hooks out of the model."""
@@ -119,6 +134,26 @@ class Assembly:
             source.untrack()
         for tracker in self.trackers.values():
             tracker.remove()
+        self.signs.remove()
+        self.count.end()
+
+    def check_room(self, *, jobs: int) -> None:
+        """Refuse a staging area that is too small for the first checkpoints. Collective.
+
+        Args:
+            jobs: the most slots of this rank.
+
+        Raises:
+            SettingsError: it is too small.
+        """
+        if self.replicas.stored_elsewhere:
+            self.memory.measure()  # less than before: other ranks store a part
+        self.area.refuse_if_small(self.memory.agree(), jobs=jobs)
+
+    @property
+    def cache_stats(self) -> CacheStats | None:
+        """What the cache has done so far; None: no table is cached."""
+        return None if self.cache is None else self.cache.stats
 
 
 def look_at(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> Trained:
@@ -302,12 +337,25 @@ def assemble(
         lambda: local_pieces(state.model.tensors()),
     )
     state.leave_to_others(replicas.stored_elsewhere)
+    signs = TrainingSigns(trained.module, trained.optimizers)
     return Assembly(
         trained=trained,
         shards=shards,
         trackers=trackers,
         watch=watch,
         state=state,
+        tables=NamedTables(shards, trackers, state.optimizers),
+        signs=signs,
+        count=BatchCount(
+            signs, trained.optimizers, reader, most_in_flight=settings.options.in_flight
+        ),
+        job=TrainingJob(
+            ranks=ranks,
+            tables=trained.tables,
+            names=frozenset(shard.name for shard in shards),
+            state=state,
+            cache=cache,
+        ),
         cutter=cutter,
         area=area,
         memory=memory,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,45 +13,21 @@ from torch.optim import Optimizer
 
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import RestoreReport
-from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.run_url import naming_errors
-from recpoint.embeddings.tables.marks import Tracker
-from recpoint.embeddings.tables.tables import Table, held_ids
 from recpoint.errors import (
-    ClusterLost,
     IncompatibleModel,
     NothingToRestore,
-    RankLost,
-    ServerLost,
     SettingsError,
 )
-from recpoint.interrupts import Hold, held
 from recpoint.trainer_plugin.assembly import assemble, look_at
-from recpoint.trainer_plugin.batches.count import BatchCount
-from recpoint.trainer_plugin.batches.loop import Bound, Loop
+from recpoint.trainer_plugin.batches.loop import Bound
 from recpoint.trainer_plugin.batches.pipelined import Pipelined
-from recpoint.trainer_plugin.batches.signs import TrainingSigns
-from recpoint.trainer_plugin.batches.uncounted import Uncounted
-from recpoint.trainer_plugin.life_cycle import LifeCycle, misuse
 from recpoint.trainer_plugin.observation import Observation
-from recpoint.trainer_plugin.pipeline.pipeline import Pipeline
-from recpoint.trainer_plugin.pipeline.reader_pace import Pace
 from recpoint.trainer_plugin.policy import Policy, PolicyName, as_policy
-from recpoint.trainer_plugin.ranks.ranks import AgreedEnd, Ranks
-from recpoint.trainer_plugin.restore.start import (
-    StagedParts,
-    Start,
-    StartRequest,
-    TrainingJob,
-    announce_start,
-    open_run,
-    start_training,
-    store_of,
-    take_area,
-)
+from recpoint.trainer_plugin.ranks.ranks import Ranks
+from recpoint.trainer_plugin.restore.start import StartRequest, store_of
 from recpoint.trainer_plugin.restore.target import Seed
 from recpoint.trainer_plugin.schedule.ledger import Statistics, Stats
-from recpoint.trainer_plugin.servers_note import ServersNote
 from recpoint.trainer_plugin.settings import (
     Bits,
     ExpectedFailures,
@@ -68,13 +42,11 @@ from recpoint.trainer_plugin.settings import (
 from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.state.lookahead import Lookahead
 from recpoint.trainer_plugin.state.reader import Stateful
+from recpoint.trainer_plugin.training import CheckpointedTraining
 
 __all__ = ["Checkpointer"]
 
-T = TypeVar("T")
 B = TypeVar("B")
-
-_log = logging.getLogger("recpoint")
 
 
 class Checkpointer:
@@ -163,7 +135,7 @@ class Checkpointer:
         self._ranks = Ranks(wait_seconds=waits.ranks_seconds)
         with self._ranks.together("looking at what the Checkpointer is given"):
             _refuse_inference_mode("Checkpointer()")
-            self._settings = settings = Settings(
+            settings = Settings(
                 interval_batches=interval_batches,
                 interval_seconds=interval_seconds,
                 precision=as_precision(bits),
@@ -175,45 +147,30 @@ class Checkpointer:
             )
             settings.check_ranks(self._ranks.count)
             with rng.untouched():
-                self._store = store_of(run)
+                store = store_of(run)
             trained = look_at(model, optimizers)
         self._parts = assemble(
             self._ranks,
             trained,
             settings,
-            run_url=self._store.url,
+            run_url=store.url,
             reader=reader,
             schedulers=schedulers,
             extras=extras,
         )
+        self._url = store.url
         self._reader = reader
-        self._end = AgreedEnd(self._ranks, wait_seconds=settings.timeouts.ranks_seconds)
-        self._pipeline: Pipeline | None = None
-        self._pace: Pace | None = None
-        self._servers_note: ServersNote | None = None
-        self._uncounted: Uncounted | None = None  # until the first batch is counted
-        self._life = LifeCycle(lambda final: self._stop(final=final))
-        self._signs = TrainingSigns(model, trained.optimizers)
-        self._count = BatchCount(
-            self._signs, trained.optimizers, reader, most_in_flight=settings.options.in_flight
+        self._training = CheckpointedTraining(
+            self._parts,
+            store,
+            self._ranks,
+            settings,
+            reader=reader,
+            has_position=reader is not None or bool(extras),
         )
-        self._loop = Loop(
-            self._parts.state,
-            self._count,
-            batches_done=lambda: self.batches_done,
-            note_done=self._note_done,
-            act=self._act_between_steps,
-            rewind=self._rewind,
-        )
-        self._rewinds = 0
-        self._has_position = reader is not None or bool(extras)
-        self.batches_done = 0
         try:
-            if self._parts.replicas.stored_elsewhere:
-                self._parts.memory.measure()  # less than before: other ranks store a part
-            share = self._parts.memory.agree()
-            self._parts.area.refuse_if_small(share, jobs=settings.staging.jobs)
-            self._parts.area.warn_if_small(share)
+            self._parts.check_room(jobs=settings.staging.jobs)
+            self._parts.area.warn_if_small(self._parts.memory.host)
             self._parts.records.refuse_if_large()
             self._parts.watch.warn()
         except BaseException:  # such as a warning that a filter turns into an error
@@ -268,168 +225,25 @@ class Checkpointer:
             BaseException: a signal handler raised it. Either nothing has started, and you can
                 repeat the call; or the restore is complete, and training can go on.
         """
-        self._life.refuse_child("restore()")
-        if self._pipeline is not None or self._life.is_closed or self._life.is_busy:
-            raise misuse("restore()", "a second call", "one call before training")
+        self._training.refuse_second_start()
         _refuse_inference_mode("restore()")
-        with naming_errors(self._store.url):
+        with naming_errors(self._url):
             selection = Selection(
                 step=step,
                 generation=generation,
                 validated_only=validated_only,
                 validated_within=validated_within,
             )
-            wanted = StartRequest(selection, fresh, partial, seed)
-            wanted.check()
+            request = StartRequest(selection, fresh, partial, seed)
+            request.check()
             self._parts.state.refuse_unwritable()  # states may have been created since __init__
             self._parts.state.warn_of_schedulers()
             try:
-                report = self._life.run_whole(lambda hold: self._restore(wanted, hold))
+                return self._training.start(request)
             except (IncompatibleModel, NothingToRestore) as error:
                 # Its message says what to change in the script. A traceback through recpoint would
                 # push the message out of sight; that of a cause is kept.
                 raise error.with_traceback(None) from error.__cause__
-        if self._settings.options.handle_sigterm:
-            self.take_sigterm()
-        return report
-
-    def _restore(self, wanted: StartRequest, hold: Hold) -> RestoreReport | None:
-        generators, gradients = rng.capture(), torch.is_grad_enabled()
-        try:
-            staged = take_area(self._parts.area, self._ranks)
-            # This may take long, so a signal may interrupt it: training has not begun, and a
-            # repeated call overwrites what this one wrote.
-            run, start = hold.let_through(lambda: self._taken_over(wanted, staged))
-            if not start.resumed:
-                rng.restore(generators)  # as in rng.untouched
-            self._parts.area.take_over(start.generation)
-        except BaseException:
-            torch.set_grad_enabled(gradients)  # an interrupted `no_grad` may not have ended
-            self._parts.area.close()
-            raise
-        self._begin(run, start)
-        return start.report
-
-    def _rewind(self, error: ServerLost | RankLost) -> None:
-        """Go back to the newest checkpoint, because an embedding server has lost its rows.
-
-        If a server is lost in the restore, it is restored once more. That counts as going back.
-
-        Raises:
-            ServerLost, RankLost: as given, or of the restore: there is no checkpoint, or nowhere to
-                restore it to, or this is one time too many.
-            RecpointError: as `restore`.
-        """
-        lost = error
-        while True:
-            if isinstance(lost, ClusterLost) or self._rewinds >= self._settings.options.rewinds:
-                raise lost
-            self._rewinds += 1
-            if lost is error:
-                self._running("batches()")
-            _log.warning("%s. Training goes back to the newest checkpoint", lost)
-            try:
-                self._life.run_whole(functools.partial(self._back, lost))
-            except (ServerLost, RankLost) as again:
-                if again is lost:  # there is nothing to go back to
-                    raise
-                lost = again
-            else:
-                return
-
-    def _back(self, lost: ServerLost | RankLost, hold: Hold) -> None:
-        if self._pipeline is not None:  # None: lost in the restore
-            self._pipeline.close()
-        self._pipeline = self._pace = None
-        self._end_servers_note()
-        self._untrack()
-        self._parts.cutter.unmarked.forget()
-        self._parts.area.close()
-        wanted = StartRequest(Selection(), fresh=False, partial=None, seed=None)
-        if self._restore(wanted, hold) is None:
-            # The run would begin anew, and the model has been trained: this is the end.
-            self._life.request_end(final=False)
-            raise lost
-
-    def _taken_over(self, wanted: StartRequest, staged: StagedParts) -> tuple[Run, Start]:
-        drain_seconds = self._settings.timeouts.drain_seconds
-        run = open_run(self._store, self._parts.area, self._ranks, staged, drain_seconds)
-        job = TrainingJob(
-            ranks=self._ranks,
-            tables=self._parts.trained.tables,
-            names=frozenset(shard.name for shard in self._parts.shards),
-            state=self._parts.state,
-            cache=self._parts.cache,
-            staged=max((generation for parts in staged for generation, _ in parts), default=0),
-        )
-        return run, start_training(run, job, self._settings.policy, wanted)
-
-    def _begin(self, run: Run, start: Start) -> None:
-        self.batches_done = start.batches_done
-        self._parts.track(start.changed)
-        self._signs.install()
-        self._count.begin()
-        self._parts.memory.measure()
-        share = self._parts.memory.agree()
-        self._parts.area.clear_other_ranks(share.ranks, start.generation)
-        _log.info(
-            "generation %d of %s: %d batches done; staged checkpoints take at most %d bytes of %s"
-            "; those of all %d rank(s) of this host at most %d bytes",
-            start.generation,
-            run.url,
-            start.batches_done,
-            self.memory_bound_bytes,
-            self._parts.area.root,
-            len(share.ranks),
-            share.bound_bytes,
-        )
-        self._pipeline = pipeline = Pipeline(
-            run=run,
-            start=start,
-            area=self._parts.area,
-            cutter=self._parts.cutter,
-            memory=self._parts.memory,
-            records=self._parts.records,
-            trackers=self._parts.trackers,
-            settings=self._settings,
-            ends=lambda: self._end.is_due,
-            ranks=self._ranks,
-            replicas=self._parts.replicas,
-            reader=self._reader_ahead(),
-        )
-        pipeline.prepare()
-        self._say_how_servers_are(start.generation)
-        self._parts.state.warn_of_batches(start.batches_done)
-        self._pace = Pace(self._reader, pipeline)
-        self._pace.restart(start.batches_done)
-        if self._ranks.rank == 0:
-            self._uncounted = Uncounted(self._parts.state.optimizers.parameters(), self._signs)
-        if self._settings.options.announce and self._ranks.rank == 0:
-            announce_start(run.url, start.report, resumed=start.resumed, left_count=start.left)
-
-    def _say_how_servers_are(self, generation: int) -> None:
-        cache = self._parts.cache
-        if cache is not None and self._ranks.rank == 0:
-            self._servers_note = ServersNote(
-                cache.home,
-                self._parts.area,
-                generation=generation,
-                is_stalled=lambda: self._life.is_busy,
-            )
-            self._servers_note.start()
-
-    def _end_servers_note(self) -> None:
-        if self._servers_note is not None:
-            self._servers_note.end()
-            self._servers_note = None
-
-    def _reader_ahead(self) -> Lookahead | None:
-        """Return the reader if rows are copied before a cut: not those of a cache.
-
-        These are copied after it: from slots that no step has changed, or from the frozen home.
-        """
-        ahead = self._reader if isinstance(self._reader, Lookahead) else None
-        return ahead if self._parts.cache is None else None
 
     def take_sigterm(self) -> None:
         """Handle SIGTERM from now on, as `restore` does unless `Options.handle_sigterm` is False.
@@ -437,7 +251,12 @@ class Checkpointer:
         Call it after a framework has installed a handler of its own: after the last checkpoint,
         the signal is passed on to the framework's handler.
         """
-        self._end.watch()
+        self._training.end.watch()
+
+    @property
+    def batches_done(self) -> int:
+        """Batches whose updates the model holds."""
+        return self._training.batches_done
 
     @property
     def memory_bound_bytes(self) -> int:
@@ -458,7 +277,8 @@ class Checkpointer:
         batches until the checkpoint look up.
         """
         if isinstance(self._reader, Lookahead):
-            ahead = None if self._pipeline is None else self._pipeline.ahead
+            generation = self._training.generation
+            ahead = None if generation is None else generation.pipeline.ahead
             return self._reader.held_bytes if ahead is None else ahead.size_bytes
         return 0
 
@@ -514,18 +334,8 @@ class Checkpointer:
                 in the middle of a step.
             RecpointError, BaseException: from the loop, for the reasons that `step` gives.
         """
-        self._running("batches()")
-        bound = Bound(epochs=epochs, total=total)
-        source: object = self._reader if reader is None else reader
-        if not isinstance(source, Iterable):
-            raise SettingsError(
-                "batches(reader)",
-                found="no reader" if source is None else f"a {type(source).__name__}",
-                expected="an iterable of batches",
-                next_step="pass it as Checkpointer(reader=...) or as batches(reader, ...)",
-            )
-        self._loop.check(bound, has_position=self._has_position)
-        return self._loop.run(source, bound)
+        self._training.running("batches()")
+        return self._training.loop.run(reader, Bound(epochs=epochs, total=total))
 
     def pipelined(self, pipeline: Any) -> Pipelined:
         """Return the train pipeline so that each call of its `progress` counts one batch.
@@ -549,9 +359,8 @@ class Checkpointer:
             SettingsError: `restore` was not called; the pipeline moves rows out of their tables; or
                 the reader is neither a `ResumableLoader` nor a `Lookahead`.
         """
-        self._running("pipelined()")
-        self._count.drive(pipeline)
-        return Pipelined(pipeline, self._loop.settle, self._loop.progressed)
+        self._training.running("pipelined()")
+        return self._training.loop.pipelined(pipeline)
 
     def step(self) -> None:
         """Count one more batch, and take a checkpoint if one is due.
@@ -566,54 +375,7 @@ class Checkpointer:
             RecpointError: with `Options.on_error="raise"`: the error of a failed checkpoint.
             BaseException: a signal handler raised it; a checkpoint that was due has been cut.
         """
-        if self._loop.is_waiting:
-            raise SettingsError(
-                "step()",
-                found="a call in a loop over batches(), which calls step() after each batch itself",
-                expected="no call of step() in that loop",
-                next_step="remove step() from the loop",
-            )
-        self._running("step()")
-        self._count.stepped()
-        self._note_done()
-        self._act_between_steps()
-
-    def _act_between_steps(self) -> None:
-        if not self._count.may_cut(ends=self._end.is_due):
-            return
-        self._act_if_due()
-
-    def _act_if_due(self) -> None:
-        pipeline, pace = self._running("step()")
-        if (
-            pace.is_over(self.batches_done)
-            or pipeline.outcomes.has_news()
-            or self._parts.memory.has_grown()
-            or self._end.is_due
-            or (pipeline.ahead is not None and pipeline.ahead.is_near(pace.left(self.batches_done)))
-        ):
-            self._life.run_whole(lambda _: self._act(pipeline, pace))
-        if self._end.is_done:
-            self._end.hand_on()
-
-    def _note_done(self) -> None:
-        if self._life.is_over:
-            return
-        self.batches_done += 1
-        if self._uncounted is not None:
-            self._uncounted.end()
-            self._uncounted = None
-
-    def _act(self, pipeline: Pipeline, pace: Pace) -> None:
-        pipeline.outcomes.fetch()
-        if self._parts.memory.follow():
-            self._parts.records.warn_if_large(pipeline.statistics.precision)
-        pace.step(self.batches_done)
-        if pipeline.ahead is not None:
-            pipeline.ahead.step(self.batches_done, pace.left(self.batches_done))
-        if self._end.is_due:
-            self._end.end_if_last(self.batches_done, pipeline.finish)
-        pipeline.outcomes.raise_noted()
+        self._training.step()
 
     def checkpoint(self) -> bool:
         """Take a checkpoint now, whether or not one is due.
@@ -624,25 +386,7 @@ class Checkpointer:
             of the batch that a loop over `batches` is working on, or during another call of this
             object (from a `state_dict` or a signal handler).
         """
-        if self._life.is_busy:
-            # It would be written into the slot that another checkpoint is being written to.
-            _log.info("no checkpoint at batch %d: another call is in progress", self.batches_done)
-            return False
-        pipeline, pace = self._running("checkpoint()")
-        if not self._loop.count_now():
-            _log.info(
-                "no checkpoint at batch %d: the next batch is in training, and its optimizer step "
-                "is not done",
-                self.batches_done,
-            )
-            return False
-        return self._life.run_whole(lambda _: self._take(pipeline, pace))
-
-    def _take(self, pipeline: Pipeline, pace: Pace) -> bool:
-        pipeline.outcomes.fetch()
-        cut = pace.take(self.batches_done)
-        pipeline.outcomes.raise_noted()
-        return cut
+        return self._training.checkpoint()
 
     def mark(self, table: str, ids: Tensor) -> None:
         """Mark rows of `table` that you changed in another way than by training.
@@ -661,8 +405,7 @@ class Checkpointer:
             IndexError: an id is out of range.
             ValueError: ids are not int32 or int64.
         """
-        for one, tracker in self._named(table):
-            tracker.mark(ids if one.rows == one.table_rows else held_ids(one, ids))
+        self._parts.tables.mark(table, ids)
 
     def mark_all(self, table: str) -> None:
         """Mark all rows of `table`, for instance after you reset or decayed its rows or row states.
@@ -673,8 +416,7 @@ class Checkpointer:
         Raises:
             SettingsError: the model has no such table.
         """
-        for _, tracker in self._named(table):
-            tracker.mark_all()
+        self._parts.tables.mark_all(table)
 
     def delete_rows(self, table: str, ids: Tensor) -> None:
         """Set rows that are no longer used, and their row states, to zero.
@@ -688,26 +430,15 @@ class Checkpointer:
         Raises:
             SettingsError, IndexError, ValueError: for the reasons that `mark` gives.
         """
-        for piece, tracker in self._named(table):
-            deleted_ids = held_ids(piece, ids)
-            row_states = list(self._parts.state.optimizers.row_states(piece).tensors.values())
-            with held():
-                # First, because the mark below counts all earlier in-place changes as reported.
-                tracker.notice_changes(row_states)
-                piece.zero_rows(deleted_ids, row_states)
-                tracker.mark(deleted_ids)
+        self._parts.tables.delete_rows(table, ids)
 
     @property
     def stats(self) -> Stats:
         """Return counts and timings of this process's checkpoints so far."""
-        cache = self._parts.cache
-        cache_stats = None if cache is None else cache.stats
-        if self._pipeline is None:
-            return Statistics().read(self.batches_done, cache_stats)
-        if self._pipeline.outcomes.has_news() and not (self._life.is_over or self._life.is_busy):
-            with held():
-                self._pipeline.outcomes.fetch()
-        return self._pipeline.statistics.read(self.batches_done, cache_stats)
+        self._training.learn_outcomes()
+        generation = self._training.generation
+        statistics = Statistics() if generation is None else generation.pipeline.statistics
+        return statistics.read(self.batches_done, self._parts.cache_stats)
 
     def observe(self) -> Observation:
         """Read the state of checkpointing. Unlike all else here, any thread may call it.
@@ -716,18 +447,19 @@ class Checkpointer:
         goes on, so they may be microseconds apart. It makes three requests to the file system and
         none to the store or the device.
         """
-        pipeline, cache = self._pipeline, self._parts.cache
-        statistics = Statistics() if pipeline is None else pipeline.statistics
+        generation, cache = self._training.generation, self._parts.cache
+        # The generation is read once: training may go back meanwhile.
+        statistics = Statistics() if generation is None else generation.pipeline.statistics
         return Observation.of(
             statistics,
             self._parts.area,
             # Read before batches_done, which grows: no lag is negative.
             safe_batches=statistics.safe_batches,
             batches_done=self.batches_done,
-            running=pipeline is not None and not self._life.is_closed,
-            pending=0 if pipeline is None else pipeline.pending,
+            running=generation is not None and not self._training.life.is_closed,
+            pending=0 if generation is None else generation.pipeline.pending,
             bound_bytes=self.memory_bound_bytes,
-            cache=None if cache is None else cache.stats,
+            cache=self._parts.cache_stats,
             servers=None if cache is None or self._ranks.rank else cache.home.servers_now(),
         )
 
@@ -748,66 +480,7 @@ class Checkpointer:
                 end the last checkpoint, unless a second one interrupts a `state_dict` of yours;
                 with several ranks the first that interrupts a `state_dict` does.
         """
-        if self._life.is_busy:
-            self._life.request_end(final=final)
-            return
-        self._stop(final=final, told=not final)
-        if self._pipeline is not None:
-            self._pipeline.outcomes.raise_noted()
-
-    def _stop(self, *, final: bool, told: bool = False, error: BaseException | None = None) -> None:
-        """End as `close` does; with `told`, record the end of training even if not `final`.
-
-        With `error`, record that this exception ended training.
-        """
-        if self._life.is_over:
-            return
-        try:
-            with held():
-                self._stop_whole(final=final, told=told, error=error)
-        finally:
-            self._end.close()
-
-    def _stop_whole(self, *, final: bool, told: bool, error: BaseException | None) -> None:
-        pipeline = self._pipeline
-        try:
-            with self._life.ending():
-                self._end_training(final=final, told=told, error=error)
-        finally:
-            if self._uncounted is not None:
-                self._uncounted.end()
-            self._loop.end()
-            if pipeline is not None:
-                pipeline.close()
-            self._end_servers_note()
-            self._untrack()
-            self._parts.area.close()
-            self._ranks.close()
-
-    def _end_training(self, *, final: bool, told: bool, error: BaseException | None) -> None:
-        pipeline = self._pipeline
-        if pipeline is not None and (final or told):
-            self._loop.leave()
-        if self._uncounted is not None and (final or told):
-            self._uncounted.warn()
-        if pipeline is not None and final:
-            if not self._count.is_between_steps:
-                _log.warning(
-                    "training ends after batch %d while gradients wait for an optimizer step: "
-                    "the last checkpoint does not hold them, so a restart trains on without "
-                    "them. Next: step the optimizers before close()",
-                    self.batches_done,
-                )
-            pipeline.finish(self.batches_done)
-        elif pipeline is not None and told:
-            pipeline.say_ended()
-        elif pipeline is not None and error is not None:
-            pipeline.say_failed(error, self.batches_done)
-
-    def _untrack(self) -> None:
-        self._parts.untrack()
-        self._signs.remove()
-        self._count.end()
+        self._training.close(final=final)
 
     def __enter__(self) -> Self:
         return self
@@ -825,36 +498,7 @@ class Checkpointer:
             return
         if self._parts.cache is not None:
             self._parts.cache.end_failed_step()  # checkpoints wait for rows that wait for its end
-        self._stop(final=False, error=error)
-
-    def _running(self, call: str) -> tuple[Pipeline, Pace]:
-        self._life.refuse_busy(call)
-        if self._pipeline is None or self._pace is None or self._life.is_closed:
-            state = "closed" if self._life.is_closed else "not started"
-            raise SettingsError(
-                call,
-                found=f"a Checkpointer that is {state}",
-                expected="one that restore() has started",
-                next_step="call restore() once before training, also if there is no checkpoint yet",
-            )
-        self._life.refuse_child(call)
-        return self._pipeline, self._pace
-
-    def _named(self, table: str) -> list[tuple[Table, Tracker]]:
-        """Return the pieces of a table that this process holds, each with its tracker."""
-        found = [
-            (shard.table, self._parts.trackers[shard.key])
-            for shard in self._parts.shards
-            if shard.name == table and shard.table is not None
-        ]
-        if not any(shard.name == table for shard in self._parts.shards):
-            raise SettingsError(
-                f"table {table!r}",
-                found="no such table in the model",
-                expected=f"one of {sorted({shard.name for shard in self._parts.shards})!r:.400}",
-                next_step="use the name of the embedding module, as in model.named_modules()",
-            )
-        return found
+        self._training.stop(final=False, error=error)
 
 
 def _refuse_inference_mode(call: str) -> None:

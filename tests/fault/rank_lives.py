@@ -50,6 +50,7 @@ from tests.fault.rank_watch import Origin, count_exchanges
 from tests.flat_settings import arguments
 from tests.interposed_store import InterposedStore
 from tests.polling import until
+from tests.running_parts import pipeline_of
 
 __all__ = ["Shares", "announcing_rank", "disagreeing_rank", "rank_life"]
 
@@ -203,7 +204,8 @@ def rank_life(
         _telling(Path(told), found),
         Checkpointer(model, optimizers, run=url, **arguments(given | (settings or {}))) as c,
     ):
-        c._store = reads = InterposedStore(c._store)
+        starts = c._training._starts
+        starts._store = reads = InterposedStore(starts._store)
         report = c.restore(**(restoring or {}))
         found.update(
             begun=c.batches_done,
@@ -235,10 +237,9 @@ def rank_life(
             if stop_at == c.batches_done:
                 os._exit(0)
             if idle_after == c.batches_done:
-                until(lambda: c._end.is_due)
+                until(lambda: c._training.end.is_due)
         if end_once_staged:
-            assert c._pipeline is not None
-            handoff = c._pipeline._handoff
+            handoff = pipeline_of(c)._handoff
             until(lambda: not handoff.is_staging())
         c.close()
         found.update(

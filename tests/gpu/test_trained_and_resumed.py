@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, SparseAdam
 
+from tests.running_parts import pipeline_of
 from tests.training_builder import (
     Batches,
     Place,
@@ -111,5 +112,5 @@ def test_no_kernel_is_compiled_in_a_stall(device: torch.device, tmp_path: Path) 
         for _ in range(3):
             train(training, ckpt, 2)
             assert ckpt.checkpoint()
-            ckpt._pipeline.outcomes.wait(float("inf"), until_below=1)  # type: ignore[union-attr]
+            pipeline_of(ckpt).outcomes.wait(float("inf"), until_below=1)
         assert versions() == compiled

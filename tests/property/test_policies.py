@@ -29,6 +29,7 @@ from recpoint.format.naming import ManifestName
 from recpoint.trainer_plugin.policy import POLICIES, Policy
 from recpoint.trainer_plugin.settings import WhenBusy
 from tests.example_counts import examples
+from tests.running_parts import pipeline_of
 from tests.staged_plays import StagedPlay
 
 ROWS, DIM = 40, 3
@@ -100,8 +101,7 @@ class Trainings(StagedPlay):
 
     def note(self) -> None:
         """A cut may have been taken: its truth is what the rows are now."""
-        pipeline = self.trainer._pipeline
-        assert pipeline is not None
+        pipeline = pipeline_of(self.trainer)
         step = self.trainer.batches_done
         if pipeline._ledger.newest_step == step:
             self.truth.setdefault(ManifestName(step, self.generation), self.rows())

@@ -31,6 +31,7 @@ from recpoint.format.naming import ManifestName
 from recpoint.trainer_plugin.policy import Consecutive, Continuous, Intermittent, OneShot, Policy
 from recpoint.trainer_plugin.snapshot.window import Window
 from tests.example_counts import examples
+from tests.running_parts import pipeline_of
 from tests.staged_plays import StagedPlay
 from tests.training_builder import until
 
@@ -138,8 +139,8 @@ class Windows(StagedPlay):
 
     @property
     def window(self) -> Window | None:
-        pipeline = self.trainer._pipeline
-        assert pipeline is not None and pipeline.ahead is not None
+        pipeline = pipeline_of(self.trainer)
+        assert pipeline.ahead is not None
         return pipeline.ahead.window
 
     def weight(self, name: str) -> Tensor:
@@ -248,8 +249,7 @@ class Windows(StagedPlay):
                 optimizer.step()
                 optimizer.zero_grad()
         self.trainer.step()
-        pipeline = self.trainer._pipeline
-        assert pipeline is not None
+        pipeline = pipeline_of(self.trainer)
         if pipeline._ledger.newest_step == self.trainer.batches_done:
             self.cut()
 

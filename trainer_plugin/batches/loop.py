@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from recpoint.errors import RankLost, ServerLost, SettingsError
 from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.batches.count import BatchCount, warn_of_dropped
+from recpoint.trainer_plugin.batches.pipelined import Pipelined
 from recpoint.trainer_plugin.setting_checks import checked_whole
 from recpoint.trainer_plugin.state.reader import Passes, tell_epoch
 from recpoint.trainer_plugin.state.training_state import TrainingState
@@ -76,6 +77,8 @@ class Loop:
         state: the training state; it holds the passes and the reader's position, both after the
             last batch that is trained.
         count: decides which batches are trained.
+        reader: the Checkpointer's reader.
+        has_position: whether checkpoints hold a position in the batches.
         batches_done: returns how many batches training has done.
         note_done: notes that one more batch is trained.
         act: called after batches were counted: takes a checkpoint if one is due and may be cut.
@@ -91,6 +94,8 @@ class Loop:
         state: TrainingState,
         count: BatchCount,
         *,
+        reader: object,
+        has_position: bool,
         batches_done: Callable[[], int],
         note_done: Callable[[], None],
         act: Callable[[], None],
@@ -98,6 +103,8 @@ class Loop:
     ) -> None:
         self._state = state
         self._count = count
+        self._reader = reader
+        self._has_position = has_position
         self._batches_done = batches_done
         self._note_done = note_done
         self._act = act
@@ -110,16 +117,26 @@ class Loop:
         self._passes = Passes()  # after the last batch that was taken
         self._resumed_at = 0  # batch of the open epoch at which its iterator began
         self._resumed: tuple[int, int] | None = None  # of a resumed epoch: its batches, and where
-        self._progressed = 0  # batches that `Pipelined` has trained and that are not counted
+        self._uncounted = 0  # batches that `Pipelined` has trained and that are not counted
         self._is_counted_early = False  # the batch in training is counted before the next ask
         self.is_waiting = False
 
-    def check(self, bound: Bound, *, has_position: bool) -> None:
-        """Refuse a loop that would not end at its bound after a restart.
+    def refuse_step(self) -> None:
+        """Refuse a call of `step` in a loop, which counts its batches itself.
 
-        Args:
-            bound: where training ends.
-            has_position: whether checkpoints hold a position in the batches.
+        Raises:
+            SettingsError: training is working on a batch that the loop yielded.
+        """
+        if self.is_waiting:
+            raise SettingsError(
+                "step()",
+                found="a call in a loop over batches(), which calls step() after each batch itself",
+                expected="no call of step() in that loop",
+                next_step="remove step() from the loop",
+            )
+
+    def _check(self, bound: Bound) -> None:
+        """Refuse a loop that would not end at its bound after a restart.
 
         Raises:
             SettingsError: checkpoints do not say which epoch training is in; or another loop has
@@ -135,7 +152,7 @@ class Loop:
             )
         if bound.epochs is None:
             return
-        if not has_position:
+        if not self._has_position:
             raise SettingsError(
                 "batches(epochs=...)",
                 found="a Checkpointer without a reader: a restart would begin the epoch again",
@@ -152,11 +169,38 @@ class Loop:
                 next_step="call batches(total=...), or start a new line with restore(fresh=True)",
             )
 
-    def run(self, source: Iterable[B], bound: Bound) -> Iterator[B]:
-        """Yield the batches of `source` up to the bound, as `_run` does."""
+    def run(self, reader: Iterable[Any] | None, bound: Bound) -> Iterator[Any]:
+        """Yield the batches that are left up to the bound, as `_run` does.
+
+        Args:
+            reader: the source of batches; None: the Checkpointer's reader.
+            bound: where training ends.
+
+        Raises:
+            SettingsError: there is no reader; or training would not end at the bound after a
+                restart, or another loop has not finished its batch.
+        """
+        source: object = self._reader if reader is None else reader
+        if not isinstance(source, Iterable):
+            raise SettingsError(
+                "batches(reader)",
+                found="no reader" if source is None else f"a {type(source).__name__}",
+                expected="an iterable of batches",
+                next_step="pass it as Checkpointer(reader=...) or as batches(reader, ...)",
+            )
+        self._check(bound)
         batches = self._run(source, bound)
         self._batches = weakref.ref(batches)
         return batches
+
+    def pipelined(self, pipeline: Any) -> Pipelined:
+        """Return the train pipeline, so that each call of its `progress` counts one batch.
+
+        Raises:
+            SettingsError: the pipeline, or the reader with it, cannot be checkpointed.
+        """
+        self._count.drive(pipeline)
+        return Pipelined(pipeline, self._settle, self._progressed)
 
     def leave(self) -> None:
         """Count what is trained of a loop that is over.
@@ -177,11 +221,11 @@ class Loop:
                 self._batches_done(),
             )
 
-    def progressed(self) -> None:
-        """Take note that `Pipelined` has trained one more batch; `settle` counts it."""
-        self._progressed += 1
+    def _progressed(self) -> None:
+        """Take note that `Pipelined` has trained one more batch; `_settle` counts it."""
+        self._uncounted += 1
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Count the batches that `Pipelined` has trained, and act."""
         if self._land_progressed():
             self._act()
@@ -201,7 +245,7 @@ class Loop:
         return self._count.is_between_steps and (self._count.reads_ahead or not self._taken)
 
     def _land_progressed(self) -> int:
-        progressed, self._progressed = self._progressed, 0
+        progressed, self._uncounted = self._uncounted, 0
         for _ in range(progressed):
             self._count.progressed()
             self._note_landed()

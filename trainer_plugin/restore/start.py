@@ -1,30 +1,24 @@
 """Starts a trainer on a run: validates the request, restores all ranks, takes over the run.
 
-Restoring the same checkpoint on all ranks: rank 0 chooses it, and claims the run. Rank 0 sends
-orders, one after another; the other ranks carry them out and report the result. Each order names a
-checkpoint, so that no rank reads the store by itself and finds a newer one.
-
-A trainer's start on a run: it restores, and takes over the run (format §6.1, write order, rule
-1).
+The order is that of format §6.1, write order, rule 1.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 
-from recpoint.catalog.restore.order import RestoreOrder, Selection, candidates
+from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import RestoreReport, restore
 from recpoint.catalog.run.leases import reading
-from recpoint.catalog.run.line_to_go_on import left_by_going_back, line_to_go_on
+from recpoint.catalog.run.line_to_go_on import line_to_go_on
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.run.validations import Doubts
 from recpoint.catalog.store.contract import Store
 from recpoint.catalog.store.run_url import naming_errors
 from recpoint.catalog.store.scheduler import ReadScheduler
@@ -32,21 +26,18 @@ from recpoint.catalog.store.store import S3Timeouts, open_store
 from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.tables.tables import Table
 from recpoint.errors import (
-    ChainError,
     FormatError,
     ObjectNotFound,
-    RankLost,
-    RecpointError,
-    RetentionRefused,
     SettingsError,
-    UnsupportedVersion,
 )
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
 from recpoint.format.records import CheckpointRef, GenerationRecord
+from recpoint.interrupts import Hold
 from recpoint.trainer_plugin.policy import BaseHistory, Policy, Tip
 from recpoint.trainer_plugin.ranks.agreement import incomplete_parts
 from recpoint.trainer_plugin.ranks.ranks import Ranks
+from recpoint.trainer_plugin.restore.start_log import tell_left, tell_restored
 from recpoint.trainer_plugin.restore.target import (
     ModelTarget,
     PartialTarget,
@@ -54,94 +45,19 @@ from recpoint.trainer_plugin.restore.target import (
     parts_of,
     tip_of,
 )
+from recpoint.trainer_plugin.restore.together import claim_together, restore_together
 from recpoint.trainer_plugin.schedule.outlook import left_behind, past_of, with_left_behind
 from recpoint.trainer_plugin.settings import Past
 from recpoint.trainer_plugin.snapshot.staging import StagingArea
 from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.state.training_state import TrainingState
 
-__all__ = [
-    "TrainingJob",
-    "Start",
-    "StartRequest",
-    "announce_start",
-    "open_run",
-    "restore_together",
-    "start_training",
-    "store_of",
-    "take_area",
-]
+__all__ = ["Start", "StartRequest", "TrainerStarts", "TrainingJob", "store_of"]
 
 
 _log = logging.getLogger("recpoint")
 
 
-def tell_restored(run: Run, report: RestoreReport) -> None:
-    """Log what was restored, newer checkpoints that were skipped, and damaged forms of this one."""
-    verdict = report.validation
-    state = verdict.in_words if verdict else "not validated"
-    _log.info("%s is restored: %s", report.restored, state)
-    for name, error in report.skipped:
-        _log.warning("%s is not restored: %s", name, error)
-    for key, error in report.passed_over:
-        _log.warning("restored without %s: %s", key, error)
-
-
-def announce_start(
-    run_url: str, report: RestoreReport | None, *, resumed: bool, left_count: int
-) -> None:
-    """Print one line about the start to stderr, which people see without any logging set up.
-
-    Args:
-        run_url: URL of the run.
-        report: report of the restore; None: nothing was restored.
-        resumed: whether training goes on where that checkpoint was cut.
-        left_count: number of checkpoints that are left behind because training goes back.
-    """
-    if report is None:
-        line = f"{run_url} begins: nothing is restored"
-    elif not resumed:
-        line = f"{run_url} begins with parts of {report.restored}"
-    elif left_count:
-        line = (
-            f"{run_url} goes back to {report.restored}: {left_count} checkpoint(s) are left behind"
-        )
-    else:
-        line = f"{run_url} is restored: {report.restored}"
-    if sys.stderr is None:
-        return
-    try:
-        print(f"recpoint: {line}", file=sys.stderr, flush=True)
-    except Exception as error:
-        # stderr may be closed, have no reader, or be a user's object; training can begin all the
-        # same.
-        _log.warning("a line could not be printed to stderr: %s", error)
-
-
-def tell_left(run: Run, record: GenerationRecord) -> int:
-    """Log the checkpoints that going back leaves behind.
-
-    If the script names a step in each start, each restart goes back there.
-
-    Returns:
-        Number of checkpoints that are left behind.
-    """
-    try:
-        left_out = left_by_going_back(run, record)
-    except RecpointError:  # the line is damaged, and the user has chosen a step for that reason
-        return 0
-    if left_out:
-        _log.warning(
-            "%d checkpoint(s) that counted, up to %s, are left behind for %s. Next: remove the "
-            "step from restore() before the next start, which would otherwise go back there again",
-            len(left_out),
-            left_out[0],
-            record.restored,
-        )
-    return len(left_out)
-
-
-# The arguments of `Checkpointer.restore`.
 class StartRequest(NamedTuple):
     """The arguments of `Checkpointer.restore`.
 
@@ -194,191 +110,6 @@ class StartRequest(NamedTuple):
             )
 
 
-_GOOD: Final = 0
-_DAMAGED: Final = 1
-_FAILED: Final = 2
-
-
-class RestoreOne(Protocol):
-    """Restores one checkpoint into this rank."""
-
-    def __call__(self, before: int | None, name: ManifestName) -> CheckpointRef | None:
-        """Restore the named checkpoint, and return which it was.
-
-        Args:
-            before: leave out this generation and later ones; None: leave out none.
-            name: the checkpoint.
-
-        Raises:
-            RecpointError: as `catalog.restore.restore.restore` raises for a named checkpoint.
-        """
-
-
-class _RankOrder(NamedTuple):
-    """An order of rank 0: restore a checkpoint, or stop.
-
-    Attributes:
-        kind: "restore": restore `name`. "claimed": the run is claimed. "failed": rank 0 failed.
-        name: the checkpoint to restore.
-        record: record of the claimed generation.
-        error: error of rank 0.
-    """
-
-    kind: Literal["restore", "claimed", "failed"]
-    name: ManifestName | None = None
-    record: GenerationRecord | None = None
-    error: str = ""
-
-
-class _KnownToAll(Exception):
-    """Wraps a failure that the other ranks know, so that none of them waits for another order."""
-
-    def __init__(self, failure: BaseException) -> None:
-        super().__init__(failure)
-        self.failure = failure
-
-
-def claim_together(ranks: Ranks, claim: Callable[[], GenerationRecord]) -> GenerationRecord:
-    """Have rank 0 claim the run, and return its generation record on all ranks. Collective.
-
-    Raises:
-        RankLost: rank 0 could not claim it. Rank 0 itself raises the error of `claim`.
-    """
-    if not ranks.several:
-        return claim()
-    if ranks.rank == 0:
-        return _leading(ranks, claim)
-    return _follow(ranks, None)
-
-
-def restore_together(
-    ranks: Ranks,
-    run: Run,
-    restore_one: RestoreOne,
-    selection: Selection,
-    *,
-    above: int = 0,
-) -> GenerationRecord:
-    """Restore the newest checkpoint that is good on all ranks, and claim the run. Collective.
-
-    Args:
-        ranks: the ranks of the job; more than one.
-        run: the run.
-        restore_one: restores a checkpoint into this rank.
-        selection: see `catalog.restore.restore.restore`.
-        above: see `Run.claim`.
-
-    Returns:
-        The record of the new generation; `restored` is None if nothing was restored.
-
-    Raises:
-        NothingToRestore, FormatError, ChainError: on rank 0, for the reasons of
-            `catalog.restore.restore.restore`.
-        RankLost: on other ranks, if a rank could not go on.
-    """
-    if ranks.rank != 0:
-        return _follow(ranks, restore_one)
-
-    def restore_newest(before: int | None) -> CheckpointRef | None:
-        doubts: Doubts | None = None
-        if selection.named:
-            names = candidates(run, selection, before=before)
-        else:
-            names = line_to_go_on(run, before=before)
-            if not names:
-                return None
-            doubts = Doubts(run, validated_only=selection.validated_only)
-        order = RestoreOrder(names, doubts, selection)
-        for name in order:
-            ranks.first(_RankOrder("restore", name=name))
-            restored = _restore(ranks, restore_one, name)
-            if isinstance(restored, CheckpointRef):
-                for skipped_name, reason in order.skipped:
-                    _log.warning("not restored on any rank: %s: %s", skipped_name, reason)
-                return restored
-            order.damaged(name, restored)
-        raise order.nothing_good(run, good="good on all ranks")
-
-    if selection.named:
-        return _leading(ranks, lambda: run.claim(restore_newest(None), above=above))
-    return _leading(ranks, lambda: run.claim_from_newest(restore_newest, above=above))
-
-
-def _leading(ranks: Ranks, claim: Callable[[], GenerationRecord]) -> GenerationRecord:
-    try:
-        record = claim()
-    except RankLost:
-        raise  # a rank is lost, so no order can be sent
-    except _KnownToAll as failed:
-        raise failed.failure from None
-    except BaseException as error:
-        ranks.first(_RankOrder("failed", error=f"{type(error).__name__}: {error}"))
-        raise
-    ranks.first(_RankOrder("claimed", record=record))
-    return record
-
-
-def _follow(ranks: Ranks, restore_one: RestoreOne | None) -> GenerationRecord:
-    while True:
-        order: _RankOrder = ranks.first()
-        if order.kind == "restore":
-            assert restore_one is not None and order.name is not None
-            try:
-                _restore(ranks, restore_one, order.name)
-            except _KnownToAll as failed:
-                raise failed.failure from None
-        elif order.kind == "claimed":
-            assert order.record is not None
-            return order.record
-        else:
-            raise RankLost(
-                f"rank 0 of {ranks.count}",
-                found=order.error,
-                expected="a checkpoint to restore, and the run claimed",
-                next_step="see the log of rank 0",
-            )
-
-
-def _restore(ranks: Ranks, restore_one: RestoreOne, name: ManifestName) -> CheckpointRef | str:
-    """Restore a checkpoint on all ranks.
-
-    Returns:
-        The checkpoint; or the damage that a rank found, as text.
-
-    Raises:
-        _KnownToAll: this rank has an error other than damage.
-        RankLost: another rank has such an error.
-    """
-    restored: CheckpointRef | None = None
-    damage = ""
-    failure: BaseException | None = None
-    try:
-        restored = restore_one(None, name)
-    except UnsupportedVersion as error:
-        failure = error
-    except (FormatError, ChainError, ObjectNotFound, RetentionRefused) as error:
-        damage = f"{type(error).__name__}: {error}"
-    except BaseException as error:
-        failure = error
-    own_result = _FAILED if failure is not None else _GOOD if restored is not None else _DAMAGED
-    results = [result for (result,) in ranks.exchange("a checkpoint to restore", [own_result])]
-    failed = [rank for rank, result in enumerate(results) if result == _FAILED]
-    if failure is not None:
-        raise _KnownToAll(failure)
-    if failed:
-        raise RankLost(
-            f"rank {', '.join(map(str, failed))} of {ranks.count}",
-            found=f"an error while restoring {name}",
-            expected=f"{name} restored on all ranks",
-            next_step="see the log of that rank",
-        )
-    damaged = [rank for rank, result in enumerate(results) if result == _DAMAGED]
-    if damaged:
-        return damage or f"damaged, as rank {', '.join(map(str, damaged))} found"
-    assert restored is not None
-    return restored
-
-
 #: Calls are repeated for this long if the store refuses them, also later calls through this store.
 _TIMEOUTS: Final = S3Timeouts(refused_seconds=30.0)
 
@@ -424,8 +155,6 @@ class TrainingJob:
         names: names of all tables, over all ranks.
         state: the training state outside tables.
         cache: has the rows of cached tables; None: no table is cached.
-        staged: the highest generation of a checkpoint staged on the ranks' hosts; 0: none is
-            staged.
     """
 
     ranks: Ranks
@@ -433,7 +162,6 @@ class TrainingJob:
     names: Collection[str]
     state: TrainingState
     cache: Cache | None = None
-    staged: int = 0
 
     def target(self, *, since_full: bool) -> ModelTarget:
         """Return the target into which this rank restores a checkpoint.
@@ -465,7 +193,68 @@ def store_of(url: str) -> Store:
 StagedParts = list[dict[tuple[int, int], dict[int, int]]]
 
 
-def take_area(area: StagingArea, ranks: Ranks) -> StagedParts:
+class TrainerStarts:
+    """Starts this process as a trainer of a run: at first, and again at each rewind.
+
+    Args:
+        store: store of the run, which may not exist yet.
+        area: staging area of this rank.
+        job: the model and its ranks.
+        policy: policy of the checkpoints to come.
+        drain_seconds: how long to wait for the agent to store what an earlier trainer staged.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        area: StagingArea,
+        job: TrainingJob,
+        policy: Policy,
+        *,
+        drain_seconds: float,
+    ) -> None:
+        self._store = store
+        self._area = area
+        self._job = job
+        self._policy = policy
+        self._drain_seconds = drain_seconds
+
+    def start(self, request: StartRequest, hold: Hold) -> tuple[Run, Start]:
+        """Take the staging area, restore what is wanted, and take over the run. Collective.
+
+        After an error, the area is free again.
+
+        Args:
+            request: arguments of `Checkpointer.restore`.
+            hold: lets a signal's handler interrupt the restore.
+
+        Raises:
+            RecpointError, BaseException: as `Checkpointer.restore`.
+        """
+        generators, gradients = rng.capture(), torch.is_grad_enabled()
+        try:
+            staged_parts = _take_area(self._area, self._job.ranks)
+            # This may take long, so a signal may interrupt it: training has not begun, and a
+            # repeated call overwrites what this one wrote.
+            run, start = hold.let_through(lambda: self._taken_over(request, staged_parts))
+            if not start.resumed:
+                rng.restore(generators)  # as in rng.untouched
+            self._area.take_over(start.generation)
+        except BaseException:
+            torch.set_grad_enabled(gradients)  # an interrupted `no_grad` may not have ended
+            self._area.close()
+            raise
+        return run, start
+
+    def _taken_over(self, request: StartRequest, staged_parts: StagedParts) -> tuple[Run, Start]:
+        ranks = self._job.ranks
+        run = _open_run(self._store, self._area, ranks, staged_parts, self._drain_seconds)
+        generations = (generation for parts in staged_parts for generation, _ in parts)
+        staged = max(generations, default=0)
+        return run, _start_training(run, self._job, self._policy, request, staged=staged)
+
+
+def _take_area(area: StagingArea, ranks: Ranks) -> StagedParts:
     """Take the staging area, on all ranks or on none. Collective.
 
     Args:
@@ -491,7 +280,7 @@ def take_area(area: StagingArea, ranks: Ranks) -> StagedParts:
     return ranks.gather(parts)
 
 
-def open_run(
+def _open_run(
     store: Store, area: StagingArea, ranks: Ranks, staged_parts: StagedParts, drain_seconds: float
 ) -> Run:
     """Open or create the run, after the agent has finished what it can. Collective.
@@ -500,7 +289,7 @@ def open_run(
         store: store of the run, which may not exist yet.
         area: staging area of this rank.
         ranks: the ranks of the job.
-        staged_parts: as `take_area` returned them.
+        staged_parts: as `_take_area` returned them.
         drain_seconds: how long to wait for the agent to store what an earlier trainer staged.
 
     Raises:
@@ -527,11 +316,8 @@ def open_run(
     return Run.open(store) if run is None else run
 
 
-def start_training(
-    run: Run,
-    job: TrainingJob,
-    policy: Policy,
-    request: StartRequest,
+def _start_training(
+    run: Run, job: TrainingJob, policy: Policy, request: StartRequest, *, staged: int
 ) -> Start:
     """Restore what is wanted, and take over the run. Collective.
 
@@ -540,6 +326,7 @@ def start_training(
         job: the model and its ranks.
         policy: policy of the checkpoints to come.
         request: arguments of `Checkpointer.restore`.
+        staged: the highest generation of a checkpoint staged on the ranks' hosts; 0: none is.
 
     Raises:
         NothingToRestore: the run has no checkpoint of the step, every checkpoint is damaged, or
@@ -559,7 +346,7 @@ def start_training(
         )
     if request.fresh:
         # If the run has checkpoints, they are superseded.
-        return begun(claim_together(job.ranks, lambda: run.claim(None, above=job.staged)))
+        return _begun(claim_together(job.ranks, lambda: run.claim(None, above=staged)))
     if request.partial is not None:
         if not selection.named:
             line_to_go_on(run, partial=True)
@@ -567,14 +354,16 @@ def start_training(
         with reading(run, purpose="restore") as lease:
             report = restore(run, target, selection, leased=lease is not None)
         tell_restored(run, report)
-        return _begun_with(target, report, run.claim(None, above=job.staged).generation)
-    started = _start_restored(run, job, policy, selection)
+        return _begun_with(target, report, run.claim(None, above=staged).generation)
+    started = _start_restored(run, job, policy, selection, staged)
     if started.resumed or request.seed is None:
         return started
     return _start_seeded(tables, state, request.seed, started.generation)
 
 
-def _start_restored(run: Run, job: TrainingJob, policy: Policy, selection: Selection) -> Start:
+def _start_restored(
+    run: Run, job: TrainingJob, policy: Policy, selection: Selection, staged: int
+) -> Start:
     """Restore the selected checkpoint, and go on from it.
 
     If the run has no checkpoint, training starts from nothing. If all checkpoints are damaged or
@@ -592,13 +381,13 @@ def _start_restored(run: Run, job: TrainingJob, policy: Policy, selection: Selec
     with reading(run, purpose="restore") if job.ranks.rank == 0 else nullcontext() as lease:
         model = _ModelRestore(run, job, policy, selection, leased=lease is not None)
         if job.ranks.several:
-            record = restore_together(job.ranks, run, model.restore, selection, above=job.staged)
+            record = restore_together(job.ranks, run, model.restore, selection, above=staged)
         elif not selection.named:
-            record = run.claim_from_newest(model.restore, above=job.staged)
+            record = run.claim_from_newest(model.restore, above=staged)
         else:
-            record = run.claim(model.restore(None), above=job.staged)
+            record = run.claim(model.restore(None), above=staged)
         if record.restored is None or model.holds is None:
-            return begun(record)
+            return _begun(record)
         target, report, generators = model.holds
         assert target.manifest is not None  # restore has finished it
         tip: Tip | None = None
@@ -664,7 +453,7 @@ class _ModelRestore:
         return report.restored
 
 
-def begun(record: GenerationRecord) -> Start:
+def _begun(record: GenerationRecord) -> Start:
     """Return the start of a training from nothing."""
     return Start(generation=record.generation, token=record.token)
 

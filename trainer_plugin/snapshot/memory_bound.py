@@ -78,6 +78,31 @@ class MemoryBound:
         self._told_bytes = self.host.bound_bytes
         return self.host
 
+    def begin(self, run_url: str, *, generation: int, batches_done: int) -> None:
+        """Measure and log the bound as a generation begins. Collective.
+
+        What ranks that are gone have left in the staging area is removed.
+
+        Args:
+            run_url: URL of the run.
+            generation: the generation.
+            batches_done: batches so far.
+        """
+        self.measure()
+        share = self.agree()
+        self._area.clear_other_ranks(share.ranks, generation)
+        _log.info(
+            "generation %d of %s: %d batches done; staged checkpoints take at most %d bytes of %s"
+            "; those of all %d rank(s) of this host at most %d bytes",
+            generation,
+            run_url,
+            batches_done,
+            self.own_bytes,
+            self._area.root,
+            len(share.ranks),
+            share.bound_bytes,
+        )
+
     def has_grown(self) -> bool:
         """Whether optimizers have created state, so that `follow` is due; asked after each step."""
         try:

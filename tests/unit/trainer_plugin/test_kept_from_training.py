@@ -23,6 +23,7 @@ from recpoint.errors import SettingsError
 from recpoint.format.job import Outcome
 from recpoint.format.manifest import Quantizer
 from recpoint.kernels import dirty_bitmap
+from tests.running_parts import pipeline_of
 from tests.training_builder import (
     DIM,
     ROWS,
@@ -138,8 +139,7 @@ def test_a_bitmap_that_cannot_be_used_again(place: Place, fate: str) -> None:
     ckpt.restore()
     train(training, ckpt, 2)
     until(lambda: ckpt.stats.staged == 2)
-    assert ckpt._pipeline is not None
-    for pending in ckpt._pipeline._ledger._pending.values():
+    for pending in pipeline_of(ckpt)._ledger._pending.values():
         dirty = pending.dirty["users"]
         object.__setattr__(dirty, "bitmap", torch.stack([dirty.bitmap, dirty.bitmap], 1)[:, 0])
     if fate == "lost":

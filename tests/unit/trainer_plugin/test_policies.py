@@ -15,6 +15,7 @@ from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.store import open_store
 from recpoint.format.manifest import Manifest
 from recpoint.trainer_plugin.policy import POLICIES, Sizes
+from tests.running_parts import pipeline_of
 from tests.training_builder import (
     Place,
     Training,
@@ -178,7 +179,7 @@ def test_the_predictor_knows_what_was_stored_before_a_restart(place: Place) -> N
     second = simple_training(9)
     again = checkpointer(second, place, interval_batches=1, policy="intermittent")
     again.restore()
-    history = again._pipeline._ledger.base_history  # type: ignore[union-attr]
+    history = pipeline_of(again)._ledger.base_history
     again.close(final=False)
     assert history is not None
     full, *increments = manifests(place)

@@ -21,6 +21,7 @@ from recpoint.format.naming import MANIFEST_KEY
 from recpoint.format.records import pack_record
 from recpoint.trainer_plugin.schedule.schedule import MAX_SECONDS, MIN_SECONDS
 from recpoint.trainer_plugin.settings import Precision
+from tests.running_parts import pipeline_of
 from tests.training_builder import (
     Place,
     checkpointer,
@@ -274,6 +275,5 @@ def test_checkpoints_that_waited_for_one_outage_count_it_once(place: Place) -> N
         until(lambda: ckpt.stats.staged == 3)
         with place.agent():
             until(lambda: ckpt.stats.committed == 3)
-        assert ckpt._pipeline is not None
-        measured = ckpt._pipeline.statistics._persists_seconds
+        measured = pipeline_of(ckpt).statistics._persists_seconds
         assert len(measured) == 3 and sum(measured) <= time.monotonic() - began

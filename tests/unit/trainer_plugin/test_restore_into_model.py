@@ -484,7 +484,8 @@ def test_what_is_read_is_under_a_lease(place: Place, trained: Training) -> None:
             leases.append(len(list(run.store.list("leases/"))))
 
     with checkpointer(simple_training(9), place) as ckpt:
-        ckpt._store = InterposedStore(ckpt._store, before=look)
+        starts = ckpt._training._starts
+        starts._store = InterposedStore(starts._store, before=look)
         ckpt.restore()
     assert leases and set(leases) == {1}
     assert not list(run.store.list("leases/"))

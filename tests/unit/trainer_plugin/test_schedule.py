@@ -19,6 +19,7 @@ from recpoint.trainer_plugin.schedule.schedule import (
     SecondsInterval,
 )
 from tests.polling import until
+from tests.running_parts import pipeline_of
 from tests.training_builder import Place, Training, checkpointer, simple_training, train
 
 
@@ -189,8 +190,7 @@ def test_what_a_reader_is_promised_is_kept(place: Place, wall: Wall, agent: bool
         on_error="raise",
     )
     ckpt.restore()
-    pipeline = ckpt._pipeline
-    assert pipeline is not None
+    pipeline = pipeline_of(ckpt)
     for taken in [0.01] * 20 + [70.0] * 20 + [1.0] * 150 + [0.0] * 20 + [30.0] * 30:
         wall.now += taken
         reader.take()

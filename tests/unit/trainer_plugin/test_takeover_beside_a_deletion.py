@@ -17,7 +17,7 @@ from recpoint.errors import NothingToRestore, RetentionRefused
 from recpoint.format.naming import MANIFEST_KEY, ManifestName
 from recpoint.format.records import CheckpointRef
 from recpoint.trainer_plugin.ranks.ranks import Ranks
-from recpoint.trainer_plugin.restore.start import restore_together
+from recpoint.trainer_plugin.restore.together import restore_together
 from tests.retained_run import filled
 from tests.training_builder import Place, checkpointer, simple_training, train
 

@@ -102,7 +102,7 @@ def test_a_signal_that_is_handled_elsewhere_lets_training_go_on(place: Place) ->
             ckpt.restore()
             train(training, ckpt, 1)
             os.kill(os.getpid(), signal.SIGTERM)
-            until(lambda: ckpt._end._notice.requested)
+            until(lambda: ckpt._training.end._notice.requested)
             assert not received, "not before the batch is done"
             train(training, ckpt, 1)
             assert received == [signal.SIGTERM]
@@ -127,7 +127,7 @@ def test_the_last_checkpoint_is_staged_before_the_signal_goes_on(place: Place) -
         ckpt = checkpointer(training, place, close_seconds=0, handle_sigterm=True)
         ckpt.restore()
         os.kill(os.getpid(), signal.SIGTERM)
-        until(lambda: ckpt._end._notice.requested)
+        until(lambda: ckpt._training.end._notice.requested)
         train(training, ckpt, 1)
         ckpt.close(final=False)
     finally:
@@ -281,7 +281,7 @@ def test_a_second_signal_does_not_wait(place: Place) -> None:
         ckpt = checkpointer(simple_training(), place, handle_sigterm=True)
         ckpt.restore()
         os.kill(os.getpid(), signal.SIGTERM)
-        until(lambda: ckpt._end._notice.requested)
+        until(lambda: ckpt._training.end._notice.requested)
         os.kill(os.getpid(), signal.SIGTERM)
         until(lambda: bool(received))
         ckpt.close(final=False)
@@ -325,7 +325,7 @@ def test_taken_twice_the_signal_goes_on_to_the_handler_before(place: Place) -> N
         ckpt.restore()
         ckpt.take_sigterm()
         os.kill(os.getpid(), signal.SIGTERM)
-        until(lambda: ckpt._end._notice.requested)
+        until(lambda: ckpt._training.end._notice.requested)
         train(training, ckpt, 1)
         assert received == [signal.SIGTERM]
         ckpt.close(final=False)

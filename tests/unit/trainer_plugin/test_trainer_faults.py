@@ -27,6 +27,7 @@ from recpoint.catalog.store.store import open_store
 from recpoint.errors import StagingError
 from recpoint.trainer_plugin.snapshot.staging import SmallStagingArea
 from tests.polling import PATIENCE_SECONDS
+from tests.running_parts import pipeline_of
 from tests.training_builder import (
     Place,
     Training,
@@ -512,8 +513,7 @@ def test_a_disk_that_does_not_say_whether_a_job_is_there(
     monkeypatch.setattr(os, "stat", no_answer)
     durable.set_observer(no_write)
     train(training, ckpt, 1)
-    pipeline = ckpt._pipeline
-    assert pipeline is not None
+    pipeline = pipeline_of(ckpt)
     until(lambda: not pipeline._handoff.is_staging())
     train(training, ckpt, 2)
     assert ckpt.stats.failed == 0 and ckpt.stats.skipped == 2, "its slot may be in use"

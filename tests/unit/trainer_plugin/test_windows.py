@@ -26,14 +26,15 @@ from recpoint.kernels.native import library
 from recpoint.lookahead.plan import plan_table
 from recpoint.trainer_plugin.snapshot.window import Window
 from tests.polling import PATIENCE_SECONDS, until
+from tests.running_parts import pipeline_of
 from tests.training_builder import Place, checkpointer, simple_training
 from tests.unit.trainer_plugin.test_copied_ahead import USERS, Job, _compare
 
 
 def window_of(job: Job) -> Window:
     """The window, which is open."""
-    pipeline = job.checkpoints._pipeline
-    assert pipeline is not None and pipeline.ahead is not None
+    pipeline = pipeline_of(job.checkpoints)
+    assert pipeline.ahead is not None
     window = pipeline.ahead.window
     assert window is not None
     return window
@@ -168,8 +169,8 @@ def test_a_forked_child_leaves_the_window_to_its_parent(jobs: tuple[Job, Job]) -
         code = 1
         try:
             ahead.checkpoints.close()  # as where it leaves the `with` block
-            pipeline = ahead.checkpoints._pipeline
-            assert pipeline is not None and pipeline.ahead is not None
+            pipeline = pipeline_of(ahead.checkpoints)
+            assert pipeline.ahead is not None
             pipeline.ahead._at_exit()
             del pipeline.ahead.window
             code = 0
@@ -197,13 +198,14 @@ _PROGRAM = """
 
     import torch
 
+    from tests.running_parts import pipeline_of
     from tests.unit.trainer_plugin.test_copied_ahead import Job
 
     torch.sparse.check_sparse_tensor_invariants.disable()
     job = Job(Path(sys.argv[1]), window=12)
     for _ in range(15):
         job.batch()
-    window = job.checkpoints._pipeline.ahead.window
+    window = pipeline_of(job.checkpoints).ahead.window
     assert window is not None and window.reason is None
     print("ends", flush=True)
 """

@@ -1,0 +1,74 @@
+"""Finds the tables of a model by name, and marks rows that change otherwise than by training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from recpoint.embeddings.tables.marks import Tracker
+from recpoint.embeddings.tables.tables import Table, held_ids
+from recpoint.errors import SettingsError
+from recpoint.interrupts import held
+from recpoint.trainer_plugin.ranks.sharding import StoredShard
+from recpoint.trainer_plugin.state.optimizers import OptimizerState
+
+__all__ = ["NamedTables"]
+
+
+class NamedTables:
+    """The tables of a job, for calls of a script that names them.
+
+    `Checkpointer` documents its methods of the same names, and what they raise.
+
+    Args:
+        shards: all tables of the job.
+        trackers: `Table.key` -> tracker of the table's dirty rows.
+        optimizers: have the row states of the tables.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[StoredShard],
+        trackers: Mapping[str, Tracker],
+        optimizers: OptimizerState,
+    ) -> None:
+        self._shards = tuple(shards)
+        self._trackers = trackers
+        self._optimizers = optimizers
+
+    def mark(self, name: str, ids: Tensor) -> None:
+        """Mark rows of a table."""
+        for piece, tracker in self._pieces(name):
+            tracker.mark(ids if piece.rows == piece.table_rows else held_ids(piece, ids))
+
+    def mark_all(self, name: str) -> None:
+        """Mark all rows of a table."""
+        for _, tracker in self._pieces(name):
+            tracker.mark_all()
+
+    def delete_rows(self, name: str, ids: Tensor) -> None:
+        """Set rows of a table, and their row states, to zero."""
+        for piece, tracker in self._pieces(name):
+            deleted_ids = held_ids(piece, ids)
+            row_states = list(self._optimizers.row_states(piece).tensors.values())
+            with held():
+                # First, because the mark below counts all earlier in-place changes as reported.
+                tracker.notice_changes(row_states)
+                piece.zero_rows(deleted_ids, row_states)
+                tracker.mark(deleted_ids)
+
+    def _pieces(self, name: str) -> list[tuple[Table, Tracker]]:
+        """Return the pieces of a table that this process holds, each with its tracker."""
+        if not any(shard.name == name for shard in self._shards):
+            raise SettingsError(
+                f"table {name!r}",
+                found="no such table in the model",
+                expected=f"one of {sorted({shard.name for shard in self._shards})!r:.400}",
+                next_step="use the name of the embedding module, as in model.named_modules()",
+            )
+        return [
+            (shard.table, self._trackers[shard.key])
+            for shard in self._shards
+            if shard.name == name and shard.table is not None
+        ]

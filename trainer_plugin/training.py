@@ -1,0 +1,243 @@
+"""Runs the training of one process: starts it, counts batches, goes back, and ends it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from recpoint.catalog.restore.order import Selection
+from recpoint.catalog.restore.restore import RestoreReport
+from recpoint.catalog.store.contract import Store
+from recpoint.errors import RankLost, ServerLost, SettingsError
+from recpoint.interrupts import Hold, held
+from recpoint.trainer_plugin.assembly import Assembly
+from recpoint.trainer_plugin.batches.loop import Loop
+from recpoint.trainer_plugin.generation import RunningGeneration
+from recpoint.trainer_plugin.life_cycle import LifeCycle, misuse
+from recpoint.trainer_plugin.ranks.ranks import AgreedEnd, Ranks
+from recpoint.trainer_plugin.restore.rewinds import Rewinds
+from recpoint.trainer_plugin.restore.start import StartRequest, TrainerStarts
+from recpoint.trainer_plugin.settings import Settings
+from recpoint.trainer_plugin.state.reader import Stateful
+
+__all__ = ["CheckpointedTraining"]
+
+_log = logging.getLogger("recpoint")
+
+
+class CheckpointedTraining:
+    """The training of one Checkpointer, over all generations that it starts.
+
+    Args:
+        parts: know the model.
+        store: store of the run.
+        ranks: the ranks of the job.
+        settings: settings of the Checkpointer.
+        reader: the Checkpointer's reader.
+        has_position: whether checkpoints hold a position in the batches.
+
+    Attributes:
+        batches_done: batches whose updates the model holds.
+        end: decides whether this process must end.
+        generation: takes checkpoints since the newest start; None: nothing has started.
+        life: says which calls may run.
+        loop: yields the batches that are left.
+    """
+
+    def __init__(
+        self,
+        parts: Assembly,
+        store: Store,
+        ranks: Ranks,
+        settings: Settings,
+        *,
+        reader: Stateful | None,
+        has_position: bool,
+    ) -> None:
+        self._parts = parts
+        self._ranks = ranks
+        self._settings = settings
+        self._reader = reader
+        self._starts = TrainerStarts(
+            store,
+            parts.area,
+            parts.job,
+            settings.policy,
+            drain_seconds=settings.timeouts.drain_seconds,
+        )
+        self._rewinds = Rewinds(
+            settings.options.rewinds,
+            check=lambda: self.running("batches()"),
+            back=lambda lost: self.life.run_whole(functools.partial(self._go_back, lost)),
+        )
+        self.batches_done = 0
+        self.end = AgreedEnd(ranks, wait_seconds=settings.timeouts.ranks_seconds)
+        self.generation: RunningGeneration | None = None
+        self.life = LifeCycle(lambda final: self.stop(final=final))
+        self.loop = Loop(
+            parts.state,
+            parts.count,
+            reader=reader,
+            has_position=has_position,
+            batches_done=lambda: self.batches_done,
+            note_done=self._note_done,
+            act=self._act_between_steps,
+            rewind=self._rewinds.rewind,
+        )
+
+    def running(self, call: str) -> RunningGeneration:
+        """Return the generation that takes checkpoints.
+
+        Raises:
+            SettingsError: training has not started, or has ended; or the call comes during another
+                one, or in a forked child.
+        """
+        self.life.refuse_busy(call)
+        generation = self.generation
+        if generation is None or not generation.has_begun or self.life.is_closed:
+            state = "closed" if self.life.is_closed else "not started"
+            raise SettingsError(
+                call,
+                found=f"a Checkpointer that is {state}",
+                expected="one that restore() has started",
+                next_step="call restore() once before training, also if there is no checkpoint yet",
+            )
+        self.life.refuse_child(call)
+        return generation
+
+    def refuse_second_start(self) -> None:
+        """Refuse a start after the first.
+
+        Raises:
+            SettingsError: training has started or ended, or this is a forked child.
+        """
+        self.life.refuse_child("restore()")
+        if self.generation is not None or self.life.is_closed or self.life.is_busy:
+            raise misuse("restore()", "a second call", "one call before training")
+
+    def start(self, request: StartRequest) -> RestoreReport | None:
+        """Restore what is wanted, and begin a generation; see `Checkpointer.restore`."""
+        report = self.life.run_whole(lambda hold: self._start(request, hold))
+        if self._settings.options.handle_sigterm:
+            self.end.watch()
+        return report
+
+    def _start(self, request: StartRequest, hold: Hold) -> RestoreReport | None:
+        run, start = self._starts.start(request, hold)
+        self.batches_done = start.batches_done
+        self._parts.track(start.changed)
+        self._parts.memory.begin(
+            run.url, generation=start.generation, batches_done=start.batches_done
+        )
+        self.generation = RunningGeneration(
+            self._parts,
+            run,
+            start,
+            settings=self._settings,
+            ranks=self._ranks,
+            end=self.end,
+            reader=self._reader,
+            is_stalled=lambda: self.life.is_busy,
+        )
+        self.generation.begin(run.url, start)
+        return start.report
+
+    def _go_back(self, lost: ServerLost | RankLost, hold: Hold) -> None:
+        if self.generation is not None:  # None: lost in the restore
+            self.generation.close()
+        self.generation = None
+        self._parts.untrack()
+        self._parts.cutter.unmarked.forget()
+        self._parts.area.close()
+        request = StartRequest(Selection(), fresh=False, partial=None, seed=None)
+        if self._start(request, hold) is None:
+            # The run would begin anew, and the model has been trained: this is the end.
+            self.life.request_end(final=False)
+            raise lost
+
+    def step(self) -> None:
+        """Count a batch, and take a checkpoint if one is due; see `Checkpointer.step`."""
+        self.loop.refuse_step()
+        self.running("step()")
+        self._parts.count.stepped()
+        self._note_done()
+        self._act_between_steps()
+
+    def _note_done(self) -> None:
+        if self.life.is_over:
+            return
+        self.batches_done += 1
+        if self.generation is not None:
+            self.generation.note_counted()
+
+    def _act_between_steps(self) -> None:
+        if not self._parts.count.may_cut(ends=self.end.is_due):
+            return
+        generation = self.running("step()")
+        if generation.has_work(self.batches_done):
+            self.life.run_whole(lambda _: generation.act(self.batches_done))
+        if self.end.is_done:
+            self.end.hand_on()
+
+    def checkpoint(self) -> bool:
+        """Take a checkpoint now; see `Checkpointer.checkpoint`."""
+        if self.life.is_busy:
+            # It would be written into the slot that another checkpoint is being written to.
+            _log.info("no checkpoint at batch %d: another call is in progress", self.batches_done)
+            return False
+        generation = self.running("checkpoint()")
+        if not self.loop.count_now():
+            _log.info(
+                "no checkpoint at batch %d: the next batch is in training, and its optimizer step "
+                "is not done",
+                self.batches_done,
+            )
+            return False
+        return self.life.run_whole(lambda _: generation.take(self.batches_done))
+
+    def learn_outcomes(self) -> None:
+        """Learn the outcomes of checkpoints, unless a call is in progress or training is over."""
+        if self.generation is None or self.life.is_over or self.life.is_busy:
+            return
+        outcomes = self.generation.pipeline.outcomes
+        if outcomes.has_news():
+            with held():
+                outcomes.fetch()
+
+    def close(self, *, final: bool) -> None:
+        """End training, after the call in progress if there is one; see `Checkpointer.close`."""
+        if self.life.is_busy:
+            self.life.request_end(final=final)
+            return
+        self.stop(final=final, told=not final)
+        if self.generation is not None:
+            self.generation.pipeline.outcomes.raise_noted()
+
+    def stop(self, *, final: bool, told: bool = False, error: BaseException | None = None) -> None:
+        """End as `close` does; with `told`, record the end of training even if not `final`.
+
+        With `error`, record that this exception ended training.
+        """
+        if self.life.is_over:
+            return
+        try:
+            with held():
+                self._stop(final=final, told=told, error=error)
+        finally:
+            self.end.close()
+
+    def _stop(self, *, final: bool, told: bool, error: BaseException | None) -> None:
+        generation = self.generation
+        try:
+            with self.life.ending():
+                if generation is not None:
+                    if final or told:
+                        self.loop.leave()
+                    generation.end(self.batches_done, final=final, told=told, error=error)
+        finally:
+            self.loop.end()
+            if generation is not None:
+                generation.close()
+            self._parts.untrack()
+            self._parts.area.close()
+            self._ranks.close()
