@@ -18,6 +18,7 @@ from recpoint.errors import RecordTooLarge, StagingError
 from recpoint.format.naming import shared_attempt
 from recpoint.interrupts import is_interrupted
 from recpoint.trainer_plugin.pipeline.ahead import Ahead
+from recpoint.trainer_plugin.pipeline.busy import BusyStaging
 from recpoint.trainer_plugin.pipeline.handoff import Handoff
 from recpoint.trainer_plugin.pipeline.outcomes import Outcomes, WaitingLog
 from recpoint.trainer_plugin.policy import FULL, ChainLink
@@ -118,6 +119,7 @@ class Pipeline:
     Attributes:
         ahead: copies rows of the next checkpoint before its cut; None: the reader does not look
             ahead.
+        busy: says whether a checkpoint can be staged now.
         outcomes: learns the outcomes of checkpoints that were cut.
         statistics: counts and timings of the checkpoints.
         schedule: says when a checkpoint is due.
@@ -164,10 +166,6 @@ class Pipeline:
         self._cuts = 0
         self._has_warned_of_drift = False
         self._ends = ends
-        # A due checkpoint waits for the agent to drop an earlier one until this monotonic time.
-        self._due_until: float | None = None
-        # `outcomes.last_safe` at the last cancel.
-        self._cancelled_at: int | None = None
         self._skipped_in_row = 0
         self._ended_step: int | None = None  # batches done at the end that was told last
         self.statistics = Statistics()
@@ -186,6 +184,9 @@ class Pipeline:
             on_superseded=self._say_superseded,
             batches_done=start.batches_done,
         )
+        self.busy = BusyStaging(
+            settings.staging, area, self._ledger, self._handoff, self.outcomes, self.statistics
+        )
         self._outlook = Outlook(
             settings.failures, start.past, rule=cutter.parts.rule, statistics=self.statistics
         )
@@ -199,7 +200,7 @@ class Pipeline:
                 trackers=trackers,
                 ledger=self._ledger,
                 area=area,
-                is_free=self._is_free,
+                is_free=lambda: self.busy.is_free,
                 full_bytes=lambda: memory.own_bytes // settings.staging.jobs,
             )
         )
@@ -243,9 +244,9 @@ class Pipeline:
         able = self.outcomes.has_thread()
         is_repeated = self._ledger.newest_step == batches_done
         if self.outcomes.superseded:
-            self._due_until = None
+            self.busy.end_wait()
         room = able and not is_repeated and not self.outcomes.superseded
-        room = room and (self._is_free() if late else self._has_room())
+        room = room and (self.busy.is_free if late else self.busy.has_room())
         started_ns = time.perf_counter_ns()
         plan = self._plan(batches_done) if room else None
         if self._ranks.several:
@@ -254,7 +255,7 @@ class Pipeline:
             if agreed.refused:
                 return False  # the failure has been noted
         elif plan is None and (room or not able):
-            self._due_until = None  # so that it is not tried again at every batch
+            self.busy.end_wait()  # so that it is not tried again at every batch
             return False  # the failure has been noted
         if is_repeated:
             # A second attempt would be refused as a conflict with the first, and the next
@@ -262,7 +263,7 @@ class Pipeline:
             _log.info("no checkpoint at batch %d: there is one already", batches_done)
             return False
         if plan is None:
-            if not self.is_due and not late:
+            if not self.busy.is_due and not late:
                 # Earlier checkpoints are not finished. The rows stay dirty and are in the next one.
                 self.statistics.skipped += 1
                 self._skipped_in_row += 1
@@ -271,7 +272,7 @@ class Pipeline:
                 else:
                     self._waiting.skipped(batches_done, self._skipped_in_row)
             return False
-        self._due_until = None
+        self.busy.end_wait()
         with ExitStack() as stall:
             return self._cut(batches_done, plan, started_ns, stall)
 
@@ -346,11 +347,6 @@ class Pipeline:
         return bool(dropped)
 
     @property
-    def is_due(self) -> bool:
-        """Whether a checkpoint must be taken as soon as the agent has dropped the earlier one."""
-        return self._due_until is not None
-
-    @property
     def is_overdue(self) -> bool:
         """Whether the last due checkpoint was skipped, and may be taken late."""
         # Ranks learn at different times that they are superseded, but must grant the same batches.
@@ -360,40 +356,6 @@ class Pipeline:
     def pending(self) -> int:
         """Number of checkpoints that were cut and have no outcome yet; any thread may read it."""
         return len(self._ledger)
-
-    def _has_room(self) -> bool:
-        """Whether a checkpoint can be cut now, after doing what `when_busy` says if it cannot."""
-        if self._is_free():
-            return True
-        staging = self._settings.staging
-        if staging.when_busy == "wait":
-            self.statistics.waited += 1
-            deadline = time.monotonic() + staging.busy_wait_seconds
-            self.outcomes.wait(deadline, until_below=staging.jobs, for_agent_seconds=0.0)
-            return self._is_free()
-        if self._due_until is not None:
-            if time.monotonic() >= self._due_until:
-                self._due_until = None
-        elif staging.when_busy == "cancel" and self._cancelled_at != self.outcomes.last_safe:
-            self._cancel()
-        return False
-
-    def _is_free(self) -> bool:
-        return not self.outcomes.superseded and len(self._ledger) < self._settings.staging.jobs
-
-    def _cancel(self) -> None:
-        """Ask the agent to drop the checkpoint that is on its way; only once until one is stored.
-
-        Otherwise, if the store is slower than the interval, each checkpoint would be dropped for
-        the next.
-        """
-        if not self._area.agent_is_running():
-            return
-        for ref in self._ledger.pending:
-            _log.info("the agent is asked to drop the checkpoint of %s for a newer one", ref)
-            self._handoff.cancel(ref)
-        self._cancelled_at = self.outcomes.last_safe
-        self._due_until = time.monotonic() + self._settings.staging.busy_wait_seconds
 
     def _cut(
         self, batches_done: int, plan: CheckpointPlan, started_ns: int, stall: ExitStack
@@ -495,7 +457,7 @@ class Pipeline:
         """
         self._cutter.cache.announce()
         deadline = time.monotonic() + self._settings.timeouts.close_seconds
-        self._due_until = None  # the last checkpoint waits for room instead
+        self.busy.end_wait()  # the last checkpoint waits for room instead
         if self._ranks.several:
             # Checkpoints that can never be complete are dropped first; one may be of this batch.
             self.outcomes.wait_until_staged()

@@ -60,7 +60,7 @@ class Pace:
             Whether the checkpoint was cut.
         """
         cut = self._pipeline.take(batches_done)
-        if self._pipeline.is_due:
+        if self._pipeline.busy.is_due:
             # It can only be taken at the end of a grant, so grants are short until there is room.
             self._grant(1, batches_done)
         else:
@@ -69,7 +69,7 @@ class Pace:
 
     def _decide(self, batches_done: int) -> None:
         more = 0
-        if not self._pipeline.is_due:
+        if not self._pipeline.busy.is_due:
             used = batches_done - self._granted_from
             more = self._pipeline.schedule.extend(time.monotonic(), batches=used)
         if more <= 0:
