@@ -148,7 +148,7 @@ class Assembly:
         """
         if self.replicas.stored_elsewhere:
             self.memory.measure()  # less than before: other ranks store a part
-        self.area.refuse_if_small(self.memory.agree(), jobs=jobs)
+        self.area.room.refuse_if_small(self.memory.agree(), jobs=jobs)
 
     @property
     def cache_stats(self) -> CacheStats | None:

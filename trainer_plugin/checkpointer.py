@@ -170,7 +170,7 @@ class Checkpointer:
         )
         try:
             self._parts.check_room(jobs=settings.staging.jobs)
-            self._parts.area.warn_if_small(self._parts.memory.host)
+            self._parts.area.room.warn_if_small(self._parts.memory.host)
             self._parts.records.refuse_if_large()
             self._parts.watch.warn()
         except BaseException:  # such as a warning that a filter turns into an error

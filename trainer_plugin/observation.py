@@ -118,7 +118,7 @@ class Observation:
             restores=statistics.restores,
             last_commit_ms=statistics.last_commit_ms,
             agent_running=area.agent_is_running(),
-            staging_free_bytes=area.free_bytes(),
+            staging_free_bytes=area.room.free_bytes(),
             staging_bound_bytes=bound_bytes,
             cache=cache,
             servers=servers,

@@ -26,7 +26,7 @@ from recpoint.trainer_plugin.policy import BaseHistory, ChainLink, Tip, next_lin
 from recpoint.trainer_plugin.ranks.sharding import StoredShard
 from recpoint.trainer_plugin.schedule.ledger import CopiedRows, Pending
 from recpoint.trainer_plugin.settings import Settings
-from recpoint.trainer_plugin.snapshot import staging
+from recpoint.trainer_plugin.snapshot import large_pages
 from recpoint.trainer_plugin.snapshot.cache_at_cut import CacheAtCut
 from recpoint.trainer_plugin.snapshot.codes import DeviceDrain
 from recpoint.trainer_plugin.snapshot.copy import (
@@ -138,7 +138,7 @@ class Cutter:
         tables = self._live.tables(None)
         for live in tables:
             if live.table is not None:
-                staging.advise([live.weight, *live.row_states])
+                large_pages.advise([live.weight, *live.row_states])
         self._follow_row_states(tables)
         self.unmarked.check(tables, self._trackers)
         self.parts.prepare()

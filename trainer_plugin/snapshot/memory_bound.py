@@ -9,8 +9,9 @@ from torch.optim import Optimizer
 
 from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.ranks.ranks import Ranks
+from recpoint.trainer_plugin.snapshot.area_room import HostShare, host_share
 from recpoint.trainer_plugin.snapshot.cut import Cutter
-from recpoint.trainer_plugin.snapshot.staging import HostShare, StagingArea, host_share
+from recpoint.trainer_plugin.snapshot.staging import StagingArea
 
 __all__ = ["MemoryBound"]
 
@@ -171,7 +172,7 @@ class MemoryBound:
             len(self.host.ranks),
             self.host.bound_bytes,
         )
-        shortage = self._area.shortage(self.host)
+        shortage = self._area.room.shortage(self.host)
         if shortage is not None:
             _log.warning("%s", shortage)  # not warnings.warn: a filter may turn it into an error
 

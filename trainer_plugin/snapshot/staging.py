@@ -1,32 +1,13 @@
-"""Keeps the trainer's side of the staging area: its directories, its lock and its slots.
-
-Large pages for large tables: they save the look-up of the page for each row that is read. The rows
-that a snapshot gathers lie far apart. In a table of gigabytes, nearly each of them lies on another
-page of 4 KiB, which the processor must look up in memory. Pages of 2 MiB are so few that the
-processor keeps them in its cache. Contents, addresses and the table's memory stay the same.
-
-The trainer's side of the staging area: its directories, its lock, its slots (format §7).
-"""
+"""Keeps the trainer's side of the staging area: directories, lock and slots (format §7)."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import hashlib
 import logging
-import math
-import mmap
-import os
 import shlex
-import socket
-import sys
 import time
-import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
-
-from torch import Tensor
 
 from recpoint.catalog.staging import area, job_files, locks, owned
 from recpoint.catalog.staging.agent_lock import agent_lock_path, at_work
@@ -36,167 +17,17 @@ from recpoint.catalog.staging.servers import write_servers
 from recpoint.catalog.staging.slot import Slot
 from recpoint.catalog.staging.trainer_note import NoteState, beat, write_trainer_note
 from recpoint.catalog.store import durable
-from recpoint.catalog.store.contract import Clocks, now_ms
-from recpoint.errors import FormatError, SettingsError, StagingError, StagingRefused
+from recpoint.catalog.store.contract import now_ms
+from recpoint.errors import FormatError, StagingError, StagingRefused
 from recpoint.format.naming import parse_job_stem
 from recpoint.format.servers import AllServers, ServersRecord
-from recpoint.trainer_plugin.ranks.ranks import Ranks
-from recpoint.trainer_plugin.snapshot.host_memory import HostMemory, host_memory, is_in_memory
+from recpoint.trainer_plugin.snapshot.area_room import AreaRoom
 
-__all__ = [
-    "HostShare",
-    "SMALLEST_BYTES",
-    "SmallStagingArea",
-    "StagingArea",
-    "advise",
-    "host_share",
-    "policy",
-    "share_of",
-]
-
-
-class HostShare(NamedTuple):
-    """The ranks whose staging areas lie on one file system of one host, and what they take.
-
-    Attributes:
-        ranks: these ranks, ascending.
-        bound_bytes: the most bytes that their slots take together.
-    """
-
-    ranks: tuple[int, ...]
-    bound_bytes: int
-
-
-def host_share(ranks: Ranks, root: Path, bound_bytes: int) -> HostShare:
-    """Return the share of this rank's host. Collective: one exchange.
-
-    Args:
-        ranks: the ranks of the job.
-        root: this rank's staging area; it need not exist yet.
-        bound_bytes: the most bytes that the slots of this rank take.
-    """
-    return share_of(ranks.rank, ranks.exchange("the memory of hosts", [*_place(root), bound_bytes]))
-
-
-def share_of(rank: int, answers: Sequence[Sequence[int]]) -> HostShare:
-    """Return the share of the ranks that have the same host and file system as `rank`.
-
-    Args:
-        rank: one of these ranks.
-        answers: for each rank: its host, its file system, and the most bytes that it takes.
-    """
-    place = answers[rank][:2]
-    together = {rank: answer[2] for rank, answer in enumerate(answers) if answer[:2] == place}
-    return HostShare(tuple(together), sum(together.values()))
-
-
-def _place(root: Path) -> tuple[int, int]:
-    """Return numbers of this host's boot and of the file system; containers may have their own."""
-    existing = root
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    host = Clocks.read().boot or socket.gethostname()
-    digest = hashlib.sha256(host.encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True), os.stat(existing).st_dev
-
+__all__ = ["StagingArea"]
 
 _log = logging.getLogger("recpoint")
 
-#: Smaller tables are not moved: the processor can cache the addresses of their pages.
-SMALLEST_BYTES = 32 << 20
-
-_PAGE_BYTES = 2 << 20
-_COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1; not in Python's mmap module
-_POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-def advise(tensors: Iterable[Tensor], *, smallest_bytes: int = SMALLEST_BYTES) -> int:
-    """Have the memory of large CPU tensors moved to large pages, if the system offers them.
-
-    Takes about the time of a copy of the tensors. Nothing changes if the administrator has turned
-    large pages off (`never`), on systems other than Linux, or for shared memory.
-
-    Args:
-        tensors: tensors of any dtype, on any device.
-        smallest_bytes: smaller tensors are not moved.
-
-    Returns:
-        Number of bytes that were moved.
-    """
-    if not _offered():
-        return 0
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    moved = 0
-    for tensor in tensors:
-        if not tensor.is_cpu or tensor.nbytes < smallest_bytes or tensor.is_shared():
-            continue
-        if not tensor.is_contiguous():
-            continue
-        # Only whole pages inside the tensor: memory around it belongs to other objects.
-        first = -(-tensor.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
-        end = (tensor.data_ptr() + tensor.nbytes) // _PAGE_BYTES * _PAGE_BYTES
-        if end <= first or madvise(first, end - first, mmap.MADV_HUGEPAGE) != 0:
-            continue
-        # The advice applies to future pages, but the table's pages exist already, so collapse them.
-        # If the kernel cannot collapse or has no free large pages, its background thread moves them
-        # later.
-        if madvise(first, end - first, _COLLAPSE) == 0:
-            moved += end - first
-    if moved:
-        _log.debug("%d bytes of tables are on large pages", moved)
-    return moved
-
-
-def policy() -> str:
-    """Return the administrator's setting: always, madvise or never; "none" if there is none."""
-    if sys.platform != "linux":
-        return "none"
-    try:
-        text = _POLICY.read_text(encoding="ascii")
-    except OSError:
-        return "none"
-    return text.partition("[")[2].partition("]")[0] or "none"
-
-
-def _offered() -> bool:
-    return policy() in ("always", "madvise")
-
-
 _POLL_SECONDS = 0.05
-
-
-class SmallStagingArea(RuntimeWarning):
-    """Warns of a staging area that is too small for the checkpoints that may be staged there."""
-
-
-class _AreaMemory(NamedTuple):
-    """The room of a staging area.
-
-    Attributes:
-        size_bytes: size of its file system; 0: a tmpfs without a limit.
-        unused_bytes: what the file system has free.
-        memory: the memory that holds the files; None: they are on a disk, or it is unknown.
-    """
-
-    size_bytes: int
-    unused_bytes: int
-    memory: HostMemory | None
-
-    @property
-    def most_bytes(self) -> float:
-        """The bytes that files could take there if nothing else took any."""
-        size = self.size_bytes or math.inf
-        return size if self.memory is None else min(size, self.memory.size_bytes)
-
-    @property
-    def free_bytes(self) -> int:
-        """The bytes that files can take there now."""
-        if self.memory is None:
-            return self.unused_bytes
-        if self.size_bytes == 0:
-            return self.memory.free_bytes
-        return min(self.unused_bytes, self.memory.free_bytes)
 
 
 class StagingArea:
@@ -206,6 +37,9 @@ class StagingArea:
         root: directory of the staging area; it is created if it does not exist.
         run_url: the run URL as its store spells it.
         rank: rank of this process.
+
+    Attributes:
+        room: the room for slots.
     """
 
     def __init__(self, root: Path, run_url: str, *, rank: int = 0) -> None:
@@ -213,6 +47,7 @@ class StagingArea:
         self.run_url = run_url
         self.staged_run = StagedRun.of(self.root, run_url)
         self.rank = rank
+        self.room = AreaRoom(self.root, self.staged_run, rank)
         self._slots_directory = self.staged_run.slots_directory
         self._lock: int | None = None
         self._lock_path = self.staged_run.trainer_lock_path(rank)
@@ -565,92 +400,6 @@ class StagingArea:
         if index not in self._slots:
             self._slots[index] = Slot(self.staged_run.slot_path(self.rank, index))
         return self._slots[index]
-
-    def free_bytes(self, *, all_ranks: bool = False) -> int | None:
-        """Return the bytes that slots may take: free room plus present slots; None: unknown.
-
-        Free room is that of the file system, and if that is in memory, at most the free memory.
-
-        Args:
-            all_ranks: count the slots of all ranks of this run here; otherwise only this rank's.
-        """
-        room = self._room()
-        if room is None:
-            return None
-        try:
-            whose = "r*-*.bin" if all_ranks else f"r{self.rank:05d}-*.bin"
-            slots = self.staged_run.slots_directory.glob(whose)
-            return room.free_bytes + sum(path.stat().st_size for path in slots)
-        except OSError:
-            return None  # `create` reports what is wrong with the area
-
-    def _room(self) -> _AreaMemory | None:
-        """Return the room of the staging area, which need not exist yet. None: unknown."""
-        place = self.staged_run.path
-        try:
-            while not place.exists() and place != place.parent:
-                place = place.parent
-            system = os.statvfs(place)
-        except OSError:
-            return None  # `create` reports what is wrong with the area
-        memory = host_memory() if is_in_memory(place) else None
-        unit = system.f_frsize
-        return _AreaMemory(system.f_blocks * unit, system.f_bavail * unit, memory)
-
-    def refuse_if_small(self, share: HostShare, *, jobs: int) -> None:
-        """Refuse a file system, or memory, that is too small for even the first snapshots.
-
-        Only the whole size counts, because what fills it now may be removed.
-
-        Args:
-            share: share of the ranks on this file system.
-            jobs: number of staged jobs for which the share of each rank has room.
-
-        Raises:
-            SettingsError: it is too small.
-        """
-        room = self._room()
-        needed_bytes = share.bound_bytes // jobs
-        if room is None or needed_bytes <= room.most_bytes:
-            return
-        several = f"s of {len(share.ranks)} ranks" if len(share.ranks) > 1 else ""
-        raise SettingsError(
-            f"staging area {self.root}",
-            found=f"a file system of {room.size_bytes} bytes"
-            + ("" if room.memory is None else f" in memory of {room.memory.size_bytes} bytes"),
-            expected=f"at least {needed_bytes} bytes, which the first snapshot{several} may take",
-            next_step="set staging= or RECPOINT_STAGING to a directory of a larger file system, "
-            "also for the agent; in a container enlarge /dev/shm, as docker run --shm-size does",
-        )
-
-    def warn_if_small(self, share: HostShare) -> None:
-        """Warn of a `shortage` before training starts, while it is easy to correct."""
-        shortage = self.shortage(share)
-        if shortage is not None:
-            warnings.warn(shortage, SmallStagingArea, stacklevel=3)
-
-    def shortage(self, share: HostShare) -> str | None:
-        """Return a message if the slots of this host may not fit; only its first rank gets one."""
-        free, room = self.free_bytes(all_ranks=True), self._room()
-        if free is None or room is None or free >= share.bound_bytes:
-            return None
-        if self.rank != share.ranks[0]:
-            return None
-        several = f" of {len(share.ranks)} ranks" if len(share.ranks) > 1 else ""
-        needed = f"staged checkpoints{several} may take {share.bound_bytes} bytes"
-        memory = room.memory
-        if memory is not None and room.free_bytes < room.unused_bytes:
-            return (
-                f"staging area {self.root} is in memory: its file system has {room.unused_bytes} "
-                f"free bytes, but only {memory.free_bytes} bytes of memory are free, and {needed}; "
-                "the system may kill a process for want of memory. Next: set staging= or "
-                "RECPOINT_STAGING to a directory on a disk, or free memory: recpoint info names "
-                "slots that were left behind"
-            )
-        return (
-            f"staging area {self.root}: {free} bytes are free, and {needed}; checkpoints that do "
-            "not fit are skipped. Next: set staging= or RECPOINT_STAGING to a larger directory"
-        )
 
     def beat(self) -> None:
         """Show that this process lives. Never raises: only what people are told depends on it."""

@@ -148,7 +148,7 @@ def info(json_output: JsonOption = False) -> Result:
 
     from recpoint.kernels.implementation import implementations
     from recpoint.kernels.native import instruction_set
-    from recpoint.trainer_plugin.snapshot import staging
+    from recpoint.trainer_plugin.snapshot import large_pages
 
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     kernels = implementations()
@@ -166,11 +166,11 @@ def info(json_output: JsonOption = False) -> Result:
         "instruction_set": instruction_set(),
         "staging": str(area.default_staging_root()),
         "left_behind": [leftover._asdict() for leftover in leftovers],
-        "huge_pages": staging.policy(),
-        "huge_pages_from_bytes": staging.SMALLEST_BYTES,
+        "huge_pages": large_pages.policy(),
+        "huge_pages_from_bytes": large_pages.SMALLEST_BYTES,
     }
     packages = ", ".join(f"{name} {version or '(none)'}" for name, version in versions.items())
-    smallest = bytes_text(staging.SMALLEST_BYTES)
+    smallest = bytes_text(large_pages.SMALLEST_BYTES)
     fields = [
         ("recpoint", f"{document['recpoint']}, format {FORMAT_VERSION}"),
         ("python", f"{document['python']} on {document['platform']}"),

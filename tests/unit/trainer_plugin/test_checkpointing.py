@@ -26,8 +26,9 @@ from recpoint.embeddings.tables.optimizers import FullyDirtyTables
 from recpoint.errors import SettingsError, StagingError
 from recpoint.format.naming import END_KEY, GENERATION_KEY
 from recpoint.trainer_plugin.pipeline import handoff
+from recpoint.trainer_plugin.snapshot.area_room import SmallStagingArea
 from recpoint.trainer_plugin.snapshot.host_memory import is_in_memory
-from recpoint.trainer_plugin.snapshot.staging import SmallStagingArea, StagingArea
+from recpoint.trainer_plugin.snapshot.staging import StagingArea
 from tests.training_builder import (
     ROWS,
     Place,

@@ -16,13 +16,13 @@ from recpoint.catalog.staging.agent_lock import AgentLock
 from recpoint.errors import RanksMissing, SettingsError
 from recpoint.trainer_plugin.ranks.ranks import Ranks
 from recpoint.trainer_plugin.snapshot import host_memory as host_memory_files
-from recpoint.trainer_plugin.snapshot.staging import (
+from recpoint.trainer_plugin.snapshot.area_room import (
     HostShare,
     SmallStagingArea,
-    StagingArea,
     host_share,
     share_of,
 )
+from recpoint.trainer_plugin.snapshot.staging import StagingArea
 from tests.catalog_builder import new_run, tables
 from tests.rank_jobs import RankJobs
 
@@ -42,10 +42,10 @@ def test_the_first_rank_of_a_host_warns_for_all(tmp_path: Path) -> None:
     system = os.statvfs(tmp_path)
     too_much = HostShare((1, 2), 2 * system.f_blocks * system.f_frsize)
     with pytest.warns(SmallStagingArea, match=r"checkpoints of 2 ranks may take"):
-        StagingArea(tmp_path, "file:///run", rank=1).warn_if_small(too_much)
+        StagingArea(tmp_path, "file:///run", rank=1).room.warn_if_small(too_much)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        StagingArea(tmp_path, "file:///run", rank=2).warn_if_small(too_much)
+        StagingArea(tmp_path, "file:///run", rank=2).room.warn_if_small(too_much)
 
 
 @pytest.fixture
@@ -75,20 +75,22 @@ def test_slots_in_memory_are_compared_with_the_memory_that_is_free(
 ) -> None:
     told(monkeypatch, tmp_path, {"meminfo": MEMINFO})
     area = StagingArea(in_memory / "staging", "file:///run")
-    assert area.free_bytes() == 600 * 1024
+    assert area.room.free_bytes() == 600 * 1024
     with pytest.warns(SmallStagingArea, match=r"is in memory: its file system has \d+ free") as w:
-        area.warn_if_small(HostShare((0,), 700_000))
+        area.room.warn_if_small(HostShare((0,), 700_000))
     assert "only 614400 bytes of memory are free" in str(w[0].message)
     assert "may take 700000 bytes" in str(w[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        area.warn_if_small(HostShare((0,), 600_000))
+        area.room.warn_if_small(HostShare((0,), 600_000))
         if not host_memory_files.is_in_memory(Path("/var/tmp")):
             with tempfile.TemporaryDirectory(dir="/var/tmp") as on_disk:
-                StagingArea(Path(on_disk), "file:///run").warn_if_small(HostShare((0,), 700_000))
+                StagingArea(Path(on_disk), "file:///run").room.warn_if_small(
+                    HostShare((0,), 700_000)
+                )
     with pytest.raises(SettingsError, match="in memory of 1024000 bytes"):
-        area.refuse_if_small(HostShare((0,), 2_100_000), jobs=2)
-    area.refuse_if_small(HostShare((0,), 2_000_000), jobs=2)
+        area.room.refuse_if_small(HostShare((0,), 2_100_000), jobs=2)
+    area.room.refuse_if_small(HostShare((0,), 2_000_000), jobs=2)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +143,8 @@ def test_slots_that_ranks_have_already_are_room_for_them(tmp_path: Path) -> None
     for area in areas:
         area.create()
         area.free_slot(set()).reserve(1 << 26)
-    free = areas[0].free_bytes()
-    of_all = areas[0].free_bytes(all_ranks=True)
+    free = areas[0].room.free_bytes()
+    of_all = areas[0].room.free_bytes(all_ranks=True)
     assert free is not None and of_all is not None
     assert (1 << 25) < of_all - free < (1 << 27)  # others write to this file system too
     for area in areas:

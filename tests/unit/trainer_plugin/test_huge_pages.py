@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recpoint.trainer_plugin.snapshot import staging
+from recpoint.trainer_plugin.snapshot import large_pages
 
 
 def _table(megabytes: int) -> torch.Tensor:
@@ -23,7 +23,7 @@ def _policy(folder: Path, text: str) -> Path:
 def test_a_moved_table_keeps_address_and_contents_and_stays_writable() -> None:
     table = _table(48)
     address, before = table.data_ptr(), table.clone()
-    moved = staging.advise([table])
+    moved = large_pages.advise([table])
     assert 0 <= moved <= table.nbytes
     assert table.data_ptr() == address
     assert torch.equal(table, before)
@@ -34,10 +34,10 @@ def test_a_moved_table_keeps_address_and_contents_and_stays_writable() -> None:
 def test_nothing_is_moved_where_large_pages_are_turned_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "_POLICY", _policy(tmp_path, "always madvise [never]\n"))
-    assert staging.advise([_table(48)]) == 0
-    monkeypatch.setattr(staging, "_POLICY", tmp_path / "no such file")
-    assert staging.advise([_table(48)]) == 0
+    monkeypatch.setattr(large_pages, "_POLICY", _policy(tmp_path, "always madvise [never]\n"))
+    assert large_pages.advise([_table(48)]) == 0
+    monkeypatch.setattr(large_pages, "_POLICY", tmp_path / "no such file")
+    assert large_pages.advise([_table(48)]) == 0
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def test_nothing_is_moved_where_large_pages_are_turned_off(
 def test_the_policy_is_the_chosen_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, policy: str
 ) -> None:
-    monkeypatch.setattr(staging, "_POLICY", _policy(tmp_path, text))
-    assert staging.policy() == policy
+    monkeypatch.setattr(large_pages, "_POLICY", _policy(tmp_path, text))
+    assert large_pages.policy() == policy
 
 
 def test_small_shared_and_strided_tensors_are_left_alone() -> None:
     shared = _table(33).share_memory_()
     strided = _table(80)[:, ::2]
-    assert staging.advise([_table(1), shared, strided, torch.zeros(0)]) == 0
+    assert large_pages.advise([_table(1), shared, strided, torch.zeros(0)]) == 0

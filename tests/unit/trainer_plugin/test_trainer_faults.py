@@ -25,7 +25,7 @@ from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store import durable
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import StagingError
-from recpoint.trainer_plugin.snapshot.staging import SmallStagingArea
+from recpoint.trainer_plugin.snapshot.area_room import SmallStagingArea
 from tests.polling import PATIENCE_SECONDS
 from tests.running_parts import pipeline_of
 from tests.training_builder import (
