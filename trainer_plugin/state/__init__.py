@@ -5,5 +5,5 @@ values. Read the modules in this order: `training_state` (the whole tree), `mode
 `writable` (tensors that a restore could not write), `grad_scalers` and `unknown_optimizers` (those
 that the Checkpointer was not given), `lookahead` (reads ahead of training) with its parts
 `held_batches`, `anchors`, `reader_inside` and `lookahead_state`, `batch_ids` (which rows a batch
-looks up), `reader` and `rng`.
+looks up), `reader` with `loader_parts`, and `rng`.
 """

@@ -21,6 +21,7 @@ from recpoint.trainer_plugin.state.anchors import Anchors
 from recpoint.trainer_plugin.state.batch_ids import Ids, tables_of
 from recpoint.trainer_plugin.state.held_batches import HeldBatches
 from recpoint.trainer_plugin.state.in_flight import InFlight, TakenBatch
+from recpoint.trainer_plugin.state.loader_parts import capture, set_epochs
 from recpoint.trainer_plugin.state.lookahead_state import (
     ahead_state,
     check_version,
@@ -31,9 +32,7 @@ from recpoint.trainer_plugin.state.reader import (
     Divisible,
     ResumableLoader,
     Stateful,
-    capture,
     refuse_prepared,
-    set_epochs,
     tell_epoch,
 )
 from recpoint.trainer_plugin.state.reader_inside import ReaderInside
