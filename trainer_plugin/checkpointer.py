@@ -25,8 +25,8 @@ from recpoint.trainer_plugin.batches.pipelined import Pipelined
 from recpoint.trainer_plugin.observation import Observation
 from recpoint.trainer_plugin.policy import Policy, PolicyName, as_policy
 from recpoint.trainer_plugin.ranks.ranks import Ranks
+from recpoint.trainer_plugin.restore.parts import Seed
 from recpoint.trainer_plugin.restore.start import StartRequest, store_of
-from recpoint.trainer_plugin.restore.target import Seed
 from recpoint.trainer_plugin.schedule.ledger import Statistics, Stats
 from recpoint.trainer_plugin.settings import (
     Bits,
@@ -237,7 +237,7 @@ class Checkpointer:
             request = StartRequest(selection, fresh, partial, seed)
             request.check()
             self._parts.state.refuse_unwritable()  # states may have been created since __init__
-            self._parts.state.warn_of_schedulers()
+            self._parts.state.not_given.warn_of_schedulers()
             try:
                 return self._training.start(request)
             except (IncompatibleModel, NothingToRestore) as error:

@@ -96,7 +96,7 @@ class RunningGeneration:
                 is_stalled=self._is_stalled,
             )
             self._servers_note.start()
-        parts.state.warn_of_batches(start.batches_done)
+        parts.state.not_given.begin(start.batches_done)
         self.has_begun = True
         self._pace.restart(start.batches_done)
         if self._leads:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from recpoint.trainer_plugin.checkpointer import Checkpointer
     from recpoint.trainer_plugin.lightning import LightningCallback
     from recpoint.trainer_plugin.policy import Consecutive, Continuous, Intermittent, OneShot
-    from recpoint.trainer_plugin.restore.target import Seed
+    from recpoint.trainer_plugin.restore.parts import Seed
     from recpoint.trainer_plugin.settings import (
         ExpectedFailures,
         Options,
@@ -74,7 +74,7 @@ _HOMES = {
     "Parity": "recpoint.embeddings.parity.stripes",
     "Precision": "recpoint.trainer_plugin.settings",
     "ResumableLoader": "recpoint.trainer_plugin.state.reader",
-    "Seed": "recpoint.trainer_plugin.restore.target",
+    "Seed": "recpoint.trainer_plugin.restore.parts",
     "Staging": "recpoint.trainer_plugin.settings",
     "TablePart": "recpoint.catalog.restore.placement",
     "Timeouts": "recpoint.trainer_plugin.settings",

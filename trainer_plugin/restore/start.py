@@ -37,14 +37,9 @@ from recpoint.interrupts import Hold
 from recpoint.trainer_plugin.policy import BaseHistory, Policy, Tip
 from recpoint.trainer_plugin.ranks.agreement import incomplete_parts
 from recpoint.trainer_plugin.ranks.ranks import Ranks
+from recpoint.trainer_plugin.restore.parts import Seed, parts_of
 from recpoint.trainer_plugin.restore.start_log import tell_left, tell_restored
-from recpoint.trainer_plugin.restore.target import (
-    ModelTarget,
-    PartialTarget,
-    Seed,
-    parts_of,
-    tip_of,
-)
+from recpoint.trainer_plugin.restore.target import ModelTarget, PartialTarget, tip_of
 from recpoint.trainer_plugin.restore.together import claim_together, restore_together
 from recpoint.trainer_plugin.schedule.outlook import left_behind, past_of, with_left_behind
 from recpoint.trainer_plugin.settings import Past

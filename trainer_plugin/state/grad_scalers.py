@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from recpoint.interrupts import came_from_handler
-from recpoint.trainer_plugin.state.training_state import within
+from recpoint.trainer_plugin.state.not_given import within
 
 __all__ = ["warn_of_scaler"]
 

@@ -1,23 +1,18 @@
-"""Collects the state tree: all state outside tables that training needs to go on bit for bit.
-
-Warnings of state that the Checkpointer was not given: nothing fails, but a restart goes wrong. Such
-state is not refused, because a script may store it itself; the log names it.
-"""
+"""Collects the state tree: all state outside tables that training needs to go on bit for bit."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from recpoint.embeddings.tables.tables import TableSource
 from recpoint.errors import SettingsError
 from recpoint.format.state_values import MAX_TREE_DEPTH
-from recpoint.interrupts import came_from_handler, let_into
+from recpoint.interrupts import let_into
 from recpoint.trainer_plugin import mismatches
 from recpoint.trainer_plugin.fused_optimizers import TableOptimizers, adopt, lacks
 from recpoint.trainer_plugin.mismatches import Mismatch, reader_of_ranks
@@ -27,194 +22,19 @@ from recpoint.trainer_plugin.state import rng
 from recpoint.trainer_plugin.state.lookahead import Lookahead, is_divisible, load_divided
 from recpoint.trainer_plugin.state.lookahead_state import goes_forward, load_without, was_ahead
 from recpoint.trainer_plugin.state.model import ModelState, own_part
+from recpoint.trainer_plugin.state.not_given import StateNotGiven
 from recpoint.trainer_plugin.state.optimizers import OptimizerState
 from recpoint.trainer_plugin.state.reader import (
     Passes,
-    ResumableLoader,
     Stateful,
     refuse_prepared,
     tell_epoch,
 )
 from recpoint.trainer_plugin.state.writable import refuse_unwritable
 
-__all__ = ["OF_ALL_RANKS", "OF_TRAINERS", "TrainingState", "within"]
-
+__all__ = ["OF_ALL_RANKS", "OF_TRAINERS", "TrainingState"]
 
 _log = logging.getLogger("recpoint")
-
-
-def warn_of_schedulers(
-    optimizers: Sequence[Optimizer], schedulers: Sequence[object], extras: Iterable[object]
-) -> None:
-    """Warn of each optimizer with a learning-rate scheduler that the Checkpointer was not given.
-
-    Such a scheduler begins anew after a restart, with its first learning rates.
-
-    Args:
-        optimizers: the optimizers, before anything is restored into them.
-        schedulers: the given schedulers; one that does not say which optimizer it belongs to may
-            belong to any.
-        extras: the given extras; they may be or hold schedulers, too.
-    """
-    try:
-        group_ids = _held(schedulers, extras)
-    except Exception as error:
-        if came_from_handler(error):
-            raise
-        return  # reading an attribute of a user's object may raise any error
-    if group_ids is None:
-        return
-    for number, optimizer in enumerate(optimizers):
-        groups = optimizer.param_groups
-        # torch's schedulers leave `initial_lr` in each group.
-        if id(groups) not in group_ids and any("initial_lr" in group for group in groups):
-            _log.warning(
-                "optimizers[%d], a %s, has a learning-rate scheduler that is not in its "
-                "checkpoints, so after a restart the scheduler would begin anew. Next: pass it as "
-                "Checkpointer(schedulers=[...]), and step it before checkpoints.step(). "
-                "Checkpoints without the scheduler cannot be restored with it; in such a run, set "
-                "its last_epoch instead",
-                number,
-                type(optimizer).__name__,
-            )
-
-
-def warn_of_batches(reader: object, extras: Collection[str], batches_done: int) -> None:
-    """Warn after a restore if neither reader nor extras can hold the position in the batches.
-
-    Args:
-        reader: the given reader.
-        extras: names of the given extras; any of them may hold the position.
-        batches_done: batches that the checkpoint was trained on.
-    """
-    if reader is None and not extras and batches_done:
-        _log.warning(
-            "restored after %d batches, and no reader was given: training goes on with whatever "
-            "batches the script reads now. Next: in a new run, pass Checkpointer(reader=...), "
-            "where recpoint.ResumableLoader(loader) serves for any DataLoader",
-            batches_done,
-        )
-
-
-def warn_of_unused(reader: object, batches: int) -> bool:
-    """Warn at a cut if the reader is a `ResumableLoader` that was never asked for a batch.
-
-    Args:
-        reader: the given reader.
-        batches: number of batches trained in this process.
-
-    Returns:
-        Whether it warned.
-    """
-    unused_reader = reader
-    if isinstance(reader, Lookahead):
-        reader = reader.reader
-    if not isinstance(reader, ResumableLoader) or isinstance(reader.loader, Stateful):
-        return False  # the loader inside knows its position, even if it is iterated directly
-    unused = batches > 0 and not reader.used
-    if unused:
-        _log.warning(
-            "%d batches were trained, and the reader gave none of them: after a restart they would "
-            "be trained again. Next: take the batches from the %s that is the reader, "
-            "not from the loader inside it",
-            batches,
-            type(unused_reader).__name__,
-        )
-    return unused
-
-
-class InNoOptimizer(NamedTuple):
-    """A parameter that no given optimizer trains.
-
-    Attributes:
-        name: its name.
-        parameter: the parameter.
-        version: how often it had been changed in place before training went on.
-    """
-
-    name: str
-    parameter: Tensor
-    version: int
-
-
-def in_no_optimizer(
-    parameters: Mapping[str, Tensor], optimizers: Iterable[object], extras: Iterable[object]
-) -> list[InNoOptimizer]:
-    """Return the parameters that no given optimizer trains, for `warn_of_optimizers`.
-
-    Called before training goes on.
-
-    Args:
-        parameters: parameters by name, without tables.
-        optimizers: the given optimizers.
-        extras: the given extras; they may be or hold optimizers, too.
-    """
-    try:
-        parameter_ids = {
-            id(parameter)
-            for holder in (*optimizers, *within(extras))
-            for group in getattr(holder, "param_groups", ())
-            for parameter in group["params"]
-        }
-        return [
-            InNoOptimizer(name, parameter, parameter._version)
-            for name, parameter in parameters.items()
-            if id(parameter) not in parameter_ids and not parameter.is_inference()
-        ]
-    except Exception as error:
-        if came_from_handler(error):
-            raise
-        return []  # as in warn_of_schedulers
-
-
-def warn_of_optimizers(untrained: Sequence[InNoOptimizer]) -> None:
-    """Warn of parameters that an unknown optimizer has trained, after batches were trained.
-
-    The unknown optimizer's state would begin anew after a restart. An averaged copy of a parameter
-    has no gradient, so there is no warning of it.
-    """
-    names = [
-        lost.name
-        for lost in untrained
-        if lost.parameter.requires_grad
-        and lost.parameter.grad is not None
-        and lost.parameter._version > lost.version
-    ]
-    if names:
-        _log.warning(
-            "%d parameters, %.300s, are trained, and in no optimizer that the Checkpointer was "
-            "given: checkpoints hold their values, but not the state of their optimizer, which "
-            "would begin anew after a restart. Next: in a new run, pass every optimizer: "
-            "Checkpointer(model, [every optimizer], ...)",
-            len(names),
-            ", ".join(map(repr, names)),
-        )
-
-
-def _held(schedulers: Sequence[object], extras: Iterable[object]) -> set[int] | None:
-    """Return ids of the group lists of optimizers with a given scheduler; None: unknown."""
-    if not all(hasattr(scheduler, "optimizer") for scheduler in schedulers):
-        return None
-    # Identified by their group lists, which a wrapper shares with the optimizer inside.
-    return {
-        id(getattr(holder.optimizer, "param_groups", None))
-        for holder in (*schedulers, *within(extras))
-        if hasattr(holder, "optimizer")
-    }
-
-
-def within(things: Iterable[object]) -> Iterator[object]:
-    """Yield the things, their attributes, and the members of lists and dicts among these."""
-    for holder in things:
-        yield holder
-        for value in getattr(holder, "__dict__", {}).values():
-            if isinstance(value, dict):
-                yield from value.values()
-            elif isinstance(value, list | tuple):
-                yield from value
-            else:
-                yield value
-
 
 _KEYS = ("batches_done", "model", "optimizers", "schedulers", "reader", "extras", "sources", "rng")
 
@@ -238,6 +58,7 @@ class TrainingState:
         copies: names of the weights of tables that every rank holds whole.
 
     Attributes:
+        not_given: warns of state that the Checkpointer was not given.
         passes: passes over the reader; None: nobody counts them.
 
     Raises:
@@ -260,9 +81,6 @@ class TrainingState:
         self._rank = rank
         self._copies = frozenset(copies)
         self._stored_elsewhere: frozenset[str] = frozenset()
-        self._told_unused = False
-        self._in_no_optimizer: list[InNoOptimizer] = []
-        self._batches_before = 0
         self.model = model
         self.optimizers = optimizers
         if not isinstance(extras, Mapping) or not all(isinstance(name, str) for name in extras):
@@ -276,6 +94,9 @@ class TrainingState:
         self._reader = reader
         self._sources = {source.name: source for source in sources}
         self._extras = dict(extras)
+        self.not_given = StateNotGiven(
+            model, optimizers, self._schedulers, reader=reader, extras=self._extras
+        )
         self.passes: Passes | None = None
         for subject, state_object in self._given():
             if not isinstance(state_object, Stateful):
@@ -289,19 +110,6 @@ class TrainingState:
                     "Checkpointer.batches(epochs=...); or give the reader the two methods",
                 )
         refuse_prepared("reader", reader)
-
-    def warn_of_schedulers(self) -> None:
-        """Warn of schedulers, before a restore; see the function `warn_of_schedulers`."""
-        extras = self._extras.values()
-        warn_of_schedulers(self.optimizers.optimizers, self._schedulers, extras)
-
-    def warn_of_batches(self, batches_done: int) -> None:
-        """Warn of batches, after a restore; see the function `warn_of_batches`."""
-        warn_of_batches(self._reader, tuple(self._extras), batches_done)
-        self._batches_before = batches_done
-        self._in_no_optimizer = in_no_optimizer(
-            self.model.parameters(), self.optimizers.optimizers, self._extras.values()
-        )
 
     def leave_to_others(self, names: frozenset[str]) -> None:
         """Leave out these dense tensors, because other ranks store the pieces held here."""
@@ -325,12 +133,7 @@ class TrainingState:
 
     def capture(self, batches_done: int) -> dict[str, Any]:
         """Return the tree as it is now, with live tensors; copy them before training goes on."""
-        trained = batches_done - self._batches_before
-        if not self._told_unused:
-            self._told_unused = warn_of_unused(self._reader, trained)
-        if trained and self._in_no_optimizer:
-            warn_of_optimizers(self._in_no_optimizer)
-            self._in_no_optimizer = []
+        self.not_given.look(batches_done)
         tree = {
             "batches_done": batches_done,
             "reader": None if self._reader is None else _state_of("reader", self._reader),

@@ -35,7 +35,7 @@ from recpoint.embeddings.tables.tables import Table
 from recpoint.errors import SettingsError
 from recpoint.interrupts import came_from_handler
 from recpoint.trainer_plugin.state.grad_scalers import warn_of_scaler
-from recpoint.trainer_plugin.state.training_state import within
+from recpoint.trainer_plugin.state.not_given import within
 from recpoint.trainer_plugin.tables import parameter_names
 
 __all__ = ["UnknownOptimizers"]

@@ -18,7 +18,7 @@ from recpoint.units import counted
 
 if TYPE_CHECKING:
     from recpoint.catalog.restore.restore import MemoryTarget
-    from recpoint.trainer_plugin.restore.target import Seed
+    from recpoint.trainer_plugin.restore.parts import Seed
 
 __all__ = ["plan_seed"]
 
@@ -149,7 +149,7 @@ def _seed(
     generation: int | None,
 ) -> Seed | None:
     """Return what was asked for; None if nothing was: everything is then listed as left out."""
-    from recpoint.trainer_plugin.restore.target import Seed
+    from recpoint.trainer_plugin.restore.parts import Seed
 
     if not tables and not dense:
         return None
@@ -171,7 +171,7 @@ def _parts(target: MemoryTarget, seed: Seed | None) -> list[dict[str, Any]]:
     """
     from recpoint.catalog.restore.restore import model_tensors
     from recpoint.catalog.restore.rows import logical_tables
-    from recpoint.trainer_plugin.restore.target import Parts, near, resolve_dense
+    from recpoint.trainer_plugin.restore.parts import Parts, near, resolve_dense
 
     assert target.manifest is not None  # it was restored
     parts = Parts() if seed is None else seed.parts

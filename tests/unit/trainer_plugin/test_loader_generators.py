@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from recpoint import ResumableLoader
 from recpoint.format import state_tree
-from recpoint.trainer_plugin.state import reader, rng
+from recpoint.trainer_plugin.state import loader_parts, rng
 from tests.training_builder import seed_everything
 
 _SAMPLES = TensorDataset(torch.arange(24))
@@ -202,7 +202,7 @@ def test_a_script_that_knows_its_epoch_trains_each_batch_once_wherever_it_ended(
 
 def test_a_state_of_an_earlier_release_has_the_loaders_generator_alone() -> None:
     loader = ResumableLoader(_loader("loader"))
-    own = reader.capture(loader.loader)["states"]["generator"]
+    own = loader_parts.capture(loader.loader)["states"]["generator"]
     whole = _batches(loader, 1)
     state = loader.state_dict()
     began = {name: value for name, value in state["began"].items() if name != "drawing"}
@@ -216,7 +216,7 @@ def test_generators_without_a_state_and_parts_that_hold_each_other_are_passed_ov
     sampler: Any = _Shuffled(random.SystemRandom())
     sampler.dataset = sampler
     loader = DataLoader(_SAMPLES, batch_size=4, sampler=sampler)
-    assert reader.capture(loader) == {"states": {}, "epochs": {}}
+    assert loader_parts.capture(loader) == {"states": {}, "epochs": {}}
 
 
 class _Dice(random.Random):
