@@ -12,8 +12,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -295,18 +297,26 @@ def _first_failure(tests: Sequence[str]) -> str:
     command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", *tests]
     paths = os.pathsep.join(map(str, (COPY / "src", COPY, COPY / "examples")))
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        ran = subprocess.run(
-            command,
-            cwd=COPY, env=environment, capture_output=True, text=True, check=False,
-            timeout=_MOST_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
+    with subprocess.Popen(
+        command, cwd=COPY, env=environment, stdout=subprocess.PIPE, text=True
+    ) as tests_process:
+        assert tests_process.stdout is not None
+        lines: list[str] = []
+        stopwatch = threading.Timer(_MOST_SECONDS, tests_process.kill)
+        stopwatch.start()
+        for line in tests_process.stdout:
+            lines.append(line)
+            named = re.match(r"(?:FAILED|ERROR) (\S+)", line)
+            if named:
+                # A fault may leave a thread that never ends; the first failure is all that counts.
+                tests_process.kill()
+                stopwatch.cancel()
+                return named[1]
+        stopwatch.cancel()
+        code = tests_process.wait()
+    if code == -signal.SIGKILL:
         return f"(no end in {_MOST_SECONDS:g} s)"
-    named = re.search(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
-    if ran.returncode == 1 and named:
-        return named[1]
-    return f"(nothing: exit {ran.returncode}: {ran.stdout.strip().splitlines()[-1:]})"
+    return f"(nothing: exit {code}: {lines[-1:]})"
 
 
 def _cell(text: str) -> str:

@@ -29,6 +29,8 @@ from recpoint.embeddings.server.protected_home import made_home
 from recpoint.embeddings.server.receive_buffers import ReceiveBuffers
 from recpoint.embeddings.server.server import EmbeddingServer
 from recpoint.embeddings.server.stream import (
+    _GREETING,
+    _REFUSED,
     SEAL,
     Piece,
     Refused,
@@ -149,6 +151,18 @@ def test_another_token_is_refused(served: TcpServer) -> None:
         TcpTransport(served.address, b"guessed").hello()
     with pytest.raises(ValueError, match="token"):
         TcpServer(EmbeddingServer(), b"")
+
+
+def test_a_guessed_proof_is_answered_by_no_proof(served: TcpServer) -> None:
+    """A true answer would let its receiver pass for a server."""
+    client = Stream(socket.create_connection(served.address, timeout=20.0))
+    client.receive(len(_GREETING) + 32)
+    client.send([b"n" * 32, b"p" * 32])
+    assert client.receive(32) == _REFUSED
+    with pytest.raises(EOFError):
+        client.receive(1)
+    assert not served._proven
+    client.close()
 
 
 def test_a_server_must_know_the_token_too() -> None:
