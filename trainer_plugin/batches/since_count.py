@@ -15,8 +15,6 @@ class SinceCount:
 
     Attributes:
         last_event: number of the newest event when batches were last counted.
-        backwards_a_batch: backward passes of the batch that was counted last.
-        steps_a_batch: steps of all optimizers for the batch that was counted last.
     """
 
     def __init__(self, signs: TrainingSigns) -> None:
@@ -26,7 +24,8 @@ class SinceCount:
     def forget(self) -> None:
         """Take the signs as they are now for those of the last count, of no batch."""
         self._note_signs()
-        self.steps_a_batch = self.backwards_a_batch = 0
+        self._steps_a_batch = 0  # of all optimizers, for the batch that was counted last
+        self._backwards_a_batch = 0  # of the batch that was counted last
         self._changes_before = 0
         self._gradients_before: tuple[tuple[int, int], ...] = ()
 
@@ -36,8 +35,8 @@ class SinceCount:
 
     def end_batch(self) -> None:
         """Take note of the passes and steps of the batch that is counted now."""
-        self.backwards_a_batch = self._signs.backwards - self._backwards_before
-        self.steps_a_batch = self._signs.all_steps - self._all_steps_before
+        self._backwards_a_batch = self._signs.backwards - self._backwards_before
+        self._steps_a_batch = self._signs.all_steps - self._all_steps_before
 
     def begin(self) -> None:
         """Compare with the signs as they are now, because batches are counted now."""
@@ -57,10 +56,13 @@ class SinceCount:
 
     @property
     def batches(self) -> int:
-        """Batches that training has done, if each takes as many passes or steps as the last one."""
-        if not self.backwards_a_batch:
+        """Batches that training has done: each takes as many backward passes as the last one.
+
+        If the last one took none, each takes one step.
+        """
+        if not self._backwards_a_batch:
             return self.steps
-        return (self._signs.backwards - self._backwards_before) // self.backwards_a_batch
+        return (self._signs.backwards - self._backwards_before) // self._backwards_a_batch
 
     @property
     def has_trained(self) -> bool:
@@ -76,7 +78,7 @@ class SinceCount:
     def has_all_steps(self) -> bool:
         """Whether optimizers have stepped as often as for the batch before."""
         steps = self._signs.all_steps - self._all_steps_before
-        return self.has_stepped and steps >= self.steps_a_batch
+        return self.has_stepped and steps >= self._steps_a_batch
 
     @property
     def has_passed_back(self) -> bool:
