@@ -19,7 +19,7 @@ from benchmarks.stored_sizes import Form, MergedFull, check, form_of
 from benchmarks.trained_rows import trained_rows
 from benchmarks.workload import StagedTraining, examples_on_path, scratch, staged_run
 from recpoint import Precision
-from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging.job import ids_name, open_slot, values_name

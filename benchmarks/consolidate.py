@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.report import Report, ratio
 from benchmarks.workload import ROOT, StagedTraining, Tables, scratch, staged_run
-from recpoint.catalog.consolidate.merge import Consolidated, consolidate
+from recpoint.catalog.consolidate.consolidate import Consolidated, consolidate
 from recpoint.catalog.consolidate.plan import (
     ConsolidationPlan,
     newest_checkpoint,

@@ -1,7 +1,7 @@
 """Merges a checkpoint's chain as a flow, with one task for each group of tables.
 
-The flow does what `catalog.consolidate.merge.consolidate` does, through the same functions. If it
-is killed or fails anywhere, the next one continues under the same keys.
+The flow does what `catalog.consolidate.consolidate` does, through the same functions. If it is
+killed or fails anywhere, the next one continues under the same keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prefect.context import TagsContext
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from recpoint.catalog.consolidate.merge import NOTHING_DONE, blamed_source, passed_over_words
+from recpoint.catalog.consolidate.consolidate import NOTHING_DONE, blamed_source, passed_over_words
 from recpoint.catalog.consolidate.plan import ConsolidationPlan, ConsolidationTriggers
 from recpoint.catalog.run.chain import DAMAGE, PassedOver
 from recpoint.catalog.run.leases import reading
@@ -102,7 +102,7 @@ async def consolidate(
 
     Raises:
         SettingsError: `step` is given without `generation`, or the other way round.
-        RecpointError: as from `recpoint.catalog.consolidate.merge`; nothing was committed.
+        RecpointError: as from `recpoint.catalog.consolidate.consolidate`; nothing was committed.
     """
     if (step is None) != (generation is None):
         raise SettingsError(

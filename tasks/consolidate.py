@@ -11,11 +11,12 @@ from prefect.artifacts import Artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import task_run
 
-from recpoint.catalog.consolidate.merge import commit_consolidation, merge_part
+from recpoint.catalog.consolidate.choice import choose_consolidation
+from recpoint.catalog.consolidate.commit import commit_consolidation
+from recpoint.catalog.consolidate.merge import merge_part
 from recpoint.catalog.consolidate.plan import (
     ConsolidationPlan,
     ConsolidationTriggers,
-    choose_consolidation,
     newest_checkpoint,
     plan_consolidation,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from recpoint.catalog.check.validate import record, validate
-from recpoint.catalog.consolidate.merge import Consolidated, consolidate
+from recpoint.catalog.consolidate.consolidate import Consolidated, consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, RestoreReport, restore

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from recpoint.catalog.check.validate import record, validate
-from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.persist import persist
 from recpoint.catalog.run import deletions, leases, metrics, pins, publications

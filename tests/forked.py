@@ -29,7 +29,7 @@ _PRELOADED = [
     "prefect.flow_engine",
     "prefect.main",
     "prefect.task_engine",
-    "recpoint.catalog.consolidate.merge",
+    "recpoint.catalog.consolidate.consolidate",
     "recpoint.catalog.retention.prune",
     "recpoint.catalog.retention.sweep",
     "tests.forked_program",

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from recpoint.catalog.check.check import check
-from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, restore

@@ -1,17 +1,10 @@
-"""Plans a consolidation: what to merge, the bytes read, written and freed, and whether it pays.
-
-Estimates what each merge of the newest manifests of a chain would read, write and leave. The
-estimate uses manifests alone and goes through each once, so that weighing all merges of a long
-chain is cheap.
-
-Plans a consolidation and tells whether it pays (format §6.8, consolidation order, rules 1, 2).
-"""
+"""Plans a consolidation and tells if it pays (format §6.8, consolidation order, rules 1, 2)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
@@ -19,192 +12,30 @@ from typing import Any, Final, Literal, Self
 
 import zstandard
 
-from recpoint.catalog.consolidate.merged_manifest import MergedManifest
+from recpoint.catalog.consolidate.merge_sizes import MergeSizes, merge_sizes
 from recpoint.catalog.consolidate.moves import BUFFERED_BYTES
 from recpoint.catalog.persist.plan import CHUNK_BYTES
-from recpoint.catalog.restore.rows import (
-    SECTION_ROWS,
-    Live,
-    LiveRows,
-    kept_by_ids,
-    sections_touched,
-)
+from recpoint.catalog.restore.rows import SECTION_ROWS, kept_by_ids, sections_touched
 from recpoint.catalog.run.chain import Chain, PassedOver, resolve_chain
 from recpoint.catalog.run.lineage import Representation
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.run.validations import Doubts
 from recpoint.errors import ChainError, CommitConflict, SettingsError
-from recpoint.format import records
-from recpoint.format.manifest import ChunkEntry, Manifest, TableSpec
+from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
 from recpoint.format.records import pack_record
 
 __all__ = [
     "ConsolidationPlan",
     "ConsolidationTriggers",
-    "MergeSizes",
     "TablesPart",
-    "WeighedMerge",
-    "cheapest",
-    "choose_consolidation",
-    "merge_sizes",
+    "chain_to_merge",
     "newest_checkpoint",
     "plan_consolidation",
+    "plan_merge_of",
     "read_sources",
-    "weigh",
     "writer",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeSizes:
-    """One of the merges that a chain allows: of its newest manifests, or of all.
-
-    Attributes:
-        merged: number of manifests that become one.
-        links_before, links_after: number of manifests that a restore reads.
-        read_bytes: bytes of the sources' rows and of the newest state. A chunk counts once for each
-            section of a large table (`rows.SECTION_ROWS`) that it may hold rows of; less is read if
-            newer links turn out to hold every row.
-        write_bytes: bytes to write. For a full, an estimate: its rows at the mean size of the
-            stored rows. For an increment, an upper bound: manifests tell only roughly which rows
-            two links share (`LiveRows`).
-        write_rows: rows to write; for an increment, an upper bound.
-        merged_rows: rows stored in the sources.
-        restore_bytes_before, restore_bytes_after: bytes that a restore reads; after the merge as
-            exact as `write_bytes`.
-        restore_rows_after: stored rows that a restore reads after the merge, as exact as
-            `write_rows`.
-        most_manifest_bytes: the most bytes of the merge's manifest (`merged_manifest`).
-    """
-
-    merged: int
-    links_before: int
-    links_after: int
-    read_bytes: int
-    write_bytes: int
-    write_rows: int
-    merged_rows: int
-    restore_bytes_before: int
-    restore_bytes_after: int
-    restore_rows_after: int
-    most_manifest_bytes: int
-
-    @property
-    def into_full(self) -> bool:
-        """Whether it merges the whole chain."""
-        return self.links_after == 1
-
-    @property
-    def may_be_too_large(self) -> bool:
-        """Whether its manifest may be larger than readers accept (format §4)."""
-        return self.most_manifest_bytes > records.MAX_RECORD_BYTES
-
-    @property
-    def dead_rows(self) -> int | None:
-        """Number of source rows that newer rows replace; None if only reading chunks can tell."""
-        return self.merged_rows - self.write_rows if self.into_full else None
-
-
-def merge_sizes(manifests: Sequence[Manifest]) -> tuple[MergeSizes, ...]:
-    """Return all merges of a chain: of its two newest manifests, the three newest, … all of them.
-
-    Args:
-        manifests: the manifests of the chain, oldest first; a full alone allows no merge.
-    """
-    specs = manifests[-1].tables
-    state = sum(entry.bytes for entry in manifests[-1].chunks if entry.table is None)
-    sizes = [_stored(manifest) for manifest in manifests]
-    bytes_before = sum(table_sizes.size_bytes for table_sizes in sizes) + state
-    left_rows = sum(table_sizes.rows for table_sizes in sizes)
-    left_bytes, merged_rows = bytes_before - state, 0
-    reading, live, record = _RowReads(specs), LiveRows(), MergedManifest(specs)
-    sizes_of_merges = []
-    for merged, (manifest, size) in enumerate(
-        zip(reversed(manifests), reversed(sizes), strict=True), 1
-    ):
-        left_bytes -= size.size_bytes
-        left_rows -= size.rows
-        merged_rows += size.rows
-        reading.add(manifest.chunks)
-        record.add(manifest)
-        if merged < len(manifests):
-            live.add(manifest.chunks)
-            written = live.most
-        else:
-            written = _as_a_full(manifests, specs)
-        if merged > 1:
-            sizes_of_merges.append(
-                MergeSizes(
-                    merged=merged,
-                    links_before=len(manifests),
-                    links_after=len(manifests) - merged + 1,
-                    read_bytes=reading.bytes + state,
-                    write_bytes=written.size_bytes + state,
-                    write_rows=written.rows,
-                    merged_rows=merged_rows,
-                    restore_bytes_before=bytes_before,
-                    restore_bytes_after=left_bytes + written.size_bytes + state,
-                    restore_rows_after=left_rows + written.rows,
-                    most_manifest_bytes=record.most_bytes,
-                )
-            )
-    return tuple(sizes_of_merges)
-
-
-class _RowReads:
-    """Counts the bytes of rows that a merge reads; it reads some chunks of large tables again."""
-
-    def __init__(self, specs: Sequence[TableSpec]) -> None:
-        self._specs = specs
-        self._once = 0
-        self._stored: dict[int, int] = {}
-        self._repeated_bytes: dict[int, int] = {}  # bytes read again, of chunks in several sections
-
-    def add(self, entries: Iterable[ChunkEntry]) -> None:
-        for entry in entries:
-            table, first, last = entry.table, entry.first_row, entry.last_row
-            if table is None or first is None or last is None:
-                continue
-            self._once += entry.bytes
-            self._stored[table] = self._stored.get(table, 0) + (entry.row_count or 0)
-            if (touched := sections_touched(first, last)) > 1:
-                self._repeated_bytes[table] = self._repeated_bytes.get(table, 0) + entry.bytes * (
-                    touched - 1
-                )
-
-    @property
-    def bytes(self) -> int:
-        return self._once + sum(
-            repeated_bytes
-            for table, repeated_bytes in self._repeated_bytes.items()
-            if not kept_by_ids(self._specs[table].rows, self._stored[table])
-        )
-
-
-def _stored(manifest: Manifest) -> Live:
-    """Return the rows in a manifest's chunks, and their bytes."""
-    of_rows = [entry for entry in manifest.chunks if entry.table is not None]
-    return Live(
-        sum(entry.row_count or 0 for entry in of_rows), sum(entry.bytes for entry in of_rows)
-    )
-
-
-def _as_a_full(manifests: Sequence[Manifest], specs: Sequence[TableSpec]) -> Live:
-    """Return every row of every table, at the mean size of the stored rows."""
-    sizes = [0] * len(specs)
-    stored = [0] * len(specs)
-    for manifest in manifests:
-        for entry in manifest.chunks:
-            if entry.table is not None:
-                sizes[entry.table] += entry.bytes
-                stored[entry.table] += entry.row_count or 0
-    rows = [spec.rows for spec in specs]
-    size_bytes = sum(
-        size * of_table // max(1, stored_rows)
-        for size, of_table, stored_rows in zip(sizes, rows, stored, strict=True)
-    )
-    return Live(sum(rows), size_bytes)
 
 
 #: Increased with every change of the chunks that the same sources yield.
@@ -563,146 +394,6 @@ def _parts(merged: Sequence[Manifest]) -> tuple[TablesPart, ...]:
     return tuple(parts)
 
 
-#: After a merge into an increment, at most this share of the way to a trigger may be used up.
-#: Otherwise the next merge would be due a few checkpoints later.
-_LEFT: Final = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeighedMerge:
-    """A merge that a chain allows, and its cost as `weigh` computes it.
-
-    Attributes:
-        sizes: what it reads, writes and leaves.
-        cost_bytes: bytes read and written, divided by the share of the excess that the merge
-            removes; None if the merge must not be chosen.
-        why_not: why it must not be chosen; empty if it has a cost.
-    """
-
-    sizes: MergeSizes
-    cost_bytes: float | None
-    why_not: str = ""
-
-
 def newest_checkpoint(run: Run) -> ManifestName | None:
     """Return the newest checkpoint of the live line, whose chain a restore would read."""
     return next(iter(run.live_line()), None)
-
-
-def choose_consolidation(
-    run: Run,
-    name: ManifestName,
-    *,
-    triggers: ConsolidationTriggers | None = None,
-    avoid: Sequence[PassedOver] = (),
-) -> ConsolidationPlan:
-    """Plan the merge of a checkpoint's chain that costs least for what it saves, by `weigh`.
-
-    It chooses between a merge of the whole chain into a full, and a merge of the newest k links
-    into one increment for each k. Before the chain has reached a trigger, or if any merge may have
-    too large a manifest, the plan is of a full and does not pay.
-
-    Args:
-        run: the run.
-        name: the checkpoint.
-        triggers: the thresholds at which it pays; None: the defaults.
-        avoid: manifests not to use; see `plan_consolidation`.
-
-    Returns:
-        A plan; `pays` says whether to follow it now.
-
-    Raises:
-        RecpointError: the errors of `plan_consolidation`.
-    """
-    triggers = triggers or ConsolidationTriggers()
-    chain = chain_to_merge(run, name, avoid=avoid)
-    whole = plan_merge_of(run, chain, links=None, triggers=triggers)
-    best = cheapest(weigh(whole.merges, triggers))
-    if whole.pays and best is None:
-        size_bytes = whole.merges[-1].most_manifest_bytes
-        return replace(
-            whole,
-            pays=False,
-            is_held_back=True,
-            reason=f"{whole.reason}, but no merge is sure to have a manifest that readers accept: "
-            f"that of a full may have {size_bytes:,} bytes of {records.MAX_RECORD_BYTES:,}",
-        )
-    if best is None or best.sizes.into_full:
-        return whole
-    part = plan_merge_of(run, chain, links=best.sizes.merged, triggers=triggers)
-    # The whole chain has reached a trigger, even if these links alone have not.
-    return part if part.pays else replace(part, pays=True, reason=whole.reason)
-
-
-def weigh(
-    merges: Sequence[MergeSizes], triggers: ConsolidationTriggers
-) -> tuple[WeighedMerge, ...]:
-    """Return the cost of each merge of a chain in relation to what it saves.
-
-    The cost is the bytes read and written, divided by the share of the chain's excess over a full
-    that the merge removes. If the chain has too many links, the excess is the manifests beyond the
-    one of a full. If a restore reads too many bytes, or too many rows are dead, it is the bytes
-    that a restore reads beyond those of a full. If both apply, the smaller share counts. A chain
-    that keeps growing at the same rate reaches its trigger again after a time proportional to that
-    share, so the cost is proportional to the bytes moved over time to stay below the trigger. A
-    merge into a full removes all of the excess, but moves the bytes of everything. A merge of fewer
-    links leaves alone rows that were merged before, or that the newest links rarely change.
-
-    A merge whose manifest may be larger than readers accept is not allowed. A merge into an
-    increment is allowed only if it leaves at least half of the way to each trigger
-    that was reached. Its savings are those known without reading chunks (`LiveRows`).
-
-    Args:
-        merges: from `merge_sizes`; the last is into a full.
-        triggers: the thresholds at which it pays; before one is reached no merge has a cost.
-    """
-    if not merges:
-        return ()
-    whole = merges[-1]
-    reached = triggers.reached(whole)
-    too_long, too_large = "links" in reached, bool(reached.keys() - {"links"})
-    weighed = []
-    for merge in merges:
-        why_not, shares = "", [1.0] * merge.into_full
-        if not reached:
-            why_not = "no trigger is reached"
-        elif merge.may_be_too_large:
-            why_not = "may have too large a manifest"
-        elif not merge.into_full:
-            if too_long:
-                shares.append((merge.links_before - merge.links_after) / (merge.links_before - 1))
-                if merge.links_after - 1 > (triggers.links - 1) * _LEFT:
-                    why_not = "leaves many manifests"
-            if too_large:
-                shares.append(_saved_bytes(merge) / max(1, _saved_bytes(whole)))
-                if shares[-1] <= 0 or _leaves_much(merge, whole, triggers):
-                    why_not = "may leave many dead rows"
-        moved = merge.read_bytes + merge.write_bytes
-        cost = None if why_not else moved / min(shares)
-        weighed.append(WeighedMerge(sizes=merge, cost_bytes=cost, why_not=why_not))
-    return tuple(weighed)
-
-
-def cheapest(weighed: Sequence[WeighedMerge]) -> WeighedMerge | None:
-    """Return the merge of the lowest cost, and among equals of the most links; None if none."""
-    costs = [
-        (merge.cost_bytes, -merge.sizes.merged, merge)
-        for merge in weighed
-        if merge.cost_bytes is not None
-    ]
-    return min(costs, key=lambda cost: cost[:2])[2] if costs else None
-
-
-def _saved_bytes(merge: MergeSizes) -> int:
-    """Return by how many bytes less a restore reads, at least."""
-    return merge.restore_bytes_before - merge.restore_bytes_after
-
-
-def _leaves_much(merge: MergeSizes, whole: MergeSizes, triggers: ConsolidationTriggers) -> bool:
-    """Tell whether a restore may afterwards be past half of the way to a trigger."""
-    ratio = merge.restore_bytes_after / max(1, whole.restore_bytes_after)
-    rows = merge.restore_rows_after
-    dead_share = (rows - whole.write_rows) / max(1, rows)
-    return (
-        ratio - 1 > (triggers.restore_ratio - 1) * _LEFT or dead_share > triggers.dead_share * _LEFT
-    )

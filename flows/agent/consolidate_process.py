@@ -15,7 +15,8 @@ import logging
 import sys
 from typing import Any
 
-from recpoint.catalog.consolidate.merge import (
+from recpoint.catalog.consolidate.choice import choose_consolidation
+from recpoint.catalog.consolidate.consolidate import (
     NOTHING_DONE,
     consolidate_around_damage,
     passed_over_words,
@@ -23,7 +24,6 @@ from recpoint.catalog.consolidate.merge import (
 from recpoint.catalog.consolidate.plan import (
     ConsolidationPlan,
     ConsolidationTriggers,
-    choose_consolidation,
     newest_checkpoint,
 )
 from recpoint.catalog.run.run import Run

@@ -15,11 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Final, Literal
 
-from recpoint.catalog.consolidate.plan import (
-    ConsolidationTriggers,
-    choose_consolidation,
-    newest_checkpoint,
-)
+from recpoint.catalog.consolidate.choice import choose_consolidation
+from recpoint.catalog.consolidate.plan import ConsolidationTriggers, newest_checkpoint
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.notes import read_note, remove_note, write_note_durably

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from recpoint import Staging, Timeouts
-from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging.area import StagedRun

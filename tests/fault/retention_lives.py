@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.retention.plan import plan_prune

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from recpoint.catalog.check.check import check
 from recpoint.catalog.check.validate import record, validate
 from recpoint.catalog.consolidate import moves
-from recpoint.catalog.consolidate.merge import consolidate_around_damage
+from recpoint.catalog.consolidate.consolidate import consolidate_around_damage
 from recpoint.catalog.consolidate.plan import (
     ConsolidationPlan,
     ConsolidationTriggers,

@@ -14,7 +14,7 @@ from distributed import Client, LocalCluster
 
 from recpoint.catalog.check.check import check
 from recpoint.catalog.consolidate import plan as consolidate_plan
-from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.restore.files import restore_shards
 from recpoint.catalog.run.run import Run

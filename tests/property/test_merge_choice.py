@@ -7,7 +7,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recpoint.catalog.consolidate.plan import ConsolidationTriggers, MergeSizes, cheapest, weigh
+from recpoint.catalog.consolidate.choice import cheapest, weigh
+from recpoint.catalog.consolidate.merge_sizes import MergeSizes
+from recpoint.catalog.consolidate.plan import ConsolidationTriggers
 from recpoint.catalog.restore.rows import Live, LiveRows
 from recpoint.format.manifest import ChunkEntry
 from recpoint.format.naming import row_chunk_key

@@ -17,16 +17,7 @@ from typing import Any
 import crc32c
 import torch
 
-from benchmarks.faults.system import (
-    Begin,
-    Hostile,
-    Model,
-    Restored,
-    System,
-    Tags,
-    Trainer,
-    train,
-)
+from benchmarks.faults.system import Begin, Hostile, Model, Restored, System, Tags, Trainer, train
 
 __all__ = ["Recpoint"]
 
@@ -64,7 +55,7 @@ class Recpoint(System):
     title = "recpoint"
     distributions = ("recpoint",)
     modules = (
-        "recpoint.catalog.consolidate.merge",
+        "recpoint.catalog.consolidate.consolidate",
         "recpoint.catalog.persist.persist",
         "recpoint.trainer_plugin.checkpointer",
     )
@@ -224,7 +215,7 @@ class Recpoint(System):
 
     def consolidate(self) -> None:
         """See `System.consolidate`."""
-        from recpoint.catalog.consolidate.merge import consolidate
+        from recpoint.catalog.consolidate.consolidate import consolidate
         from recpoint.catalog.consolidate.plan import plan_consolidation
 
         run = self._run()

@@ -34,8 +34,9 @@ from recpoint.format.naming import MAX_STEP, ManifestName, is_label
 from recpoint.units import bytes_text
 
 if TYPE_CHECKING:
-    from recpoint.catalog.consolidate.merge import Consolidated
-    from recpoint.catalog.consolidate.plan import ConsolidationPlan, WeighedMerge
+    from recpoint.catalog.consolidate.choice import WeighedMerge
+    from recpoint.catalog.consolidate.consolidate import Consolidated
+    from recpoint.catalog.consolidate.plan import ConsolidationPlan
 
 __all__ = [
     "StagingOption",
@@ -79,7 +80,7 @@ def consolidate_run(
     json_output: JsonOption = False,
 ) -> Result:
     """Merge a checkpoint's chain: a restore then reads less, and retention can drop old links."""
-    from recpoint.catalog.consolidate.merge import consolidate_around_damage
+    from recpoint.catalog.consolidate.consolidate import consolidate_around_damage
     from recpoint.catalog.consolidate.plan import plan_consolidation
 
     run = open_run(url)
@@ -154,7 +155,8 @@ def _plan_fields(plan: ConsolidationPlan) -> list[tuple[str, object]]:
 
 def _weighed(plan: ConsolidationPlan) -> tuple[tuple[WeighedMerge, ...], WeighedMerge | None]:
     """Return all merges of the plan's chain, and the one an agent would choose by default."""
-    from recpoint.catalog.consolidate.plan import ConsolidationTriggers, cheapest, weigh
+    from recpoint.catalog.consolidate.choice import cheapest, weigh
+    from recpoint.catalog.consolidate.plan import ConsolidationTriggers
 
     weighed = weigh(plan.merges, ConsolidationTriggers())
     return weighed, cheapest(weighed)

@@ -11,18 +11,10 @@ import torch
 from benchmarks import stored_sizes
 from benchmarks.dirty_trace import fleet_masks, replay, rows_since
 from benchmarks.row_wise import RowWiseAdagrad
-from benchmarks.stored_sizes import (
-    EXACT,
-    NARROW,
-    WIDE,
-    MergedFull,
-    check,
-    form_of,
-    stored_parts,
-)
+from benchmarks.stored_sizes import EXACT, NARROW, WIDE, MergedFull, check, form_of, stored_parts
 from recpoint import Consecutive, Continuous, OneShot
 from recpoint.catalog.consolidate import moves
-from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.persist import plan as persist_plan
 from recpoint.catalog.persist.persist import persist_job

@@ -10,15 +10,15 @@ import torch
 
 from recpoint.catalog.check.check import check
 from recpoint.catalog.consolidate import moves
-from recpoint.catalog.consolidate.merge import commit_consolidation, consolidate, merge_part
+from recpoint.catalog.consolidate.commit import commit_consolidation
+from recpoint.catalog.consolidate.consolidate import consolidate
+from recpoint.catalog.consolidate.merge import merge_part
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.persist.persist import persist_job
 from recpoint.catalog.restore import rows
 from recpoint.catalog.retention.sweep import execute, plan_sweep
 from recpoint.catalog.run.run import Run
-from recpoint.errors import (
-    ObjectNotFound,
-)
+from recpoint.errors import ObjectNotFound
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import CONSOLIDATED_KEY, MANIFEST_KEY
 from tests.catalog_builder import tables

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from recpoint.catalog.check.check import check
-from recpoint.catalog.consolidate.merge import (
+from recpoint.catalog.consolidate.consolidate import (
     Consolidated,
     consolidate_around_damage,
     passed_over_words,

@@ -7,11 +7,11 @@ import torch
 
 from recpoint.catalog.check.check import check
 from recpoint.catalog.consolidate import moves
-from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.choice import choose_consolidation
+from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import (
     ConsolidationPlan,
     ConsolidationTriggers,
-    choose_consolidation,
     newest_checkpoint,
     plan_consolidation,
 )

@@ -6,17 +6,12 @@ import pytest
 import torch
 
 from recpoint.catalog.check.check import check
-from recpoint.catalog.consolidate.merge import commit_consolidation, consolidate
+from recpoint.catalog.consolidate.commit import commit_consolidation
+from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import ConsolidationPlan, plan_consolidation
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.contract import ObjectInfo
-from recpoint.errors import (
-    ChainError,
-    CommitConflict,
-    DigestMismatch,
-    FormatError,
-    MalformedObject,
-)
+from recpoint.errors import ChainError, CommitConflict, DigestMismatch, FormatError, MalformedObject
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import CONSOLIDATED_KEY, MANIFEST_KEY, VALIDATION_KEY, ManifestName
 from recpoint.format.records import pack_record

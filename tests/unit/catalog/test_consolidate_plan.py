@@ -9,7 +9,9 @@ import pytest
 
 from recpoint.catalog.check.check import check
 from recpoint.catalog.consolidate import plan as consolidate_plan
-from recpoint.catalog.consolidate.merge import commit_consolidation, consolidate, merge_part
+from recpoint.catalog.consolidate.commit import commit_consolidation
+from recpoint.catalog.consolidate.consolidate import consolidate
+from recpoint.catalog.consolidate.merge import merge_part
 from recpoint.catalog.consolidate.plan import (
     ConsolidationTriggers,
     plan_consolidation,
@@ -18,12 +20,7 @@ from recpoint.catalog.consolidate.plan import (
 from recpoint.catalog.retention.sweep import execute, plan_sweep
 from recpoint.catalog.run.lineage import Representation
 from recpoint.catalog.run.run import Run
-from recpoint.errors import (
-    ChainError,
-    MissingLink,
-    ObjectNotFound,
-    SettingsError,
-)
+from recpoint.errors import ChainError, MissingLink, ObjectNotFound, SettingsError
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import CONSOLIDATED_KEY, MANIFEST_KEY, ManifestName, attempt_prefix
 from recpoint.format.records import pack_record

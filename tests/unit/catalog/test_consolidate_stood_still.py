@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from recpoint.catalog.check.check import check
-from recpoint.catalog.consolidate import merge as consolidating
-from recpoint.catalog.consolidate.merge import commit_consolidation, consolidate, merge_part
+from recpoint.catalog.consolidate import commit as consolidating
+from recpoint.catalog.consolidate.commit import commit_consolidation
+from recpoint.catalog.consolidate.consolidate import consolidate
+from recpoint.catalog.consolidate.merge import merge_part
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.retention import sweep as sweeping_module
 from recpoint.catalog.retention.sweep import execute, plan_sweep

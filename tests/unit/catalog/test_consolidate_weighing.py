@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from recpoint.catalog.consolidate.plan import ConsolidationTriggers, MergeSizes, cheapest, weigh
+from recpoint.catalog.consolidate.choice import cheapest, weigh
+from recpoint.catalog.consolidate.merge_sizes import MergeSizes
+from recpoint.catalog.consolidate.plan import ConsolidationTriggers
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from recpoint.catalog.consolidate import moves
-from recpoint.catalog.consolidate.merge import consolidate
-from recpoint.catalog.consolidate.plan import merge_sizes, plan_consolidation
+from recpoint.catalog.consolidate.consolidate import consolidate
+from recpoint.catalog.consolidate.merge_sizes import merge_sizes
+from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.persist import plan as persist_plan
 from recpoint.catalog.restore import rows
 from recpoint.catalog.run.run import Run

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recpoint.catalog.check.check import check
-from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.retention.prune import PruneResult, execute
 from recpoint.catalog.run import deletions, leases, metrics, pins

@@ -12,7 +12,7 @@ import torch
 
 from recpoint.catalog.check.check import check
 from recpoint.catalog.check.validate import validate
-from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.persist import persist

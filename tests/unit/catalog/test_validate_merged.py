@@ -11,7 +11,7 @@ import torch
 
 from recpoint.catalog.check.rows import read_samples
 from recpoint.catalog.check.validate import record
-from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.persist import persist
 from recpoint.catalog.restore.chunks import StoreChunks, read_chunk, read_rows
