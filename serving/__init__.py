@@ -1,6 +1,6 @@
 """Runs inside a serving process: follows a run, and serves whole versions. Never imports Prefect.
 
-A run comes in, a model that requests may read goes out. Walk: `follower` (which version),
-`update` (the cheapest way to it), `model` (the two copies), `tables` (one table in memory, as
-values or as codes that lookups decode).
+A run comes in, a model that requests may read goes out. Walk: `follower`, `goal` (which
+version), `update` (the cheapest way to it), `standing` (how far behind a version is), `model` (the
+two copies), `tables` (one table in memory, as values or as codes that lookups decode).
 """

@@ -1,47 +1,32 @@
-"""Follows a run in a serving process: picks the version to serve, and says how far behind it is.
-
-Which checkpoint a follower is to serve, best first (format §6.9).
-
-How far behind a version is. This is known before requests are given the version.
-"""
+"""Follows a run in a serving process: moves to the version to serve, and says what it serves."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Final, Literal, Self
+from typing import Final, Self
 
 from torch import nn
 
 from recpoint.catalog.restore.order import Skipped
 from recpoint.catalog.run.chain import PassedOver
 from recpoint.catalog.run.leases import reading as lease
-from recpoint.catalog.run.lineage import Representation
-from recpoint.catalog.run.publications import publication_numbers
 from recpoint.catalog.run.run import Run
-from recpoint.catalog.run.validations import Doubts
 from recpoint.catalog.store.store import open_store
-from recpoint.errors import (
-    ForeignObject,
-    FormatError,
-    NothingToRestore,
-    ObjectNotFound,
-    RecpointError,
-    SettingsError,
-    UnsupportedVersion,
-)
+from recpoint.errors import ForeignObject, RecpointError, SettingsError, UnsupportedVersion
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import RUN_KEY, ManifestName
-from recpoint.format.record_kinds import PUBLICATION
 from recpoint.format.records import CheckpointRef
+from recpoint.serving.goal import CHANNELS, Channel, FollowerGoal, find_pinned, find_wanted
 from recpoint.serving.model import Copies, Version, replace_lookups
+from recpoint.serving.standing import FollowerStanding, Standings
 from recpoint.serving.update import DAMAGE, OnProgress, Updater
 
-__all__ = ["CHANNELS", "Channel", "Follower", "Status"]
+__all__ = ["Follower", "Status"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,224 +77,6 @@ class Status:
 
 
 _log = logging.getLogger("recpoint.serving")
-
-#: `newest`: the newest checkpoint that no validation speaks against. `validated`: the newest
-#: checkpoint whose bytes passed a validation. `published`: the checkpoint that was published last.
-Channel = Literal["newest", "validated", "published"]
-CHANNELS: tuple[Channel, ...] = ("newest", "validated", "published")
-
-#: A follower that serves nothing yet goes back through so many publications.
-_MOST_PUBLICATIONS = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class FollowerGoal:
-    """The checkpoints that a follower may move to.
-
-    Attributes:
-        names: checkpoints that are better than the served one, best first.
-        skipped: better checkpoints that are left out because of what validations say.
-        newest: the newest checkpoint of the live line, whatever validations say of it.
-        doubts: what validations said at that look.
-        published_ms: when the first of `names` was published; None: it was not.
-    """
-
-    names: Sequence[ManifestName]
-    skipped: Sequence[Skipped]
-    newest: ManifestName | None
-    doubts: Doubts
-    published_ms: int | None = None
-
-    def after(self, served: ManifestName) -> Self:
-        """Return the same for a follower that is pinned to `served`: only newer checkpoints."""
-        return replace(self, names=[name for name in self.names if name > served])
-
-
-def find_wanted(run: Run, channel: Channel, served: ManifestName | None) -> FollowerGoal:
-    """Return what a follower that serves `served` is to move to.
-
-    If retention has deleted the served checkpoint, it stays in service. If it is no longer on the
-    live line, or if a validation has found it wrong, the follower moves to the newest good one. A
-    published checkpoint was chosen by somebody, and stays in service whatever validations say.
-
-    Raises:
-        FormatError: a generation record, or the newest publication, is damaged.
-        StoreError: the store cannot be read.
-    """
-    if channel == "published":
-        return _published(run, served)
-    generations = run.generation_numbers()  # before the checkpoints, as in `Run.live_line`
-    present = set(run.manifest_names())
-    line = run.line_of(generations, present if served is None else {*present, served})
-    doubts = Doubts(run, validated_only=channel == "validated")
-    names: list[ManifestName] = []
-    skipped: list[Skipped] = []
-    for name in line:
-        doubt = doubts.about(name) if name in present else None
-        if name == served and (doubt is None or name not in present):
-            break
-        if doubt is not None:
-            skipped.append(Skipped(name, doubt))
-        elif name in present:
-            names.append(name)
-    return FollowerGoal(
-        names=names,
-        skipped=skipped,
-        newest=next((name for name in line if name in present), None),
-        doubts=doubts,
-    )
-
-
-def _published(run: Run, served: ManifestName | None) -> FollowerGoal:
-    live = run.live_line()
-    newest = live[0] if live else None
-    names: list[ManifestName] = []
-    since_ms: int | None = None
-    for number in list(reversed(publication_numbers(run)))[:_MOST_PUBLICATIONS]:
-        try:
-            record = run.records(PUBLICATION).read(number)
-        except (FormatError, ObjectNotFound) as error:
-            if served is not None:
-                raise  # an older publication is no reason to go back
-            _log.warning("passing over publication %d: %s", number, error)
-            continue
-        name = ManifestName(record.checkpoint.step, record.checkpoint.generation)
-        if name == served:
-            break
-        if name not in names:
-            since_ms = since_ms or record.created_ms
-            names.append(name)
-        if served is not None:
-            break
-    return FollowerGoal(
-        names=names,
-        skipped=(),
-        newest=newest,
-        doubts=Doubts(run, validated_only=False),
-        published_ms=since_ms,
-    )
-
-
-def find_pinned(run: Run, step: int, generation: int | None) -> ManifestName:
-    """Return the checkpoint that a follower is pinned to.
-
-    Raises:
-        NothingToRestore: the live line has no checkpoint of this step, or the run has none of this
-            step and generation.
-    """
-    if generation is None:
-        matching = [name for name in run.live_line() if name.step == step]
-        missing = "no checkpoint of this step on the live line"
-    else:
-        matching = [name for name in run.manifest_names() if name == (step, generation)]
-        missing = f"none of generation {generation}"
-    if not matching:
-        raise NothingToRestore(
-            f"{run.url}, step {step}",
-            found=missing,
-            expected="the checkpoint that the follower is pinned to",
-            next_step=f"recpoint list {run.url}; then unpin, or pin another one",
-        )
-    return matching[0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FollowerStanding:
-    """What a look has found, seen from one version.
-
-    Attributes:
-        served: that version; None: nothing is served.
-        wanted: the better checkpoints.
-        waiting_since_ms: since when a better checkpoint has existed; None: there is none.
-        doubt: what validations have against the version.
-    """
-
-    served: ManifestName | None
-    wanted: FollowerGoal
-    waiting_since_ms: int | None
-    doubt: str | None
-
-    @property
-    def lag_seconds(self) -> float:
-        """See `Status.lag_seconds`."""
-        since_ms = self.waiting_since_ms
-        return 0.0 if since_ms is None else max(0.0, time.time() - since_ms / 1000)
-
-
-class Standings:
-    """The last look, seen from the served version, and during a move also from the next version.
-
-    One thread looks and moves. Other threads ask at any time. Both standings exist from before
-    requests are given the new version until after, so each version is found with its own standing.
-    """
-
-    def __init__(self) -> None:
-        self._standings: tuple[FollowerStanding, ...] = ()  # replaced, never changed
-        self._committed_ms: dict[ManifestName, int] = {}
-
-    @property
-    def last(self) -> FollowerStanding | None:
-        """The standing of the served version; None: nobody has looked."""
-        return self._standings[0] if self._standings else None
-
-    def of(self, served: ManifestName | None) -> FollowerStanding | None:
-        """Return the standing of this version; if it is unknown, of the served version."""
-        standings = self._standings
-        return next(
-            (standing for standing in standings if standing.served == served),
-            standings[0] if standings else None,
-        )
-
-    def note(
-        self, served: ManifestName | None, goal: FollowerGoal, run: Run, updater: Updater
-    ) -> None:
-        """Take over what a look has found, seen from the version that is served now."""
-        self._standings = (self._standing(served, goal, run, updater),)
-
-    def moving(self, to: ManifestName, goal: FollowerGoal, run: Run, updater: Updater) -> None:
-        """Note that from now until `moved` either of two versions may be served."""
-        self._standings = (*self._standings[:1], self._standing(to, goal, run, updater))
-
-    def moved(self, *, well: bool) -> None:
-        """The move has ended. If `well`, the new version is served; else still the one before."""
-        self._standings = self._standings[-1:] if well else self._standings[:1]
-
-    def _standing(
-        self, served: ManifestName | None, goal: FollowerGoal, run: Run, updater: Updater
-    ) -> FollowerStanding:
-        return FollowerStanding(
-            served=served,
-            wanted=goal,
-            waiting_since_ms=self._since(goal, run, updater),
-            doubt=None if served is None else goal.doubts.against(served),
-        )
-
-    def _since(self, goal: FollowerGoal, run: Run, updater: Updater) -> int | None:
-        if goal.published_ms is not None:
-            return goal.published_ms
-        names = goal.names
-        self._committed_ms = {
-            name: time_ms for name, time_ms in self._committed_ms.items() if name in names
-        }
-        for name in reversed(names):
-            if (since_ms := self._committed(name, run, updater)) is not None:
-                return since_ms
-        # If no manifest can be read, the follower is at least as far behind as before.
-        return None if not names or self.last is None else self.last.waiting_since_ms
-
-    def _committed(self, name: ManifestName, run: Run, updater: Updater) -> int | None:
-        """Return when it was committed at the latest; None: none of its manifests is good."""
-        committed_ms = self._committed_ms.get(name)
-        if committed_ms is None:
-            with suppress(*DAMAGE):
-                committed_ms = updater.read(Representation(name)).committed_ms
-        if committed_ms is None:  # retention deleted its own; a merged one has a later time
-            with suppress(*DAMAGE):
-                committed_ms = run.manifest(*name).committed_ms
-        if committed_ms is not None:
-            self._committed_ms[name] = committed_ms
-        return committed_ms
-
 
 #: How long a checkpoint that could not be read is left alone.
 _RETRY_SECONDS: Final = 60.0

@@ -53,7 +53,8 @@ def follow(
 
     Holds two copies of the tables in memory. Runs until it is interrupted, unless --once is given.
     """
-    from recpoint.serving.follower import CHANNELS, Follower
+    from recpoint.serving.follower import Follower
+    from recpoint.serving.goal import CHANNELS
 
     if channel not in CHANNELS:
         raise typer.BadParameter(

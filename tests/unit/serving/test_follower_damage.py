@@ -17,7 +17,7 @@ from recpoint.errors import (
 )
 from recpoint.format.naming import CONSOLIDATED_KEY, MANIFEST_KEY, ManifestName
 from recpoint.format.records import pack_record
-from recpoint.serving.follower import CHANNELS, Channel
+from recpoint.serving.goal import CHANNELS, Channel
 from tests.catalog_builder import build, new_run, tables
 from tests.consolidation import chain_of, merge
 from tests.followed_run import Trainer, require, validated
