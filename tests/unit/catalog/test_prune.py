@@ -85,6 +85,8 @@ def test_marked_first_deleted_later(store: Store) -> None:
     assert steps(run) == [10, 20, 30, 40, 50] == [n.step for n in reversed(run.live_line())]
     assert restore(run, MemoryTarget(), Selection(step=30)).restored.step == 30
 
+    in_grace = planned(run, grace=HOUR)
+    assert in_grace.delete == () and len(in_grace.waiting) == 3
     plan = planned(run)
     assert plan.mark == () and plan.delete == tuple(named(run, step) for step in (30, 20, 10))
     second = execute(run, plan)

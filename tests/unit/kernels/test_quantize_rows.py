@@ -38,6 +38,14 @@ def test_they_are_what_quantizing_a_copy_of_the_rows_gives(dtype: torch.dtype, d
         assert torch.equal(left, right)
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_row_has_codes_from_the_smallest_normal_step_on(bits: int) -> None:
+    least = 2.0**-126 * (2**bits - 1)
+    rows = torch.tensor([[0.0, least], [0.0, least * (1 - 2.0**-23)]])
+    for quantized in (quantize_rows(rows, None, bits), reference.quantize_packed(rows, bits)):
+        assert quantized.exact.tolist() == [False, True]
+
+
 def test_more_rows_than_one_pass_are_quantized() -> None:
     table = torch.randn(1100, 600)
     ids = torch.randperm(1100)

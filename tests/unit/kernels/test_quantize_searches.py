@@ -167,6 +167,8 @@ def test_a_choice_is_the_cheapest_that_is_good_enough(threads: int) -> None:
     errors = {m: choice.squared_error(sample, 4, m) for m in choice.candidates(4)}
     enough = [m for m, error in errors.items() if error <= 1.01 * min(errors.values())]
     assert chosen == enough[0] and chosen.name == "refit"
+    for scale in (2.0**-20, 2.0**20):
+        assert choice.choose(rows * scale, 4, seed=5) == chosen  # the margin is relative
     assert choice.choose(torch.ones(5, 3), 4, seed=0) == ASYMMETRIC  # nothing to gain
     assert choice.choose(rows, 8, seed=0) == ASYMMETRIC
     assert choice.choose(rows[:0], 2, seed=0) == ASYMMETRIC

@@ -290,6 +290,22 @@ def test_small_messages_do_not_fill_memory() -> None:
     assert inbox.kept(count) is given
 
 
+def test_a_message_that_is_missing_is_not_skipped() -> None:
+    inbox = Inbox(1)
+    assert inbox.is_new(message(1))
+    with pytest.raises(OutOfStep, match="message 2 after message 0"):
+        inbox.is_new(message(2))
+    inbox.add(message(1), Added(difference()))
+    assert not inbox.is_new(message(1)) and inbox.is_new(message(2))
+
+
+def test_differences_of_before_a_table_was_cleared_change_no_parity_row() -> None:
+    here = member({1: (1, Kept()), 2: (2, Kept())})
+    here.clear(TABLE, 1)
+    here.other_servers.receive([(message(1), difference())])
+    assert not here.parity_rows([TableSlots(TABLE, torch.tensor([0]))], {1: (1, 1)}).rows.any()
+
+
 def test_a_late_call_about_a_lost_server_drops_no_successor() -> None:
     first, late, successor = Kept(), Kept(), Kept()
     here = member({1: (1, first), 2: (2, Kept())})

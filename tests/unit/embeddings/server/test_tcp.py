@@ -714,6 +714,7 @@ def end_garbage_server() -> Iterator[None]:
         [struct.pack("<4s?3xIQ", b"rpea", True, 2, 0) + b"{}", SEAL],
         [struct.pack("<4s?3xIQ", b"rpea", True, 1, 0) + b"{", SEAL],
         [struct.pack("<4s?3xIQ", b"rpea", False, 0, 1), SEAL, b"\x00", SEAL],
+        [struct.pack("<4s?3xIQ", b"rpea", False, 2, 1) + b"{}", SEAL, b"\x00", SEAL, SEAL],
     ],
 )
 def test_an_answer_that_is_none_is_refused(answer: list[Piece]) -> None:
