@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -117,18 +118,41 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str:
     return f"left to `make nightly`: {count} tests (here: --nightly PART, or --nightly all)"
 
 
+def _uses_prefect(item: pytest.Item) -> bool:
+    return "prefect_api" in getattr(item, "fixturenames", ())
+
+
+def _group_prefect(items: list[pytest.Item]) -> None:
+    """Divide the tests with Prefect in process into two groups of whole files, as equal as can be.
+
+    A test that has a group keeps it.
+    """
+    by_file: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        if _uses_prefect(item) and item.get_closest_marker("xdist_group") is None:
+            by_file.setdefault(item.path, []).append(item)
+    counts = [0, 0]
+    for file in sorted(by_file, key=lambda path: (-len(by_file[path]), path)):
+        group = counts.index(min(counts))
+        counts[group] += len(by_file[file])
+        for item in by_file[file]:
+            item.add_marker(pytest.mark.xdist_group(f"prefect {group}"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select the tests by their part, and order them: those with Prefect in process last.
 
     Prefect's client leaves threads in the process that sometimes draw from Python's generator. A
     training process never has them (`test_structure`). Tests of bit-identical resumption compare
     that generator, so they must not have these threads either. One worker runs a whole group; if it
-    began a group last, the other workers would wait for it. So the slowest tests are first.
+    began a group last, the other workers would wait for it. So the slowest tests are first. Two
+    workers run all tests with Prefect in process, because each worker that does starts a server.
     """
     _deselect_nightly(config, items)
+    _group_prefect(items)
 
     def order(item: pytest.Item) -> tuple[bool, bool, bool]:
-        uses_prefect = "prefect_api" in getattr(item, "fixturenames", ())
+        uses_prefect = _uses_prefect(item)
         grouped, slow = (item.get_closest_marker(name) for name in ("xdist_group", "slow"))
         return (uses_prefect, grouped is None, slow is None)
 

@@ -1,7 +1,10 @@
-"""Provides `recpoint` and `python` for a shell, each in a forked process with all imports done.
+"""Provides programs for a shell, each in a forked process with all imports done.
+
+They are `python`, `recpoint` and `torchrun`, which starts its ranks with this `python`.
 
 The shell starts a script that imports next to nothing. It hands over its arguments, its environment
-and its output files, and ends with the exit code of the forked process.
+and its output files. It passes SIGTERM and SIGINT on, and ends with the exit code of the forked
+process.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import socketserver
 import sys
 import tempfile
@@ -24,9 +28,11 @@ from tests.forked_program import ForkedProgram, be_code, be_module
 __all__ = ["forked_programs"]
 
 _SCRIPT = """#!{python} -IS
-import json, os, socket, sys
+import json, os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as door:
     door.connect({door!r})
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: door.sendall(bytes([number])))
     asked = sys.argv, dict(os.environ), os.getcwd(), os.getpid()
     with door.makefile("rw") as talk:
         print(json.dumps(asked), file=talk, flush=True)
@@ -36,14 +42,14 @@ with socket.socket(socket.AF_UNIX) as door:
 
 @functools.cache
 def forked_programs() -> Path | None:
-    """Return a directory with the two programs, for PATH; None: this system is not Linux."""
+    """Return a directory with the programs, for PATH; None: this system is not Linux."""
     if sys.platform != "linux":
         return None
     place = Path(tempfile.mkdtemp(prefix="recpoint-programs-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     server = _Server(str(place / "door"), _Asked)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    for name in ("python", "recpoint"):
+    for name in ("python", "recpoint", "torchrun"):
         (place / name).write_text(_SCRIPT.format(python=sys.executable, door=str(place / "door")))
         (place / name).chmod(0o755)
     return place
@@ -72,19 +78,31 @@ class _Asked(socketserver.StreamRequestHandler):
             self.wfile.write(f"{code if code >= 0 else 128 - code}\n".encode())
 
     def _end_with_script(self, process: ForkedProgram) -> None:
-        """End the process when a signal has ended the script; the script sends nothing more."""
+        """Send the process each signal of the script; kill it when the script has ended."""
         with contextlib.suppress(OSError):
-            self.connection.recv(1)
-        process.terminate()
+            while number := self.connection.recv(1):
+                process.send_signal(signal.Signals(number[0]))
+        process.kill()
 
 
 def _run(program: str, *arguments: str) -> None:
-    if Path(program).name == "recpoint":
+    path = Path(program)
+    if path.name == "recpoint":
         sys.argv = [program, *arguments]
         from recpoint.__main__ import main
 
         main()
-    elif arguments[0] == "-m":
+    elif path.name == "torchrun":
+        os.environ["PYTHON_EXEC"] = str(path.with_name("python"))
+        be_module("torch.distributed.run", *arguments)
+    else:
+        _be_python(*arguments)
+
+
+def _be_python(*arguments: str) -> None:
+    if arguments[0] == "-u":  # of torchrun
+        arguments = arguments[1:]
+    if arguments[0] == "-m":
         be_module(*arguments[1:])
     elif arguments[0] == "-c":
         be_code(*arguments[1:])

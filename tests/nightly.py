@@ -6,12 +6,14 @@ Prints one line for each part and writes one to the record. A part that has pass
 is not repeated, so a run that was stopped goes on where it was. The output of a part is in
 build/nightly.
 
-A test belongs to a part by a mark: `pytestmark = pytest.mark.nightly("ray")`.
+A test belongs to a part by a mark: `pytestmark = pytest.mark.nightly("ray")`. Some combinations of
+parameters belong to the part `combinations` (tests/combinations.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import signal
@@ -109,19 +111,30 @@ MARKED: Mapping[str, MarkedPart] = {
     "prometheus": MarkedPart(60, ("dashboards/",)),
     "ray": MarkedPart(200, ("embeddings/",)),
     "runbook": MarkedPart(200, ("docs/how-to/", "flows/")),
-    "site": MarkedPart(60, ("docs/", "mkdocs.yml")),
+    "site": MarkedPart(120, ("docs/", "mkdocs.yml")),
     "triton": MarkedPart(90, ("kernels/",)),
     "tutorials": MarkedPart(120, ("docs/tutorials/", "examples/")),
     "wheel": MarkedPart(240, ("build_backend/", "pyproject.toml", "MANIFEST.in")),
 }
 
 #: Of files whose tests take every place of a fault; others are taken to need ten minutes.
-_FAULT_SECONDS = {"interrupted_calls": 3_500.0, "trainers_killed": 2_700.0, "cached_kills": 330.0}
+_FAULT_SECONDS = {
+    "interrupted_calls": 3_500.0,
+    "trainers_killed": 2_700.0,
+    "cached_kills": 330.0,
+    "every_call_may_fail": 60.0,
+}
+
+
+@functools.cache
+def _test_files() -> Mapping[str, str]:
+    """Return the text of each test file by its path from the root."""
+    paths = sorted(ROOT.glob("tests/**/test_*.py"))
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
 
 
 def _files_with(pattern: str) -> tuple[str, ...]:
-    paths = sorted(ROOT.glob("tests/**/test_*.py"))
-    return tuple(str(p.relative_to(ROOT)) for p in paths if re.search(pattern, p.read_text()))
+    return tuple(path for path, text in _test_files().items() if re.search(pattern, text))
 
 
 def _parts() -> dict[str, NightlyPart]:
@@ -137,6 +150,12 @@ def _parts() -> dict[str, NightlyPart]:
         goal=("unit", "ALL_EXAMPLES=1", f"PYTEST_ARGS={' '.join(examples)}"),
         files=examples,
         seconds=450.0,
+    )
+    combined = _files_with(r"\bcombinations\(")
+    parts["combinations"] = NightlyPart(
+        goal=("unit", f"PYTEST_ARGS=--nightly combinations {' '.join(combined)}"),
+        files=combined,
+        seconds=120.0,
     )
     for file in _files_with(r"FAULTS_EVERY|\bat_steps\b"):
         name = Path(file).stem.removeprefix("test_")

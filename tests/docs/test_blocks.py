@@ -30,11 +30,16 @@ def _examples(path: Path) -> list[Example]:
     ]
 
 
+#: Pages that start servers and ranks, in a Python of their own each.
+LONG = {"how-to/embedding-servers.md", "how-to/several-ranks.md"}
+
+
 def _pages() -> list[object]:
-    """Pages that have a block of code."""
+    """Return pages that have a block of code."""
+    pages = {path.relative_to(DOCS).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
     return [
-        pytest.param(path, id=path.relative_to(DOCS).as_posix())
-        for path in sorted(DOCS.rglob("*.md"))
+        pytest.param(path, id=name, marks=[pytest.mark.nightly("site")] if name in LONG else [])
+        for name, path in pages.items()
         if _examples(path)
     ]
 

@@ -1,6 +1,7 @@
 """Goes through the steps at which a process can be killed, several at once.
 
-`make test` kills at a fixed sample of the steps: the first, the last, and one of each kind.
+`make test` kills at a fixed sample of the steps: the first, the last, and one of each kind. Steps
+between which nothing changes that another process could see count as one kind for each act.
 `make nightly` kills at all of them. Most of a killed life is waiting: for disks, a server, another
 process. So several lives go on side by side, each with a run of its own.
 """
@@ -36,6 +37,8 @@ LONGEST_LIFE_SECONDS = 240.0
 #: For `make nightly`: of how many steps one is taken; 0: this is `make test`.
 FAULTS_EVERY = int(os.environ.get("RECPOINT_FAULTS_EVERY", "0"))
 _AT_ONCE = 4
+#: Acts after which no file or object has another name, or other contents under its name.
+_UNSEEN_ACTS = frozenset({"fsync", "mkdir", "open", "reserve", "write"})
 # Far more steps than any of these lives takes: a life that never ends is a failure, not a loop.
 _MOST_STEPS = 400
 
@@ -93,7 +96,9 @@ def at_steps(
 
 
 def kind_of(name: str) -> str:
-    """Return the name of a step without what is drawn or counted: digests, steps, numbers."""
+    """Return the name of a step without digests, steps and numbers; of an unseen act, the act."""
+    if (act := act_of(name)) in _UNSEEN_ACTS:
+        return act
     return re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "#", name)
 
 

@@ -36,14 +36,14 @@ def live(place: Path, **arguments: Any) -> dict[str, Any] | None:
 
 
 def chosen(names: list[str], moment: str) -> list[int]:
-    """Numbers of boundaries: of each kind two, before or after the calls; or all."""
+    """Return numbers of boundaries: the middle one of each kind before or after a call; or all."""
     if FAULTS_EVERY:
         return list(range(1, len(names) + 1, FAULTS_EVERY))
-    found = []
-    for kind in sorted({name for name in names if name.startswith(moment)}):
-        its = [number for number, name in enumerate(names, 1) if name == kind]
-        found += [its[len(its) // 2], its[-1]]
-    return sorted(set(found))
+    kinds = {name for name in names if name.startswith(moment)}
+    numbers = {
+        kind: [number for number, name in enumerate(names, 1) if name == kind] for kind in kinds
+    }
+    return sorted(of_kind[len(of_kind) // 2] for of_kind in numbers.values())
 
 
 def spoil(home: Path) -> int:

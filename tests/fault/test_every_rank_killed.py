@@ -36,6 +36,7 @@ from tests.fault.kill_points import Death, act_of, at_steps
 from tests.fault.lives import serving
 from tests.fault.rank_jobs import WAITING, Life, RankJob, require_same_end
 from tests.fault.rank_lives import BATCH, SAMPLES
+from tests.forked_shell import forked_programs
 from tests.polling import until
 from tests.training_builder import InlineAgent
 
@@ -46,6 +47,8 @@ _ONE_NODE = ("--rdzv-endpoint=127.0.0.1:0",)
 
 #: No checkpoint is waited for, so that ranks may wait for each other a short time only.
 _SOON = {"drain_seconds": 5.0, "close_seconds": 5.0, "ranks_seconds": 20.0}
+
+pytestmark = pytest.mark.xdist_group("ranks killed")  # one process trains the reference
 
 
 class Reference(NamedTuple):
@@ -69,15 +72,15 @@ class Reference(NamedTuple):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Reference]:
-    """Number of ranks -> what is right."""
-    found = {}
+    """Number of ranks -> the right end."""
+    references = {}
     for ranks in (2, 4):
         short, whole = (RankJob(tmp_path_factory.mktemp("reference")) for _ in range(2))
         with InlineAgent(short.staging), InlineAgent(whole.staging):
             there = short.train(ranks, _COMMITTED, settings=WAITING)
             ended = whole.train(ranks, _END, settings=WAITING)
-        found[ranks] = Reference(Path(short.url), there, ended)
-    return found
+        references[ranks] = Reference(Path(short.url), there, ended)
+    return references
 
 
 def killed_at(
@@ -139,7 +142,7 @@ def point_of(step: str) -> str:
     return step if step.startswith("exchange") else act_of(step)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly("kills")), 1])
 def test_a_rank_of_two_is_killed_at_any_point(
     tmp_path: Path, reference: dict[int, Reference], rank: int
 ) -> None:
@@ -211,20 +214,33 @@ def goes_on(job: RankJob, expected: list[Life]) -> None:
     require_whole(job.url)
 
 
-def test_ranks_of_four_are_killed(tmp_path: Path, reference: dict[int, Reference]) -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [
+            (0, "created generations", 0),  # and nobody was told
+            (2, "exchange a checkpoint", _KILLED_FROM),
+        ],
+        pytest.param(
+            [
+                (3, "exchange what each rank has", 0),
+                (1, "restored-rows", 0),
+                (3, "exchange a cut", _KILLED_FROM),
+                (1, "rename", _KILLED_FROM),  # of its job file
+                (0, "exchange the end", _KILLED_FROM),
+            ],
+            marks=pytest.mark.nightly("kills"),
+        ),
+    ],
+    ids=["by day", "by night"],
+)
+def test_ranks_of_four_are_killed(
+    tmp_path: Path, reference: dict[int, Reference], cases: list[tuple[int, str, int]]
+) -> None:
     def killed(place: Path, rank: int, kill: str, kill_from: int) -> None:
         job = reference[4].job_on_copy(place) if kill_from == 0 else RankJob(place)
         assert killed_at(job, kill, rank=rank, expected=reference[4].ended, kill_from=kill_from)
 
-    cases = [
-        (3, "exchange what each rank has", 0),
-        (1, "restored-rows", 0),
-        (0, "created generations", 0),  # and nobody was told
-        (2, "exchange a checkpoint", _KILLED_FROM),
-        (3, "exchange a cut", _KILLED_FROM),
-        (1, "rename", _KILLED_FROM),  # of its job file
-        (0, "exchange the end", _KILLED_FROM),
-    ]
     with ThreadPoolExecutor(len(cases)) as pool:
         list(pool.map(lambda n: killed(tmp_path / str(n), *cases[n]), range(len(cases))))
 
@@ -295,7 +311,8 @@ def torchrun(
         node: arguments that say where torchrun meets other nodes.
         given: see `tests.fault.torchrun_life`.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *node]
+    programs = forked_programs() or Path(sys.executable).parent
+    command = [str(programs / "torchrun"), f"--nproc-per-node={ranks}", *node]
     command += ["--max-restarts=2", "--monitor-interval=0.1", "--rdzv-backend=c10d"]
     command += ["--local-addr=127.0.0.1", "-m", "tests.fault.torchrun_life"]
     command.append(json.dumps({"told": str(told), "settings": WAITING, **given}))

@@ -11,19 +11,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import TYPE_CHECKING
 
 import pytest
-from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import (
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
     get_current_settings,
     temporary_settings,
 )
-from prefect.testing import utilities
 
 from recpoint.catalog.run.run import Run
 from tests.catalog_builder import new_run
 from tests.prefect_database import place_database
+
+if TYPE_CHECKING:
+    from prefect.server.api.server import SubprocessASGIServer
 
 
 def _port_of_this_worker() -> int:
@@ -56,6 +58,9 @@ def _started(server: SubprocessASGIServer) -> subprocess.Popen[bytes]:
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Prefect server with an empty database."""
+    # Imported here, because it takes seconds, which each worker would need to collect the tests.
+    from prefect.server.api.server import SubprocessASGIServer
+    from prefect.testing import utilities
 
     def prepared() -> str:
         place = Path(mkdtemp())  # the harness removes it

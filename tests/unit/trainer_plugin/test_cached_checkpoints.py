@@ -30,6 +30,7 @@ from tests.cached_training import (
     rows_of_plain,
     train,
 )
+from tests.combinations import combinations
 from tests.flat_settings import arguments
 from tests.training_builder import Place
 
@@ -129,8 +130,7 @@ POLICIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "name"), combinations(list(POLICIES), list(OPTIMIZERS)))
 def test_what_a_cache_stored_restores_into_a_plain_model(
     place: Place, name: str, policy: str
 ) -> None:
@@ -146,8 +146,7 @@ def test_what_a_cache_stored_restores_into_a_plain_model(
         plain.same_as(uninterrupted)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("before", [None, SMALL], ids=["plain", "cached"])
+@pytest.mark.parametrize(("before", "name"), combinations([None, SMALL], list(OPTIMIZERS)))
 def test_training_goes_on_in_a_cache_bit_for_bit(
     place: Place, name: str, before: dict[str, int] | None
 ) -> None:

@@ -14,6 +14,7 @@ from recpoint.format.dtypes import Dtype
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.snapshot import final_places
 from recpoint.trainer_plugin.snapshot.final_places import Move, MovedTable, move_to_final_places
+from tests.combinations import combinations
 
 _ROWS_BYTES = (1, 2, 3, 7, 8, 12, 64, 100, 255, 300)
 
@@ -141,8 +142,7 @@ def drawn(draw: random.Random, number: int) -> Table:
     return Table(number, rows, placed, dirty, sizes)
 
 
-@pytest.mark.parametrize("buffer_bytes", [1, 600, 4 << 20])
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(("part", "buffer_bytes"), combinations(range(4), [1, 600, 4 << 20]))
 def test_random_layouts(part: int, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small buffer has each array moved in many chunks."""
     monkeypatch.setattr(final_places, "_BUFFER_BYTES", buffer_bytes)
@@ -155,24 +155,26 @@ def test_random_layouts(part: int, buffer_bytes: int, monkeypatch: pytest.Monkey
 EVERY = set(range(100))
 
 
-@pytest.mark.parametrize("row_bytes", [[1], [300, 8], [64, 3, 100]])
+#: Rows that have a place, and dirty rows.
+CASES: dict[str, tuple[set[int], set[int]]] = {
+    "every row is in the tail": (set(), {3, 50, 99}),
+    "every row of the table is in the tail": (set(), EVERY),
+    "no row is left": (EVERY, set()),
+    "all places but one are holes": (EVERY, {7}),
+    "a full": (EVERY, EVERY),
+    "more in the tail than holes": ({0, 1, 2}, {2, 97, 98, 99}),
+    "more holes than in the tail": (EVERY - {99}, {98, 99}),
+    "as many holes as in the tail": (EVERY - {99}, EVERY - {0}),
+    "ids are not listed any more": (EVERY - {0}, EVERY),
+    "it stays": ({5}, {5}),
+}
+
+
 @pytest.mark.parametrize(
-    "rows",
-    [
-        pytest.param((set(), {3, 50, 99}), id="every row is in the tail"),
-        pytest.param((set(), EVERY), id="every row of the table is in the tail"),
-        pytest.param((EVERY, set()), id="no row is left"),
-        pytest.param((EVERY, {7}), id="all places but one are holes"),
-        pytest.param((EVERY, EVERY), id="a full"),
-        pytest.param(({0, 1, 2}, {2, 97, 98, 99}), id="more in the tail than holes"),
-        pytest.param((EVERY - {99}, {98, 99}), id="more holes than in the tail"),
-        pytest.param((EVERY - {99}, EVERY - {0}), id="as many holes as in the tail"),
-        pytest.param((EVERY - {0}, EVERY), id="ids are not listed any more"),
-        pytest.param(({5}, {5}), id="it stays"),
-    ],
+    ("case", "row_bytes"), combinations(list(CASES), [[1], [300, 8], [64, 3, 100]])
 )
 def test_each_case_before_and_behind_others(
-    rows: tuple[set[int], set[int]], row_bytes: list[int], monkeypatch: pytest.MonkeyPatch
+    case: str, row_bytes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(final_places, "_BUFFER_BYTES", 650)
     neighbours = {
@@ -186,7 +188,7 @@ def test_each_case_before_and_behind_others(
             tables = [
                 Table(number, 100, set(placed), set(dirty), sizes)
                 for number, ((placed, dirty), sizes) in enumerate(
-                    [(before, [12]), (rows, row_bytes), (behind, [7, 64])]
+                    [(before, [12]), (CASES[case], row_bytes), (behind, [7, 64])]
                 )
             ]
             check(tables, [333])

@@ -35,6 +35,7 @@ from recpoint.errors import SettingsError
 from recpoint.format.manifest import Manifest
 from recpoint.trainer_plugin.snapshot import record_bound
 from tests.cached_training import plain_model, rows_of_plain
+from tests.combinations import combinations
 from tests.polling import until
 from tests.protected_servers import protected
 from tests.several_trainers import Case, Part, alone, checkpoints_of, on_ranks, optimizers_of
@@ -79,8 +80,7 @@ def restored(place: Place, name: str, home: Home | None = None) -> Both:
     return both
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "policy"), combinations(list(OPTIMIZERS), list(POLICIES)))
 def test_parts_of_servers_restore_into_any_model(place: Place, name: str, policy: str) -> None:
     expected = Both(name, None)
     expected.train(None, 32)
