@@ -52,7 +52,7 @@ _THREADS = 2  # chunks read at once: as many as a consolidation reads
 
 _CHILD = """
 import sys
-from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import newest_checkpoint, plan_consolidation
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store

@@ -19,7 +19,7 @@ from tests.torch_interpreter import run_program
 _PROGRAM = """
 import json, sys, threading
 import psutil
-from recpoint.catalog.consolidate.merge import consolidate
+from recpoint.catalog.consolidate.consolidate import consolidate
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.format.naming import ManifestName
 from recpoint.catalog.run.run import Run
