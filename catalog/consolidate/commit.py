@@ -56,9 +56,9 @@ def commit_consolidation(
         MalformedObject: the manifest would be too large.
         StoreError: the store cannot be reached or refuses.
     """
-    there = committed_manifest(run, plan)
-    if there is not None and not has_gap(run, plan, there):
-        return "already", there
+    stored_manifest = committed_manifest(run, plan)
+    if stored_manifest is not None and not has_gap(run, plan, stored_manifest):
+        return "already", stored_manifest
     sources = read_sources(run, plan, tables=())
     manifest = _manifest(plan, sources, [*entries, *_copy_state(run, plan, sources[-1])])
     data = manifest_bytes(
@@ -69,16 +69,16 @@ def commit_consolidation(
     if run.records(CONSOLIDATED).create_packed(data, *target.name, target.after) == "created":
         _make_sure(run, plan, manifest)
         return "created", manifest
-    there = committed_manifest(run, plan)
-    if there is None:
+    stored_manifest = committed_manifest(run, plan)
+    if stored_manifest is None:
         raise MissingLink(
             key,
             found="no manifest",
             expected="the manifest that another consolidation has just created",
             next_step="run the consolidation again",
         )
-    _make_sure(run, plan, there)
-    return "already", there
+    _make_sure(run, plan, stored_manifest)
+    return "already", stored_manifest
 
 
 def _copy_state(run: Run, plan: ConsolidationPlan, newest: Manifest) -> tuple[ChunkEntry, ...]:

@@ -300,10 +300,10 @@ def test_a_message_that_is_missing_is_not_skipped() -> None:
 
 
 def test_differences_of_before_a_table_was_cleared_change_no_parity_row() -> None:
-    here = member({1: (1, Kept()), 2: (2, Kept())})
-    here.clear(TABLE, 1)
-    here.other_servers.receive([(message(1), difference())])
-    assert not here.parity_rows([TableSlots(TABLE, torch.tensor([0]))], {1: (1, 1)}).rows.any()
+    receiver = member({1: (1, Kept()), 2: (2, Kept())})
+    receiver.clear(TABLE, 1)
+    receiver.other_servers.receive([(message(1), difference())])
+    assert not receiver.parity_rows([TableSlots(TABLE, torch.tensor([0]))], {1: (1, 1)}).rows.any()
 
 
 def test_a_late_call_about_a_lost_server_drops_no_successor() -> None:
