@@ -204,6 +204,8 @@ def _refuse_other_states(rows: CachedRows, optimizer: Optimizer) -> None:
 
 _followed: weakref.WeakSet[Steps] = weakref.WeakSet()
 _hooks: list[Any] = []
+# Before a step: the steps of caches whose tables it trains. An optimizer need not be readable later.
+_stepping: weakref.WeakKeyDictionary[Optimizer, list[Steps]] = weakref.WeakKeyDictionary()
 
 
 def follow_steps(steps: Steps) -> None:
@@ -220,7 +222,8 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     for steps in list(_followed):
         steps.refuse_replaced(optimizer)
-    trained = _steps_of(optimizer)
+    trained = [steps for steps in list(_followed) if steps.are_of(optimizer)]
+    _stepping[optimizer] = trained
     if not trained:
         return None
 
@@ -246,10 +249,5 @@ def _before_step(
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for steps in _steps_of(optimizer):
+    for steps in _stepping.pop(optimizer, ()):
         steps.after(optimizer)
-
-
-def _steps_of(optimizer: Optimizer) -> list[Steps]:
-    """Return the steps of caches whose tables an optimizer trains."""
-    return [steps for steps in list(_followed) if steps.are_of(optimizer)]

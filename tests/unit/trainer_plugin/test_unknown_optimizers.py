@@ -346,7 +346,6 @@ class Unreadable(SGD):
 def test_an_optimizer_that_cannot_be_looked_at_ends_no_training(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gc.collect()  # a cache of an earlier test would look at each optimizer that steps
     caplog.set_level(logging.INFO)
     training = _training()
     with place.agent(), _checkpointer(training, place) as ckpt:

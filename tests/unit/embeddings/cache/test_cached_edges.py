@@ -61,6 +61,23 @@ def loss_of(model: Model, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.mse_loss(model(batch), batch["target"])
 
 
+class Unreadable(SGD):
+    """Its groups cannot be read after its step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        del self.param_groups
+
+
+def test_another_models_optimizer_is_not_looked_at_after_its_step() -> None:
+    _, cache = cached_model(SMALL)
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    Unreadable([weight], lr=0.5).step()
+    assert weight.tolist() == [0.5, 0.5]
+    cache.close()
+
+
 # --- readers and epochs --------------------------------------------------------------------------
 
 
