@@ -139,6 +139,7 @@ def _group_prefect(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(f"prefect {group}"))
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select the tests by their part, and order them: those with Prefect in process last.
 
