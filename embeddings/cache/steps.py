@@ -204,7 +204,7 @@ def _refuse_other_states(rows: CachedRows, optimizer: Optimizer) -> None:
 
 _followed: weakref.WeakSet[Steps] = weakref.WeakSet()
 _hooks: list[Any] = []
-# Before a step: the steps of caches whose tables it trains. An optimizer need not be readable later.
+# Optimizer -> the steps of caches that its step trains: it need not be readable after that step.
 _stepping: weakref.WeakKeyDictionary[Optimizer, list[Steps]] = weakref.WeakKeyDictionary()
 
 
