@@ -48,6 +48,8 @@ class Steps:
         self._row_local = row_local
         self._by_weight = {id(rows.slots.weight): rows for rows in self._tables.values()}
         self._holds_dense = False  # a step holds `Mover.dense`
+        # The id of an optimizer may be that of one that is gone: each step sets it anew.
+        self._begun_by: set[int] = set()
 
     def refuse_replaced(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer with a parameter that a module had before its table was cached.
@@ -80,9 +82,22 @@ class Steps:
                 if rows is not None and rows.slots.weight is parameter:
                     yield rows, parameter, group
 
-    def are_of(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer trains a table of this cache."""
-        return any(True for _ in self._trained_by(optimizer))
+    def begin(self, optimizer: Optimizer) -> bool:
+        """Return whether the step that an optimizer begins trains a table of this cache."""
+        trains = any(True for _ in self._trained_by(optimizer))
+        if trains:
+            self._begun_by.add(id(optimizer))
+        else:
+            self._begun_by.discard(id(optimizer))
+        return trains
+
+    def have_begun(self, optimizer: Optimizer) -> bool:
+        """Whether the newest step of an optimizer trains a table of this cache.
+
+        The groups of an optimizer that trains none are not read again: they need not be readable
+        after its step. A class whose `step` calls that of its base has the hooks called for both.
+        """
+        return id(optimizer) in self._begun_by
 
     def before(self, optimizer: Optimizer) -> None:
         """Take note of the rows that a step is about to change."""
@@ -204,8 +219,6 @@ def _refuse_other_states(rows: CachedRows, optimizer: Optimizer) -> None:
 
 _followed: weakref.WeakSet[Steps] = weakref.WeakSet()
 _hooks: list[Any] = []
-# Optimizer -> the steps of caches that its step trains: it need not be readable after that step.
-_stepping: weakref.WeakKeyDictionary[Optimizer, list[Steps]] = weakref.WeakKeyDictionary()
 
 
 def follow_steps(steps: Steps) -> None:
@@ -222,8 +235,7 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     for steps in list(_followed):
         steps.refuse_replaced(optimizer)
-    trained = [steps for steps in list(_followed) if steps.are_of(optimizer)]
-    _stepping[optimizer] = trained
+    trained = [steps for steps in list(_followed) if steps.begin(optimizer)]
     if not trained:
         return None
 
@@ -249,5 +261,6 @@ def _before_step(
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for steps in _stepping.pop(optimizer, ()):
-        steps.after(optimizer)
+    for steps in list(_followed):
+        if steps.have_begun(optimizer):
+            steps.after(optimizer)

@@ -42,7 +42,8 @@ SMALL = {"users": 30, "items": 40}
 def pair(slots: dict[str, int] | int = SMALL, **form: Any) -> tuple[Model, Model, Cache]:
     """A plain model and one in a cache."""
     model, cache = cached_model(slots, **form)
-    form.pop("is_meta", None)
+    for name in ("is_meta", "row_local"):
+        form.pop(name, None)
     return plain_model(**form), model, cache
 
 
@@ -61,21 +62,39 @@ def loss_of(model: Model, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.mse_loss(model(batch), batch["target"])
 
 
-class Unreadable(SGD):
-    """Its groups cannot be read after its step."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        del self.param_groups
-
-
 def test_another_models_optimizer_is_not_looked_at_after_its_step() -> None:
     _, cache = cached_model(SMALL)
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
-    Unreadable([weight], lr=0.5).step()
+    other = SGD([weight], lr=0.5)
+    other.register_step_post_hook(lambda optimizer, *_: vars(optimizer).pop("param_groups"))
+    other.step()
     assert weight.tolist() == [0.5, 0.5]
     cache.close()
+
+
+class Counted(Adagrad):
+    """Counts the steps of each row after the step of its base, whose hooks are called before."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                counts = self.state[parameter].setdefault("row_steps", torch.zeros_like(parameter))
+                counts += (parameter.grad != 0).float()
+        return loss
+
+
+def test_what_a_step_changes_after_that_of_its_base_is_noticed() -> None:
+    Adagrad([torch.zeros(1)])  # torch has the base's step call hooks, too
+    plain, model, cache = pair(row_local=(Counted,))
+    own, optimizer = (Counted(m.parameters(), lr=0.5) for m in (plain, model))
+    for batch in Batches(4):
+        stepped(plain, own, loss_of(plain, batch))
+    for batch in lookahead(Batches(4), model, 2):
+        stepped(model, optimizer, loss_of(model, batch))
+    assert "row_steps" in cache.tables["users"].slots.states
+    same(plain, own, cache)
 
 
 # --- readers and epochs --------------------------------------------------------------------------
