@@ -123,7 +123,6 @@ _FAULT_SECONDS = {
     "trainers_killed": 2_700.0,
     "cached_kills": 330.0,
     "every_call_may_fail": 60.0,
-    "servers_killed": 1_800.0,
 }
 
 
