@@ -24,6 +24,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from recpoint.embeddings.tables.marked_lookups import FAILED_LOOKUP, MarkedLooku
 from recpoint.embeddings.tables.tables import Marker, Table
 from recpoint.kernels import dirty_bitmap
 
-__all__ = ["Dirty", "Tracker", "mark_features"]
+__all__ = ["Dirty", "LookupMarker", "Tracker"]
 
 _log = logging.getLogger("recpoint")
 
@@ -484,33 +485,50 @@ class Tracker:
             self.surprise = None
 
 
-def mark_features(
-    markers: Sequence[Marker], ids: Tensor, offsets: Tensor, bags: Sequence[tuple[int, int]]
-) -> None:
-    """Mark rows of many features of one lookup, which are about to be changed with it.
-
-    Nothing waits for a GPU, and one launch marks all features.
+class LookupMarker:
+    """Marks the rows of all features of one module's lookups, with one call a lookup.
 
     Args:
         markers: for each feature, the marker of its table; those that are no trackers have no row.
-        ids: int32 or int64 [n], all ids of the lookup.
-        offsets: int32 or int64 [bags + 1]: where the ids of each bag begin.
-        bags: for each feature, its first bag and the end of its bags.
     """
-    tracked = [
-        (marker, ends)
-        for marker, ends in zip(markers, bags, strict=True)
-        if isinstance(marker, Tracker)
-    ]
-    dirty_bitmap.mark_features(
-        [tracker.bitmap for tracker, _ in tracked],
-        ids,
-        offsets,
-        [ends for _, ends in tracked],
-        rows=[tracker.rows for tracker, _ in tracked],
-    )
-    for tracker, _ in tracked:
-        tracker.applied()
+
+    __slots__ = ("_all_bags", "_bags", "_bitmaps", "_features", "_mark", "_tables", "_trackers")
+
+    def __init__(self, markers: Sequence[Marker]) -> None:
+        tracked = [(f, marker) for f, marker in enumerate(markers) if isinstance(marker, Tracker)]
+        self._features = [feature for feature, _ in tracked]
+        self._trackers = [tracker for _, tracker in tracked]
+        self._tables = list(dict.fromkeys(self._trackers))
+        self._bitmaps: list[Tensor] = []
+        self._mark = dirty_bitmap.feature_marker([], rows=[])
+        self._all_bags: Sequence[tuple[int, int]] | None = None
+        self._bags: Sequence[tuple[int, int]] = ()
+
+    def mark(self, ids: Tensor, offsets: Tensor, bags: Sequence[tuple[int, int]]) -> None:
+        """Mark rows of one lookup, which are about to be changed with it.
+
+        Nothing waits for a GPU, and one launch marks all features.
+
+        Args:
+            ids: int32 or int64 [n], all ids of the lookup.
+            offsets: int32 or int64 [bags + 1]: where the ids of each bag begin.
+            bags: for each feature, its first bag and the end of its bags. A list that is given
+                again costs less; the caller must not change it.
+        """
+        if not self._trackers:
+            return
+        # A tracker takes another bitmap at each cut.
+        bitmaps = [tracker.bitmap for tracker in self._trackers]
+        if not self._bitmaps or not all(map(is_, bitmaps, self._bitmaps)):
+            rows = [tracker.rows for tracker in self._trackers]
+            self._mark = dirty_bitmap.feature_marker(bitmaps, rows=rows)
+            self._bitmaps = bitmaps
+        if bags is not self._all_bags:
+            self._bags = [bags[feature] for feature in self._features]
+            self._all_bags = bags
+        self._mark(ids, offsets, self._bags)
+        for tracker in self._tables:
+            tracker.applied()
 
 
 def _rows_not_zero(gradient: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ __all__ = [
     "collect",
     "collect_many",
     "count",
+    "feature_marker",
     "mark",
     "mark_features",
     "mark_many",
@@ -137,6 +138,22 @@ def mark_features(
             triton.mark_features(bitmaps, ids, offsets, bags, rows=rows)
     else:
         raise unsupported_device("bitmaps", bitmaps[0])
+
+
+def feature_marker(
+    bitmaps: Sequence[Tensor], *, rows: Sequence[int]
+) -> Callable[[Tensor, Tensor, Sequence[tuple[int, int]]], None]:
+    """A function of ids, offsets and bags that does what `mark_features` does to these bitmaps.
+
+    On a CPU, one native call marks all features. The bitmaps are checked once, here. Bags are
+    checked once for each list, so a list that is given again must not have been changed.
+
+    Raises:
+        ValueError: a bitmap does not fit its rows, or their numbers differ.
+    """
+    if not bitmaps or bitmaps[0].is_cpu:
+        return cpu.FeatureMarker(bitmaps, rows=rows)
+    return lambda ids, offsets, bags: mark_features(bitmaps, ids, offsets, bags, rows=rows)
 
 
 def mark_new(bitmap: Tensor, ids: Tensor | range, *, rows: int) -> Tensor:

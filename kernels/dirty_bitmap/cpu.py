@@ -14,15 +14,18 @@ from torch import Tensor
 
 from recpoint.kernels.arguments import require
 from recpoint.kernels.dirty_bitmap.shapes import (
+    require_bags,
     require_bitmap,
-    require_features,
+    require_bitmaps,
     require_fit,
+    require_lookup,
     require_pair,
 )
 from recpoint.kernels.native import library, team_size
 
 __all__ = [
     "PART_WORDS",
+    "FeatureMarker",
     "clear",
     "collect",
     "count",
@@ -116,19 +119,67 @@ def mark_features(
     rows: Sequence[int],
 ) -> None:
     """Set the bits of the ids of many features that lie in one tensor; see the reference."""
-    require_features(bitmaps, ids, offsets, bags, rows)
-    bounds = offsets[torch.tensor(bags, dtype=torch.int64, device="cpu")].tolist()
-    for bitmap, (start, stop), limit in zip(bitmaps, bounds, rows, strict=True):
-        if stop <= start:
-            continue
-        feature_ids = ids[start:stop]
-        try:
-            mark(bitmap, feature_ids, rows=limit)
-        except IndexError:  # nothing is marked yet
-            feature_ids = feature_ids[feature_ids != -1]
-            mark(
-                bitmap, feature_ids.where((feature_ids >= 0) & (feature_ids < limit), 0), rows=limit
+    FeatureMarker(bitmaps, rows=rows)(ids, offsets, bags)
+
+
+class FeatureMarker:
+    """`mark_features` for the same bitmaps and many lookups; one native call marks a lookup.
+
+    The bitmaps are checked once, here.
+
+    Args:
+        bitmaps: for each feature, the bitmap of its table, on the CPU; one may come twice.
+        rows: for each feature, the rows of its table, 1 or more.
+
+    Raises:
+        ValueError: a bitmap does not fit its rows, or their numbers differ.
+    """
+
+    __slots__ = ("_bags", "_bitmaps", "_features", "_most_offsets", "_rows")
+
+    def __init__(self, bitmaps: Sequence[Tensor], *, rows: Sequence[int]) -> None:
+        require_bitmaps(bitmaps, rows)
+        self._bitmaps = bitmaps  # kept alive, so that the addresses stay valid
+        self._rows = rows
+        self._bags: Sequence[tuple[int, int]] | None = None
+        self._most_offsets = 0
+        self._features = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def __call__(self, ids: Tensor, offsets: Tensor, bags: Sequence[tuple[int, int]]) -> None:
+        """Set the bits of the ids of one lookup.
+
+        Args:
+            ids: int32 or int64 [n].
+            offsets: int32 or int64 [bags + 1], ascending.
+            bags: for each feature, its first bag and the end of its bags. The caller must not
+                change a list that it gives again.
+
+        Raises:
+            ValueError: ids or offsets are not int32 or int64 vectors, or the bags do not fit.
+        """
+        require_lookup(ids, offsets)
+        if bags is not self._bags or offsets.numel() < self._most_offsets:
+            require_bags(bags, offsets, features=len(self._bitmaps))
+            self._features = torch.tensor(
+                [
+                    (bitmap.data_ptr(), limit, *ends)
+                    for bitmap, limit, ends in zip(self._bitmaps, self._rows, bags, strict=True)
+                ],
+                dtype=torch.int64,
+                device="cpu",
             )
+            self._most_offsets = max((end for _, end in bags), default=-1) + 1
+            self._bags = bags
+        ids, offsets = ids.contiguous(), offsets.contiguous()
+        library.mark_features(
+            self._features.data_ptr(),
+            len(self._bitmaps),
+            ids.data_ptr(),
+            ids.dtype is _INT64,
+            ids.numel(),
+            offsets.data_ptr(),
+            offsets.dtype is _INT64,
+        )
 
 
 def mark_new(bitmap: Tensor, ids: Tensor | range, *, rows: int) -> Tensor:

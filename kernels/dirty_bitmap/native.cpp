@@ -151,6 +151,68 @@ PyObject* mark_tables(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return PyLong_FromLong(-1);
 }
 
+// What one lookup asks of a table: its bitmap, its rows, and the bags of the feature.
+struct Feature {
+    int64_t words;
+    int64_t rows;
+    int64_t first_bag;
+    int64_t end_bag;
+};
+
+// Marks row 0 in place of ids out of range, except -1, which marks nothing. FBGEMM trains these rows.
+template <typename Id>
+void mark_as_trained(const Ids<Id>& table) {
+    for (int64_t i = 0; i < table.n; ++i) {
+        const int64_t id = table.ids[i];
+        if (id == -1) continue;
+        const int64_t row = id >= 0 && id < table.rows ? id : 0;
+        table.words[row >> 5] |= uint32_t{1} << (row & 31);
+    }
+}
+
+template <typename Id, typename Offset>
+void mark_lookup(
+    const Feature* features, int64_t count, const Id* ids, int64_t n, const Offset* offsets
+) {
+    Ids<Id> tables[MOST_TABLES];
+    for (int64_t done = 0; done < count; done += MOST_TABLES) {
+        const int64_t many = least<int64_t>(count - done, MOST_TABLES);
+        for (int64_t t = 0; t < many; ++t) {
+            const Feature& feature = features[done + t];
+            // Offsets come from the user's batch, so no id outside the tensor is read.
+            const int64_t end = least<int64_t>(greatest<int64_t>(offsets[feature.end_bag], 0), n);
+            const int64_t start =
+                least<int64_t>(greatest<int64_t>(offsets[feature.first_bag], 0), end);
+            tables[t] = {
+                reinterpret_cast<uint32_t*>(feature.words), ids + start, end - start, 1,
+                feature.rows,
+            };
+        }
+        for (int64_t first = 0; first < many;) {
+            int64_t position = -1;
+            const int64_t refused = mark_all_of(tables + first, many - first, position);
+            if (refused < 0) break;
+            mark_as_trained(tables[first + refused]);
+            first += refused + 1;
+        }
+    }
+}
+
+// Marks the ids of many features of one lookup. Ids and offsets are int32 or int64.
+void mark_features(
+    const Feature* features, int64_t count, const void* ids, bool wide_ids, int64_t n,
+    const void* offsets, bool wide_offsets
+) {
+    const auto* ids64 = static_cast<const int64_t*>(ids);
+    const auto* ids32 = static_cast<const int32_t*>(ids);
+    const auto* offsets64 = static_cast<const int64_t*>(offsets);
+    const auto* offsets32 = static_cast<const int32_t*>(offsets);
+    if (wide_ids && wide_offsets) return mark_lookup(features, count, ids64, n, offsets64);
+    if (wide_ids) return mark_lookup(features, count, ids64, n, offsets32);
+    if (wide_offsets) return mark_lookup(features, count, ids32, n, offsets64);
+    mark_lookup(features, count, ids32, n, offsets32);
+}
+
 // Marks n ids, or n rows from `first` on if `ids` is null. Writes the positions of the ids that
 // were not marked before, and returns their number. If an id is out of range, marks none and
 // returns -1.
@@ -258,6 +320,7 @@ extern const Operation dirty_bitmap[] = {
     {"mark64", call<mark<int64_t>, Gil::kept>},
     {"mark32", call<mark<int32_t>, Gil::kept>},
     {"mark_tables", mark_tables},
+    {"mark_features", call<mark_features, Gil::kept>},
     {"mark_new", call<mark_new, Gil::kept>},
     {"merge_bits", call<merge, Gil::kept>},
     {"clear_bits", call<clear, Gil::kept>},

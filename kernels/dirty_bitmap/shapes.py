@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["require_bitmap", "require_features", "require_fit", "require_pair"]
+__all__ = [
+    "require_bags",
+    "require_bitmap",
+    "require_bitmaps",
+    "require_features",
+    "require_fit",
+    "require_lookup",
+    "require_pair",
+]
 
 
 def require_bitmap(name: str, bitmap: Tensor) -> None:
@@ -33,6 +41,13 @@ def require_features(
     rows: Sequence[int],
 ) -> None:
     """Refuse ids of features that are not as `mark_features` takes them."""
+    require_bitmaps(bitmaps, rows)
+    require_lookup(ids, offsets)
+    require_bags(bags, offsets, features=len(bitmaps))
+
+
+def require_bitmaps(bitmaps: Sequence[Tensor], rows: Sequence[int]) -> None:
+    """Refuse bitmaps of features that do not fit their tables, or are on several devices."""
     for bitmap, count in zip(bitmaps, rows, strict=True):
         require_fit(bitmap, count)
         if count == 0 or bitmap.device != bitmaps[0].device:
@@ -40,16 +55,24 @@ def require_features(
                 f"bitmaps: {count} rows on {bitmap.device} beside {bitmaps[0].device}, expected 1 "
                 "row or more, on one device a call"
             )
+
+
+def require_lookup(ids: Tensor, offsets: Tensor) -> None:
+    """Refuse ids and offsets that are not vectors of int32 or int64."""
     for name, tensor in (("ids", ids), ("offsets", offsets)):
         if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != 1:
             raise ValueError(
                 f"{name}: {tensor.dtype} {tuple(tensor.shape)}, expected a vector of int32 or int64"
             )
+
+
+def require_bags(bags: Sequence[tuple[int, int]], offsets: Tensor, *, features: int) -> None:
+    """Refuse bags that are not two ascending positions in `offsets` for each feature."""
     are_inside = all(0 <= first <= end < offsets.numel() for first, end in bags)
-    if len(bags) != len(bitmaps) or not are_inside:
+    if len(bags) != features or not are_inside:
         raise ValueError(
             f"bags: {list(bags)!s:.200}, expected two ascending indexes of {offsets.numel()} "
-            f"offsets for each of {len(bitmaps)} features"
+            f"offsets for each of {features} features"
         )
 
 

@@ -28,7 +28,7 @@ from torchrec.distributed.batched_embedding_kernel import (
 )
 
 from recpoint.embeddings.tables.lookups import refuse_capture
-from recpoint.embeddings.tables.marks import mark_features
+from recpoint.embeddings.tables.marks import LookupMarker
 from recpoint.embeddings.tables.tables import Marker
 from recpoint.errors import SettingsError
 from recpoint.interrupts import came_from_handler
@@ -219,11 +219,14 @@ class _ForwardHook:
     backward pass comes after a cut, the rows are marked after the cut.
     """
 
-    __slots__ = ("_markers", "_table_of")
+    __slots__ = ("_bags", "_features", "_lookup", "_markers")
 
     def __init__(self, markers: Sequence[Marker] = (), table_of: Sequence[int] = ()) -> None:
         self._markers = markers
-        self._table_of = table_of
+        self._features = len(table_of)
+        self._lookup = LookupMarker([markers[table] for table in table_of])
+        #: Number of bags of the last lookup in which all features had equally many, and its bags.
+        self._bags: tuple[int, Sequence[tuple[int, int]]] = (0, ())
 
     def __call__(
         self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -254,8 +257,14 @@ class _ForwardHook:
         output.register_hook(before_backward)
 
     def _mark(self, ids: Tensor, offsets: Tensor, sizes: Sequence[Sequence[int]] | None) -> None:
-        bags = feature_bags(offsets.numel() - 1, len(self._table_of), sizes)
-        mark_features([self._markers[table] for table in self._table_of], ids, offsets, bags)
+        bag_count = offsets.numel() - 1
+        if sizes is not None:
+            bags: Sequence[tuple[int, int]] = feature_bags(bag_count, self._features, sizes)
+        else:
+            if self._bags[0] != bag_count:
+                self._bags = bag_count, feature_bags(bag_count, self._features, None)
+            bags = self._bags[1]
+        self._lookup.mark(ids, offsets, bags)
 
     def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
         return _ForwardHook, ()

@@ -91,4 +91,11 @@ def test_a_captured_backward_pass_of_fused_tables_is_refused(capturing: list[boo
     found = [dirty_bitmap.collect(one.bitmap, rows=one.rows).tolist() for one in trackers]
     assert found == [[1, 8], [2, 69]]
     assert not any(one.all_rows or one.unapplied for one in trackers)
+    # After a cut each tracker has another bitmap, and a lookup may have other numbers of bags.
+    taken = [tracker.take() for tracker in trackers]
+    ids, offsets = torch.tensor([3, 4, 5]), torch.tensor([0, 1, 2, 3])
+    backward()
+    marked = [dirty_bitmap.collect(t.bitmap, rows=t.rows).tolist() for t in trackers]
+    assert marked == [[3, 5], [4]]
+    assert [dirty_bitmap.count(dirty.bitmap) for dirty in taken] == [2, 2]
     assert feature_bags(6, 3, [[1], [0, 2], [3]]) == [(0, 1), (1, 3), (3, 6)]
