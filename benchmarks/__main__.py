@@ -14,6 +14,7 @@ from recpoint.installation import install_command
 
 NAMES = (
     "tracking",
+    "torchrec",
     "quantize",
     "row_set",
     "start",

@@ -42,6 +42,7 @@ def not_run_here(name: str) -> set[str]:
     """Figures that this machine cannot measure."""
     lacks = {
         "gpu": not torch.cuda.is_available(),
+        "torchrec": not installed(),
         "tracking": not installed(),
         "quantize": importlib.util.find_spec("fbgemm_gpu") is None,
     }
@@ -50,7 +51,11 @@ def not_run_here(name: str) -> set[str]:
         return _not_run_of_servers()
     if name == "parity":
         return _not_run_of_parity()
-    of = {"gpu": keys, "tracking": {k for k in keys if "torchrec" in k} | {"our_bytes"}}
+    of = {
+        "gpu": keys,
+        "torchrec": keys,
+        "tracking": {k for k in keys if "torchrec" in k} | {"our_bytes"},
+    }
     return of.get(name, {"plain4_vs_fbgemm"}) if lacks.get(name) else set()
 
 
