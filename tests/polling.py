@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["PATIENCE_SECONDS", "SERVER_SECONDS", "until"]
+__all__ = ["PATIENCE_SECONDS", "SERVER_SECONDS", "stop_process", "until"]
 
 T = TypeVar("T")
 
@@ -48,3 +51,20 @@ def until(
             raise TimeoutError(f"{look} did not come true in {seconds:.0f} s")
         time.sleep(pause)
         pause = min(1.5 * pause, longest_pause)
+
+
+def stop_process(pid: int) -> None:
+    """Stop a process with SIGSTOP, and wait until each of its threads has stopped.
+
+    `kill` returns before that: on a busy machine a thread may still answer a call.
+    """
+    os.kill(pid, signal.SIGSTOP)
+
+    def has_stopped() -> bool:
+        stats = Path(f"/proc/{pid}/task").glob("*/stat")
+        try:
+            return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
+        except (FileNotFoundError, ProcessLookupError):  # a thread has ended meanwhile
+            return False
+
+    until(has_stopped)

@@ -87,6 +87,7 @@ def test_ranks_go_back_without_parity(address: str, place: Place, tmp_path: Path
         interval=3,
         kills=(8,),
         at_servers=True,
+        pause_seconds=0.2,  # so that a checkpoint is there before the kill
     )
     with place.agent():
         (found,) = on_ranks([case], 2, tmp_path / "ranks")

@@ -38,7 +38,7 @@ from tests.cached_training import (
     rows_of_plain,
     train,
 )
-from tests.polling import until
+from tests.polling import stop_process, until
 from tests.ray_cluster import (
     MISSING,
     NODE_MEMORY_BYTES,
@@ -224,7 +224,7 @@ def test_a_server_that_hangs_is_named_in_time(started: tuple[Any, list[str]]) ->
             batch=batch,
         )
 
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     try:
         with pytest.raises(ServerLost, match="embedding server 1 of 2 .*: found no answer for 2 s"):
             write(hasty, first, 1)
@@ -590,7 +590,7 @@ def test_a_server_that_hangs_is_replaced(cluster: Any, parity: Parity | None) ->
         write()
         before = fetched(partial(home.fetch, "t"), rows, RECORD_BYTES)
         hanging = greetings(home)[1].pid
-        os.kill(hanging, signal.SIGSTOP)
+        stop_process(hanging)
         if parity is None:
             assert "embedding server 2 of 3" in str(_error(write))
             home.clear("t")

@@ -23,7 +23,7 @@ from recpoint.errors import HomeError, ServerLost, SettingsError
 from recpoint.testing.homes import fetched, ids_of, records_of
 from tests.fault.kill_points import FAULTS_EVERY
 from tests.forked import ForkedProcess
-from tests.polling import until
+from tests.polling import stop_process, until
 from tests.server_lives import parent, rank, stopped
 
 
@@ -74,9 +74,7 @@ def test_processes_of_this_machine_keep_rows(tmp_path: Path) -> None:
 
 
 def stops_and_is_replaced(home: Home, pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    threads = [psutil.Process(one.id) for one in psutil.Process(pid).threads()]
-    until(lambda: all(one.status() == psutil.STATUS_STOPPED for one in threads))
+    stop_process(pid)
     with pytest.raises(ServerLost, match=rf"embedding server 2 of 2 \(pid {pid}, .*in 3 s"):
         write_all(home)
     home.clear("t")
@@ -96,7 +94,7 @@ def test_servers_end_with_their_parent(tmp_path: Path) -> None:
     killed.start()
     until((tmp_path / "pids").exists)
     server, stopped, child = map(int, (tmp_path / "pids").read_text().split())
-    os.kill(stopped, signal.SIGSTOP)
+    stop_process(stopped)
     try:
         killed.kill()
         killed.join()
