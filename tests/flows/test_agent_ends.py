@@ -68,6 +68,7 @@ def test_jobs_that_outlast_the_end_of_their_agent_stay_staged(tmp_path: Path, wh
         assert answer.result == "committed"
 
 
+@pytest.mark.slow
 def test_what_fails_since_the_agent_ends_is_held_against_no_job(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_run_whose_thread_cannot_be_started_is_served_later(
     assert result_of(job) == ("committed", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("failing", "result"), [(4, "committed"), (5, "rejected")])
 def test_what_nobody_foresaw_is_tried_again_before_its_job_is_rejected(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, result: str

@@ -244,6 +244,7 @@ def due_again(run_dir: Path) -> None:
     path.write_text(json.dumps(document))
 
 
+@pytest.mark.slow
 def test_a_run_that_has_ended_is_swept_until_nothing_is_left(tmp_path: Path) -> None:
     staging = tmp_path / "staging"
     ended, ended_dir, _ = a_run(tmp_path, staging, "a-ended")
@@ -285,6 +286,7 @@ def test_a_run_that_has_ended_is_swept_until_nothing_is_left(tmp_path: Path) -> 
     assert note is not None and asleep is not None and note.at_ms > asleep.at_ms
 
 
+@pytest.mark.slow
 def test_a_run_that_is_still_trained_is_swept_every_day(tmp_path: Path) -> None:
     staging = tmp_path / "staging"
     run, run_dir, orphan = a_run(tmp_path, staging, "run")
@@ -298,6 +300,7 @@ def test_a_run_that_is_still_trained_is_swept_every_day(tmp_path: Path) -> None:
     assert note is not None and note.ended_ms is None
 
 
+@pytest.mark.slow
 def test_nothing_is_remembered_of_a_directory_that_is_gone(tmp_path: Path) -> None:
     staging = tmp_path / "staging"
     _, run_dir, _ = a_run(tmp_path, staging, "run")
@@ -331,6 +334,7 @@ def serving(agent: Agent) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_an_agent_forgets_to_consolidate_what_is_gone(tmp_path: Path) -> None:
     staging = tmp_path / "staging"
     run, run_dir, _ = a_run(tmp_path, staging, "run")

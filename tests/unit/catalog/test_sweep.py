@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from recpoint.catalog.check.check import check
+from recpoint.catalog.consolidate import commit as consolidating
 from recpoint.catalog.consolidate.merge import merge_part
 from recpoint.catalog.consolidate.plan import plan_consolidation
 from recpoint.catalog.retention import sweep
@@ -326,6 +327,8 @@ def test_a_consolidation_that_goes_on_with_what_is_being_swept(
             assert merge(run, newest).outcome == "created"
 
     monkeypatch.setattr(sweep, "_LOOK_AGAIN_SECONDS", 0.0)
+    # The sweep goes on only when the consolidation has ended, so it need not be waited for.
+    monkeypatch.setattr(consolidating, "_SWEEPS_END_SECONDS", 0.0)
     result = execute(run, begun, on_step=go_on)
     assert len(result.removed) == 1 and result.spared[0].reason == "a manifest names it now"
     assert check(run, level="full").findings == ()

@@ -19,6 +19,7 @@ from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.store.contract import now_ms
 from tests.agent_process import AgentProcess
 from tests.catalog_builder import new_run
+from tests.forked_program import ForkedProgram, be_code
 from tests.polling import PATIENCE_SECONDS, until
 from tests.training_builder import Place, checkpointer, simple_training, train
 from tests.unit.cli.conftest import Invoke, SavedRun
@@ -143,10 +144,10 @@ def test_a_training_that_counted_no_batch_is_told_what_to_do(
 
 
 @contextmanager
-def killed(place: Place, *, interval_batches: int = 1000) -> Iterator[subprocess.Popen[bytes]]:
+def killed(place: Place, *, interval_batches: int = 1000) -> Iterator[ForkedProgram]:
     """A trainer that has committed nothing after 3 batches; killed at the end of the block."""
     program = (
-        "import os, signal, sys\n"
+        "import signal, sys\n"
         "from pathlib import Path\n"
         "from tests.training_builder import Place, checkpointer, simple_training, train\n"
         "training = simple_training()\n"
@@ -156,18 +157,22 @@ def killed(place: Place, *, interval_batches: int = 1000) -> Iterator[subprocess
         "train(training, ckpt, 3)\n"
         f"while ckpt.stats.staged < 3 // {interval_batches}: pass\n"
         "print('trains', flush=True)\n"
-        "sys.stdin.read()\n"
+        "signal.pause()\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, place.run, str(place.staging)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-    ) as trainer:
-        assert trainer.stdout is not None and trainer.stdout.readline() == b"trains\n"
+    log = place.staging.with_name(f"{Path(place.run).name}.log")
+    trainer = ForkedProgram(
+        be_code,
+        (program, place.run, str(place.staging)),
+        environment=os.environ,
+        output=(log, log),
+        directory=ROOT,
+    )
+    try:
+        until(lambda: log.read_text().endswith("trains\n"))
         yield trainer
-        os.kill(trainer.pid, signal.SIGKILL)
+    finally:
+        trainer.kill()
+        trainer.wait()
 
 
 def test_a_trainer_that_was_killed_before_its_first_commit_is_gone(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -30,21 +31,35 @@ def encoded(data: Sequence[Tensor]) -> list[Tensor]:
     return outs
 
 
+class Reference(NamedTuple):
+    """What the reference makes of some members; no test changes these tensors."""
+
+    data: list[Tensor]
+    parities: list[Tensor]
+    coefficients: list[int]
+    combined: Tensor
+
+
+@functools.lru_cache(maxsize=8)  # it takes longer than all instruction sets and threads together
+def referenced(count: int, shape: tuple[int, int]) -> Reference:
+    data = rows(count, shape)
+    coefficients = torch.randint(0, 256, (count,)).tolist()
+    combined = torch.empty_like(data[0])
+    reference.combine(data, coefficients, combined)
+    return Reference(data, encoded(data), coefficients, combined)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @every("count", [1, 2, 3, 10, 255])
 def test_parities_and_sums_equal_the_reference(
     shape: tuple[int, int], count: int, threads: int
 ) -> None:
-    data = rows(count, shape)
-    expected = encoded(data)
+    data, parities, coefficients, combined = referenced(count, shape)
     for parity in (1, 2):
         found = erasure.encode(data, parity)
         assert len(found) == parity
-        assert all(map(torch.equal, found, expected))
-    coefficients = torch.randint(0, 256, (count,)).tolist()
-    wanted = torch.empty_like(data[0])
-    reference.combine(data, coefficients, wanted)
-    assert torch.equal(erasure.combine(data, coefficients), wanted)
+        assert all(map(torch.equal, found, parities))
+    assert torch.equal(erasure.combine(data, coefficients), combined)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -90,8 +105,7 @@ def test_large_results_are_streamed_whatever_their_alignment(shift: int, threads
 
 @pytest.mark.parametrize("shape", [(3, 5), (700, 64), (70_000, 64)])
 def test_a_result_may_lie_on_a_member(shape: tuple[int, int]) -> None:
-    data = rows(3, shape)
-    p, q = encoded(data)
+    data, (p, q), _, _ = referenced(3, shape)
     on_first = [one.clone() for one in data]
     assert torch.equal(erasure.combine(on_first, [1, 2, 4], on_first[0]), q)
     on_last = [one.clone() for one in data]
@@ -115,13 +129,18 @@ def test_nothing_beside_the_result_is_written(threads: int) -> None:
 # --- the arithmetic ------------------------------------------------------------------------------
 
 
+@functools.cache
+def multiplication_table() -> list[list[int]]:
+    return [[multiply(a, b) for b in range(256)] for a in range(256)]
+
+
 def test_the_field_is_that_of_galois() -> None:
     galois = pytest.importorskip("galois")
     field = galois.GF(2**8, irreducible_poly=0x11D)
     assert field.primitive_element == 2
     elements = np.arange(256, dtype=np.uint8)
     products = field(elements)[:, None] * field(elements)[None, :]
-    ours = [[multiply(a, b) for b in range(256)] for a in range(256)]
+    ours = multiplication_table()
     assert np.array_equal(np.asarray(products), ours)
     assert [inverse(a) for a in range(1, 256)] == (field(1) / field(elements[1:])).tolist()
     assert [coefficient(k) for k in range(255)] == (field(2) ** np.arange(255)).tolist()

@@ -12,6 +12,7 @@ import pytest
 
 from recpoint.embeddings.home.ranks import rank_and_count
 from recpoint.embeddings.server.rank_agreement import found_by_first_rank
+from tests.forked_shell import forked_programs
 
 _RANK = """
 import json, sys
@@ -43,9 +44,11 @@ print(json.dumps(said))
 def test_every_rank_has_what_rank_0_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    programs = forked_programs()
+    python = sys.executable if programs is None else str(programs / "python")
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", _RANK],
+            [python, "-c", _RANK],
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ
