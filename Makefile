@@ -13,7 +13,8 @@ TEST_WORKERS ?= 4
 PART ?=
 # 1: tests take every place and step of a fault, where `make test` takes a sample; 10: every tenth.
 FAULTS ?=
-# 1: property tests draw all their examples, where `make test` draws half of them.
+# 1: property tests draw all their examples, where `make test` draws a third of them, and tests of kernels
+# take each instruction set with each number of threads.
 ALL_EXAMPLES ?=
 # 1: compile no tests before the first of them runs, which takes seconds if few run.
 COLLECTED ?=

@@ -1,7 +1,7 @@
 """Flips one bit of every byte of every object of a run, and says what a check and a restore find.
 
 `make nightly` runs this for every byte: `python -m tests.fault.byte_flips`. `make test` takes every
-97th (`test_byte_flips.py`). Byte number n of an object has its bit n mod 8 flipped.
+193rd (`test_byte_flips.py`). Byte number n of an object has its bit n mod 8 flipped.
 
 After each flip the whole run is checked at the level `full`. Then its newest checkpoint is restored
 and, if the object belongs to one checkpoint, that checkpoint by its step. Whatever a restore

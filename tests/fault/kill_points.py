@@ -24,6 +24,7 @@ __all__ = [
     "FAULTS_EVERY",
     "LONGEST_LIFE_SECONDS",
     "NEVER",
+    "UNSEEN_ACTS",
     "Death",
     "act_of",
     "at_every_step",
@@ -38,7 +39,7 @@ LONGEST_LIFE_SECONDS = 240.0
 FAULTS_EVERY = int(os.environ.get("RECPOINT_FAULTS_EVERY", "0"))
 _AT_ONCE = 4
 #: Acts after which no file or object has another name, or other contents under its name.
-_UNSEEN_ACTS = frozenset({"fsync", "mkdir", "open", "reserve", "write"})
+UNSEEN_ACTS = frozenset({"fsync", "mkdir", "open", "reserve", "write"})
 # Far more steps than any of these lives takes: a life that never ends is a failure, not a loop.
 _MOST_STEPS = 400
 
@@ -97,7 +98,7 @@ def at_steps(
 
 def kind_of(name: str) -> str:
     """Return the name of a step without digests, steps and numbers; of an unseen act, the act."""
-    if (act := act_of(name)) in _UNSEEN_ACTS:
+    if (act := act_of(name)) in UNSEEN_ACTS:
         return act
     return re.sub(r"[0-9a-f]*[0-9][0-9a-f]*", "#", name)
 

@@ -17,7 +17,7 @@ from tests.catalog_builder import copy_run
 from tests.every_record import every_record
 from tests.fault.byte_flips import flip_run
 
-_EVERY = 97
+_EVERY = 193
 
 
 @pytest.fixture(scope="module")

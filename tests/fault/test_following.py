@@ -80,7 +80,9 @@ def started(directory: Path) -> Trainer:
     return Trainer(run)
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(
+    "quantized", [False, pytest.param(True, marks=pytest.mark.nightly("kills"))]
+)
 def test_requests_see_whole_versions_while_others_commit_merge_and_delete(
     tmp_path: Path, quantized: bool
 ) -> None:

@@ -24,7 +24,7 @@ from tests.stored_run import StoredRun
 from tests.training_builder import Place
 
 #: Of how many places `make test` takes one.
-_EVERY = {"step": 149, "batch": 59, "restore": 613, "close": 251}
+_EVERY = {"step": 149, "batch": 59, "restore": 1021, "close": 251}
 #: Of `make nightly`: so many tests share the places of a call, since each waits for its agent most
 #: of the time.
 _PARTS = 4 if FAULTS_EVERY else 1

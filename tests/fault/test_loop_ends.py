@@ -9,12 +9,27 @@ from typing import Any
 
 import pytest
 
+from tests.combinations import combinations
 from tests.fault.loop_lives import BATCHES_AN_EPOCH, ReaderKind, loop_life
 from tests.forked import ForkedProcess
 from tests.polling import PATIENCE_SECONDS
 
 EPOCHS = 3
 END = EPOCHS * BATCHES_AN_EPOCH
+
+#: A kind of reader, the batches between two checkpoints, and what bounds the training.
+LOOPS: list[tuple[ReaderKind, int, str]] = [
+    ("resumable", 2, "epochs"),
+    ("resumable", BATCHES_AN_EPOCH, "epochs"),
+    ("resumable", BATCHES_AN_EPOCH, "total"),
+    ("sampler", BATCHES_AN_EPOCH, "epochs"),
+    ("stateful", 2, "total"),
+    ("stateful", BATCHES_AN_EPOCH, "epochs"),
+    ("stateful sampler", 2, "epochs"),
+    ("own", BATCHES_AN_EPOCH, "epochs"),
+]
+#: How far the reader is ahead in each life; None: not at all.
+WINDOWS = [(200, 3, 1, 200), None]
 
 
 def live(place: Path, *, kind: ReaderKind, **arguments: Any) -> list[list[Any]]:
@@ -34,24 +49,12 @@ def live(place: Path, *, kind: ReaderKind, **arguments: Any) -> list[list[Any]]:
 
 # Of torchdata itself, which tells torch that it is there.
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("windows", [None, (200, 3, 1, 200)], ids=["at once", "ahead"])
-@pytest.mark.parametrize(
-    ("kind", "interval", "bound"),
-    [
-        ("resumable", 2, "epochs"),
-        ("resumable", BATCHES_AN_EPOCH, "epochs"),
-        ("resumable", BATCHES_AN_EPOCH, "total"),
-        ("sampler", BATCHES_AN_EPOCH, "epochs"),
-        ("stateful", 2, "total"),
-        ("stateful", BATCHES_AN_EPOCH, "epochs"),
-        ("stateful sampler", 2, "epochs"),
-        ("own", BATCHES_AN_EPOCH, "epochs"),
-    ],
-)
+@pytest.mark.parametrize(("loop", "windows"), combinations(LOOPS, WINDOWS))
 def test_a_training_that_is_killed_in_each_epoch_trains_what_is_left(
-    kind: ReaderKind, interval: int, bound: str, windows: tuple[int, ...] | None, tmp_path: Path
+    loop: tuple[ReaderKind, int, str], windows: tuple[int, ...] | None, tmp_path: Path
 ) -> None:
     """Also with a reader that is ahead of training, another number of batches in each life."""
+    kind, interval, bound = loop
     window, *other_windows = windows or [None] * 4
     one: dict[str, Any] = {"kind": kind, "interval_batches": interval, "window": window}
     one[bound] = {"epochs": EPOCHS, "total": END}[bound]

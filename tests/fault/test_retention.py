@@ -98,6 +98,7 @@ def test_a_retention_killed_at_any_step(place: _Place) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", ["local", pytest.param("s3", marks=BY_NIGHT)], indirect=True)
 def test_a_pin_killed_at_any_step_is_there_or_not_and_harms_nothing(place: _Place) -> None:
     run = filled(place.run_url("start"))
     retain_once(run, 1)  # marks 10, 20 and 30
@@ -120,6 +121,7 @@ def test_a_pin_killed_at_any_step_is_there_or_not_and_harms_nothing(place: _Plac
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", ["local", pytest.param("s3", marks=BY_NIGHT)], indirect=True)
 def test_beside_a_trainer_and_readers_nothing_is_lost(place: _Place) -> None:
     url, done = place.run_url("beside"), place.folder / "done"
     run = Run.create(open_store(url))

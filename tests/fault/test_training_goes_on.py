@@ -20,10 +20,12 @@ from recpoint.catalog.check.check import check
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.store.s3 import S3Timeouts
 from recpoint.catalog.store.store import open_store
 from recpoint.errors import StoreAccessDenied
 from recpoint.format.naming import attempt_prefix
 from recpoint.testing.seaweed import SeaweedServer
+from recpoint.trainer_plugin.restore import start
 from recpoint.trainer_plugin.state import rng
 from tests.fault.lives import serving
 from tests.fault.proxy import Break, FaultProxy
@@ -128,7 +130,17 @@ def assert_whole(place: Place, training: Training, *, committed: int) -> None:
     assert everything(second) == expected
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+#: `test_store_faults` has each of these faults by day.
+_BY_NIGHT = {"throttles", "resets answers", "resets uploads"}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=[pytest.mark.nightly("kills")] if fault in _BY_NIGHT else [])
+        for fault in FAULTS
+    ],
+)
 def test_training_goes_on_while_the_store(
     fault: str,
     place: Place,
@@ -209,6 +221,7 @@ def test_training_goes_on_while_the_server_is_dead(
     assert_whole(place, training, committed=3)
 
 
+@pytest.mark.slow
 def test_training_ends_while_the_store_is_away_and_the_agent_commits_later(
     place: Place, proxy: FaultProxy, s3_environment: SeaweedServer
 ) -> None:
@@ -306,9 +319,13 @@ def test_bytes_that_always_come_flipped_are_named_and_never_restored(
 
 
 def test_a_start_without_the_store_is_an_error_and_can_be_repeated(
-    place: Place, proxy: FaultProxy, finished: tuple[str, Trained]
+    place: Place,
+    proxy: FaultProxy,
+    finished: tuple[str, Trained],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody trains for days from nothing because a permission was missing for a minute."""
+    monkeypatch.setattr(start, "_TIMEOUTS", S3Timeouts(refused_seconds=2.0))  # instead of 30 s
     place.run, trained = finished
     proxy.plan = [Break(status=403)]
     second = simple_training(77)

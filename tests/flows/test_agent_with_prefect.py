@@ -51,6 +51,7 @@ def flow_run_states(url: str) -> dict[str, str]:
     return {run["name"]: run["state_type"] for run in ask(f"{url}/flow_runs/filter", {})}
 
 
+@pytest.mark.slow
 def test_jobs_are_committed_whatever_the_server_does(
     run: Run, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, home: Path
 ) -> None:
@@ -126,6 +127,7 @@ def test_jobs_are_committed_whatever_the_server_does(
     assert len(run.live_line()) == step
 
 
+@pytest.mark.nightly("prefect")
 def test_a_store_that_is_away_is_one_line_a_try_and_one_flow_run(
     run: Run, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, home: Path
 ) -> None:

@@ -110,8 +110,7 @@ def _check_kernels(compiler: str, *, sampled: bool) -> list[str]:
     # Python itself leaks at its end. Tests provoke failed allocations, which must return null.
     options = "detect_leaks=0:allocator_may_return_null=1"
     environment |= {"LD_PRELOAD": asan, "ASAN_OPTIONS": options}
-    if sampled:
-        environment["RECPOINT_KERNELS_SAMPLED"] = "1"
+    environment["RECPOINT_KERNELS_SAMPLED" if sampled else "RECPOINT_ALL_EXAMPLES"] = "1"
     failed = []
     for tests in TESTS[:1] if sampled else TESTS:
         command = [sys.executable, "-m", "pytest", "-qx", "-n2", "-p", "no:cacheprovider", tests]

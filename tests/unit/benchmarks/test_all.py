@@ -50,6 +50,7 @@ def test_all_goes_on_after_one_that_fails(tmp_path: Path, monkeypatch: pytest.Mo
     ]
 
 
+@pytest.mark.nightly("benchmarks")
 @pytest.mark.skipif(commit() == "unknown", reason="without git nobody knows what ran before")
 def test_all_runs_again_only_what_is_not_there(tmp_path: Path) -> None:
     file = tmp_path / "policy.json"

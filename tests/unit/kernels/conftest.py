@@ -1,4 +1,8 @@
-"""Runs each comparison on each instruction set and number of threads, inside one test."""
+"""Runs each comparison on each instruction set and number of threads, inside one test.
+
+By day each instruction set and each number of threads is taken at least once; by night, in the part
+`examples`, each instruction set with each number of threads.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,14 @@ import functools
 import os
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from itertools import product
+from itertools import cycle, islice, product
 from typing import Any
 
 import pytest
 import torch
 
 from recpoint.kernels import native
+from tests.example_counts import draws_all
 
 #: Modules whose tests compare native kernels with their references: on each instruction set.
 _COMPARED = (
@@ -83,7 +88,10 @@ def _combinations_of(item: pytest.Function) -> Iterator[tuple[str | None, int | 
     if "threads" in item.fixturenames:
         parameters: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
         threads = [parameters["threads"]] if "threads" in parameters else _THREADS
-    return product(instruction_sets, threads)
+    if draws_all():
+        return product(instruction_sets, threads)
+    count = max(len(instruction_sets), len(threads))
+    return islice(zip(cycle(instruction_sets), cycle(threads), strict=False), count)
 
 
 def _called_for_each(

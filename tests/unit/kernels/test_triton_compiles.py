@@ -14,6 +14,8 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
+BY_NIGHT = pytest.mark.nightly("triton")
+
 POINTERS = {
     "table": "*i64", "descriptors": "*i64", "ids": "*i64", "ends": "*i64", "counts": "*i32",
     "bitmap": "*i32", "into": "*i32", "other": "*i32",
@@ -101,7 +103,13 @@ def shape(dim: int, bits: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("dim", "bits", "dtype"),
-    [(64, 4, "*fp32"), (64, 8, "*fp16"), (13, 3, "*fp32"), (16, 2, "*i16"), (5000, 3, "*fp32")],
+    [
+        (64, 4, "*fp32"),
+        (13, 3, "*fp32"),
+        pytest.param(64, 8, "*fp16", marks=BY_NIGHT),
+        pytest.param(16, 2, "*i16", marks=BY_NIGHT),
+        pytest.param(5000, 3, "*fp32", marks=BY_NIGHT),
+    ],
 )
 def test_quantizers_fuse_and_approximate_nothing(dim: int, bits: int, dtype: str) -> None:
     from recpoint.kernels.quantize import triton as kernels
@@ -119,7 +127,13 @@ def test_quantizers_fuse_and_approximate_nothing(dim: int, bits: int, dtype: str
 
 
 @pytest.mark.parametrize(
-    ("dim", "bits", "greedy"), [(64, 4, False), (13, 3, False), (64, 2, True), (4096, 2, False)]
+    ("dim", "bits", "greedy"),
+    [
+        (64, 2, True),
+        pytest.param(64, 4, False, marks=BY_NIGHT),
+        (13, 3, False),
+        pytest.param(4096, 2, False, marks=BY_NIGHT),
+    ],
 )
 def test_searches_fuse_and_approximate_nothing(dim: int, bits: int, greedy: bool) -> None:
     from recpoint.kernels.quantize import grid

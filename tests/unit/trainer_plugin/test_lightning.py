@@ -250,6 +250,7 @@ def test_a_killed_process_goes_on_bit_for_bit(place: Place, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("loops")
 def test_ranks_under_ddp_go_on_bit_for_bit_when_one_was_killed(
     place: Place, tmp_path: Path
 ) -> None:
