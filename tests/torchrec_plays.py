@@ -41,6 +41,7 @@ __all__ = [
     "same_names",
     "tracked",
     "tracker_of_theirs",
+    "warm",
 ]
 
 _COLLECTIONS = ("bags.", "rows.")
@@ -534,6 +535,48 @@ def plain(run: str, staging: str, into: str) -> Any:
         "dense": {f"over.{n}": p.detach() for n, p in model.over.named_parameters()},
         "back": everything(restored, torch.optim.SGD(parameters, lr=0.1)),
     }
+
+
+def warm(kinds: Mapping[str, str], folder: str, run: str, staging: str, optimizer: str) -> Any:
+    """Begin a run with the checkpoint of a job that knows nothing of recpoint.
+
+    Args:
+        kinds: how the run shards each table; the job shards all by rows.
+        folder: where the job writes its checkpoint.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from recpoint import Checkpointer, Options, Seed
+
+    rank = dist.get_rank()
+    source: Any = sharded(dict.fromkeys((*BAGS, *ROWS), "row_wise"), optimizer=optimizer)
+    of_torch = optimizers(source, optimizer)
+    for number in range(2):
+        of_torch[0].zero_grad()
+        source(*batch(number, rank)).backward()
+        of_torch[0].step()
+    saved = {
+        "model": source.state_dict(),
+        "fused": source.fused_optimizer.state_dict(),
+        "dense": of_torch[0].state_dict(),
+    }
+    save(saved, checkpoint_id=folder)
+    begun = sharded(kinds, optimizer=optimizer)
+    with torch.no_grad():
+        for table in shards(begun):
+            table.weight.fill_(7.0)
+    dense = optimizers(begun, optimizer)
+    with Checkpointer(
+        begun,
+        dense,
+        run=run,
+        staging=staging,
+        interval_batches=1,
+        options=Options(on_error="raise", handle_sigterm=False),
+    ) as checkpoints:
+        seed = Seed(folder, tables=["*"], dense=["*"], optimizer_states="carry")
+        checkpoints.restore(seed=seed)
+        return {"source": everything(source, *of_torch), "begun": everything(begun, *dense)}
 
 
 def _taking_over(model: nn.Module, trained: Sequence[Tensor], run: str, staging: str) -> Any:

@@ -102,7 +102,13 @@ class RunningGeneration:
         if self._leads:
             self._uncounted = Uncounted(parts.state.optimizers.parameters(), parts.signs)
             if self._settings.options.announce:
-                announce_start(run_url, start.report, resumed=start.resumed, left_count=start.left)
+                announce_start(
+                    run_url,
+                    start.report,
+                    seeded_from=start.seeded_from,
+                    resumed=start.resumed,
+                    left_count=start.left,
+                )
 
     def note_counted(self) -> None:
         """Take note that a batch was counted: no warning of uncounted ones is due any more."""

@@ -41,6 +41,7 @@ __all__ = [
     "cancelling_life",
     "consolidation_life",
     "flow_life",
+    "import_life",
     "serving",
     "sweep_life",
     "table_digest",
@@ -278,6 +279,19 @@ def sweep_life(*, url: str, die: int | None = None, count_into: str | None = Non
     die_at.install(die_at=die, count_into=count_into, besides=besides_of(url))
     run = Run.open(open_store(url))
     execute(run, plan_sweep(run, grace_seconds=0, keep=()))
+
+
+def import_life(
+    *, source: str, url: str, scratch: str, die: int | None = None, count_into: str | None = None
+) -> None:
+    """Write a run from another tool's checkpoint, as `recpoint import` does."""
+    from recpoint.catalog.foreign.recognize import open_foreign
+    from recpoint.cli.imported_run import planned_run, write_run
+
+    die_at.install(die_at=die, count_into=count_into)
+    with open_foreign(source) as checkpoint:
+        planned = planned_run(checkpoint, {}, ["users"])
+    write_run(source, url, planned, Path(scratch))
 
 
 def table_digest(values: Tensor) -> str:

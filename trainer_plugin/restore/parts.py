@@ -41,8 +41,15 @@ class Seed:
 
         ckpt.restore(seed=Seed("s3://b/ranker", tables={"ads": "items"}, dense=["bottom.*"]))
 
+    Or of a checkpoint that another tool wrote, from which a job begins that it has trained so far:
+
+        ckpt.restore(seed=Seed("old.ckpt", tables=["*"], dense=["*"], names={"emb.*": "users.*"}))
+
+    Such a checkpoint is a directory of `torch.distributed.checkpoint`, a file of `torch.save` or
+    Lightning, or safetensors files, in a local path.
+
     Args:
-        url: URL of the other run.
+        url: URL of the other run, or the path of a checkpoint of another tool.
         tables: names of tables; or name in this model -> name in the other checkpoint. Several
             tables here may come from the same table there.
         dense: names or patterns (`*`, `?`, `[…]`) of dense parameters and buffers, which must have
@@ -50,6 +57,9 @@ class Seed:
         optimizer_states: "drop": the optimizers here begin anew. "carry": the optimizer state of
             every loaded parameter is loaded, too; the optimizers must be of the same class.
             Learning rates and other settings of the optimizers here never change.
+        names: of another tool's checkpoint: name or pattern there -> name here, where they differ.
+            A pattern has one `*`, and so has the name that it becomes. Names of `tables` and
+            `dense` are those of this model then, and may all be patterns.
         step: step of the checkpoint; None: the newest good checkpoint.
         generation: with `step`: the generation of the checkpoint, which need not be on the live
             line.
@@ -65,6 +75,7 @@ class Seed:
     tables: Mapping[str, str] | Sequence[str] = ()
     dense: Mapping[str, str] | Sequence[str] = ()
     optimizer_states: OptimizerStates = "drop"
+    names: Mapping[str, str] = field(default_factory=dict)
     step: int | None = None
     generation: int | None = None
     validated_only: bool = False
@@ -85,6 +96,13 @@ class Seed:
                 found=f"{self.tables!r:.200}, {self.dense!r:.200}",
                 expected='names, or {"name here": "name there"}, in at least one of the two',
                 next_step=_NEXT_OF_PARTS,
+            )
+        if not _are_renames(self.names):
+            raise SettingsError(
+                "Seed(names=...)",
+                found=f"{self.names!r:.200}",
+                expected='{"old": "new"} or {"old.*": "new.*"}, with one * in both or none',
+                next_step="recpoint import PATH lists the names of a checkpoint",
             )
 
     @property
@@ -194,6 +212,14 @@ def _are_names(names: object) -> bool:
     if isinstance(names, Mapping):
         return all(type(name) is str for name in (*names.keys(), *names.values()))
     return isinstance(names, list | tuple) and all(type(name) is str for name in names)
+
+
+def _are_renames(names: object) -> bool:
+    return (
+        isinstance(names, Mapping)
+        and _are_names(names)
+        and all(old.count("*") == new.count("*") <= 1 for old, new in names.items())
+    )
 
 
 def _by_name(names: Mapping[str, str] | Sequence[str]) -> dict[str, str]:

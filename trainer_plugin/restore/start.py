@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from recpoint.catalog.foreign.contents import ForeignCheckpoint
+from recpoint.catalog.foreign.recognize import is_foreign, open_foreign
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import RestoreReport, restore
 from recpoint.catalog.run.leases import reading
@@ -41,6 +43,7 @@ from recpoint.trainer_plugin.restore.parts import Seed, parts_of
 from recpoint.trainer_plugin.restore.start_log import tell_left, tell_restored
 from recpoint.trainer_plugin.restore.target import ModelTarget, PartialTarget, tip_of
 from recpoint.trainer_plugin.restore.together import claim_together, restore_together
+from recpoint.trainer_plugin.restore.warm_start import WarmStart
 from recpoint.trainer_plugin.schedule.outlook import left_behind, past_of, with_left_behind
 from recpoint.trainer_plugin.settings import Past
 from recpoint.trainer_plugin.snapshot.staging import StagingArea
@@ -60,7 +63,8 @@ class StartRequest(NamedTuple):
         selection: which checkpoint to restore.
         fresh: start a new line from nothing.
         partial: the parts to load; None: everything.
-        seed: the parts of another run to start from, if the run has no checkpoint.
+        seed: the parts of another run, or of another tool's checkpoint, to start from, if the run
+            has no checkpoint.
     """
 
     selection: Selection
@@ -122,6 +126,7 @@ class Start:
         changed: `Table.key` -> dirty bitmap of the rows that differ from the tip; a table that is
             missing has none.
         report: report of the restore, if there was one.
+        seeded_from: path of another tool's checkpoint whose parts were loaded; None: of none.
         resumed: whether training goes on exactly where it was, including random generators.
         left: number of checkpoints that are left behind because training goes back; only rank 0
             knows it.
@@ -135,6 +140,7 @@ class Start:
     base_history: BaseHistory | None = None
     changed: Mapping[str, Tensor] = field(default_factory=dict)
     report: RestoreReport | None = None
+    seeded_from: str | None = None
     resumed: bool = False
     left: int = 0
     past: Past = Past()
@@ -332,7 +338,11 @@ def _start_training(
         RankLost: a rank did not answer, or failed.
     """
     tables, state, selection = job.tables, job.state, request.selection
-    if job.ranks.several and (request.partial is not None or request.seed is not None):
+    # Rank 0 decides for all: a path may be missing on another rank's host.
+    foreign_seed = request.seed is not None and job.ranks.first(is_foreign(request.seed.url))
+    if job.ranks.several and (
+        request.partial is not None or (request.seed is not None and not foreign_seed)
+    ):
         raise SettingsError(
             "restore(partial=...)" if request.partial is not None else "restore(seed=...)",
             found=f"{job.ranks.count} ranks",
@@ -353,6 +363,8 @@ def _start_training(
     started = _start_restored(run, job, policy, selection, staged)
     if started.resumed or request.seed is None:
         return started
+    if foreign_seed:
+        return _start_warm(job, request.seed, started.generation)
     return _start_seeded(tables, state, request.seed, started.generation)
 
 
@@ -497,6 +509,13 @@ def _start_seeded(
     tables: Sequence[Table], state: TrainingState, seed: Seed, generation: int
 ) -> Start:
     """Begin a run that has no checkpoint with parts of another run's checkpoint."""
+    if seed.names:
+        raise SettingsError(
+            "Seed(names=...)",
+            found=f"no checkpoint of another tool in {seed.url}",
+            expected="names= only for such a checkpoint, in a local path",
+            next_step="check the path; of a run, rename with Seed(tables={NEW: NAME})",
+        )
     target = PartialTarget(tables, state, seed.parts)
     store = store_of(seed.url)
     with naming_errors(store.url):  # errors name the source, not the run that begins
@@ -505,6 +524,41 @@ def _start_seeded(
         report = restore(source, target, seed.selection, leased=lease is not None)
     tell_restored(source, report)
     return _begun_with(target, report, generation)
+
+
+def _start_warm(job: TrainingJob, seed: Seed, generation: int) -> Start:
+    """Begin a run that has no checkpoint with parts of another tool's checkpoint. Collective."""
+    ranks = job.ranks
+    with ExitStack() as opened:
+        # Before the first row is written, and before trainers that share rows wait for each other.
+        with ranks.together(f"looking at {seed.url}"):
+            checkpoint = opened.enter_context(_opened(seed))
+            warm_start = WarmStart(
+                checkpoint, seed, job.tables, job.state, cache=job.cache, elsewhere=job.names
+            )
+            warm_start.plan()
+        with ranks.together(f"loading parts of {seed.url}"):
+            warm_start.load()
+    for line in (f"{checkpoint.form}, {seed.url}", *warm_start.lines()):
+        _log.info("begins with: %s", line)
+    return Start(generation=generation, seeded_from=seed.url)
+
+
+def _opened(seed: Seed) -> ForeignCheckpoint:
+    """Open another tool's checkpoint.
+
+    Raises:
+        SettingsError: the seed chooses among checkpoints.
+        RecpointError: the checkpoint cannot be used.
+    """
+    if seed.selection != Selection():
+        raise SettingsError(
+            "Seed(step=..., validated_only=..., ...)",
+            found=f"a choice among checkpoints with {seed.url}",
+            expected="the path of one checkpoint of another tool, and no choice",
+            next_step="leave the choice out",
+        )
+    return open_foreign(seed.url)
 
 
 def _begun_with(target: PartialTarget, report: RestoreReport, generation: int) -> Start:

@@ -30,17 +30,25 @@ def tell_restored(run: Run, report: RestoreReport) -> None:
 
 
 def announce_start(
-    run_url: str, report: RestoreReport | None, *, resumed: bool, left_count: int
+    run_url: str,
+    report: RestoreReport | None,
+    *,
+    seeded_from: str | None,
+    resumed: bool,
+    left_count: int,
 ) -> None:
     """Print one line about the start to stderr, which people see without any logging set up.
 
     Args:
         run_url: URL of the run.
         report: report of the restore; None: nothing was restored.
+        seeded_from: path of another tool's checkpoint whose parts were loaded; None: of none.
         resumed: whether training goes on where that checkpoint was cut.
         left_count: number of checkpoints that are left behind because training goes back.
     """
-    if report is None:
+    if seeded_from is not None:
+        line = f"{run_url} begins with parts of {seeded_from}"
+    elif report is None:
         line = f"{run_url} begins: nothing is restored"
     elif not resumed:
         line = f"{run_url} begins with parts of {report.restored}"

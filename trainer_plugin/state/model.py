@@ -84,6 +84,20 @@ class ModelState:
         named = self._named()
         return named.parameters | named.buffers
 
+    def saved_names(self) -> dict[str, str]:
+        """Return the names that a `state_dict` has: name, also of a tied tensor -> its first name.
+
+        Tensors tied to a table and buffers that are not persistent are left out.
+        """
+        named = self._named()
+        first_names = {name: name for name in (*named.parameters, *named.buffers)} | named.tied
+        dense = named.parameters.keys() | named.buffers.keys()
+        return {
+            name: first
+            for name, first in first_names.items()
+            if first in dense and name not in named.transient
+        }
+
     def parameters(self) -> dict[str, Tensor]:
         """Return the live parameters that this rank holds whole, by name."""
         named = self._named().parameters

@@ -212,7 +212,7 @@ class OptimizerState:
             parameters: name here -> name in the checkpoint.
         """
         classes_here = {
-            name: _class_name(optimizer) for name, optimizer in self._trained_by().items()
+            name: _class_name(optimizer) for name, (optimizer, _) in self.trained_by().items()
         }
         classes_stored = {
             name: str(optimizer["class"]) for name, optimizer in _trained_by(saved).items()
@@ -240,7 +240,7 @@ class OptimizerState:
             parameters: name here -> name in the checkpoint.
             rows: parameter name here -> its row states, which have been restored already.
         """
-        optimizers_here, optimizers_stored = self._trained_by(), _trained_by(saved)
+        optimizers_here, optimizers_stored = self.trained_by(), _trained_by(saved)
         groups = self._torch_groups()
         names = parameter_names(self._model)
         by_name = {names[id(p)]: p for p in self._model.parameters()}
@@ -251,7 +251,7 @@ class OptimizerState:
                 values = {key: _copied(value) for key, value in entry["values"].items()}
                 parameter = by_name[new]
                 own_entry = _for_device({**entry, "values": values}, groups.get(id(parameter)))
-                optimizers_here[new].state[parameter] = _restored(
+                optimizers_here[new][0].state[parameter] = _restored(
                     parameter, own_entry, rows.get(new, {})
                 )
 
@@ -265,10 +265,11 @@ class OptimizerState:
             for parameter in group["params"]
         }
 
-    def _trained_by(self) -> dict[str, Optimizer]:
+    def trained_by(self) -> dict[str, tuple[Optimizer, Mapping[str, Any]]]:
+        """Return the optimizer and the group of each parameter, by name, in their order."""
         names = parameter_names(self._model)
         return {
-            name: optimizer
+            name: (optimizer, group)
             for number, optimizer in enumerate(self.optimizers)
             for position, group in enumerate(optimizer.param_groups)
             for name in group_names(names, group, number, position)

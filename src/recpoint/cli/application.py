@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from recpoint.cli import follow, gc, host, inspect, repair, restore, seed, validate
+from recpoint.cli import follow, gc, host, import_source, inspect, repair, restore, seed, validate
 from recpoint.cli.inspect import info
 from recpoint.cli.reporting import print_json
 
@@ -111,6 +111,7 @@ for name, function in (
     ("bring-back", repair.bring_back_run),
     ("relink", repair.relink_generation),
     ("seed", seed.plan_seed),
+    ("import", import_source.import_source),
     ("retain", gc.retain),
     ("pin", gc.pin),
     ("unpin", gc.unpin),

@@ -47,6 +47,8 @@ LIVED = {
     "column_wise": (2, "RowWiseAdagrad"),
     "data_parallel": (2, "Adagrad"),
 }
+#: How a run shards tables that begins with a checkpoint of TorchRec, by their optimizer.
+WARM = {"Adagrad": "column_wise", "RowWiseAdagrad": "table_wise"}
 #: The plans of one run, one life after the other.
 RESHARDED = [
     (4, each("row_wise") | {"t2": "table_wise"}),
@@ -133,6 +135,10 @@ def played(
             "play": "replicated_sequences", "ranks": 2, "steps": 5, **sequences
         }  # fmt: skip
     plays["plain", ""] = {"play": "plain", "ranks": 1, **place, "into": str(folder / "plain")}
+    for optimizer, kind in WARM.items():
+        place = {name: str(folder / f"warm.{kind}.{name}") for name in ("folder", "run", "staging")}
+        common = {"ranks": 2, "kinds": each(kind), "optimizer": optimizer}
+        plays["warm", optimizer] = {"play": "warm", **common, **place}
     results = play(list(plays.values()), folder)
     return dict(zip(plays, results, strict=True))
 
@@ -320,6 +326,19 @@ def test_the_plain_model_takes_tables_over_and_gives_them_back(
     back = {key: value for key, value in whole([plain["back"]]).items() if key[1] == "weight"}
     assert same(back, values)
     assert same(plain["dense"], last[0]["dense"]) and same(plain["back"]["dense"], plain["dense"])
+
+
+@pytest.mark.parametrize("optimizer", WARM)
+def test_a_run_begins_with_a_checkpoint_that_torchrec_wrote(
+    played: dict[tuple[str, str], list[Any]], optimizer: str
+) -> None:
+    ranks = played["warm", optimizer]
+    stored, begun = (whole([rank[side] for rank in ranks]) for side in ("source", "begun"))
+    assert len(stored) == 2 * len(TABLES) and same(stored, begun)
+    assert any(bool((stored[name, "sum"] > 0).any()) for name in TABLES)
+    for rank in ranks:
+        assert same(rank["source"]["dense"], rank["begun"]["dense"])
+        assert same(rank["source"]["optimizer"], rank["begun"]["optimizer"])
 
 
 def whole(ranks: Sequence[Any]) -> dict[tuple[str, str], Tensor]:

@@ -1,0 +1,276 @@
+"""Finds the entries of a checkpoint that belong to a model's tensors and to their optimizers.
+
+A script saves `model.state_dict()` alone, or inside a dict under a key of its choice, and a wrapper
+may have put its own name before all others. So the *prefix* is searched: the keys that come before
+the model's names. The prefix under which most of them lie counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Final, NamedTuple
+
+from recpoint.catalog.foreign.contents import ForeignCheckpoint, Scalar
+
+__all__ = [
+    "EntryNames",
+    "OptimizerEntries",
+    "ParameterStates",
+    "is_optimizer_state",
+    "renamed",
+    "suffixes",
+]
+
+_STATE: Final = re.compile(r"(?P<container>(?:.*?\.)??)state\.(?P<path>.+)", re.DOTALL)
+_PARAMETER: Final = re.compile(
+    r"(?P<container>(?:.*?\.)??)param_groups\.(?P<group>\d+)\.(?P<kind>params|param_names)\."
+    r"(?P<place>\d+)",
+    re.DOTALL,
+)
+
+
+def suffixes(name: str) -> Iterator[tuple[str, str]]:
+    """Yield the parts of a dotted name before and after each dot: first ("", name)."""
+    yield "", name
+    for place, sign in enumerate(name):
+        if sign == ".":
+            yield name[: place + 1], name[place + 1 :]
+
+
+class EntryNames:
+    """Finds the entries of a checkpoint by the names of a model.
+
+    Args:
+        names: names of the checkpoint's entries.
+        model_names: names of the model's tensors.
+        renames: name or pattern in the checkpoint -> name in the model. A pattern has one `*`, and
+            so has the name that it becomes. It is matched with whole names, or with what comes
+            after the prefix.
+
+    Attributes:
+        prefix: what comes before the model's names.
+        tie: a sentence if several prefixes are as good; None: one is the best, or there is none.
+        found: name in the model -> name of the entry.
+        faults: a sentence for each thing that cannot be decided.
+    """
+
+    def __init__(
+        self, names: Iterable[str], model_names: Collection[str], renames: Mapping[str, str]
+    ) -> None:
+        self.names = frozenset(names)
+        self.found: dict[str, str] = {}
+        self.faults: list[str] = []
+        self.prefix = ""
+        self.tie: str | None = None
+        whole = {
+            old: new
+            for old, new in renames.items()
+            if any(fnmatchcase(name, _literal(old)) for name in self.names)
+        }
+        for name in sorted(self.names):
+            new = renamed(name, whole)
+            if new is not None:
+                self._find(new, name)
+        if renames and not whole.keys() >= renames.keys():
+            self._search_prefix(
+                model_names, {old: new for old, new in renames.items() if old not in whole}
+            )
+        else:
+            self._search_prefix(model_names, {})
+
+    def _find(self, new: str, name: str) -> None:
+        earlier = self.found.setdefault(new, name)
+        if earlier != name:
+            self.faults.append(f"{earlier!r} and {name!r} would both become {new!r}")
+
+    def _search_prefix(self, model_names: Collection[str], renames: Mapping[str, str]) -> None:
+        wanted_names = set(model_names) - self.found.keys()
+        counts: Counter[str] = Counter()
+        matches: dict[str, dict[str, str]] = {}
+        matched_patterns: set[str] = set()
+        for name in sorted(self.names - set(self.found.values())):
+            for prefix, rest in suffixes(name):
+                new = renamed(rest, renames)
+                if new is not None:
+                    matched_patterns |= {old for old in renames if fnmatchcase(rest, _literal(old))}
+                own_name = rest if new is None else new
+                if own_name in wanted_names:
+                    counts[prefix] += 1
+                    earlier = matches.setdefault(prefix, {}).setdefault(own_name, name)
+                    if earlier != name:
+                        self.faults.append(
+                            f"{earlier!r} and {name!r} would both become {own_name!r}"
+                        )
+        self.faults += [
+            f"no entry matches {old!r}, which names= renames"
+            for old in renames
+            if old not in matched_patterns
+        ]
+        best = counts.most_common(2)
+        if len(best) == 2 and best[0][1] == best[1][1]:
+            (first, count), (second, _) = sorted(best)
+            self.tie = (
+                f"{count} of the model's tensors are both under {first!r} and under {second!r}: "
+                f"say which with names={{'{first}*': '*'}}"
+            )
+        elif best:
+            self.prefix = best[0][0]
+            self.found |= {
+                new: name for new, name in matches[self.prefix].items() if new not in self.found
+            }
+
+    def entry(self, name: str) -> str | None:
+        """Return the name of the entry that a user means; None: there is none.
+
+        Args:
+            name: name of an entry, with or without the prefix; of a table, also without `.weight`.
+        """
+        for own_name in (name, f"{name}.weight"):
+            for full_name in (own_name, f"{self.prefix}{own_name}"):
+                if full_name in self.names:
+                    return full_name
+        return None
+
+
+def _literal(pattern: str) -> str:
+    """Return a pattern in which only `*` has a meaning."""
+    return pattern.replace("[", "[[]").replace("?", "[?]")
+
+
+def renamed(name: str, renames: Mapping[str, str]) -> str | None:
+    """Return what a name becomes; None: no name or pattern of `renames` matches it."""
+    for old, new in renames.items():
+        before, star, after = old.partition("*")
+        if not star:
+            if name == old:
+                return new
+        elif (
+            name.startswith(before)
+            and name.endswith(after)
+            and len(name) >= len(before) + len(after)
+        ):
+            return new.replace("*", name[len(before) : len(name) - len(after)], 1)
+    return None
+
+
+def is_optimizer_state(name: str) -> bool:
+    """Whether an entry has the name of an optimizer's state."""
+    return _STATE.fullmatch(name) is not None
+
+
+class ParameterStates(NamedTuple):
+    """The optimizer state of one parameter.
+
+    Attributes:
+        names: key of the state, such as "sum" -> name of its entry, or of its scalar.
+        is_listed: the checkpoint's optimizer lists the parameter, so that it has no state if
+            `names` is empty.
+    """
+
+    names: Mapping[str, str]
+    is_listed: bool
+
+
+class OptimizerEntries:
+    """Finds the optimizer state of parameters.
+
+    torch's optimizers number their parameters. `torch.distributed.checkpoint.state_dict` and
+    TorchRec name them.
+
+    Args:
+        checkpoint: the checkpoint.
+        orders: for each optimizer of the model, the names of its parameters, in its order.
+
+    Attributes:
+        faults: a sentence for each thing that cannot be decided.
+    """
+
+    def __init__(self, checkpoint: ForeignCheckpoint, orders: list[list[str]]) -> None:
+        self.faults: list[str] = []
+        #: Parameter as the checkpoint names it -> container -> key -> name.
+        self._by_parameter: dict[str, dict[str, dict[str, str]]] = {}
+        #: Container -> names, or numbers, of the parameters that its groups list.
+        self._listed: dict[str, list[Scalar]] = {}
+        self._names: dict[str, list[Scalar]] = {}
+        for name in (*checkpoint.entries, *checkpoint.scalars):
+            match = _STATE.fullmatch(name)
+            if match:
+                self._add(match["container"], match["path"], name)
+        for name, value in checkpoint.scalars.items():
+            match = _PARAMETER.fullmatch(name)
+            if match:
+                lists = self._listed if match["kind"] == "params" else self._names
+                lists.setdefault(match["container"], []).append(value)
+        self._numbered = self._number(orders)
+
+    def _add(self, container: str, path: str, name: str) -> None:
+        for before, key in suffixes(path):
+            if before:
+                containers = self._by_parameter.setdefault(before[:-1], {})
+                containers.setdefault(container, {})[key] = name
+
+    def _number(self, orders: list[list[str]]) -> dict[str, tuple[str, str]]:
+        """Return for parameters here the container and number of the checkpoint."""
+        containers = [
+            container
+            for container, listed in self._listed.items()
+            if listed and all(isinstance(value, int) for value in listed)
+        ]
+        numbered: dict[str, tuple[str, str]] = {}
+        if not containers:
+            return numbered
+        trained = [names for names in orders if names]
+        if len(containers) != len(trained):
+            self.faults.append(
+                f"{len(containers)} optimizers with numbered parameters in the checkpoint, and "
+                f"{len(trained)} optimizers here"
+            )
+            return numbered
+        for container, own_names in zip(containers, trained, strict=True):
+            numbers = self._listed[container]
+            stored_names = self._names.get(container, [])
+            if len(stored_names) == len(numbers):
+                numbered |= {
+                    str(name): (container, str(number))
+                    for name, number in zip(stored_names, numbers, strict=True)
+                }
+            elif len(numbers) != len(own_names):
+                self.faults.append(
+                    f"{len(numbers)} numbered parameters under {container!r} in the checkpoint, "
+                    f"and {len(own_names)} parameters of the optimizer here"
+                )
+            else:
+                numbered |= {
+                    name: (container, str(number))
+                    for name, number in zip(own_names, numbers, strict=True)
+                }
+        return numbered
+
+    def of(self, parameter: str, entry: str) -> ParameterStates | None:
+        """Return the optimizer state of a parameter; None: nothing says that there is any.
+
+        Args:
+            parameter: name of the parameter in the model.
+            entry: name of the parameter's entry in the checkpoint.
+        """
+        if parameter in self._numbered:
+            container, number = self._numbered[parameter]
+            return ParameterStates(self._by_parameter.get(number, {}).get(container, {}), True)
+        for _, name in suffixes(entry):
+            if name in self._numbered:
+                container, number = self._numbered[name]
+                return ParameterStates(self._by_parameter.get(number, {}).get(container, {}), True)
+            containers = self._by_parameter.get(name, {})
+            if len(containers) > 1:
+                self.faults.append(
+                    f"the state of {name!r} is under {sorted(containers)!r:.200}: several "
+                    "optimizers trained it"
+                )
+            if containers:
+                return ParameterStates(next(iter(containers.values())), True)
+            if any(name in listed for listed in self._listed.values()):
+                return ParameterStates({}, True)
+        return None

@@ -1,0 +1,83 @@
+"""Tells which form of checkpoint lies at a path, and opens it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from recpoint.catalog.foreign.contents import ForeignCheckpoint, malformed
+from recpoint.catalog.foreign.dcp import METADATA_NAME, DistributedCheckpoint
+from recpoint.catalog.foreign.inert_pickle import is_archive
+from recpoint.catalog.foreign.safetensors_files import INDEX_NAME, SafetensorsFiles
+from recpoint.catalog.foreign.torch_file import TorchFile
+from recpoint.errors import ForeignObject, ObjectNotFound
+
+__all__ = ["is_foreign", "open_foreign"]
+
+_SINGLE_NAME = "model.safetensors"
+_FORMS = (
+    "a directory of torch.distributed.checkpoint (.metadata), a file of torch.save or Lightning, a "
+    f"safetensors file, or a directory with {INDEX_NAME} or {_SINGLE_NAME}"
+)
+
+
+def is_foreign(url: str) -> bool:
+    """Whether a URL names a checkpoint of another tool, and not a run of recpoint.
+
+    Only a local path can. A file always does, and a directory does if it holds an index or a file
+    that recpoint never writes into a run.
+    """
+    if "://" in url:
+        return False
+    path = Path(url)
+    return path.is_file() or any(
+        (path / name).is_file() for name in (METADATA_NAME, INDEX_NAME, _SINGLE_NAME)
+    )
+
+
+def open_foreign(url: str) -> ForeignCheckpoint:
+    """Open a checkpoint of another tool for reading.
+
+    Args:
+        url: a local path.
+
+    Raises:
+        ForeignObject: no form that can be read lies there.
+        MalformedObject: it is damaged.
+        ObjectNotFound: nothing is there.
+    """
+    path = Path(url)
+    if path.is_dir():
+        if (path / METADATA_NAME).is_file():
+            return DistributedCheckpoint(path)
+        for name in (INDEX_NAME, _SINGLE_NAME):
+            if (path / name).is_file():
+                return SafetensorsFiles(path / name)
+        names = sorted(child.name for child in path.iterdir())
+        raise _unknown(path, f"a directory with {names!r:.200}")
+    if not path.is_file():
+        raise ObjectNotFound(
+            url, found="nothing", expected=_FORMS, next_step="check the path, which must be local"
+        )
+    if path.name == METADATA_NAME:
+        return DistributedCheckpoint(path.parent)
+    if path.suffix == ".json":
+        return SafetensorsFiles(path)
+    with path.open("rb") as file:
+        head = file.read(16)
+    if is_archive(head):
+        return TorchFile(path)
+    if path.suffix == ".safetensors" or head[8:9] == b"{":
+        return SafetensorsFiles(path)
+    if not head:
+        raise malformed(path, found="no bytes", expected=_FORMS)
+    raise _unknown(path, f"a file that begins with {head[:8]!r}")
+
+
+def _unknown(path: Path, found: str) -> ForeignObject:
+    return ForeignObject(
+        str(path),
+        found=found,
+        expected=_FORMS,
+        next_step="save it in one of these forms; torch files of the form before 1.6 with "
+        "torch.save(torch.load(OLD, weights_only=True), NEW)",
+    )

@@ -1,0 +1,393 @@
+"""Starting a run from a checkpoint that another tool wrote: tables, row states, dense layers."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch.optim import SGD, Adagrad, Adam, AdamW, SparseAdam
+
+from recpoint import Checkpointer, Lookahead, Seed
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
+from recpoint.embeddings.cache.lookup_hooks import cache_of
+from recpoint.errors import IncompatibleModel, MalformedObject, SettingsError
+from tests import cached_training
+from tests.flat_settings import arguments
+from tests.training_builder import (
+    DIM,
+    ROWS,
+    Batches,
+    Place,
+    Recommender,
+    Training,
+    checkpointer,
+    seed_everything,
+    train,
+)
+
+#: torch warns that it saves in a single process, and recpoint that all rows of a table are stored.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled:UserWarning",
+    "ignore::recpoint.embeddings.tables.optimizers.FullyDirtyTables",
+)
+
+EVERYTHING: dict[str, Any] = {"tables": ["*"], "dense": ["*"]}
+
+
+def training(kind: str, seed: int) -> Training:
+    seed_everything(seed)
+    model = Recommender(sparse=kind == "sparse adam")
+    rest = [*model.norm.parameters(), *model.top.parameters()]
+    tables = [model.users.weight, model.items.weight]
+    optimizers: dict[str, Any] = {
+        "adagrad": lambda: [Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.2)],
+        "adamw": lambda: [AdamW(model.parameters(), lr=0.01, amsgrad=True)],
+        "momentum": lambda: [SGD(model.parameters(), lr=0.1, momentum=0.9)],
+        "sparse adam": lambda: [SparseAdam(tables, lr=0.01), Adam(rest, lr=0.01)],
+        "sgd": lambda: [SGD(model.parameters(), lr=0.1)],
+    }
+    return Training(model, optimizers[kind](), Batches(seed))
+
+
+def trained(kind: str) -> Training:
+    source = training(kind, 1)
+    for _ in range(3):
+        source.batch()
+    return source
+
+
+def save(form: str, source: Training, folder: Path) -> str:
+    """Write the checkpoint of a job that knows nothing of recpoint; return its path."""
+    model, optimizers = source.model, source.optimizers
+    if form == "torch":
+        saved = {
+            "net": model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        }
+        torch.save(saved, folder / "a.pt")
+        return str(folder / "a.pt")
+    if form == "named":
+        tensors, state = get_state_dict(model, optimizers)
+        save_distributed({"model": tensors, "optimizer": state}, checkpoint_id=folder / "d")
+    else:
+        saved = {"model": model.state_dict()} | {
+            f"optimizer{number}": optimizer.state_dict()
+            for number, optimizer in enumerate(optimizers)
+        }
+        save_distributed(saved, checkpoint_id=folder / "d")
+    return str(folder / "d")
+
+
+def states(one: Training) -> dict[str, dict[str, Any]]:
+    names = {id(p): name for name, p in one.model.named_parameters()}
+    return {
+        names[id(parameter)]: dict(state)
+        for optimizer in one.optimizers
+        for parameter, state in optimizer.state.items()
+    }
+
+
+def assert_same(one: Training, two: Training) -> None:
+    for name, tensor in one.model.state_dict().items():
+        assert torch.equal(tensor, two.model.state_dict()[name]), name
+    first, second = states(one), states(two)
+    assert first.keys() == second.keys()
+    for name, state in first.items():
+        assert list(state) == list(second[name]), name
+        for key, value in state.items():
+            assert type(value) is type(second[name][key]), (name, key)
+            equal = torch.equal if isinstance(value, Tensor) else lambda a, b: a == b
+            assert equal(value, second[name][key]), (name, key)
+
+
+@pytest.mark.parametrize("form", ["torch", "named", "numbered"])
+@pytest.mark.parametrize("kind", ["adagrad", "adamw", "momentum", "sparse adam"])
+def test_training_goes_on_bit_for_bit(kind: str, form: str, place: Place, tmp_path: Path) -> None:
+    source, new = trained(kind), training(kind, 9)
+    path = save(form, source, tmp_path)
+    with place.agent(), checkpointer(new, place) as ckpt:
+        report = ckpt.restore(seed=Seed(path, **EVERYTHING, optimizer_states="carry"))
+        assert report is None and ckpt.batches_done == 0
+        assert_same(source, new)
+        new.reader.load_state_dict(source.reader.state_dict())
+        seed_everything(4)
+        train(new, ckpt, 2)
+    seed_everything(4)
+    for _ in range(2):
+        source.batch()
+    assert_same(source, new)
+    run = Run.open(open_store(place.run))
+    assert run.manifest(2, 1).kind == "full"
+
+    # Started again, it goes on where it was, even if the other checkpoint has gone.
+    again = training(kind, 5)
+    Path(path).rename(tmp_path / "gone")
+    with place.agent(), checkpointer(again, place) as ckpt:
+        report = ckpt.restore(seed=Seed(path, **EVERYTHING, optimizer_states="carry"))
+        assert report is not None and ckpt.batches_done == 2
+        assert_same(source, again)
+
+
+def test_renamed_parts_of_safetensors_files_leave_the_optimizer_alone(
+    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "recpoint")
+    tensors = {
+        "transformer.emb_users.weight": torch.randn(ROWS, DIM),
+        "transformer.norm.weight": torch.randn(2 * DIM),
+        "transformer.norm.bias": torch.randn(2 * DIM),
+        "transformer.other": torch.randn(3),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    new = training("adagrad", 9)
+    before = {name: tensor.clone() for name, tensor in new.model.state_dict().items()}
+    seed = Seed(
+        str(tmp_path),
+        tables=["users"],
+        dense=["norm.weight", "norm.bias"],
+        names={"emb_*": "*"},
+    )
+    with place.agent(), checkpointer(new, place) as ckpt:
+        ckpt.restore(seed=seed)
+        after = new.model.state_dict()
+        assert torch.equal(after["users.weight"], tensors["transformer.emb_users.weight"])
+        assert torch.equal(after["norm.bias"], tensors["transformer.norm.bias"])
+        for name in ("items.weight", "top.weight", "norm.running_mean"):
+            assert torch.equal(after[name], before[name])
+        assert all(bool((state["sum"] == 0.2).all()) for state in states(new).values())
+        train(new, ckpt, 2)
+    assert "table 'users' from 'transformer.emb_users.weight'" in caplog.text
+    assert "left out: 'transformer.other'" in caplog.text
+
+
+def test_tables_are_taken_by_name(place: Place, tmp_path: Path) -> None:
+    source, new = trained("adagrad"), training("adagrad", 9)
+    path = save("torch", source, tmp_path)
+    before = new.model.items.weight.detach().clone()
+    seed = Seed(path, tables={"users": "net.users.weight"}, dense={"top.bias": "top.bias"})
+    with place.agent(), checkpointer(new, place) as ckpt:
+        ckpt.restore(seed=seed)
+    assert torch.equal(new.model.users.weight, source.model.users.weight)
+    assert torch.equal(new.model.top.bias, source.model.top.bias)
+    assert torch.equal(new.model.items.weight, before)
+
+
+def test_averaged_weights_beside_the_model_have_to_be_named(place: Place, tmp_path: Path) -> None:
+    source, averaged = trained("sgd").model, training("sgd", 3).model
+    path = tmp_path / "a.pt"
+    torch.save({"net": source.state_dict(), "ema": averaged.state_dict()}, path)
+    with pytest.raises(IncompatibleModel, match="both under 'ema.' and under 'net.'"):
+        checkpointer(training("sgd", 9), place).restore(seed=Seed(str(path), **EVERYTHING))
+    new = training("sgd", 9)
+    with place.agent(), checkpointer(new, place) as ckpt:
+        ckpt.restore(seed=Seed(str(path), **EVERYTHING, names={"ema.*": "*"}))
+    assert torch.equal(new.model.users.weight, averaged.users.weight)
+
+
+class Larger(Recommender):
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(ROWS + 1, DIM)
+        self.top = nn.Linear(2 * DIM, 2)
+        self.head = nn.Linear(2, 1)
+
+
+def test_all_that_does_not_fit_is_named_at_once(place: Place, tmp_path: Path) -> None:
+    path = save("torch", trained("adagrad"), tmp_path)
+    model = Larger()
+    new = Training(model, [Adagrad(model.parameters())], Batches(1))
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    with pytest.raises(IncompatibleModel) as refused:
+        checkpointer(new, place).restore(
+            seed=Seed(
+                path,
+                tables=["users", "itmes"],
+                dense=["*"],
+                names={"emb.*": "*"},
+                optimizer_states="carry",
+            )
+        )
+    for message in (
+        f"table 'users' is float32[{ROWS + 1}, 6] in the model and float32[{ROWS}, 6] in the",
+        "nothing in the model matches 'itmes' (near it: 'items')",
+        "'top.weight' is float32[2, 12] in the model and float32[1, 12]",
+        "'head.weight': 'net.head.weight' is not in the checkpoint",
+        "no entry matches 'emb.*'",
+        "6 numbered parameters under 'optimizers.0.' in the checkpoint, and 8 parameters of",
+        "It also has 'net.items.weight'",
+        "recpoint import",
+    ):
+        assert message in str(refused.value)
+    assert all(map(torch.equal, before, model.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("stored", "kind", "message"),
+    [
+        ("sgd", "adagrad", "['step', 'sum']"),
+        ("adagrad", "adamw", "['exp_avg', 'exp_avg_sq', 'max_exp_avg_sq']"),
+        ("sparse adam", "adagrad", "2 optimizers with numbered parameters in the checkpoint"),
+    ],
+)
+def test_state_of_another_optimizer_is_refused(
+    stored: str, kind: str, message: str, place: Place, tmp_path: Path
+) -> None:
+    path = save("torch", trained(stored), tmp_path)
+    if stored == "sgd":
+        torch.save({"net": trained("sgd").model.state_dict()}, path)
+        message = "the optimizer state 'step', 'sum' of 'users.weight' is not in the checkpoint"
+    elif stored == "adagrad":
+        message = "the optimizer state 'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq' of 'users.weight'"
+    new = training(kind, 9)
+    with pytest.raises(IncompatibleModel) as refused:
+        checkpointer(new, place).restore(seed=Seed(path, **EVERYTHING, optimizer_states="carry"))
+    assert message in str(refused.value)
+
+
+class Own(SGD):
+    """An optimizer of the user's."""
+
+
+def test_an_optimizer_that_is_not_known_carries_nothing(place: Place, tmp_path: Path) -> None:
+    path = save("torch", trained("sgd"), tmp_path)
+    new = training("sgd", 9)
+    new.optimizers = [Own(new.model.parameters(), lr=0.1)]
+    with pytest.raises(IncompatibleModel, match="Own, whose state is not known"):
+        checkpointer(new, place).restore(seed=Seed(path, **EVERYTHING, optimizer_states="carry"))
+
+
+def test_a_damaged_file_is_refused_before_anything_changes(place: Place, tmp_path: Path) -> None:
+    path = Path(save("torch", trained("sgd"), tmp_path))
+    path.write_bytes(path.read_bytes()[:-1000])
+    new = training("sgd", 9)
+    before = [tensor.clone() for tensor in new.model.state_dict().values()]
+    with pytest.raises(MalformedObject, match=r"a\.pt"):
+        checkpointer(new, place).restore(seed=Seed(str(path), **EVERYTHING))
+    assert all(map(torch.equal, before, new.model.state_dict().values()))
+
+
+def test_settings_of_runs_and_files_are_not_mixed(place: Place, tmp_path: Path) -> None:
+    path = save("torch", trained("sgd"), tmp_path)
+    with pytest.raises(SettingsError, match="no choice"):
+        checkpointer(training("sgd", 9), place).restore(seed=Seed(path, **EVERYTHING, step=3))
+    for names in ({"a.*": "b"}, {"*.*": "*.*"}, {"a": 3}, ["a"]):
+        with pytest.raises(SettingsError, match="names"):
+            Seed(path, **EVERYTHING, names=names)  # type: ignore[arg-type]
+    other = Seed(str(tmp_path / "none"), tables=["users"], names={"a": "b"})
+    with pytest.raises(SettingsError, match="no checkpoint of another tool"):
+        checkpointer(training("sgd", 9), place).restore(seed=other)
+
+
+CACHED: dict[str, Any] = {
+    "adagrad": lambda m: [Adagrad(m.parameters(), lr=0.1, initial_accumulator_value=0.2)],
+    "sparse adam": lambda m: [
+        SparseAdam([m.users.weight, m.items.weight], lr=0.01),
+        SGD(m.top.parameters(), lr=0.1),
+    ],
+}
+
+
+@pytest.mark.parametrize("states", ["carry", "drop"])
+@pytest.mark.parametrize("kind", CACHED)
+def test_cached_tables_begin_with_all_rows(
+    kind: str, states: Any, place: Place, tmp_path: Path
+) -> None:
+    sparse = kind == "sparse adam"
+    source = cached_training.plain_model(sparse=sparse)
+    optimizers = CACHED[kind](source)
+    reader = cached_training.Batches()
+    for _, batch in zip(range(3), reader, strict=False):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        nn.functional.mse_loss(source(batch), batch["target"]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    saved = {"net": source.state_dict(), "opt": [o.state_dict() for o in optimizers]}
+    torch.save(saved, tmp_path / "a.pt")
+
+    model, cache = cached_training.cached_model({"users": 30, "items": 40}, sparse=sparse)
+    own_optimizers = CACHED[kind](model)
+    assert cache_of(model) is cache
+    ahead = Lookahead(cached_training.Batches(), model, window=10)
+    seed = Seed(str(tmp_path / "a.pt"), tables=["*"], dense=["*"], optimizer_states=states)
+    settings = {"run": place.run, "directory": place.staging, "interval_batches": 2}
+    ckpt = Checkpointer(
+        model,
+        own_optimizers,
+        reader=ahead,
+        **arguments({**settings, "handle_sigterm": False, "announce": False}),
+    )
+    with place.agent(), ckpt:
+        if sparse and states == "drop":
+            with pytest.raises(IncompatibleModel, match="SparseAdam makes its state in the first"):
+                ckpt.restore(seed=seed)
+            return
+        ckpt.restore(seed=seed)
+        found = cached_training.rows_of_cache(cache)
+        expected = cached_training.rows_of_plain(source, optimizers[0])
+        if states == "drop":
+            fresh: dict[str, tuple[Tensor, ...]] = {
+                name: (arrays[0], torch.full_like(arrays[1], 0.2))
+                for name, arrays in expected.arrays.items()
+            }
+            expected = cached_training.Rows(fresh)
+        assert not found.differences(expected)
+        for batch in ckpt.batches(total=2):
+            for optimizer in own_optimizers:
+                optimizer.zero_grad()
+            nn.functional.mse_loss(model(batch), batch["target"]).backward()
+            for optimizer in own_optimizers:
+                optimizer.step()
+    run = Run.open(open_store(place.run))
+    assert run.manifest(2, 1).kind == "full"
+
+
+def test_all_tables_of_a_cache_are_loaded_or_none(place: Place, tmp_path: Path) -> None:
+    torch.save(cached_training.plain_model().state_dict(), tmp_path / "a.pt")
+    model, _ = cached_training.cached_model({"users": 30, "items": 40})
+    ckpt = Checkpointer(
+        model,
+        CACHED["adagrad"](model),
+        reader=Lookahead(cached_training.Batches(), model, window=10),
+        **arguments({"run": place.run, "directory": place.staging, "interval_batches": 2}),
+    )
+    with ckpt, pytest.raises(IncompatibleModel, match="all tables of a cache are loaded"):
+        ckpt.restore(seed=Seed(str(tmp_path / "a.pt"), tables=["users"]))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_a_checkpoint_of_lightning(place: Place, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from tests.lightning_builder import Manual, Samples
+
+    module = Manual()
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        logger=False,
+        accelerator="cpu",
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(Samples(), batch_size=8))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    model = module.net
+    new = training("sgd", 9)
+    tables = [new.model.users.weight, new.model.items.weight]
+    rest = [*new.model.norm.parameters(), *new.model.top.parameters()]
+    new.optimizers = [Adagrad(tables, lr=0.1), Adam(rest, lr=0.01)]
+    seed = Seed(str(tmp_path / "a.ckpt"), **EVERYTHING, optimizer_states="carry")
+    with place.agent(), checkpointer(new, place) as ckpt:
+        ckpt.restore(seed=seed)
+        optimizers: Any = module.optimizers()
+        source = Training(model, [o.optimizer for o in optimizers], Batches(1))
+        assert_same(source, new)
+        train(new, ckpt, 2)
