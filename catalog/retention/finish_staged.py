@@ -11,11 +11,11 @@ from pathlib import Path
 
 from recpoint.catalog.persist.persist import PersistJob, classify, persist_job
 from recpoint.catalog.persist.ranks import missing_ranks, parts_text
-from recpoint.catalog.retention.staged import Fate, JobFate, StagedWork
+from recpoint.catalog.retention.staged import JobFate, StagedWork, left_to
 from recpoint.catalog.run.facts import OnStep, unwatched
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging import job_files
-from recpoint.catalog.staging.agent_lock import AgentLock, AtWork, at_work, sweep_of
+from recpoint.catalog.staging.agent_lock import AgentLock, at_work, sweep_of
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.job import open_slot
 from recpoint.errors import MissingLink, ObjectNotFound, RanksMissing, RecpointError, StagingRefused
@@ -40,10 +40,10 @@ def finish_staged(staged_run: StagedRun, *, on_step: OnStep = unwatched) -> Stag
     if not staged_run.exists():
         return StagedWork()
     if (other := at_work(staged_run.staging)) is not None:
-        return _left_to(other, staged_run)
+        return left_to(other, staged_run)
     lock = AgentLock(staged_run.staging, sweep_of(staged_run))
     if (other := lock.take()) is not None:  # an agent or sweep has started just now
-        return _left_to(other, staged_run)
+        return left_to(other, staged_run)
     try:
         staged_run.clean()
         return _finish(staged_run, on_step)
@@ -58,7 +58,7 @@ def foresee_staged(run: Run, staged_run: StagedRun) -> StagedWork:
         OSError: the staging area cannot be read.
     """
     if (other := at_work(staged_run.staging)) is not None:
-        return _left_to(other, staged_run)
+        return left_to(other, staged_run)
     fates: list[JobFate] = []
     unreadable: list[Path] = []
     coming: set[CheckpointRef] = set()
@@ -96,15 +96,6 @@ def foresee_staged(run: Run, staged_run: StagedRun) -> StagedWork:
             fates.append(JobFate(path.stem, "would finish"))
             coming.add(job.job.ref)
     return StagedWork(jobs=tuple(fates), unreadable=tuple(unreadable))
-
-
-def _left_to(other: AtWork, staged_run: StagedRun) -> StagedWork:
-    fate: Fate = "waits for its agent"
-    why = "an agent serves this staging area"
-    if other.ends_by_itself:  # it may be for another run, or be past these jobs already
-        fate, why = "stays", f"{other} is at work here: run this again after it"
-    jobs = staged_run.staged_jobs()
-    return StagedWork(jobs=tuple(JobFate(path.stem, fate, why) for path in jobs))
 
 
 def _finish(staged_run: StagedRun, on_step: OnStep) -> StagedWork:

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from recpoint.catalog.staging.agent_lock import AtWork
+from recpoint.catalog.staging.area import StagedRun
+
 __all__ = [
     "Fate",
     "JobFate",
     "StagedWork",
+    "left_to",
 ]
 
 
@@ -43,3 +47,13 @@ class StagedWork:
     def would_go(self) -> frozenset[str]:
         """Return the names of the jobs that would be committed or rejected."""
         return frozenset(job.job for job in self.jobs if job.fate.startswith("would "))
+
+
+def left_to(worker: AtWork, staged_run: StagedRun) -> StagedWork:
+    """Return that all staged jobs of a run are left to an agent or sweep that is at work."""
+    fate: Fate = "waits for its agent"
+    why = "an agent serves this staging area"
+    if worker.ends_by_itself:  # it may be for another run, or be past these jobs already
+        fate, why = "stays", f"{worker} is at work here: run this again after it"
+    jobs = staged_run.staged_jobs()
+    return StagedWork(jobs=tuple(JobFate(path.stem, fate, why) for path in jobs))

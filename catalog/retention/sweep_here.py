@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from recpoint.catalog.retention.discard_staged import run_is_gone
-from recpoint.catalog.retention.staged import StagedWork
+from recpoint.catalog.retention.staged import StagedWork, left_to
 from recpoint.catalog.retention.sweep import (
     SweepPlan,
     SweepResult,
@@ -161,7 +161,9 @@ def swept_words(swept: SweptHere) -> str:
 def _staged_work(run: Run, staged_run: StagedRun, dry_run: bool, on_step: OnStep) -> StagedWork:
     if not staged_run.exists():
         return StagedWork()
-    # Imported only if something may be staged, because it imports torch, which takes long.
+    if (worker := at_work(staged_run.staging)) is not None:  # as in the daily sweep of an agent
+        return left_to(worker, staged_run)
+    # Imported only if jobs may be finished here, because it imports torch, which takes long.
     from recpoint.catalog.retention.finish_staged import finish_staged, foresee_staged
 
     return (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -333,6 +335,34 @@ def test_a_consolidation_that_goes_on_with_what_is_being_swept(
     assert len(result.removed) == 1 and result.spared[0].reason == "a manifest names it now"
     assert check(run, level="full").findings == ()
     assert len(chain_of(run, newest)) == 1
+
+
+_BESIDE_AN_AGENT = """
+import sys
+from pathlib import Path
+
+from recpoint.catalog.retention.sweep_here import sweep_here
+from recpoint.catalog.staging.area import StagedRun
+from recpoint.catalog.store.store import open_store
+
+sweep_here(open_store(sys.argv[1]), StagedRun(Path(sys.argv[2])), grace_seconds=3600.0)
+print("torch" in sys.modules)
+"""
+
+
+def test_a_sweep_beside_an_agent_imports_no_torch(run: Run, full: Manifest, tmp_path: Path) -> None:
+    """The agent sweeps each run once a day, and does the staged jobs itself."""
+    run_dir = StagedRun.of(tmp_path / "staging", run.url).path
+    run_dir.mkdir(parents=True)
+    with AgentLock(run_dir.parent):
+        swept = subprocess.run(
+            [sys.executable, "-c", _BESIDE_AN_AGENT, run.url, str(run_dir)],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+    assert (swept.returncode, swept.stdout) == (0, "False\n"), swept.stderr
 
 
 def test_only_the_directory_that_the_newest_trainer_uses_says_what_is_staged(
