@@ -8,7 +8,7 @@ DOCS_VENV := .venv-docs
 DOCS_INSTALLED := $(DOCS_VENV)/.installed
 # More workers than two cores: a test that waits for a server or for a poll leaves its core to others.
 # They go in the order of tests/conftest.py: xdist would put all groups first.
-TEST_WORKERS ?= 4
+TEST_WORKERS ?= 5
 # Parts of `make nightly`; none named: all.
 PART ?=
 # 1: tests take every place and step of a fault, where `make test` takes a sample; 10: every tenth.
@@ -38,7 +38,7 @@ NATIVE := kernels/native/_native.abi3.so
 NATIVE_SOURCES := $(wildcard kernels/*/*.cpp kernels/*/*.h) build_backend/recpoint_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint style types format unit docs fuzz sanitize nightly byte-flips tutorials installations clean
+.PHONY: help install demo test check lint style types format unit collected docs fuzz sanitize nightly byte-flips tutorials installations clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,9 +61,10 @@ demo: $(NATIVE) ## train on real purchases, kill the trainer with SIGKILL, resto
 	@$(BIN)/recpoint demo
 
 # Types take a core for a minute: beside the tests, and what was found after them.
-test: style ## what has to pass before a change lands: linters, types, tests by day
+test: $(NATIVE) ## what has to pass before a change lands: linters, types, tests by day
+	@$(MAKE) --no-print-directory -j2 style collected
 	@said=$$(mktemp); $(MAKE) --no-print-directory types >$$said 2>&1 & types=$$!; \
-	$(MAKE) --no-print-directory unit; unit=$$?; \
+	$(MAKE) --no-print-directory unit COLLECTED=1; unit=$$?; \
 	wait $$types; types=$$?; cat $$said; rm -f $$said; test $$unit$$types = 00
 	@$(BIN)/python tests/sanitized/run.py --sampled
 
@@ -82,12 +83,14 @@ check: style ## linters, types, and the tests nearest to what changed since main
 # caller's PYTHONDONTWRITEBYTECODE would keep that from lasting. What is wrong with a test is said when
 # they run, not when they are collected. Threads of OpenMP that look for work while they have none would
 # take the cores from the tests of other workers.
-unit: export PYTHONDONTWRITEBYTECODE =
+unit collected: export PYTHONDONTWRITEBYTECODE =
 unit: export OMP_WAIT_POLICY = passive
 unit: export RECPOINT_FAULTS_EVERY = $(or $(FAULTS),0)
 unit: export RECPOINT_ALL_EXAMPLES = $(ALL_EXAMPLES)
-unit: $(NATIVE)
-	@$(if $(COLLECTED),,$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true)
+collected: $(NATIVE)
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
+
+unit: $(NATIVE) $(if $(COLLECTED),,collected)
 	@files=$$(mktemp -d "$(or $(TEST_FILES),$${TMPDIR:-/tmp})/recpoint-tests.XXXXXX") || exit 1; \
 	trap 'rm -rf "$$files"' INT TERM; \
 	chmod 711 "$$files"; \

@@ -122,19 +122,27 @@ def _uses_prefect(item: pytest.Item) -> bool:
     return "prefect_api" in getattr(item, "fixturenames", ())
 
 
+#: A test that is marked `slow` takes as long as so many others.
+_SLOW_COUNTS = 15
+
+
 def _group_prefect(items: list[pytest.Item]) -> None:
     """Divide the tests with Prefect in process into two groups of whole files, as equal as can be.
 
-    A test that has a group keeps it.
+    The other workers wait for the longer group at the end. A test that has a group keeps it.
     """
     by_file: dict[Path, list[pytest.Item]] = {}
     for item in items:
         if _uses_prefect(item) and item.get_closest_marker("xdist_group") is None:
             by_file.setdefault(item.path, []).append(item)
-    counts = [0, 0]
-    for file in sorted(by_file, key=lambda path: (-len(by_file[path]), path)):
-        group = counts.index(min(counts))
-        counts[group] += len(by_file[file])
+    sizes = {
+        file: sum(1 if item.get_closest_marker("slow") is None else _SLOW_COUNTS for item in tests)
+        for file, tests in by_file.items()
+    }
+    group_sizes = [0, 0]
+    for file in sorted(sizes, key=lambda path: (-sizes[path], path)):
+        group = group_sizes.index(min(group_sizes))
+        group_sizes[group] += sizes[file]
         for item in by_file[file]:
             item.add_marker(pytest.mark.xdist_group(f"prefect {group}"))
 

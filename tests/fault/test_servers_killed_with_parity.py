@@ -53,15 +53,16 @@ def test_checkpoints_go_on_and_are_restored(at_servers: bool, tmp_path: Path) ->
         interval=4,
         at_servers=at_servers,
     )
+    expected = alone(case, 2)
     with place.agent():
         (found,) = on_ranks([case], 2, tmp_path / "first")
-        assert same(found, alone(case, 2))
+        assert same(found, expected)
         assert len(found.losses) == case.batches
         # `interval_seconds="auto"` counts restarts: the loss was none.
         assert generations(place) == [1]
         again = Case(run=place.run, staging=str(place.staging), servers=2, batches=0)
         (restored,) = on_ranks([again], 1, tmp_path / "second")
-    assert same(restored, alone(case, 2))
+    assert same(restored, expected)
 
 
 def test_all_ranks_go_back_when_more_are_lost_than_parity_makes_up_for(tmp_path: Path) -> None:

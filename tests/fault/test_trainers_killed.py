@@ -76,7 +76,7 @@ def chosen(names: Sequence[str], rank: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly("kills"))])
 def test_a_training_whose_rank_is_killed_ends_as_one_whose_are_not(
     rank: int, tmp_path: Path
 ) -> None:

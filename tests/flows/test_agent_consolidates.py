@@ -122,7 +122,12 @@ def test_other_chains_are_left_alone(
 
 
 @pytest.mark.parametrize(
-    ("ratio", "dead", "merged"), [("99", "1", False), ("1", "1", True), ("99", "0", True)]
+    ("ratio", "dead", "merged"),
+    [
+        ("99", "1", False),
+        ("1", "1", True),
+        pytest.param("99", "0", True, marks=pytest.mark.nightly("kills")),
+    ],
 )
 def test_each_trigger_has_an_option(
     run: Run, tmp_path: Path, ratio: str, dead: str, merged: bool

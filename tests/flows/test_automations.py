@@ -189,6 +189,7 @@ def longest_silence(run: Run) -> float:
     return max((b - a).total_seconds() for a, b in itertools.pairwise(heard))
 
 
+@pytest.mark.slow
 def test_a_named_run_alerts_after_its_own_intervals(tmp_path: Path) -> None:
     """Of two with the same interval the one that goes on committing does not."""
     # A server that is so busy that it does not hear of a commit in time has to raise the alarm:

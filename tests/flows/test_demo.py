@@ -1,6 +1,6 @@
 """The demo, end to end: real training, a real Prefect server, a real SIGKILL.
 
-`make test` plays it without options, `make nightly` with each.
+`make nightly` plays it without options in a part that takes less than a minute, and with each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BY_NIGHT = pytest.mark.nightly("demo")
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        (1, []),
+        pytest.param(1, [], marks=pytest.mark.nightly("plain-demo")),
         pytest.param(2, [], marks=_BY_NIGHT),
         pytest.param(1, ["--lookahead"], marks=_BY_NIGHT),
         pytest.param(1, ["--servers=3", "--parity=2+1"], marks=_BY_NIGHT),

@@ -1,4 +1,4 @@
-"""Every benchmark with tiny sizes: five by day, all others by night.
+"""Every benchmark with tiny sizes: four by day, all others by night.
 
 No figure's value is looked at. Whether results are correct, each benchmark checks before it
 measures, and it ends with an error if they are not.
@@ -24,7 +24,7 @@ from tests.torch_interpreter import run_program
 ROOT = Path(__file__).resolve().parents[3]
 
 #: By day; they start no process and train little. `make nightly` runs all others.
-BY_DAY = {"policy", "quantize", "retention", "row_set", "snapshot"}
+BY_DAY = {"policy", "retention", "row_set", "snapshot"}
 #: On a busy machine, those that start a dozen processes for each comparison take minutes.
 PATIENCE_SECONDS = 900.0
 #: They count, and compare no times.

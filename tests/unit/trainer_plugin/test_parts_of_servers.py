@@ -134,6 +134,7 @@ def test_rows_on_servers_with_parity(place: Place) -> None:
         restored(place, "adagrad").same_as(both)
 
 
+@pytest.mark.nightly("loops")
 def test_several_trainers_name_their_rows_to_all_servers(place: Place, tmp_path: Path) -> None:
     case = Case(run=place.run, staging=str(place.staging), batches=23, servers=3, at_servers=True)
     with place.agent():

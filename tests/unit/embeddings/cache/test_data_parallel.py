@@ -51,6 +51,7 @@ def test_results_are_those_of_ddp_with_whole_tables(tmp_path: Path) -> None:
             assert one.losses == expected.losses
 
 
+@pytest.mark.nightly("loops")
 def test_a_wrapped_model_goes_on_from_a_checkpoint_of_a_bare_one(tmp_path: Path) -> None:
     place = Place(str(tmp_path / "run"), tmp_path / "staging")
     bare = Case(run=place.run, staging=str(place.staging), batches=11)
