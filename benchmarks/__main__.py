@@ -18,6 +18,7 @@ NAMES = (
     "quantize",
     "row_set",
     "start",
+    "warm_start",
     "snapshot",
     "lookahead",
     "cache",

@@ -141,6 +141,25 @@ class StoredTensor(NamedTuple):
         ).view(self.dtype)
         return elements.as_strided(shape, self.strides) if count else elements.reshape(shape)
 
+    def read_into(self, file: BinaryIO, rows: range, target: Tensor) -> None:
+        """Read some rows into `target`, [len(rows), …], of any dtype, device and strides.
+
+        Rows that lie one after another go straight from the file into memory that can take them.
+        """
+        row_elements = math.prod(self.shape[1:])
+        fits = target.is_cpu and target.is_contiguous() and target.dtype is self.dtype
+        if not (fits and self.shape and _contiguous(self.shape) == self.strides):
+            target.copy_(self.read(file, rows))
+            return
+        start = self.first_element + rows.start * row_elements
+        offset = self.first_byte + start * self.dtype.itemsize
+        # Its bytes as they lie: not every dtype can be shown to numpy.
+        _fill(file, self.path, offset, target.view(-1).view(torch.uint8))
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+
 
 def read_bytes(file: BinaryIO, path: Path, offset: int, size_bytes: int) -> Tensor:
     """Return bytes of a file, uint8 [size_bytes].
@@ -149,20 +168,27 @@ def read_bytes(file: BinaryIO, path: Path, offset: int, size_bytes: int) -> Tens
         MalformedObject: the file is shorter.
     """
     content = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-    if size_bytes:
-        view = content.numpy().data
-        file.seek(offset)
-        filled = 0
-        while filled < size_bytes:
-            count = file.readinto(view[filled:])  # type: ignore[attr-defined]
-            if not count:
-                raise malformed(
-                    path,
-                    found=f"an end at byte {offset + filled}",
-                    expected=f"{size_bytes} bytes from byte {offset} on",
-                )
-            filled += count
+    _fill(file, path, offset, content)
     return content
+
+
+def _fill(file: BinaryIO, path: Path, offset: int, content: Tensor) -> None:
+    """Fill `content`, uint8 [n] on the CPU, with bytes of a file from `offset` on."""
+    size_bytes = content.numel()
+    if not size_bytes:
+        return
+    view = content.numpy().data
+    file.seek(offset)
+    filled = 0
+    while filled < size_bytes:
+        count = file.readinto(view[filled:])  # type: ignore[attr-defined]
+        if not count:
+            raise malformed(
+                path,
+                found=f"an end at byte {offset + filled}",
+                expected=f"{size_bytes} bytes from byte {offset} on",
+            )
+        filled += count
 
 
 class ForeignCheckpoint(ABC):
@@ -183,13 +209,14 @@ class ForeignCheckpoint(ABC):
     left_out: Mapping[str, str]
 
     @abstractmethod
-    def read(self, name: str, rows: range) -> Tensor:
-        """Return rows of an entry, [len(rows), …], on the CPU, in memory of their own.
+    def read_into(self, name: str, rows: range, target: Tensor) -> None:
+        """Read rows of an entry into a tensor, with memory for all of them beside it.
 
         Args:
             name: name of the entry.
-            rows: rows that it has, in steps of 1; of a tensor without dimensions, range(1), and the
-                result has no dimension.
+            rows: rows that it has, in steps of 1; of a tensor without dimensions, range(1).
+            target: [len(rows), …] in the shape of the entry's rows, of any dtype, device and
+                strides; of a tensor without dimensions, one without dimensions.
 
         Raises:
             MalformedObject: the file is not what its form says.
@@ -210,8 +237,16 @@ class ForeignCheckpoint(ABC):
     ) -> None:
         self.close()
 
-    def pieces(self, name: str, rows: range | None = None) -> Iterator[tuple[range, Tensor]]:
-        """Yield rows of an entry in pieces of at most `PIECE_BYTES`, and at least one row.
+    def read(self, name: str, rows: range) -> Tensor:
+        """Return rows of an entry, [len(rows), …], on the CPU; see `read_into`."""
+        entry = self.entries[name]
+        shape = (len(rows), *entry.shape[1:]) if entry.shape else ()
+        target = torch.empty(shape, dtype=entry.dtype, device="cpu")
+        self.read_into(name, rows, target)
+        return target
+
+    def pieces(self, name: str, rows: range | None = None) -> Iterator[range]:
+        """Divide rows of an entry into pieces of at most `PIECE_BYTES`, and at least one row.
 
         Args:
             name: name of the entry, which has at least one dimension.
@@ -221,8 +256,7 @@ class ForeignCheckpoint(ABC):
         wanted_rows = range(entry.shape[0]) if rows is None else rows
         count = max(1, PIECE_BYTES // max(1, entry.row_bytes))
         for first in range(wanted_rows.start, wanted_rows.stop, count):
-            piece = range(first, min(first + count, wanted_rows.stop))
-            yield piece, self.read(name, piece)
+            yield range(first, min(first + count, wanted_rows.stop))
 
     def whole(self, name: str) -> Tensor:
         """Return an entry, which should be small."""

@@ -230,22 +230,17 @@ class DistributedCheckpoint(ForeignCheckpoint):
             self._tensors[place] = value
         return self._tensors[place]
 
-    def read(self, name: str, rows: range) -> Tensor:
-        """See `ForeignCheckpoint.read`."""
-        entry = self.entries[name]
-        if not entry.shape:
+    def read_into(self, name: str, rows: range, target: Tensor) -> None:
+        """See `ForeignCheckpoint.read_into`."""
+        if not self.entries[name].shape:
             (chunk,) = self._chunks[name]
-            return self._tensor(name, chunk).read(self._open(chunk.place.file), rows)
-        tensor = torch.empty((len(rows), *entry.shape[1:]), dtype=entry.dtype, device="cpu")
+            self._tensor(name, chunk).read_into(self._open(chunk.place.file), rows, target)
+            return
         for chunk in self._chunks[name]:
             first = max(rows.start, chunk.offsets[0])
             last = min(rows.stop, chunk.offsets[0] + chunk.sizes[0])
             if first >= last or not math.prod(chunk.sizes):
                 continue
-            part = self._tensor(name, chunk).read(
-                self._open(chunk.place.file),
-                range(first - chunk.offsets[0], last - chunk.offsets[0]),
-            )
             box = (
                 slice(first - rows.start, last - rows.start),
                 *(
@@ -253,8 +248,9 @@ class DistributedCheckpoint(ForeignCheckpoint):
                     for offset, size in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True)
                 ),
             )
-            tensor[box] = part
-        return tensor
+            own_rows = range(first - chunk.offsets[0], last - chunk.offsets[0])
+            file = self._open(chunk.place.file)
+            self._tensor(name, chunk).read_into(file, own_rows, target[box])
 
     def close(self) -> None:
         """See `ForeignCheckpoint.close`."""

@@ -127,19 +127,18 @@ class SafetensorsFiles(ForeignCheckpoint):
             return None
         return ForeignEntry(name, _DTYPES[stored_dtype], tuple(part.get_shape()))
 
-    def read(self, name: str, rows: range) -> Tensor:
-        """See `ForeignCheckpoint.read`."""
+    def read_into(self, name: str, rows: range, target: Tensor) -> None:
+        """See `ForeignCheckpoint.read_into`."""
         path, file = self._files[name]
         try:
             if not self.entries[name].shape:
-                tensor: Tensor = file.get_tensor(name)
+                target.copy_(file.get_tensor(name))
             else:
-                tensor = file.get_slice(name)[rows.start : rows.stop]
+                target.copy_(file.get_slice(name)[rows.start : rows.stop])
         except (SafetensorError, OSError) as error:
             raise malformed(
                 path, found=f"{error}"[:300], expected="a whole safetensors file"
             ) from error
-        return tensor
 
     def close(self) -> None:
         """See `ForeignCheckpoint.close`."""

@@ -66,9 +66,9 @@ class TorchFile(ForeignCheckpoint):
         elif isinstance(value, Unmade):
             self.left_out[name] = f"an object of {value.class_name}"
 
-    def read(self, name: str, rows: range) -> Tensor:
-        """See `ForeignCheckpoint.read`."""
-        return self._tensors[name].read(self._file, rows)
+    def read_into(self, name: str, rows: range, target: Tensor) -> None:
+        """See `ForeignCheckpoint.read_into`."""
+        self._tensors[name].read_into(self._file, rows, target)
 
     def close(self) -> None:
         """See `ForeignCheckpoint.close`."""

@@ -430,12 +430,15 @@ class WarmStart:
         targets = {parameter.entry.name: table.weight.detach()}
         targets |= {parameter.states[name]: tensor for name, tensor in row_states.items()}
         for entry_name, target in targets.items():
-            for piece, values in self._checkpoint.pieces(entry_name, held):
-                if table.columns is not None and values.dim() > 1:
-                    first = table.columns.first
-                    values = values[:, first : first + table.dim]
+            shape = self._checkpoint.entries[entry_name].shape[1:]
+            for piece in self._checkpoint.pieces(entry_name, held):
                 own_rows = target[piece.start - held.start : piece.stop - held.start]
-                own_rows.copy_(values.reshape(own_rows.shape))
+                if table.columns is not None and shape == (table.columns.of,):
+                    first = table.columns.first
+                    values = self._checkpoint.read(entry_name, piece)
+                    own_rows.copy_(values[:, first : first + table.dim])
+                else:  # one value a row may be [rows] or [rows, 1]
+                    self._checkpoint.read_into(entry_name, piece, own_rows.view(-1, *shape))
 
     def _load_cached(
         self, parameter: _Parameter, table: Table, row_states: Mapping[str, Tensor]
@@ -449,7 +452,8 @@ class WarmStart:
         mover = self._cache.mover
         mover.put_at_home(cached_rows)  # also if no row is for this rank
         fields = {layout_field.name: layout_field for layout_field in layout.fields}
-        for piece, values in self._checkpoint.pieces(parameter.entry.name, cached_rows.part):
+        for piece in self._checkpoint.pieces(parameter.entry.name, cached_rows.part):
+            values = self._checkpoint.read(parameter.entry.name, piece)
             records = cached_rows.slots.new_records(values)
             for name in row_states:
                 states = self._checkpoint.read(parameter.states[name], piece)
@@ -462,8 +466,8 @@ class WarmStart:
         if is_piece(live) or shares_memory(live) or not live.dim():
             self._state.model.restore_some({parameter.name: self._checkpoint.whole(name)})
             return
-        for piece, values in self._checkpoint.pieces(name):
-            live.detach()[piece.start : piece.stop].copy_(values)
+        for piece in self._checkpoint.pieces(name):
+            self._checkpoint.read_into(name, piece, live.detach()[piece.start : piece.stop])
 
     def _state_of(self, parameter: _Parameter) -> dict[str, Any]:
         """Return a parameter's state without row states, as `OptimizerState.carry` takes it."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from recpoint.catalog.foreign import contents
@@ -95,10 +95,13 @@ def test_rows_are_read_in_pieces(
     with open_foreign(str(write(tmp_path))) as checkpoint:
         (name,) = [name for name in checkpoint.entries if name.endswith("users.weight")]
         pieces = list(checkpoint.pieces(name, range(5, 200)))
-        assert len(pieces) == 5 and all(values.nbytes <= 1000 for _, values in pieces)
-        assert torch.equal(
-            torch.cat([values for _, values in pieces]), TENSORS["users.weight"][5:200]
-        )
+        read = [checkpoint.read(name, piece) for piece in pieces]
+        assert len(read) == 5 and all(values.nbytes <= 1000 for values in read)
+        assert torch.equal(torch.cat(read), TENSORS["users.weight"][5:200])
+        # Into memory of another dtype, and into columns of a wider tensor.
+        for target in (torch.zeros(9, 6, dtype=torch.float64), torch.zeros(9, 8)[:, 1:7]):
+            checkpoint.read_into(name, range(4, 13), target)
+            assert torch.equal(target.float(), TENSORS["users.weight"][4:13])
 
 
 def test_views_of_one_storage_and_parameters_are_read(tmp_path: Path) -> None:
@@ -310,5 +313,5 @@ def test_reading_is_bounded_by_a_piece(tmp_path: Path) -> None:
 
 
 def _piece_sizes(checkpoint: ForeignCheckpoint, name: str) -> list[int]:
-    values: list[Tensor] = [values for _, values in checkpoint.pieces(name)]
+    values = [checkpoint.read(name, piece) for piece in checkpoint.pieces(name)]
     return [value.untyped_storage().nbytes() for value in values]
