@@ -138,9 +138,12 @@ class Steps:
                 rows.gradients.end_step()  # a hook of the step may have dropped it
                 if not rows.slots.states:
                     self.follow_states(rows, optimizer)
+                    self._mover.copy_storage(rows)
                 continue
             rows.stepped()
             self.follow_states(rows, optimizer)
+            # Not before: the copy lays out records, and an optimizer may make states in its step.
+            self._mover.copy_storage(rows)
             changed.append(rows)
         self._trainers.stepped(optimizer, changed)
 
@@ -150,7 +153,6 @@ class Steps:
         slots.follow_states(
             row_states(optimizer.state.get(slots.weight, {}), slots.weight.shape[0])
         )
-        self._mover.copy_storage(rows)
 
     def end_failed(self) -> None:
         """Let the home thread go on after a step; see `Cache.end_failed_step`."""
