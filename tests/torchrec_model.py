@@ -30,8 +30,12 @@ MISSING = (
     else "torchrec and fbgemm-gpu-cpu are not installed (README, TorchRec)"
 )
 
-BAGS = {"t0": (23, ("f0", "g0")), "t1": (40, ("f1",)), "t2": (3, ("f2",))}
-ROWS = {"s0": (31, ("h0",)), "s1": (29, ("h1",))}
+BAGS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "t0": (23, ("f0", "g0")),
+    "t1": (40, ("f1",)),
+    "t2": (3, ("f2",)),
+}
+ROWS: dict[str, tuple[int, tuple[str, ...]]] = {"s0": (31, ("h0",)), "s1": (29, ("h1",))}
 DIM = 8
 BATCH = 4
 

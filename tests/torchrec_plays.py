@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
-from recpoint.embeddings import cached, local, read_rows
+from recpoint.embeddings import Uniform, cached, local, read_rows
 from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.trainer_plugin.policy import PolicyName
 from tests.torchrec_model import (
@@ -31,6 +31,7 @@ from tests.torchrec_model import (
 )
 
 __all__ = [
+    "NEW_ROWS",
     "found",
     "lived",
     "piped",
@@ -43,6 +44,9 @@ __all__ = [
     "tracker_of_theirs",
     "warm",
 ]
+
+#: First values of rows that a checkpoint lacks.
+NEW_ROWS = Uniform(seed=3, low=-0.5, high=0.5)
 
 _COLLECTIONS = ("bags.", "rows.")
 
@@ -246,6 +250,7 @@ def lived(
     policy: PolicyName = "consecutive",
     apart: bool = False,
     in_cache: bool = False,
+    more_rows: Mapping[str, int] | None = None,
 ) -> Any:
     """Train from the newest checkpoint up to batch `steps`, with a checkpoint every two batches.
 
@@ -253,9 +258,13 @@ def lived(
         kinds: how each table is sharded; None: not at all, in one process.
         apart: see `optimizers`.
         in_cache: whether a cache has the tables; they are not sharded then.
+        more_rows: table -> rows that it has now, for tables that have other rows than at first.
     """
     from recpoint import Checkpointer, Options, Staging
 
+    for name, rows in (more_rows or {}).items():
+        tables = BAGS if name in BAGS else ROWS
+        tables[name] = (rows, tables[name][1])
     rank = dist.get_rank()
     model = Ranker(device="cpu") if kinds is None else sharded(kinds, optimizer=optimizer)
     if in_cache:
@@ -268,7 +277,12 @@ def lived(
         staging=Staging(directory=staging, when_busy="wait"),
         interval_batches=2,
         policy=policy,
-        options=Options(on_error="raise", handle_sigterm=False, verify_unmarked_rows=1000),
+        options=Options(
+            on_error="raise",
+            handle_sigterm=False,
+            verify_unmarked_rows=1000,
+            grow=dict.fromkeys(all_tables(), NEW_ROWS) if more_rows else {},
+        ),
     ) as checkpoints:
         report = checkpoints.restore()
         state_before = everything(model, *of_torch)

@@ -35,6 +35,7 @@ from recpoint.trainer_plugin.ranks.sharding import (
     lay_out,
     local_pieces,
 )
+from recpoint.trainer_plugin.restore.growth import Growth
 from recpoint.trainer_plugin.restore.start import TrainingJob
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.snapshot.cut import Cutter
@@ -271,6 +272,7 @@ def assemble(
     """
     agree_on_settings(ranks, settings.common | {"run": run_url})
     shards = lay_out(ranks, trained.tables)
+    growth = Growth(settings.options.grow, {shard.name: shard.rows for shard in shards})
     with ranks.together("looking at the cache"):
         cache = _look_at_cache(ranks, trained)
         if settings.staging.at_servers:
@@ -354,6 +356,7 @@ def assemble(
             tables=trained.tables,
             names=frozenset(shard.name for shard in shards),
             state=state,
+            growth=growth,
             cache=cache,
         ),
         cutter=cutter,

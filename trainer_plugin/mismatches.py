@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from recpoint.errors import IncompatibleModel
 from recpoint.format.manifest import Manifest
 
-__all__ = ["Mismatch", "incompatible", "reader_of_ranks", "renamed_table"]
+__all__ = ["Mismatch", "incompatible", "more_rows", "reader_of_ranks", "renamed_table"]
 
 
 class Mismatch(NamedTuple):
@@ -75,6 +75,25 @@ def renamed_table(name_here: str, name_stored: str) -> str:
 TABLE_ROWS: Final = (
     "build the table with the checkpoint's rows; recpoint.restore_parts reads rows of a table that "
     "now has another size into tensors"
+)
+
+
+def more_rows(table: str) -> str:
+    """Return the next step for a table that has more rows than the checkpoint."""
+    rule = f"{json.dumps(table)}: recpoint.embeddings.Uniform(seed=0)"
+    return (
+        "build the table with the checkpoint's rows, or say what values its new rows begin with: "
+        f"Checkpointer(options=Options(grow={{{rule}}}))"
+    )
+
+
+STATE_OF_NEW_ROWS: Final = (
+    "make the row state before restore(), with the same entry for each row, as the optimizer "
+    "begins it; or go on with as many rows as the checkpoint has"
+)
+WHOLE_STATE_OF_NEW_ROWS: Final = (
+    "go on with as many rows as the checkpoint has, or begin a new run with the table's values "
+    "(docs/how-to/add-rows.md)"
 )
 TABLE_VALUES: Final = "build the table with the checkpoint's number of values a row"
 TABLE_DTYPE: Final = "build the table in the checkpoint's dtype"

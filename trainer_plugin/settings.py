@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from recpoint.embeddings.home.initial import Initial, Uniform
 from recpoint.errors import SettingsError
 from recpoint.format.history import ChosenPrecision
 from recpoint.format.job import QUANTIZERS, QuantizerName
@@ -397,6 +398,12 @@ class Options:
             after that checkpoint again, and `stats` begins anew. A loss in the middle of the
             restore counts as another one. With several ranks, all go back together. 0: the loop
             raises ServerLost, or RankLost if another rank has found it first.
+        grow: name of a table -> the rule for first values of rows that a restored checkpoint lacks,
+            such as `recpoint.embeddings.Uniform(seed=0)`. `restore()` takes a table that is named
+            here with more rows than it has in the checkpoint; the checkpoint after that is a full.
+            The row states of new rows begin as the optimizer begins them. The rule is called as
+            `embeddings.home.initial.Initial` says, and must give the same values at each start and
+            on each rank. It is not asked if the checkpoint has all rows.
         in_flight: how many batches the training loop takes before it trains them, beside the one in
             training, as a prefetcher does: 0 to 1,023. Checkpoints hold the position of the last
             batch that is trained, and memory holds one position for each batch that is taken, some
@@ -417,6 +424,7 @@ class Options:
     copy_share: float = 0.5
     rewinds: int = 0
     in_flight: int | None = None
+    grow: Mapping[str, Initial] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         row_local = tuple(several("Options.row_local_optimizers", self.row_local_optimizers))
@@ -441,7 +449,27 @@ class Options:
             in_flight=None
             if self.in_flight is None
             else checked_whole("Options.in_flight", self.in_flight, 0, MOST_IN_FLIGHT),
+            grow=_rules("Options.grow", self.grow),
         )
+
+
+def _rules(setting: str, rules: Any) -> dict[str, Initial]:
+    if not isinstance(rules, Mapping):
+        raise refused_setting(setting, rules, "a mapping from table names to first values")
+    for name, rule in rules.items():
+        if not isinstance(name, str):
+            raise refused_setting(setting, name, "a table's name")
+        if not callable(rule):
+            expected = "a rule such as recpoint.embeddings.Uniform(seed=0)"
+            raise refused_setting(f"{setting}[{name!r}]", rule, expected)
+    return dict(rules)  # a copy, so that a later change by the caller cannot bypass the check
+
+
+def _rule_text(rule: Initial) -> str:
+    """Return a text that is equal on all ranks for equal rules; it has no address in memory."""
+    if isinstance(rule, Uniform):
+        return repr(rule)
+    return getattr(rule, "__qualname__", type(rule).__qualname__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -483,6 +511,9 @@ class Settings:
             "Options.handle_sigterm": self.options.handle_sigterm,
             "Options.rewinds": self.options.rewinds,
             "Options.in_flight": self.options.in_flight,
+            "Options.grow": {
+                name: _rule_text(rule) for name, rule in sorted(self.options.grow.items())
+            },
         }
 
     def check_ranks(self, count: int) -> None:

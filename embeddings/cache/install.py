@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from recpoint.embeddings.cache.residents import CachedRows
 from recpoint.embeddings.cache.shared import shared_cache
 from recpoint.embeddings.cache.slots import TableSlots
 from recpoint.embeddings.home.contract import Home
-from recpoint.embeddings.home.initial import Initial
+from recpoint.embeddings.home.initial import Initial, first_values
 from recpoint.embeddings.home.ranks import rank_and_count
 from recpoint.embeddings.tables.optimizers import row_states
 from recpoint.embeddings.tables.tables import (
@@ -316,26 +317,10 @@ def _cached_rows(
             "initial=, which gives rows their first values",
             "pass initial=recpoint.embeddings.Uniform(seed=0, low=-0.01, high=0.01)",
         )
-    new_values, dim, dtype = initial, table.dim, weight.dtype
-
-    def first_values(ids: Tensor) -> Tensor:
-        try:
-            values = new_values(name, ids, dim, dtype)
-        except Exception as error:
-            error.add_note(f"recpoint called initial(...) for rows of table {name!r}")
-            raise
-        if tuple(values.shape) != (len(ids), dim):
-            raise _refused(
-                f"initial(...) of table {name!r}",
-                f"shape {tuple(values.shape)}",
-                f"{(len(ids), dim)}",
-                "return a row for each id",
-            )
-        if padding is not None:
-            values = torch.where((ids == padding)[:, None], torch.zeros_like(values), values)
-        return values.to(dtype)
-
-    return CachedRows(slots, first_values, None)
+    values_of_new_rows = partial(
+        first_values, initial, name, dim=table.dim, dtype=weight.dtype, padding_row=padding
+    )
+    return CachedRows(slots, values_of_new_rows, None)
 
 
 def _refused(subject: str, found: str, expected: str, next_step: str) -> SettingsError:

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recpoint.embeddings.tables.tables import plain_tables
+from recpoint.embeddings.tables.tables import Table, plain_tables
 from recpoint.errors import SettingsError
 
-__all__ = ["Initial", "Uniform", "fill"]
+__all__ = ["Initial", "Uniform", "fill", "fill_rows", "first_values", "padding_row"]
 
 _PIECE_ROWS: Final = 65_536
 
@@ -86,6 +86,78 @@ class Uniform:
         return torch.from_numpy(self.low + unit * (self.high - self.low)).to(dtype)
 
 
+def first_values(
+    initial: Initial,
+    table: str,
+    ids: Tensor,
+    *,
+    dim: int,
+    dtype: torch.dtype,
+    padding_row: int | None,
+) -> Tensor:
+    """Return the first values of rows, of the table's dtype; those of the padding row are zero.
+
+    Args:
+        initial: computes the values.
+        table, ids, dim, dtype: as for `Initial`.
+        padding_row: the row that lookups skip; None: there is none.
+
+    Raises:
+        SettingsError: `initial` returns another shape.
+    """
+    try:
+        values = initial(table, ids, dim, dtype)
+    except Exception as error:
+        error.add_note(f"recpoint called initial(...) for rows of table {table!r}")
+        raise
+    if tuple(values.shape) != (len(ids), dim):
+        raise SettingsError(
+            f"initial(...) of table {table!r}",
+            found=f"shape {tuple(values.shape)}",
+            expected=f"{(len(ids), dim)}",
+            next_step="return a row for each id",
+        )
+    if padding_row is not None:
+        values = torch.where((ids == padding_row)[:, None], torch.zeros_like(values), values)
+    return values.to(dtype)
+
+
+def fill_rows(table: Table, initial: Initial, rows: range) -> None:
+    """Fill rows of a table with their first values, in place.
+
+    Args:
+        table: the table; its weight may hold some of the rows and columns only.
+        initial: computes the values.
+        rows: positions in the weight, of step 1.
+
+    Raises:
+        SettingsError: see `first_values`.
+    """
+    weight = table.weight.detach()
+    columns, dim = slice(0, table.dim), table.dim
+    if table.columns is not None:
+        first_column, dim = table.columns.first, table.columns.of
+        columns = slice(first_column, first_column + table.dim)
+    for first in range(rows.start, rows.stop, _PIECE_ROWS):
+        last = min(first + _PIECE_ROWS, rows.stop)
+        ids = torch.arange(first, last, dtype=torch.int64, device="cpu") + table.first_row
+        values = first_values(
+            initial,
+            table.name,
+            ids,
+            dim=dim,
+            dtype=weight.dtype,
+            padding_row=padding_row(table),
+        )
+        weight[first:last].copy_(values[:, columns])
+
+
+def padding_row(table: Table) -> int | None:
+    """Return the row of a table that lookups skip; None: there is none."""
+    row = getattr(getattr(table, "module", None), "padding_idx", None)
+    return row if isinstance(row, int) else None
+
+
 def _mixed(words: _Words) -> _Words:
     words = words * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -117,14 +189,5 @@ def fill(model: nn.Module, initial: Initial, tables: Iterable[str] | None = None
                 expected=f"one of {sorted(model_tables)!r:.400}",
                 next_step="use the name of the embedding module, as in model.named_modules()",
             )
-        weight = table.weight
-        padding = getattr(getattr(table, "module", None), "padding_idx", None)
-        with torch.no_grad():
-            for first in range(0, table.rows, _PIECE_ROWS):
-                ids = torch.arange(
-                    first, min(first + _PIECE_ROWS, table.rows), dtype=torch.int64, device="cpu"
-                )
-                weight[first : first + len(ids)].copy_(initial(name, ids, table.dim, weight.dtype))
-            if padding is not None:
-                weight[padding].zero_()
+        fill_rows(table, initial, range(table.rows))
     return model

@@ -62,10 +62,10 @@ integrations._SOURCES["tests.row_shards"] = "tests.row_shards"
 
 
 class _Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, more_rows: int) -> None:
         super().__init__()
-        self.users = nn.Embedding(ROWS, DIM)
-        self.items = row_shards.RowShard(ROWS + 1, DIM)
+        self.users = nn.Embedding(ROWS + more_rows, DIM)
+        self.items = row_shards.RowShard(ROWS + 1 + more_rows, DIM)
         self.drop = nn.Dropout(0.2)
         self.hidden = nn.Linear(2 * DIM, HIDDEN)
         self.top = nn.Linear(HIDDEN, 1)
@@ -128,6 +128,7 @@ def rank_life(
     unstaged: int | None = None,
     end_once_staged: bool = False,
     divisible: bool = True,
+    more_rows: int = 0,
     hosted: bool | None = None,
     settings: dict[str, Any] | None = None,
     restoring: dict[str, Any] | None = None,
@@ -151,6 +152,7 @@ def rank_life(
         outlive_signals: have a handler of SIGTERM that counts, and does not end the process.
         unstaged: the first time, a checkpoint of this step cannot be staged.
         end_once_staged: end when all that was cut is staged, or could not be.
+        more_rows: how many more rows both tables have; no batch looks these up.
         divisible: whether the reader goes on with another number of ranks.
         hosted: rank 0 keeps what ranks meet with, as where nobody else does; else a file does.
         settings: of the Checkpointer.
@@ -180,9 +182,9 @@ def rank_life(
     # With three ranks or more the bits of a sum follow from the buckets: DDP keeps its first ones,
     # in place of sorting them anew in the first step of each life, when it looks for unused ones.
     model = (
-        _sharded(_Net())
+        _sharded(_Net(more_rows))
         if shard_dense
-        else DistributedDataParallel(_Net(), find_unused_parameters=True)
+        else DistributedDataParallel(_Net(more_rows), find_unused_parameters=True)
     )
     torch.manual_seed(100 + rank)
     table = [p for name, p in model.named_parameters() if "users" in name]

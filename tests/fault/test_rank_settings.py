@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from recpoint.catalog.check.validate import record, validate
+from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import MemoryTarget, restore
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
+from recpoint.embeddings import Uniform
 from recpoint.format.manifest import Manifest
 from recpoint.trainer_plugin.policy import PolicyName
 from tests.fault.rank_jobs import WAITING, Life, RankJob, require_same_end
-from tests.fault.rank_lives import DIM, HIDDEN, ROWS
+from tests.fault.rank_lives import BATCH, DIM, HIDDEN, ROWS
 from tests.training_builder import InlineAgent
 
 _RANKS, _HALF, _END = 2, 4, 8
@@ -133,3 +135,40 @@ def test_a_validated_checkpoint_that_is_near_goes_first_on_all_ranks(tmp_path: P
         within = {"validated_within": newest.step - older.step}
         lives = job.train(_RANKS, _HALF, settings=WAITING, restoring=within)
     assert [(life.exit_code, life.told["restored"]) for life in lives] == [(0, older.step)] * _RANKS
+
+
+@pytest.mark.nightly("loops")
+def test_tables_get_more_rows_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """A replicated table, and one of which ranks hold other rows than before."""
+    more_rows, rule = 25, Uniform(seed=3)
+    grow = {"grow": dict.fromkeys(("users", "items"), rule)}
+    job = RankJob(tmp_path)
+    with InlineAgent(job.staging):
+        lives = [job.train(2, _HALF, settings=WAITING)]
+        for end in (_END, _END + 2):
+            lives.append(job.train(3, end, more_rows=more_rows, settings=WAITING | grow))
+    assert all(rank.exit_code == 0 for life in lives for rank in life)
+    # The second start finds all rows.
+    assert lives[2][0].told["restored_state"] == lives[1][0].told["state"]
+    run = Run.open(open_store(job.url))
+    line = [run.manifest(*name) for name in reversed(run.live_line())]
+    assert [(one.step, one.ranks, one.kind) for one in line] == [
+        (2, 2, "full"),
+        (4, 2, "increment"),
+        (6, 3, "full"),
+        (8, 3, "increment"),
+        (10, 3, "increment"),
+    ]
+    before, after = MemoryTarget(), MemoryTarget()
+    restore(run, before, Selection(step=4))
+    restore(run, after, Selection(step=6))
+    for name, table in before.tables.items():
+        rows, grown = len(table.values), after.tables[name]
+        new_values = rule(name, torch.arange(rows, rows + more_rows), DIM, torch.float32)
+        assert torch.equal(grown.values[rows:], new_values)
+        (old_sums,), (sums,) = table.row_states, grown.row_states
+        assert old_sums is not None and sums is not None
+        assert not sums[rows:].any()
+        is_changed = (grown.values[:rows] != table.values).any(1)
+        assert 0 < int(is_changed.sum()) <= 2 * 3 * BATCH < rows
+        assert torch.equal(sums[:rows][~is_changed], old_sums[~is_changed])

@@ -36,7 +36,7 @@ class HomeSink:
         changed: bitmap of the rows of the table's part that increments held; None: nobody asks.
 
     Attributes:
-        wanted: the table's part, which this trainer restores.
+        wanted: the rows of the table's part that the checkpoint has; this trainer restores them.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class HomeSink:
         self._name = cached_rows.slots.name
         self._stored, self._piece = stored, piece
         self._changed = changed
-        self.wanted = cached_rows.part
+        part = cached_rows.part
+        self.wanted = range(min(part.start, stored.rows), min(part.stop, stored.rows))
         self._layout: RecordLayout = cached_rows.slots.fix_layout()
         # Also if no row is for this rank: other ranks write theirs.
         mover.put_at_home(cached_rows)

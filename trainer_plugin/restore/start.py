@@ -39,8 +39,9 @@ from recpoint.interrupts import Hold
 from recpoint.trainer_plugin.policy import BaseHistory, Policy, Tip
 from recpoint.trainer_plugin.ranks.agreement import incomplete_parts
 from recpoint.trainer_plugin.ranks.ranks import Ranks
+from recpoint.trainer_plugin.restore.growth import Growth
 from recpoint.trainer_plugin.restore.parts import Seed, parts_of
-from recpoint.trainer_plugin.restore.start_log import tell_left, tell_restored
+from recpoint.trainer_plugin.restore.start_log import tell_grown, tell_left, tell_restored
 from recpoint.trainer_plugin.restore.target import ModelTarget, PartialTarget, tip_of
 from recpoint.trainer_plugin.restore.together import claim_together, restore_together
 from recpoint.trainer_plugin.restore.warm_start import WarmStart
@@ -155,6 +156,7 @@ class TrainingJob:
         tables: the tables that this rank holds.
         names: names of all tables, over all ranks.
         state: the training state outside tables.
+        growth: knows which tables may have more rows than a checkpoint.
         cache: has the rows of cached tables; None: no table is cached.
     """
 
@@ -162,6 +164,7 @@ class TrainingJob:
     tables: Sequence[Table]
     names: Collection[str]
     state: TrainingState
+    growth: Growth
     cache: Cache | None = None
 
     def target(self, *, since_full: bool) -> ModelTarget:
@@ -178,6 +181,7 @@ class TrainingJob:
             rank=self.ranks.rank,
             count=self.ranks.count,
             elsewhere=self.names,
+            growth=self.growth,
         )
 
 
@@ -399,11 +403,13 @@ def _start_restored(
         assert target.manifest is not None  # restore has finished it
         tip: Tip | None = None
         base_history: BaseHistory | None = None
-        if target.manifest.ranks == job.ranks.count:  # otherwise no increment may be based on it
+        # Otherwise no increment may be based on it.
+        if target.manifest.ranks == job.ranks.count and not target.grown:
             tip, base_history = _chain_to_go_on(
                 run, target.manifest, report, policy, record.generation
             )
     tell_restored(run, report)
+    tell_grown(report, target.grown)
     left_count = tell_left(run, record) if selection.named and job.ranks.rank == 0 else 0
     restarts = run.restarts(record.generation)
     # All ranks must store a checkpoint in the same width, so what rank 0 reads counts for all.

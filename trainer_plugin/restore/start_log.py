@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 
 from recpoint.catalog.restore.restore import RestoreReport
 from recpoint.catalog.run.line_to_go_on import left_by_going_back
@@ -13,7 +14,7 @@ from recpoint.errors import (
 )
 from recpoint.format.records import GenerationRecord
 
-__all__ = ["announce_start", "tell_left", "tell_restored"]
+__all__ = ["announce_start", "tell_grown", "tell_left", "tell_restored"]
 
 _log = logging.getLogger("recpoint")
 
@@ -27,6 +28,23 @@ def tell_restored(run: Run, report: RestoreReport) -> None:
         _log.warning("%s is not restored: %s", name, error)
     for key, error in report.passed_over:
         _log.warning("restored without %s: %s", key, error)
+
+
+def tell_grown(report: RestoreReport, grown: Mapping[str, int]) -> None:
+    """Log which tables have more rows than the checkpoint.
+
+    Args:
+        report: report of the restore.
+        grown: name of such a table -> rows that the checkpoint has.
+    """
+    for name, stored_rows in grown.items():
+        _log.info(
+            "table %r has more rows than the %d of %s: those begin with their first values, and "
+            "the next checkpoint is a full",
+            name,
+            stored_rows,
+            report.restored,
+        )
 
 
 def announce_start(

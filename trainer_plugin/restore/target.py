@@ -22,6 +22,7 @@ from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin import mismatches
 from recpoint.trainer_plugin.mismatches import Mismatch, incompatible, renamed_table
 from recpoint.trainer_plugin.policy import Tip
+from recpoint.trainer_plugin.restore.growth import Growth, stored_rows_here
 from recpoint.trainer_plugin.restore.home_sink import HomeSink
 from recpoint.trainer_plugin.restore.parts import Parts, near, resolve_dense
 from recpoint.trainer_plugin.state.model import nearest, optimizers_for, tree_for
@@ -42,9 +43,12 @@ class ModelTarget:
         rank: rank of this process.
         count: number of ranks.
         elsewhere: names of tables that other ranks hold; tables that are not here are skipped.
+        growth: knows which tables may have more rows than the checkpoint; None: no table may.
 
     Attributes:
         manifest: manifest of the restored checkpoint; None: nothing was restored yet.
+        grown: name -> stored rows of each table that has more rows than the checkpoint; the same on
+            all ranks.
         batches_done: batches of the restored checkpoint.
         changed: with `since_full`: `Table.key` -> dirty bitmap of the rows that increments held.
     """
@@ -59,6 +63,7 @@ class ModelTarget:
         rank: int = 0,
         count: int = 1,
         elsewhere: Collection[str] = (),
+        growth: Growth | None = None,
     ) -> None:
         self._tables = tuple(tables)
         self._rank, self._count = rank, count
@@ -67,6 +72,8 @@ class ModelTarget:
         self._cache = cache
         self._rows: dict[str, dict[str, Tensor]] = {}
         self._since_full = since_full
+        self._growth = Growth({}, {}) if growth is None else growth
+        self.grown: dict[str, int] = {}
         self.changed: dict[str, Tensor] = {}
         self.manifest: Manifest | None = None
         self.batches_done = 0
@@ -74,8 +81,16 @@ class ModelTarget:
     def begin(self, manifest: Manifest) -> Sequence[TableTarget | RowSink | None]:
         """Check tables and row states, and return where rows go; see `RestoreTarget.begin`."""
         stored_tables = logical_tables(manifest.tables)
-        differences = table_differences(self._tables, stored_tables, elsewhere=self._elsewhere)
+        grown = self.grown = self._growth.grown(stored_tables)
+        differences = table_differences(
+            self._tables, stored_tables, elsewhere=self._elsewhere, grown=grown
+        )
         differences += _row_state_differences(self._tables, stored_tables)
+        optimizers, cached = self._state.optimizers, self._cached_tables()
+        self._growth.look(
+            self._tables, optimizers, grown, {table.key: rows for table, rows in cached}
+        )
+        differences += self._growth.differences(self._tables, optimizers, stored_tables, grown)
         self._refuse(manifest, differences)
         self._rows.clear()
         self.changed.clear()
@@ -96,7 +111,9 @@ class ModelTarget:
         for table, cached_rows in self._cached_tables():
             stored = stored_tables[table.name]
             cached_rows.slots.states = dict(self._row_states(table, stored, len(table.weight)))
-            if self._since_full:
+            if table.name in self.grown:
+                self._growth.begin_at_home(table, cached_rows)
+            elif self._since_full:
                 self.changed[table.key] = dirty_bitmap.new(table.rows)
             changed = self.changed.get(table.key)
             for piece in stored.pieces:
@@ -133,12 +150,22 @@ class ModelTarget:
     def check_state(self, manifest: Manifest, state: dict[int, object]) -> None:
         """Check that the state fits; see `StateCheckingTarget.check_state`."""
         saved, differences = self._adopted(manifest, state)
-        self._refuse(manifest, differences + self._state.differences(saved))
+        differences = differences + self._state.differences(saved)
+        if not differences and saved is not None:
+            differences = self._growth.whole_state_differences(
+                saved["optimizers"], self._tables, self.grown
+            )
+        self._refuse(manifest, differences)
 
     def finish(self, manifest: Manifest, state: dict[int, object]) -> None:
         """Restore the state, after all rows were written; see `RestoreTarget.finish`."""
         saved, _ = self._adopted(manifest, state)
         assert saved is not None  # check_state has checked it
+        for table in self._tables:
+            if table.name in self.grown and not table.cached:
+                states = self._rows[table.parameter_name]
+                self._growth.begin_rows(table, states, self.grown[table.name])
+        # Afterwards, because a rule for first values may draw from the generators.
         self.batches_done = self._state.restore(
             saved, self._rows, ranks=self._count, attempt=manifest.attempt
         )
@@ -176,17 +203,18 @@ class ModelTarget:
 
     def _part(self, table: Table, stored: LogicalTable) -> TablePart:
         states = self._row_states(table, stored, table.rows)
+        rows = stored_rows_here(table, stored.rows)
         row_states = {
-            state.name: states[state.name].view(table.rows, *_entry_shape(state, table))
+            state.name: states[state.name].view(table.rows, *_entry_shape(state, table))[:rows]
             for state in stored.row_states
         }
-        if self._since_full:
+        if self._since_full and table.name not in self.grown:
             self.changed[table.key] = dirty_bitmap.new(table.rows)
         return TablePart(
             table=table.name,
-            values=table.weight.detach(),
+            values=table.weight.detach()[:rows],
             row_states=row_states,
-            first_row=table.first_row,
+            first_row=min(table.first_row, stored.rows),
             first_column=0 if table.columns is None else table.columns.first,
             changed=self.changed.get(table.key),
         )
@@ -227,7 +255,9 @@ class PartialTarget:
                 text = f"table {new!r} is not in the model{near(new, self._tables)}"
                 differences.append(Mismatch(text, mismatches.NAMES))
             else:
-                differences += _shape_differences(self._tables[new][0], stored_tables[old])
+                piece, stored = self._tables[new][0], stored_tables[old]
+                differences += _row_count_difference(piece, stored, may_grow=False)
+                differences += _shape_differences(piece, stored)
                 if self._tables[new][0].cached:
                     text = f"table {new!r} is cached: only a whole checkpoint can be loaded"
                     differences.append(Mismatch(text, mismatches.CACHED_TABLE))
@@ -351,6 +381,7 @@ def table_differences(
     stored_tables: Mapping[str, LogicalTable],
     *,
     elsewhere: Collection[str] = (),
+    grown: Collection[str] = (),
 ) -> list[Mismatch]:
     """Return how the tables of a model and of a checkpoint differ.
 
@@ -358,6 +389,7 @@ def table_differences(
         tables: tables of the model on this rank.
         stored_tables: tables of the checkpoint, by name.
         elsewhere: names of tables that other ranks hold.
+        grown: names of tables that may have more rows than the checkpoint.
     """
     only_here = {table.name: table for table in tables if table.name not in stored_tables}
     names = {table.name for table in tables} | set(elsewhere)
@@ -384,7 +416,10 @@ def table_differences(
     ]
     for table in tables:
         if table.name in stored_tables:
-            differences += _shape_differences(table, stored_tables[table.name])
+            stored = stored_tables[table.name]
+            if table.name not in grown:
+                differences += _row_count_difference(table, stored)
+            differences += _shape_differences(table, stored)
     return sorted(dict.fromkeys(differences))
 
 
@@ -408,21 +443,40 @@ def _new_names(
     }
 
 
+def _row_count_difference(
+    table: Table, stored: LogicalTable, *, may_grow: bool = True
+) -> list[Mismatch]:
+    """Return the difference in rows; with `may_grow`, its next step names `Options.grow`."""
+    next_step = mismatches.TABLE_ROWS
+    if may_grow and table.table_rows > stored.rows:
+        next_step = mismatches.more_rows(table.name)
+    return _difference_in(table, stored, "rows", table.table_rows, stored.rows, next_step)
+
+
 def _shape_differences(table: Table, stored: LogicalTable) -> list[Mismatch]:
     return [
-        Mismatch(
-            f"table {_renamed(table.name, stored.name)}: {label} {model_value} in the model, "
-            f"{stored_value} in "
-            "the checkpoint",
-            next_step,
-        )
+        difference
         for label, model_value, stored_value, next_step in (
-            ("rows", table.table_rows, stored.rows, mismatches.TABLE_ROWS),
             ("values a row", _dim(table), stored.dim, mismatches.TABLE_VALUES),
             ("dtype", table.dtype, stored.dtype, mismatches.TABLE_DTYPE),
         )
-        if model_value != stored_value
+        for difference in _difference_in(table, stored, label, model_value, stored_value, next_step)
     ]
+
+
+def _difference_in(
+    table: Table,
+    stored: LogicalTable,
+    label: str,
+    model_value: object,
+    stored_value: object,
+    next_step: str,
+) -> list[Mismatch]:
+    if model_value == stored_value:
+        return []
+    name = _renamed(table.name, stored.name)
+    values = f"{label} {model_value} in the model, {stored_value} in the checkpoint"
+    return [Mismatch(f"table {name}: {values}", next_step)]
 
 
 def _dim(table: Table) -> int:

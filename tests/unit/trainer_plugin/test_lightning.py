@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 from recpoint import Checkpointer, LightningCallback, Lookahead, ResumableLoader  # noqa: E402
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store  # noqa: E402
+from recpoint.embeddings import Uniform  # noqa: E402
 from recpoint.errors import SettingsError  # noqa: E402
 from recpoint.installation import install_command
 from recpoint.trainer_plugin import lightning as of_lightning  # noqa: E402
@@ -44,6 +45,8 @@ from tests.lightning_builder import (  # noqa: E402
 )
 from tests.training_builder import (  # noqa: E402
     BATCH,
+    DIM,
+    ROWS,
     Place,
     Recommender,
     seed_everything,
@@ -79,6 +82,21 @@ def _callback(place: Place, **settings: Any) -> LightningCallback:
 
 def _steps(place: Place) -> list[int]:
     return sorted(name.step for name in Run.open(open_store(place.run)).live_line())
+
+
+def test_a_table_gets_more_rows_between_two_fits(place: Place) -> None:
+    rule = Uniform(seed=3)
+    with place.agent():
+        seed_everything(1)
+        with pytest.raises(RuntimeError, match="at batch"):
+            fit(Module(), loader(), _callback(place), Breaks(11))
+        module = Module()
+        module.net.users = torch.nn.Embedding(ROWS + 10, DIM, sparse=True)
+        trainer = fit(module, loader(), _callback(place, grow={"net.users": rule}))
+    assert trainer.global_step == 18
+    # No batch looks them up.
+    expected = rule("net.users", torch.arange(ROWS, ROWS + 10), DIM, torch.float32)
+    assert torch.equal(module.net.users.weight[ROWS:], expected)
 
 
 @pytest.mark.parametrize(

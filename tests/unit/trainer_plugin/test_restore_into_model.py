@@ -90,7 +90,7 @@ CHANGES: dict[str, tuple[Callable[[Training], None], str, str]] = {
     "rows": (
         other_rows,
         rf"'users': rows {ROWS + 1} in the model, {ROWS} in the checkpoint",
-        mismatches.TABLE_ROWS,
+        mismatches.more_rows("users"),
     ),
     "fewer rows": (
         fewer_rows,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.torchrec_model import BAGS, DIM, MISSING, ROWS
+from tests.torchrec_plays import NEW_ROWS
 from tests.torchrec_ranks import play
 
 pytestmark = [
@@ -56,6 +57,13 @@ RESHARDED = [
     (2, each("column_wise")),
     (1, each("column_wise")),
     (3, each("table_wise") | {"t0": "table_row_wise", "s0": "row_wise"}),
+]
+#: Lives of a run whose tables get more rows: ranks, plan, and rows that tables have by then.
+GROWN: list[tuple[int, dict[str, str], dict[str, int]]] = [
+    (2, each("row_wise"), {}),
+    (2, each("row_wise"), {"t0": 61, "s1": 30}),
+    (2, each("table_wise") | {"t0": "column_wise"}, {"t0": 61, "s1": 77, "t2": 9}),
+    (1, each("column_wise"), {"t0": 61, "s1": 77, "t2": 9}),
 ]
 _COPIED = each("table_wise") | dict.fromkeys(BAGS, "data_parallel")
 #: Lives of one run: ranks, plan (None: no TorchRec, one process; CACHED: this, with the tables in a
@@ -115,6 +123,11 @@ def played(
     for number, (ranks, kinds) in enumerate(RESHARDED):
         common = {"play": "lived", "ranks": ranks, "kinds": kinds, "optimizer": "Adagrad"}
         plays["resharded", str(number)] = {**common, **place, "steps": 3 + 2 * number}
+    place = {"run": str(folder / "grown"), "staging": str(folder / "of-grown")}
+    for number, (ranks, kinds, more_rows) in enumerate(GROWN):
+        common = {"play": "lived", "ranks": ranks, "kinds": kinds, "optimizer": "RowWiseAdagrad"}
+        grown = {**place, "steps": 3 + 2 * number, "more_rows": more_rows}
+        plays["grown", str(number)] = {**common, **grown}
     selected = {item.name for item in request.session.items}
     for optimizer, retrained in RETRAINED.items():
         if not any(name.endswith(f"[retrained {optimizer}]") for name in selected):
@@ -269,6 +282,28 @@ def test_a_run_goes_on_with_other_ranks_and_plans_bit_for_bit(
             assert same(rank["optimizer"], before[0]["optimizer"])
 
 
+def test_tables_get_more_rows_on_other_ranks_and_plans(
+    played: dict[tuple[str, str], list[Any]],
+) -> None:
+    lives = [played["grown", str(number)] for number in range(len(GROWN))]
+    for number, ((before, after), (_, _, rows)) in enumerate(
+        zip(pairwise(lives), GROWN[1:], strict=True)
+    ):
+        assert {rank["restored"] for rank in after} == {3 + 2 * number}
+        old = whole(before)
+        new = whole([rank["begun"] for rank in after])
+        assert old.keys() == new.keys() and len(old) == 2 * len(TABLES)
+        for (table, kind), values in new.items():
+            stored = len(old[table, kind])
+            assert len(values) == rows.get(table.rpartition(".")[2], TABLES[table])
+            assert torch.equal(values[:stored], old[table, kind])
+            ids = torch.arange(stored, len(values))
+            first = NEW_ROWS(table, ids, DIM, torch.float32)
+            assert torch.equal(values[stored:], first if kind == "weight" else 0 * first)
+    # The second life has the ranks of the first: its checkpoint is a full because tables grew.
+    assert [len(life[0]["increments"]) for life in lives] == [1, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -344,12 +379,17 @@ def test_a_run_begins_with_a_checkpoint_that_torchrec_wrote(
 def whole(ranks: Sequence[Any]) -> dict[tuple[str, str], Tensor]:
     """(table, "weight" or row state) -> [rows, DIM], put together from what the ranks hold."""
     found: dict[tuple[str, str], Tensor] = {}
+    sizes: dict[str, int] = {}
+    for rank in ranks:
+        for (name, row, _), tensors in rank["tables"].items():
+            sizes[name] = max(sizes.get(name, 0), row + len(tensors["weight"]))
     for rank in ranks:
         for (name, row, column), tensors in rank["tables"].items():
             for kind, part in tensors.items():
-                into = found.setdefault((name, kind), torch.full((TABLES[name], DIM), float("nan")))
+                into = found.setdefault((name, kind), torch.full((sizes[name], DIM), float("nan")))
                 # One value a row: in each column.
-                wide = part if part.dim() == 2 else part.unsqueeze(1).expand(-1, DIM)
+                columns = tensors["weight"].shape[1]
+                wide = part if part.dim() == 2 else part.unsqueeze(1).expand(-1, columns)
                 into[row : row + wide.shape[0], column : column + wide.shape[1]] = wide
     return found
 

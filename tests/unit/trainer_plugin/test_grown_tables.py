@@ -1,0 +1,392 @@
+"""Tables that have more rows than their checkpoint: old rows come back, new ones begin anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, Optimizer, Rprop, SparseAdam
+
+from recpoint import Continuous, Follower, Intermittent, OneShot, Options, Seed
+from recpoint.catalog.check.check import check
+from recpoint.catalog.check.validate import validate
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
+from recpoint.embeddings import Uniform
+from recpoint.errors import IncompatibleModel, SettingsError
+from recpoint.trainer_plugin.policy import Policy
+from recpoint.trainer_plugin.state import rng
+from tests.cached_training import as_bits
+from tests.consolidation import merge
+from tests.retained_run import retain
+from tests.training_builder import (
+    DIM,
+    ROWS,
+    Batches,
+    Place,
+    Training,
+    checkpointer,
+    seed_everything,
+    train,
+)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::recpoint.embeddings.tables.optimizers.FullyDirtyTables"
+)
+
+MORE_ROWS = ROWS + 61
+RULE = Uniform(seed=3, low=-0.2, high=0.2)
+GROW = {"users": RULE}
+
+
+class Model(nn.Module):
+    """Two tables and a dense layer; the first table has any number of rows."""
+
+    def __init__(self, rows: int, *, sparse: bool, padding: int | None = None) -> None:
+        super().__init__()
+        self.users = nn.Embedding(rows, DIM, sparse=sparse, padding_idx=padding)
+        self.items = nn.EmbeddingBag(ROWS // 2, DIM, mode="sum", sparse=sparse)
+        self.top = nn.Linear(2 * DIM, 1)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        scores: Tensor = self.top(torch.cat([self.users(users), self.items(items)], dim=1))
+        return scores.squeeze(1)
+
+
+class AllUsers(Batches):
+    """Batches that also look up users of a larger table, once it is there."""
+
+    rows = ROWS
+
+    def __next__(self) -> tuple[Tensor, Tensor, Tensor]:
+        users, items, target = super().__next__()
+        return users * 7919 % self.rows, items, target
+
+
+MakeOptimizers = Callable[[Model], list[Optimizer]]
+OPTIMIZERS: dict[str, MakeOptimizers] = {
+    "momentum": lambda m: [SGD(m.parameters(), lr=0.1, momentum=0.9)],
+    "adagrad": lambda m: [Adagrad(m.parameters(), lr=0.1, initial_accumulator_value=0.3)],
+    "adam": lambda m: [Adam(m.parameters(), lr=0.01, amsgrad=True)],
+    "sparse adam": lambda m: [
+        SparseAdam([m.users.weight, m.items.weight], lr=0.01),
+        SGD(m.top.parameters(), lr=0.1),
+    ],
+}
+
+
+def training(
+    rows: int, optimizers: MakeOptimizers | str = "adagrad", *, seed: int = 1, **form: Any
+) -> Training:
+    seed_everything(seed)
+    make = OPTIMIZERS[optimizers] if isinstance(optimizers, str) else optimizers
+    model = Model(rows, sparse=optimizers == "sparse adam", **form)
+    reader = AllUsers(seed)
+    reader.rows = rows
+    return Training(model, make(model), reader)  # type: ignore[arg-type]
+
+
+def first_run(place: Place, name: MakeOptimizers | str = "adagrad", **settings: Any) -> Training:
+    """Train the smaller model for five batches, with a checkpoint at the end."""
+    first = training(ROWS, name)
+    with place.agent(), checkpointer(first, place, **settings) as ckpt:
+        ckpt.restore()
+        train(first, ckpt, 5)
+    return first
+
+
+def enlarged(first: Training, name: MakeOptimizers | str) -> Training:
+    """Return what a training goes on from after `first`, with rows added by hand."""
+    grown = training(MORE_ROWS, name, seed=7)
+    new_ids = torch.arange(ROWS, MORE_ROWS)
+    with torch.no_grad():
+        for parameter, old in zip(grown.model.parameters(), first.model.parameters(), strict=True):
+            is_grown = parameter is grown.model.users.weight
+            new = RULE("users", new_ids, DIM, torch.float32)
+            parameter.copy_(torch.cat([old, new]) if is_grown else old)
+            for optimizer, old_optimizer in zip(grown.optimizers, first.optimizers, strict=True):
+                for key, state in old_optimizer.state.get(old, {}).items():
+                    entry: Any = state
+                    if is_grown and isinstance(state, Tensor) and state.dim() == 2:
+                        begin = 0.3 if name == "adagrad" else 0.0
+                        entry = torch.cat([state, torch.full_like(new, begin)])
+                    elif isinstance(state, Tensor):
+                        entry = state.clone()
+                    optimizer.state[parameter][key] = entry
+    grown.reader.load_state_dict(first.reader.state_dict())
+    return grown
+
+
+def kinds(place: Place) -> list[tuple[int, str]]:
+    """Return step and kind of the checkpoints on the live line, oldest first."""
+    run = Run.open(open_store(place.run))
+    return [(name.step, run.manifest(*name).kind) for name in reversed(run.live_line())]
+
+
+def tensors(training: Training) -> dict[str, Tensor]:
+    """Return copies of all parameters and of their optimizers' states, by name."""
+    copies: dict[str, Tensor] = {}
+    for name, parameter in training.model.named_parameters():
+        copies[name] = parameter.detach().clone()
+        for optimizer in training.optimizers:
+            for key, state in optimizer.state.get(parameter, {}).items():
+                copies[f"{name}: {key}"] = torch.as_tensor(state).clone().view(-1)
+    return copies
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(as_bits(tensor), as_bits(second[name])) for name, tensor in first.items()
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_if_rows_had_been_added_by_hand(place: Place, name: str) -> None:
+    first = first_run(place, name)
+    expected = enlarged(first, name)
+    grown = training(MORE_ROWS, name, seed=9)
+    with place.agent(), checkpointer(grown, place, grow=GROW, when_busy="wait") as ckpt:
+        ckpt.restore()
+        assert ckpt.batches_done == 5
+        assert same(tensors(grown), tensors(expected))
+        generators = rng.capture()
+        train(grown, ckpt, 4)
+    rng.restore(generators)
+    for _ in range(4):
+        expected.batch()
+    assert same(tensors(grown), tensors(expected))
+    assert kinds(place)[-2:] == [(7, "full"), (9, "increment")]
+    # A later start finds a checkpoint with all rows: it asks no rule.
+    for settings in ({}, {"grow": {"users": Uniform(seed=99)}}):
+        second = training(MORE_ROWS, name, seed=11)
+        with place.agent(), checkpointer(second, place, **settings) as ckpt:
+            ckpt.restore()
+            assert ckpt.batches_done == 9
+            assert same(tensors(second), tensors(grown))
+            ckpt.close(final=False)
+    assert kinds(place)[-2:] == [(7, "full"), (9, "increment")]
+
+
+@pytest.mark.parametrize("policy", [OneShot(), Intermittent(), Continuous()])
+def test_the_first_checkpoint_after_growth_is_a_full_in_each_policy(
+    place: Place, policy: Policy
+) -> None:
+    first_run(place, policy=policy)
+    grown = training(MORE_ROWS, seed=9)
+    settings = {"grow": GROW, "policy": policy, "bits": 8, "when_busy": "wait"}
+    with place.agent(), checkpointer(grown, place, **settings) as ckpt:
+        ckpt.restore()
+        train(grown, ckpt, 4)
+    assert [kind for step, kind in kinds(place) if step > 5] == ["full", "increment"]
+
+
+def test_a_trainer_that_ends_before_its_first_checkpoint_grows_again(place: Place) -> None:
+    first_run(place)
+    lives = []
+    for seed in (9, 10):
+        grown = training(MORE_ROWS, seed=seed)
+        with place.agent(), checkpointer(grown, place, grow=GROW, when_busy="wait") as ckpt:
+            ckpt.restore()
+            lives.append(tensors(grown))
+            train(grown, ckpt, 1)
+            ckpt.close(final=False)
+    assert same(*lives)
+    assert kinds(place)[-1] == (5, "increment")
+
+
+def test_going_back_to_a_checkpoint_from_before_the_growth_grows_again(place: Place) -> None:
+    first = first_run(place)
+    for step, checkpoints in ((None, [(7, "full"), (8, "increment")]), (5, [(7, "full")])):
+        grown = training(MORE_ROWS, seed=9)
+        with place.agent(), checkpointer(grown, place, grow=GROW, when_busy="wait") as ckpt:
+            ckpt.restore(step)
+            assert ckpt.batches_done == 5
+            assert same(tensors(grown), tensors(enlarged(first, "adagrad")))
+            train(grown, ckpt, 3 if step is None else 2)
+        assert kinds(place)[-len(checkpoints) :] == checkpoints
+
+
+def test_the_new_padding_row_is_zero(place: Place) -> None:
+    first_run(place)
+    grown = training(MORE_ROWS, seed=9, padding=MORE_ROWS - 1)
+    with place.agent(), checkpointer(grown, place, grow=GROW, when_busy="wait") as ckpt:
+        ckpt.restore()
+        assert not grown.model.users.weight[-1].any()
+        assert grown.model.users.weight[-2].any()
+        ckpt.close(final=False)
+
+
+def refusal(
+    grown: Training, place: Place, start: dict[str, Any] | None = None, **given: Any
+) -> str:
+    """Return the error of a restore that must leave the model unchanged."""
+    before = tensors(grown)
+    with pytest.raises((IncompatibleModel, SettingsError)) as caught:
+        checkpointer(grown, place, **given).restore(**(start or {}))
+    assert same(tensors(grown), before)
+    return str(caught.value)
+
+
+def test_what_cannot_grow_is_refused_by_name(place: Place) -> None:
+    first_run(place)
+    larger = training(MORE_ROWS)
+    rows_text = f"table 'users': rows {MORE_ROWS} in the model, {ROWS} in the checkpoint"
+    unnamed = refusal(larger, place)
+    assert rows_text in unnamed
+    assert 'Options(grow={"users": recpoint.embeddings.Uniform(seed=0)})' in unnamed
+    assert 'Options(grow={"users"' in refusal(larger, place, grow={"items": RULE})
+    smaller = refusal(training(ROWS - 1), place, grow=GROW)
+    assert f"rows {ROWS - 1} in the model, {ROWS} in the checkpoint" in smaller
+    assert "Options" not in smaller
+    for parts in ({"partial": {"tables": ["users"]}}, {"seed": Seed(place.run, tables=["users"])}):
+        where = place if "partial" in parts else Place(f"{place.run}2", place.staging)
+        assert rows_text in refusal(larger, where, parts, grow=GROW)
+    no_table = refusal(larger, place, grow={"user": RULE})
+    assert "Options(grow=...): 'user'" in no_table
+    assert "'items', 'users'" in no_table
+
+
+@pytest.mark.parametrize(
+    ("grow", "setting"),
+    [
+        (["users"], "Options.grow: found ['users']"),
+        ({"users": 0.5}, "Options.grow['users']: found 0.5"),
+        ({3: RULE}, "Options.grow: found 3"),
+    ],
+)
+def test_rules_are_checked_when_they_are_given(grow: Any, setting: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Options(grow=grow)
+    assert setting in str(caught.value)
+
+
+def test_a_rule_of_another_shape_is_refused(place: Place) -> None:
+    first_run(place)
+
+    def narrow(table: str, ids: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(len(ids), dim - 1, dtype=dtype)
+
+    grown = training(MORE_ROWS)
+    with pytest.raises(SettingsError, match="initial"):
+        checkpointer(grown, place, grow={"users": narrow}).restore()
+
+
+class CountsRows(SGD):
+    """Keeps the number of its row in a state of each row."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["number"] = torch.arange(float(len(parameter)))
+
+
+class OwnAdam(Adam):
+    """May begin its row states with anything."""
+
+
+STATES: dict[str, tuple[MakeOptimizers, str]] = {
+    "not zero": (
+        lambda m: [Rprop(m.parameters(), lr=0.1)],
+        "the row state 'step_size', which Rprop makes in a step",
+    ),
+    "of an unknown class": (
+        lambda m: [OwnAdam(m.parameters(), lr=0.1)],
+        "the row state 'exp_avg', which OwnAdam makes in a step",
+    ),
+    "different in each row": (
+        lambda m: [CountsRows(m.parameters(), lr=0.1)],
+        "the row state 'number', whose new rows have another form or different values here",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_a_row_state_whose_beginning_is_not_known_is_refused(place: Place, case: str) -> None:
+    make, text = STATES[case]
+    first_run(place, make)
+    assert f"table 'users' grows, and has {text}" in refusal(
+        training(MORE_ROWS, make), place, grow=GROW
+    )
+
+
+def test_a_row_state_that_was_made_before_the_restore_begins_as_it_is(place: Place) -> None:
+    def make(model: Model) -> list[Optimizer]:
+        optimizer = OwnAdam(model.parameters(), lr=0.1)
+        weight = model.users.weight
+        names = ("exp_avg", "exp_avg_sq")
+        optimizer.state[weight].update({name: torch.full_like(weight, 0.5) for name in names})
+        optimizer.state[weight]["step"] = torch.tensor(0.0)
+        return [optimizer]
+
+    first = first_run(place, make)
+    grown = training(MORE_ROWS, make)
+    with place.agent(), checkpointer(grown, place, grow=GROW, when_busy="wait") as ckpt:
+        ckpt.restore()
+        state = tensors(grown)["users.weight: exp_avg"]
+        assert torch.equal(state[: ROWS * DIM], tensors(first)["users.weight: exp_avg"])
+        assert bool((state[ROWS * DIM :] == 0.5).all())
+        ckpt.close(final=False)
+
+
+def test_a_state_that_is_stored_whole_is_refused(place: Place) -> None:
+    def make(model: Model) -> list[Optimizer]:
+        tables = [model.users.weight, model.items.weight]
+        return [SGD(tables, lr=0.1, momentum=0.9), SGD(model.top.parameters(), lr=0.1)]
+
+    def sparse(rows: int) -> Training:
+        seed_everything(1)
+        model = Model(rows, sparse=True)
+        return Training(model, make(model), AllUsers(1))  # type: ignore[arg-type]
+
+    first = sparse(ROWS)
+    with place.agent(), checkpointer(first, place) as ckpt:
+        ckpt.restore()
+        train(first, ckpt, 3)
+    assert "its optimizer state 'momentum_buffer', [203, 6], is stored whole" in refusal(
+        sparse(MORE_ROWS), place, grow=GROW
+    )
+
+
+def test_a_run_whose_table_grew_is_followed_validated_merged_and_retained(place: Place) -> None:
+    first = first_run(place)
+    follower = Follower(place.run)
+    served = Follower(place.run, model=Model(ROWS, sparse=False))
+    assert follower.poll()
+    assert served.poll()
+    grown = training(MORE_ROWS, seed=9)
+    with place.agent(), checkpointer(grown, place, grow=GROW, when_busy="wait") as ckpt:
+        ckpt.restore()
+        train(grown, ckpt, 7)
+
+    def required(values: Tensor) -> None:
+        with follower.reading() as version:
+            assert torch.equal(version.lookup("users", torch.arange(len(values))), values)
+
+    assert follower.poll()
+    required(grown.model.users.weight)
+    # A model of the old size keeps its version, and the error says what differs.
+    with pytest.raises(IncompatibleModel, match=f"'users' is float32.*{ROWS}.*{MORE_ROWS}"):
+        served.poll()
+    with served.reading() as version:
+        looked_up = version.lookup("users", torch.arange(ROWS))
+        assert torch.equal(looked_up, first.model.users.weight)
+
+    run = Run.open(open_store(place.run))
+    assert [kind for step, kind in kinds(place) if step > 5] == ["full", *["increment"] * 3]
+    for name in run.live_line():
+        assert validate(run, name).result == "passed"
+    newest = run.manifest(*run.live_line()[0])
+    assert merge(run, newest).outcome == "created"
+    retain(run)
+    retain(run)
+    assert min(name.step for name in run.manifest_names()) == 7
+    assert check(run, level="full").ok
+    again = training(MORE_ROWS, seed=12)
+    with place.agent(), checkpointer(again, place) as ckpt:
+        ckpt.restore()
+        assert same(tensors(again), tensors(grown))
+        ckpt.close(final=False)
