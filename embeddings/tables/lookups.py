@@ -26,11 +26,6 @@ __all__ = [
     "refuse_capture",
 ]
 
-#: Whether the current CUDA stream is being captured; asks no device in a build without CUDA.
-_is_capturing: Callable[[], bool] = (
-    torch.cuda.is_current_stream_capturing if torch.backends.cuda.is_built() else lambda: False
-)
-
 #: Whether `torch.compiler.disable` takes a reason, as it does from torch 2.7 on.
 _SAYS_WHY: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 
@@ -91,6 +86,15 @@ class AfterLookupHook(LookupHook):
         """Tell the marker that a lookup has returned; see `LookupMarker.after_lookup`."""
         if self._marker is not None:
             self._marker.after_lookup(module, args, kwargs)
+
+
+def _is_capturing() -> bool:
+    """Whether the current CUDA stream is being captured.
+
+    torch captures only after it has initialized CUDA. Before that, nothing is asked, because a
+    build with CUDA raises an error on a host without a driver.
+    """
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(what: str) -> None:

@@ -24,6 +24,28 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     yield state
 
 
+def test_no_device_is_asked_before_torch_has_initialized_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A build with CUDA raises an error on a host without a driver."""
+    questions = []
+
+    def no_driver() -> bool:
+        questions.append("capturing?")
+        raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", no_driver)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    lookups.refuse_capture("a step")
+    assert questions == []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="driver"):
+        lookups.refuse_capture("a step")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(SettingsError, match="a step: found capture of a CUDA graph"):
+        lookups.refuse_capture("a step")
+
+
 def test_a_captured_step_of_a_tables_optimizer_is_refused_before_it_changes_anything(
     place: Place, capturing: list[bool]
 ) -> None:
