@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -150,7 +151,6 @@ def tracker_of_theirs() -> dict[str, Any]:
 
 def refused() -> dict[str, str]:
     """Return the error messages for models that are not supported."""
-    import torchrec
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.optim.clipping import GradientClippingOptimizer
     from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -178,14 +178,12 @@ def refused() -> dict[str, str]:
     assert source.differences([states]) == []
     rates = source.differences([states | {t1: states[t1] | {"group_lr": 0.3}}])
     clipped = [{name: state | {"max_gradient": 1e-4} for name, state in states.items()}]
-    real_version, torchrec.__version__ = torchrec.__version__, "1.7.0+cpu"
-    version = _error(lambda: find(model))
-    torchrec.__version__ = real_version
+    lacking = _lacking(model)
     # Set here, because FBGEMM makes no unsupported optimizer on a CPU.
     model.module.bags._lookups[0]._emb_modules[0].emb_module.optimizer = EmbOptimType.LARS_SGD
     return {
         "ahead": ahead,
-        "version": version,
+        **lacking,
         "rates": "; ".join(rates),
         "clipped": "; ".join(
             difference for difference in source.differences(clipped) if t0 in difference
@@ -195,6 +193,58 @@ def refused() -> dict[str, str]:
         "adam": _error(lambda: sharded(kinds, optimizer="Adam")),
         "partial": _error(lambda: sharded(kinds, optimizer="PartialRowWiseAdam")),
     }
+
+
+def _lacking(model: Any) -> dict[str, str]:
+    """Return the error messages for a TorchRec and an FBGEMM that lack something.
+
+    Each name is taken out of the real packages. `source` is imported anew, as after a start.
+    """
+    import fbgemm_gpu.split_table_batched_embeddings_ops_training as training
+    import torchrec
+    import torchrec.distributed.embedding_types as types
+    import torchrec.optim.keyed as keyed
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+    from recpoint.trainer_plugin.integrations.torchrec import find
+
+    bags = model.module.bags
+    lookup = bags._lookups[0]
+    wrapper = lookup._emb_modules[0]
+    tbe = wrapper.emb_module
+    table = wrapper.config.embedding_tables[0]
+    source = "recpoint.trainer_plugin.integrations.torchrec_source"
+    errors = {}
+    for name, owner, attribute in (
+        ("lacks_class", keyed, "KeyedOptimizerWrapper"),
+        ("lacks_base", types, "ShardedEmbeddingModule"),
+        ("lacks_method", training.SplitTableBatchedEmbeddingBagsCodegen, "get_optimizer_state"),
+        ("lacks_environment", bags, "_env"),
+        ("lacks_lookups", bags, "_lookups"),
+        ("lacks_modules", lookup, "_emb_modules"),
+        ("lacks_kernel", wrapper, "_feature_table_map"),
+        ("lacks_arguments", tbe, "optimizer_args"),
+        ("lacks_offsets", table.local_metadata, "shard_offsets"),
+    ):
+        value = getattr(owner, attribute)
+        delattr(owner, attribute)
+        loaded = sys.modules.pop(source)
+        errors[name] = _error(lambda: find(model))
+        sys.modules[source] = loaded
+        setattr(owner, attribute, value)
+    kind = training.SplitTableBatchedEmbeddingBagsCodegen
+    forward, kind.forward = kind.forward, kind.split_embedding_weights
+    errors["lacks_parameter"] = _error(lambda: find(model))
+    kind.forward = forward
+    count, optimizer = tbe.iter_cpu, tbe.optimizer
+    del tbe.iter_cpu
+    tbe.optimizer = EmbOptimType.ADAM
+    errors["lacks_count"] = _error(lambda: find(model))
+    tbe.iter_cpu, tbe.optimizer = count, optimizer
+    real_version, torchrec.__version__ = torchrec.__version__, "99.0.0"
+    errors["other_version"] = _error(lambda: find(model))
+    torchrec.__version__ = real_version
+    return errors
 
 
 def _error(call: Callable[[], object]) -> str:

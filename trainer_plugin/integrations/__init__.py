@@ -1,8 +1,9 @@
 """Connects libraries that shard tables, each of which is an optional extra.
 
 The input is a model; the output is the `TableSource` of each library that has sharded tables of the
-model. `torchrec.py` finds out whether there are such tables, in a supported version of TorchRec.
-`torchrec_source.py` is their source. `fbgemm.py` marks rows of the kernels that hold them.
+model. `torchrec.py` finds out whether there are such tables, and `torchrec_names.py` whether
+TorchRec and FBGEMM have all that is read of them. `torchrec_source.py` is the source of the tables.
+`fbgemm.py` marks rows of the kernels that hold them. `train_pipelines.py` recognizes pipelines.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from recpoint.embeddings.tables.marks import LookupMarker
 from recpoint.embeddings.tables.tables import Marker
 from recpoint.errors import SettingsError
 from recpoint.interrupts import came_from_handler
+from recpoint.trainer_plugin.integrations.torchrec_names import check_attributes
 
 __all__ = ["Kernel"]
 
@@ -47,6 +48,19 @@ _OPTIMIZERS = (
     EmbOptimType.ADAM,
     EmbOptimType.PARTIAL_ROWWISE_ADAM,
 )
+#: Attributes that TorchRec and FBGEMM set in `__init__`, and that are read here.
+_OF_WRAPPER = ("_emb_module", "_feature_table_map", "config")
+_OF_CONFIG = ("embedding_dim", "local_metadata", "name", "num_embeddings")
+_OF_FUSED = (
+    "_used_rowwise_adagrad_with_counter",
+    "_used_rowwise_adagrad_with_global_weight_decay",
+    "optimizer",
+    "optimizer_args",
+    "weights_physical_placements",
+)
+_OF_ARGS = ("gradient_clipping", "max_gradient", "max_norm", "regularization_mode")
+#: Optimizers that need the count of steps.
+_COUNTING = (EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM)
 _BUFFERS = ("weights", "momentum1", "momentum2")
 _PLACES = ("dev", "host", "uvm")
 _HYPERPARAMETERS = ("eps", "beta1", "beta2", "weight_decay")
@@ -78,6 +92,10 @@ class Kernel:
                 ", ".join(kind.__name__ for kind in (*_FUSED, *_DENSE)),
                 "choose the compute kernel 'fused' or 'dense' in the sharding plan",
             )
+        check_attributes(module, _OF_WRAPPER, of=f"module {owner!r}")
+        check_attributes(module.config, ("embedding_tables",), of=f"module {owner!r}")
+        for table in module.config.embedding_tables:
+            check_attributes(table, _OF_CONFIG, of=f"module {owner!r}")
         self._owner = owner
         self._module: Any = module
         self._tbe: Any = module._emb_module
@@ -100,9 +118,20 @@ class Kernel:
         #: For each feature, the position in `tables` of the table that it looks up.
         self.table_of: Sequence[int] = tuple(self._module._feature_table_map)
         self._views: tuple[Any, list[Tensor], list[dict[str, Tensor]]] = (None, [], [])
+        if not self._buffers():
+            # Their addresses tell when the rows have moved.
+            raise _refused(
+                owner,
+                "none of the buffers that hold its rows",
+                f"weights_dev, weights_host, weights_uvm or weights of {type(self._tbe).__name__}",
+                "use the versions of TorchRec and FBGEMM that docs/understanding/limits.md lists",
+            )
 
     def _check_fused(self) -> None:
+        owner = f"module {self._owner!r}"
+        check_attributes(self._tbe, _OF_FUSED, of=owner)
         optimizer, args = self._tbe.optimizer, self._tbe.optimizer_args
+        check_attributes(args, (*_OF_ARGS, *_HYPERPARAMETERS), of=owner)
         if optimizer not in _OPTIMIZERS:
             raise _refused(
                 self._owner,
@@ -110,6 +139,8 @@ class Kernel:
                 ", ".join(optimizer.name for optimizer in _OPTIMIZERS),
                 "choose another optimizer in apply_optimizer_in_backward",
             )
+        if optimizer in _COUNTING:
+            check_attributes(self._tbe, ("iter", "iter_cpu"), of=owner)
         places = {int(place) for place in self._tbe.weights_physical_placements}
         if not places <= {EmbeddingLocation.DEVICE.value, EmbeddingLocation.HOST.value}:
             raise _refused(

@@ -1,28 +1,32 @@
-"""Finds out whether a model has tables that a supported version of TorchRec has sharded.
+"""Finds out whether a model has tables that TorchRec has sharded.
 
-This module imports only names that every version of TorchRec has.
+This module imports nothing of TorchRec, so that names which a version lacks can be refused.
 """
 
 from __future__ import annotations
 
-import torchrec
 from torch import nn
 
+from recpoint.catalog.restore.state import canonical_name
 from recpoint.embeddings.tables.tables import TableSource
 from recpoint.errors import SettingsError
+from recpoint.trainer_plugin.integrations.torchrec_names import (
+    check_attributes,
+    check_packages,
+    check_recognition,
+)
 
 __all__ = ["find"]
-
-_SUPPORTED = "1.8"
 
 
 def find(model: nn.Module) -> TableSource | None:
     """Return the source of a model's sharded tables; None if it has no such tables.
 
     Raises:
-        SettingsError: the version of TorchRec, a module, a compute kernel or a fused optimizer is
-            not supported; the message names it.
+        SettingsError: a module, a compute kernel or a fused optimizer is not supported, or TorchRec
+            lacks something that recpoint reads; the message names it.
     """
+    check_recognition(model)
     sharded: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         _refuse_replicas_of(name, module)
@@ -38,14 +42,10 @@ def find(model: nn.Module) -> TableSource | None:
             )
     if not sharded:
         return None
-    version = str(torchrec.__version__)
-    if version.split("+")[0].split(".")[:2] != _SUPPORTED.split("."):
-        raise SettingsError(
-            "torchrec",
-            found=f"version {version}",
-            expected=f"version {_SUPPORTED}, the only one that recpoint supports",
-            next_step=f"pip install --no-deps 'torchrec=={_SUPPORTED}.*'",
-        )
+    check_packages()
+    for name, module in sharded:
+        # Without `_env` nothing would tell that the module belongs to a DMPCollection.
+        check_attributes(module, ("_env",), of=f"module {canonical_name(model, name)!r}")
     from recpoint.trainer_plugin.integrations.torchrec_source import TorchRecSource
 
     return TorchRecSource(model, sharded)

@@ -25,6 +25,7 @@ from recpoint.errors import SettingsError
 from recpoint.format.manifest import Columns
 from recpoint.trainer_plugin.fused_optimizers import same_rate
 from recpoint.trainer_plugin.integrations.fbgemm import Kernel
+from recpoint.trainer_plugin.integrations.torchrec_names import check_attributes
 
 __all__ = ["ShardTable", "TorchRecSource"]
 
@@ -139,6 +140,10 @@ class TorchRecSource:
         for kernel in _kernels(name, module):
             self._kernels.append(kernel)
             for position, config in enumerate(kernel.tables):
+                if config.local_metadata is not None:
+                    check_attributes(
+                        config.local_metadata, ("shard_offsets",), of=f"module {name!r}"
+                    )
                 holder = getattr(module, attribute)[config.name]
                 table = f"{prefix}.{config.name}"
                 tables.append(
@@ -266,10 +271,12 @@ def _marker(table: ShardTable, markers: Mapping[str, Marker]) -> Marker:
 
 
 def _kernels(name: str, module: nn.Module) -> Iterator[Kernel]:
+    check_attributes(module, ("_lookups",), of=f"module {name!r}")
     lookups: Any = module._lookups
     for lookup in lookups:
         while isinstance(lookup, DistributedDataParallel):
             lookup = lookup.module
+        check_attributes(lookup, ("_emb_modules",), of=f"module {name!r}")
         for wrapper in lookup._emb_modules:
             kernel = Kernel(name, wrapper)
             names = [config.name for config in kernel.tables]
@@ -288,6 +295,7 @@ def _taken_apart(optimizer: Optimizer) -> Iterator[Optimizer]:
         for _, part in optimizer.optimizers:
             yield from _taken_apart(part)
     elif isinstance(optimizer, KeyedOptimizerWrapper):
+        check_attributes(optimizer, ("_optimizer",), of="optimizers")
         yield optimizer._optimizer
     elif isinstance(optimizer, FusedOptimizer):
         pass  # its row states and step counts are stored with the tables

@@ -221,7 +221,6 @@ def test_where_torchrecs_tracker_fails_and_this_one_does_not(
 def test_what_is_not_supported_is_named(played: dict[tuple[str, str], list[Any]]) -> None:
     (refused,) = played["refused", ""]
     assert "Lookahead(...)): found tables of torchrec" in refused["ahead"]
-    assert "version 1.7.0" in refused["version"] and "1.8" in refused["version"]
     assert "GradientClippingOptimizer" in refused["optimizer"]
     assert "LARS_SGD" in refused["fused"] and "EXACT_ROWWISE_ADAGRAD" in refused["fused"]
     tables = "tables 'bags.embedding_bags.t0' and 'bags.embedding_bags.t1' were trained with lr 0.1"
@@ -230,6 +229,32 @@ def test_what_is_not_supported_is_named(played: dict[tuple[str, str], list[Any]]
     # FBGEMM's own words: what it has on a GPU only is never seen here.
     assert refused["adam"] == "Optimizer adam is not supported in CPU mode."
     assert refused["partial"] == "Optimizer partial_row_wise_adam is not supported in CPU mode."
+
+
+def test_what_torchrec_lacks_is_named_and_no_version_is_refused_by_its_number(
+    played: dict[tuple[str, str], list[Any]],
+) -> None:
+    (refused,) = played["refused", ""]
+    bags = "of module 'bags'"
+    missing_names = {
+        "lacks_class": "without torchrec.optim.keyed.KeyedOptimizerWrapper",
+        "lacks_base": "without torchrec.distributed.embedding_types.ShardedEmbeddingModule",
+        "lacks_method": "without SplitTableBatchedEmbeddingBagsCodegen.get_optimizer_state",
+        "lacks_environment": f"without ShardedEmbeddingBagCollection._env {bags}",
+        "lacks_lookups": f"without ShardedEmbeddingBagCollection._lookups {bags}",
+        "lacks_modules": f"without GroupedPooledEmbeddingsLookup._emb_modules {bags}",
+        "lacks_kernel": f"without BatchedFusedEmbeddingBag._feature_table_map {bags}",
+        "lacks_arguments": (f"without SplitTableBatchedEmbeddingBagsCodegen.optimizer_args {bags}"),
+        "lacks_offsets": f"without ShardMetadata.shard_offsets {bags}",
+        "lacks_parameter": (
+            "without parameter 0 'indices' of SplitTableBatchedEmbeddingBagsCodegen.forward"
+        ),
+        "lacks_count": f"without SplitTableBatchedEmbeddingBagsCodegen.iter_cpu {bags}",
+    }
+    for name, missing in missing_names.items():
+        assert refused[name].startswith("torchrec: found torchrec "), refused[name]
+        assert missing in refused[name], refused[name]
+    assert refused["other_version"] == "no error"
 
 
 def test_replicated_tables_of_sequences_go_on_bit_for_bit(
