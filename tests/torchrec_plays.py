@@ -43,6 +43,7 @@ __all__ = [
     "same_names",
     "tracked",
     "tracker_of_theirs",
+    "under_warm_up",
     "warm",
 ]
 
@@ -152,12 +153,14 @@ def tracker_of_theirs() -> dict[str, Any]:
 def refused() -> dict[str, str]:
     """Return the error messages for models that are not supported."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec.optim.clipping import GradientClippingOptimizer
-    from torchrec.optim.keyed import KeyedOptimizerWrapper
+    from torchrec.optim.keyed import KeyedOptimizerWrapper, OptimizerWrapper
 
     from recpoint import Checkpointer, Lookahead
     from recpoint.trainer_plugin.integrations.torchrec import find
     from tests.training_builder import Batches
+
+    class OwnWrapper(OptimizerWrapper):  # type: ignore[misc]
+        """An optimizer of a user around another one, which may have state."""
 
     kinds = dict.fromkeys((*BAGS, *ROWS), "table_wise")
     model = sharded(kinds)
@@ -188,7 +191,7 @@ def refused() -> dict[str, str]:
         "clipped": "; ".join(
             difference for difference in source.differences(clipped) if t0 in difference
         ),
-        "optimizer": _error(lambda: source.optimizers([GradientClippingOptimizer(dense)])),
+        "optimizer": _error(lambda: source.optimizers([OwnWrapper(dense)])),
         "fused": _error(lambda: find(model)),
         "adam": _error(lambda: sharded(kinds, optimizer="Adam")),
         "partial": _error(lambda: sharded(kinds, optimizer="PartialRowWiseAdam")),
@@ -353,6 +356,82 @@ def lived(
         "restored": report and report.restored.step,
         "increments": _increments(run) if rank == 0 else [],
     }
+
+
+def under_warm_up(
+    kind: str, run: str, staging: str, steps: int, *, die_at: int | None = None
+) -> Any:
+    """Train under one CombinedOptimizer whose rates change at each step, also of fused tables.
+
+    Args:
+        kind: "warm-up": TorchRec's warm-ups set the rates, with clipped gradients of the dense
+            part; "scheduler": a scheduler of torch sets those of the whole CombinedOptimizer.
+        die_at: batches after which each rank kills itself; the newest checkpoint is older.
+    """
+    from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+    from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+    from recpoint import Checkpointer, Options, Staging
+
+    model = sharded(dict.fromkeys((*BAGS, *ROWS), "row_wise"))
+    dense: Any = KeyedOptimizerWrapper(
+        {name: p for name, p in model.named_parameters() if "over" in name},
+        lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
+    )
+    fused = model.fused_optimizer
+    schedulers: list[Any] = []
+    if kind == "warm-up":
+        dense = GradientClippingOptimizer(dense, clipping=GradientClipping.NORM, max_gradient=0.5)
+        # After four steps comes a stage that decays, so that batch 5 is in the second stage.
+        stages = [(WarmupPolicy.LINEAR, 4, 0.1), (WarmupPolicy.POLY, 20, 0.9)]
+        dense, fused = (
+            WarmupOptimizer(
+                optimizer,
+                [WarmupStage(policy=how, max_iters=end, value=value) for how, end, value in stages],
+                lr=rate,
+            )
+            for optimizer, rate in ((dense, 0.05), (fused, 0.2))
+        )
+    optimizer = CombinedOptimizer([("fused", fused), ("dense", dense)])
+    if kind == "scheduler":
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
+    rates = []
+    with Checkpointer(
+        model,
+        optimizer,
+        schedulers=schedulers,
+        run=run,
+        staging=Staging(directory=staging, when_busy="wait"),
+        interval_batches=2,
+        options=Options(on_error="raise", handle_sigterm=False),
+    ) as checkpoints:
+        report = checkpoints.restore()
+        while checkpoints.batches_done < steps:
+            optimizer.zero_grad()
+            model(*batch(checkpoints.batches_done, dist.get_rank())).backward()
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
+            checkpoints.step()
+            if checkpoints.batches_done == die_at:
+                checkpoints.close(final=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+    parts = [p for _, p in optimizer.optimizers]
+    return everything(model, dense_of(parts[1])) | {
+        "rates": rates,
+        "restored": report and report.restored.step,
+        "positions": [part._get_warmup_state() for part in parts] if kind == "warm-up" else [],
+    }
+
+
+def dense_of(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of torch in wrappers of TorchRec."""
+    while hasattr(optimizer, "_optimizer"):
+        optimizer = optimizer._optimizer
+    inner: torch.optim.Optimizer = optimizer
+    return inner
 
 
 def piped(how: str, pipeline: str, run: str, staging: str, *, stop_after: int | None = None) -> Any:

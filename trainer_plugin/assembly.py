@@ -24,6 +24,7 @@ from recpoint.embeddings.tables.tables import Table, TableSource
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.batches.count import BatchCount
 from recpoint.trainer_plugin.batches.signs import TrainingSigns
+from recpoint.trainer_plugin.integrations import RateSchedule, take_apart
 from recpoint.trainer_plugin.named_tables import NamedTables
 from recpoint.trainer_plugin.ranks.agreement import Replicas, agree_on_settings
 from recpoint.trainer_plugin.ranks.ranks import Ranks
@@ -64,6 +65,7 @@ class Trained:
         sources: the libraries that supply tables in their own form.
         model_state: the state of the model outside its tables.
         pieces: for each tensor that is split over ranks, by name, the piece that is held here.
+        schedules: what sets learning rates around the optimizers.
     """
 
     module: nn.Module
@@ -72,6 +74,7 @@ class Trained:
     sources: tuple[TableSource, ...]
     model_state: ModelState
     pieces: dict[str, HeldPiece]
+    schedules: tuple[RateSchedule, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +168,11 @@ def look_at(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> Tr
     """
     if isinstance(model, nn.Module):  # find_tables refuses anything else
         hold_pieces(model)
-    tables, trained, sources = find_tables(model, optimizer_list(optimizers))
+    inner_optimizers, schedules = take_apart(optimizer_list(optimizers))
+    tables, trained, sources = find_tables(model, inner_optimizers)
     model_state = ModelState(model, tables, sources)
-    return Trained(model, trained, tables, sources, model_state, held_pieces(model_state.tensors()))
+    pieces = held_pieces(model_state.tensors())
+    return Trained(model, trained, tables, sources, model_state, pieces, tuple(schedules))
 
 
 def _refuse_ahead(ranks: Ranks, trained: Trained, settings: Settings) -> None:
@@ -289,6 +294,7 @@ def assemble(
             model=trained.model_state,
             optimizers=OptimizerState(trained.module, trained.optimizers, trained.tables),
             schedulers=[schedulers] if isinstance(schedulers, Stateful) else schedulers,
+            schedules=trained.schedules,
             reader=reader,
             extras={} if extras is None else extras,
             sources=trained.sources,

@@ -137,6 +137,7 @@ SCHEDULER_COUNT: Final = (
     "pass Checkpointer(schedulers=[...]) the checkpoint's schedulers; leave a new scheduler out, "
     "and set its last_epoch"
 )
+WARM_UP: Final = "build the optimizers with the checkpoint's WarmupOptimizers and stages"
 SCHEDULER_RATES: Final = (
     "build the scheduler when its optimizer has as many parameter groups as in the checkpoint"
 )

@@ -39,12 +39,14 @@ _CLASSES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "BatchedFusedEmbedding": ("fused_optimizer",),
         "BatchedFusedEmbeddingBag": ("fused_optimizer",),
     },
+    "torchrec.optim.clipping": {"GradientClippingOptimizer": ()},
     "torchrec.optim.fused": {"FusedOptimizer": ()},
     "torchrec.optim.keyed": {
         "CombinedOptimizer": ("optimizers",),
         "KeyedOptimizer": (),
         "KeyedOptimizerWrapper": (),
     },
+    "torchrec.optim.warmup": {"WarmupOptimizer": ()},
     "fbgemm_gpu.split_embedding_configs": {
         "EmbOptimType": (
             "EXACT_SGD",

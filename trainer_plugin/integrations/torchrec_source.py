@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.optim.fused import FusedOptimizer
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
 from recpoint.catalog.restore.state import canonical_name
 from recpoint.embeddings.tables.tables import Marker, Table
@@ -26,6 +24,7 @@ from recpoint.format.manifest import Columns
 from recpoint.trainer_plugin.fused_optimizers import same_rate
 from recpoint.trainer_plugin.integrations.fbgemm import Kernel
 from recpoint.trainer_plugin.integrations.torchrec_names import check_attributes
+from recpoint.trainer_plugin.integrations.torchrec_optimizers import torch_optimizers
 
 __all__ = ["ShardTable", "TorchRecSource"]
 
@@ -161,13 +160,9 @@ class TorchRecSource:
         """Return the torch optimizers among `optimizers`; see `tables.TableSource.optimizers`.
 
         Raises:
-            SettingsError: an optimizer of TorchRec is neither fused nor a plain one with names.
+            SettingsError: an optimizer of TorchRec has state that cannot be stored.
         """
-        return [
-            optimizer
-            for whole_optimizer in optimizers
-            for optimizer in _taken_apart(whole_optimizer)
-        ]
+        return torch_optimizers(optimizers)
 
     def track(self, markers: Mapping[str, Marker]) -> None:
         """Report changes of fused tables; gradients show changes of the others.
@@ -288,26 +283,6 @@ def _kernels(name: str, module: nn.Module) -> Iterator[Kernel]:
                     "choose the compute kernel 'fused' for tables that are sharded by columns",
                 )
             yield kernel
-
-
-def _taken_apart(optimizer: Optimizer) -> Iterator[Optimizer]:
-    if isinstance(optimizer, CombinedOptimizer):
-        for _, part in optimizer.optimizers:
-            yield from _taken_apart(part)
-    elif isinstance(optimizer, KeyedOptimizerWrapper):
-        check_attributes(optimizer, ("_optimizer",), of="optimizers")
-        yield optimizer._optimizer
-    elif isinstance(optimizer, FusedOptimizer):
-        pass  # its row states and step counts are stored with the tables
-    elif isinstance(optimizer, KeyedOptimizer):
-        raise _refused(
-            "optimizers",
-            f"a {type(optimizer).__name__}, whose own state cannot be saved",
-            "optimizers of torch, KeyedOptimizerWrapper, CombinedOptimizer, or fused ones",
-            "pass the optimizer inside it, and use a learning-rate scheduler of torch",
-        )
-    else:
-        yield optimizer
 
 
 def _refused(subject: str, found: str, expected: str, next_step: str) -> SettingsError:

@@ -87,7 +87,7 @@ class StateNotGiven:
         for number, optimizer in enumerate(self._optimizers.optimizers):
             groups = optimizer.param_groups
             # torch's schedulers leave `initial_lr` in each group.
-            if id(groups) not in group_ids and any("initial_lr" in group for group in groups):
+            if any("initial_lr" in group and id(group) not in group_ids for group in groups):
                 _log.warning(
                     "optimizers[%d], a %s, has a learning-rate scheduler that is not in its "
                     "checkpoints, so after a restart the scheduler would begin anew. Next: pass it "
@@ -99,14 +99,16 @@ class StateNotGiven:
                 )
 
     def _groups_with_scheduler(self) -> set[int] | None:
-        """Return ids of the group lists of optimizers with a given scheduler; None: unknown."""
+        """Return ids of the groups of optimizers with a given scheduler; None: unknown."""
         if not all(hasattr(scheduler, "optimizer") for scheduler in self._schedulers):
             return None
-        # Identified by their group lists, which a wrapper shares with the optimizer inside.
+        # Identified by their groups, which a wrapper shares with the optimizers inside it. A
+        # CombinedOptimizer of TorchRec makes a new list of them at each access.
         return {
-            id(getattr(holder.optimizer, "param_groups", None))
+            id(group)
             for holder in (*self._schedulers, *within(self._extras.values()))
             if hasattr(holder, "optimizer")
+            for group in getattr(holder.optimizer, "param_groups", ())
         }
 
     def begin(self, batches_done: int) -> None:

@@ -15,6 +15,7 @@ from recpoint.format.state_values import MAX_TREE_DEPTH
 from recpoint.interrupts import let_into
 from recpoint.trainer_plugin import mismatches
 from recpoint.trainer_plugin.fused_optimizers import TableOptimizers, adopt, lacks
+from recpoint.trainer_plugin.integrations import RateSchedule
 from recpoint.trainer_plugin.mismatches import Mismatch, reader_of_ranks
 from recpoint.trainer_plugin.ranks.sharding import without_pieces
 from recpoint.trainer_plugin.setting_checks import several
@@ -51,6 +52,7 @@ class TrainingState:
         model: state of the model outside tables.
         optimizers: state of the optimizers.
         schedulers: the given schedulers.
+        schedules: what sets learning rates around the optimizers; stored behind the schedulers.
         reader: the given reader.
         extras: the given extras, by name.
         sources: sources of tables that libraries keep in their own form.
@@ -72,6 +74,7 @@ class TrainingState:
         model: ModelState,
         optimizers: OptimizerState,
         schedulers: Sequence[Stateful],
+        schedules: Sequence[RateSchedule] = (),
         reader: Stateful | None,
         extras: Mapping[str, Stateful],
         sources: Sequence[TableSource] = (),
@@ -91,6 +94,7 @@ class TrainingState:
                 next_step='pass extras={"name": thing}',
             )
         self._schedulers = tuple(several("schedulers", schedulers))
+        self._schedules = tuple(schedules)
         self._reader = reader
         self._sources = {source.name: source for source in sources}
         self._extras = dict(extras)
@@ -156,7 +160,8 @@ class TrainingState:
             "schedulers": [
                 _plain_state_of(f"schedulers[{i}]", scheduler)
                 for i, scheduler in enumerate(self._schedulers)
-            ],
+            ]
+            + [schedule.state_dict() for schedule in self._schedules],
             "extras": {
                 name: _plain_state_of(f"extras[{name!r}]", extra)
                 for name, extra in self._extras.items()
@@ -174,7 +179,7 @@ class TrainingState:
             **{f"the buffer {name!r}": "one" for name in self.model.buffers()},
             **{f"the extra state of module {name!r}": "one" for name in self.model.extra_states()},
             "optimizers": self.optimizers.classes(),
-            "schedulers": str(len(self._schedulers)),
+            "schedulers": str(len(self._schedulers) + len(self._schedules)),
         }
 
     def lacks_ranks(self, saved: Mapping[str, Any]) -> bool:
@@ -236,12 +241,7 @@ class TrainingState:
             return [Mismatch("the checkpoint holds no training state", mismatches.NO_STATE)]
         differences = self.model.differences(saved["model"])
         differences += self.optimizers.differences(saved["optimizers"])
-        if len(saved["schedulers"]) != len(self._schedulers):
-            text = (
-                f"{len(self._schedulers)} schedulers here, "
-                f"{len(saved['schedulers'])} in the checkpoint"
-            )
-            differences.append(Mismatch(text, mismatches.SCHEDULER_COUNT))
+        differences += self._schedule_differences(saved["schedulers"])
         for number, (scheduler, state) in enumerate(
             zip(self._schedulers, saved["schedulers"], strict=False)
         ):
@@ -293,6 +293,25 @@ class TrainingState:
             )
         return differences
 
+    def _schedule_differences(self, saved: Sequence[Any]) -> list[Mismatch]:
+        """Return why the stored schedulers are not those here; warm-ups are stored behind them."""
+        count = len(self._schedulers)
+        if len(saved) != count + len(self._schedules):
+            of_optimizers = f" and {len(self._schedules)} warm-ups" if self._schedules else ""
+            text = f"{count} schedulers{of_optimizers} here, {len(saved)} in the checkpoint"
+            return [Mismatch(text, mismatches.SCHEDULER_COUNT)]
+        texts = [
+            f"a WarmupOptimizer in the checkpoint stands where schedulers[{number}] is here"
+            for number, (scheduler, state) in enumerate(zip(self._schedulers, saved, strict=False))
+            if _is_warm_up(state) and not _is_warm_up(scheduler.state_dict())
+        ]
+        texts += [
+            text
+            for schedule, state in zip(self._schedules, saved[count:], strict=True)
+            for text in schedule.differences(state)
+        ]
+        return [Mismatch(text, mismatches.WARM_UP) for text in texts]
+
     def restore(
         self,
         saved: Mapping[str, Any],
@@ -315,11 +334,15 @@ class TrainingState:
         """
         self.model.restore(saved["model"])
         # Before the optimizers, because a scheduler may set learning rates while it loads.
-        for scheduler, state in zip(self._schedulers, saved["schedulers"], strict=True):
+        for scheduler, state in zip(self._schedulers, saved["schedulers"], strict=False):
             scheduler.load_state_dict(_like(scheduler.state_dict(), state))
         self.optimizers.restore(saved["optimizers"], row_states)
         for name, source in self._sources.items():
             source.load_state_dicts(saved["sources"][name])
+        # After the optimizers, because a schedule keeps its position in their state.
+        of_schedules = saved["schedulers"][len(self._schedulers) :]
+        for schedule, state in zip(self._schedules, of_schedules, strict=True):
+            schedule.load_state_dict(state)
         for name, extra in self._extras.items():
             extra.load_state_dict(_like(extra.state_dict(), saved["extras"][name]))
         passes = saved.get("passes")
@@ -362,6 +385,10 @@ def _rates(state: object) -> int:
     """Return for how many groups a torch scheduler sets the learning rate; 0: unknown."""
     rates = state.get("base_lrs") if isinstance(state, Mapping) else None
     return len(rates) if isinstance(rates, list | tuple) else 0
+
+
+def _is_warm_up(state: object) -> bool:
+    return isinstance(state, Mapping) and state.keys() == {"warm_up"}
 
 
 def _state_of(subject: str, state_object: Stateful) -> Any:
