@@ -717,9 +717,18 @@ def warm(kinds: Mapping[str, str], folder: str, run: str, staging: str, optimize
         interval_batches=1,
         options=Options(on_error="raise", handle_sigterm=False),
     ) as checkpoints:
-        seed = Seed(folder, tables=["*"], dense=["*"], optimizer_states="carry")
-        checkpoints.restore(seed=seed)
-        return {"source": everything(source, *of_torch), "begun": everything(begun, *dense)}
+        everything_in = partial(Seed, tables=["*"], dense=["*"], optimizer_states="carry")
+        refusal = _error(
+            lambda: checkpoints.restore(seed=everything_in(folder if rank == 0 else f"{folder}x"))
+        )
+        untouched = all(bool((table.weight == 7.0).all()) for table in shards(begun))
+        checkpoints.restore(seed=everything_in(folder))
+        return {
+            "source": everything(source, *of_torch),
+            "begun": everything(begun, *dense),
+            "refusal": refusal,
+            "untouched": untouched,
+        }
 
 
 def _taking_over(model: nn.Module, trained: Sequence[Tensor], run: str, staging: str) -> Any:

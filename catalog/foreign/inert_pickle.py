@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -227,7 +229,18 @@ def read_archive(file: BinaryIO, path: Path, first_byte: int, size_bytes: int) -
     try:
         with ZipFile(io.BufferedReader(_Part(file, first_byte, size_bytes))) as archive:
             return _Archive(archive, file, path, first_byte, size_bytes).load()
-    except (BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+    except (
+        BadZipFile,
+        OSError,
+        EOFError,
+        NotImplementedError,
+        RuntimeError,
+        ValueError,
+        OverflowError,
+        KeyError,
+        struct.error,
+        zlib.error,
+    ) as error:
         raise malformed(
             path,
             found=f"a ZIP archive that cannot be read: {error}"[:300],

@@ -10,6 +10,7 @@ from recpoint.catalog.foreign.inert_pickle import is_archive
 from recpoint.catalog.foreign.safetensors_files import INDEX_NAME, SafetensorsFiles
 from recpoint.catalog.foreign.torch_file import TorchFile
 from recpoint.errors import ForeignObject, ObjectNotFound
+from recpoint.format.naming import RUN_KEY
 
 __all__ = ["is_foreign", "open_foreign"]
 
@@ -26,9 +27,17 @@ def is_foreign(url: str) -> bool:
     Only a local path can. A file always does, and a directory does if it holds an index or a file
     that recpoint never writes into a run.
     """
-    if "://" in url:
-        return False
-    path = Path(url)
+    path = _local(url)
+    return path is not None and _is_foreign(path)
+
+
+def _local(url: str) -> Path | None:
+    """Return the path of a local URL; None: the URL is not local."""
+    url = url.removeprefix("file://")
+    return None if "://" in url else Path(url)
+
+
+def _is_foreign(path: Path) -> bool:
     return path.is_file() or any(
         (path / name).is_file() for name in (METADATA_NAME, INDEX_NAME, _SINGLE_NAME)
     )
@@ -38,20 +47,34 @@ def open_foreign(url: str) -> ForeignCheckpoint:
     """Open a checkpoint of another tool for reading.
 
     Args:
-        url: a local path.
+        url: a local path, or a `file://` URL.
 
     Raises:
-        ForeignObject: no form that can be read lies there.
+        ForeignObject: the path is not local, or no form that can be read lies there.
         MalformedObject: it is damaged.
         ObjectNotFound: nothing is there.
     """
-    path = Path(url)
+    path = _local(url)
+    if path is None:
+        raise ForeignObject(
+            url,
+            found="a URL of a store",
+            expected="a local path",
+            next_step="copy the checkpoint to this host",
+        )
     if path.is_dir():
         if (path / METADATA_NAME).is_file():
             return DistributedCheckpoint(path)
         for name in (INDEX_NAME, _SINGLE_NAME):
             if (path / name).is_file():
                 return SafetensorsFiles(path / name)
+        if (path / RUN_KEY).is_file():
+            raise ForeignObject(
+                url,
+                found="a run of recpoint",
+                expected=_FORMS,
+                next_step=f"recpoint seed {url}",
+            )
         names = sorted(child.name for child in path.iterdir())
         raise _unknown(path, f"a directory with {names!r:.200}")
     if not path.is_file():

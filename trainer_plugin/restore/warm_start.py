@@ -478,7 +478,7 @@ class WarmStart:
             if key == "step":
                 number = self._number(name)
                 is_sparse_adam = type(optimizer) is torch.optim.SparseAdam
-                values[key] = int(number) if is_sparse_adam else torch.tensor(float(number))
+                values[key] = int(number) if is_sparse_adam else _step_count(number)
             elif not is_table:
                 values[key] = self._checkpoint.whole(name)
         return {"keys": parameter.keys, "values": values, "on_host": ["step"]}
@@ -507,6 +507,12 @@ class WarmStart:
         if left_out:
             lines.append(f"left out: {_brief(left_out)}")
         return lines
+
+
+def _step_count(number: float) -> Tensor:
+    """Return a count of steps as torch's optimizers keep it, whatever the default dtype."""
+    is_double = torch.get_default_dtype() is torch.float64
+    return torch.tensor(number, dtype=torch.float64 if is_double else torch.float32, device="cpu")
 
 
 def _with_states(parameter: _Parameter) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,53 @@ def test_a_file_cut_short_is_refused(write: Any, tmp_path: Path) -> None:
         open_foreign(str(path))
 
 
+@pytest.mark.parametrize("write", FORMS)
+def test_any_changed_byte_is_read_or_refused(write: Any, tmp_path: Path) -> None:
+    """Nothing but an error of recpoint comes out of a damaged file."""
+    path = write(tmp_path)
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    draw = random.Random(11)
+    refused = 0
+    for file in files:
+        content = file.read_bytes()
+        for _ in range(120):
+            damaged = bytearray(content)
+            for place in draw.choices(range(len(content)), k=draw.choice([1, 3])):
+                damaged[place] = draw.randrange(256)
+            file.write_bytes(damaged)
+            try:
+                with open_foreign(str(path)) as checkpoint:
+                    for name in checkpoint.entries:
+                        checkpoint.whole(name)
+            except (MalformedObject, ForeignObject):
+                refused += 1
+        file.write_bytes(content)
+    assert refused > 5  # most bytes are those of tensors
+
+
+def test_pickles_with_any_changed_byte_are_read_or_refused(tmp_path: Path) -> None:
+    torch.save({"model": TENSORS, "list": [1, 2, {"a": (3, "b")}]}, tmp_path / "a.pt")
+    content = (tmp_path / "a.pt").read_bytes()
+    draw = random.Random(12)
+
+    def change(pickled: bytes) -> bytes:
+        damaged = bytearray(pickled)
+        damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        return bytes(damaged)
+
+    refused = 0
+    for _ in range(300):
+        (tmp_path / "a.pt").write_bytes(content)
+        rewritten(tmp_path / "a.pt", change)
+        try:
+            with open_foreign(str(tmp_path / "a.pt")) as checkpoint:
+                for name in checkpoint.entries:
+                    checkpoint.whole(name)
+        except MalformedObject:
+            refused += 1
+    assert refused > 100
+
+
 def test_an_index_that_names_what_is_not_there_is_refused(tmp_path: Path) -> None:
     index = indexed(tmp_path) / "model.safetensors.index.json"
     document = json.loads(index.read_text())
@@ -271,6 +319,12 @@ def test_what_is_no_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(error, match=message):
             open_foreign(str(tmp_path / name))
     assert not is_foreign("s3://bucket/a") and not is_foreign(str(tmp_path))
+    assert is_foreign(f"file://{tmp_path}/a")
+    with pytest.raises(ForeignObject, match="a URL of a store"):
+        open_foreign("s3://bucket/a.pt")
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ForeignObject, match="recpoint seed"):
+        open_foreign(str(tmp_path))
 
 
 def _names(names: list[str], model: list[str], renames: dict[str, str]) -> EntryNames:

@@ -399,6 +399,10 @@ def test_a_run_begins_with_a_checkpoint_that_torchrec_wrote(
     for rank in ranks:
         assert same(rank["source"]["dense"], rank["begun"]["dense"])
         assert same(rank["source"]["optimizer"], rank["begun"]["optimizer"])
+    # Where one rank does not find the checkpoint, none has begun with it.
+    lost, missing = (rank["refusal"] for rank in ranks)
+    assert "ranks 1" in lost or "rank 1" in lost, lost
+    assert "nothing" in missing and all(rank["untouched"] for rank in ranks)
 
 
 def whole(ranks: Sequence[Any]) -> dict[tuple[str, str], Tensor]:
