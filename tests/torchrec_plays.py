@@ -304,6 +304,7 @@ def lived(
     apart: bool = False,
     in_cache: bool = False,
     more_rows: Mapping[str, int] | None = None,
+    fulls_ahead: bool = False,
 ) -> Any:
     """Train from the newest checkpoint up to batch `steps`, with a checkpoint every two batches.
 
@@ -312,8 +313,9 @@ def lived(
         apart: see `optimizers`.
         in_cache: whether a cache has the tables; they are not sharded then.
         more_rows: table -> rows that it has now, for tables that have other rows than at first.
+        fulls_ahead: whether each checkpoint is a full that is copied before its cut.
     """
-    from recpoint import Checkpointer, Options, Staging
+    from recpoint import Checkpointer, Consecutive, Options, Staging
 
     for name, rows in (more_rows or {}).items():
         tables = BAGS if name in BAGS else ROWS
@@ -329,16 +331,18 @@ def lived(
         run=run,
         staging=Staging(directory=staging, when_busy="wait"),
         interval_batches=2,
-        policy=policy,
+        policy=Consecutive(full_every=1) if fulls_ahead else policy,
         options=Options(
             on_error="raise",
             handle_sigterm=False,
             verify_unmarked_rows=1000,
+            copy_fulls_ahead=int(fulls_ahead),
             grow=dict.fromkeys(all_tables(), NEW_ROWS) if more_rows else {},
         ),
     ) as checkpoints:
         report = checkpoints.restore()
         state_before = everything(model, *of_torch)
+        plain_reasons = []
         while checkpoints.batches_done < steps:
             for torch_optimizer in of_torch:
                 torch_optimizer.zero_grad()
@@ -346,6 +350,9 @@ def lived(
             for torch_optimizer in of_torch:
                 torch_optimizer.step()
             checkpoints.step()
+            copied = checkpoints.stats.copied
+            if copied is not None and checkpoints.batches_done % 2 == 0:
+                plain_reasons.append(copied.why_plain)
             if checkpoints.batches_done == die_at:
                 checkpoints.close(final=False)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -354,6 +361,7 @@ def lived(
         "unmarked": checkpoints.stats.unmarked_rows,
         "begun": state_before,
         "restored": report and report.restored.step,
+        "plain_reasons": plain_reasons,
         "increments": _increments(run) if rank == 0 else [],
     }
 

@@ -175,6 +175,36 @@ def look_at(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> Tr
     return Trained(model, trained, tables, sources, model_state, pieces, tuple(schedules))
 
 
+def _refuse_fulls_ahead(trained: Trained, settings: Settings, cache: Cache | None) -> None:
+    """Refuse `Options.copy_fulls_ahead` where rows cannot be copied before a cut.
+
+    Raises:
+        SettingsError: tables are in a cache; a table is on a GPU; or rows are quantized in this
+            process.
+    """
+    if cache is not None:
+        unsupported: str | None = "tables in a cache, whose rows are copied after the cut"
+    else:
+        unsupported = _why_not_copied(trained, settings)
+    if unsupported is not None:
+        raise SettingsError(
+            f"Options(copy_fulls_ahead={settings.options.copy_fulls_ahead})",
+            found=unsupported,
+            expected="tables on the CPU, in no cache, that are staged as they are",
+            next_step="leave it out: checkpoints are the same",
+        )
+
+
+def _why_not_copied(trained: Trained, settings: Settings) -> str | None:
+    """Return why rows of tables cannot be copied before a cut; None: they can."""
+    if settings.precision.place == "device":
+        return 'Precision(place="device"), which quantizes rows in the cut'
+    for table in trained.tables:
+        if not table.weight.is_cpu:
+            return f"table {table.name!r} on {table.weight.device}"
+    return None
+
+
 def _refuse_ahead(ranks: Ranks, trained: Trained, settings: Settings) -> None:
     """Refuse a Lookahead where rows cannot be copied before a cut.
 
@@ -187,13 +217,8 @@ def _refuse_ahead(ranks: Ranks, trained: Trained, settings: Settings) -> None:
         unsupported = f"{ranks.count} ranks"
     elif trained.sources:
         unsupported = f"tables of {trained.sources[0].name}"
-    elif settings.precision.place == "device":
-        unsupported = 'Precision(place="device"), which quantizes rows in the cut'
     else:
-        for table in trained.tables:
-            if not table.weight.is_cpu:
-                unsupported = f"table {table.name!r} on {table.weight.device}"
-                break
+        unsupported = _why_not_copied(trained, settings)
     if unsupported is not None:
         raise SettingsError(
             "Checkpointer(reader=Lookahead(...))",
@@ -282,6 +307,8 @@ def assemble(
         cache = _look_at_cache(ranks, trained)
         if settings.staging.at_servers:
             _require_servers(cache)
+        if settings.options.copy_fulls_ahead:
+            _refuse_fulls_ahead(trained, settings, cache)
     if isinstance(reader, Lookahead):
         with ranks.together("looking at the reader"):
             if cache is None:

@@ -75,6 +75,7 @@ class RunningGeneration:
             ranks=ranks,
             replicas=parts.replicas,
             reader=ahead,
+            fulls_window=settings.options.copy_fulls_ahead,
         )
         self._pace = Pace(reader, self.pipeline)
         self.has_begun = False

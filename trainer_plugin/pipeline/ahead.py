@@ -27,7 +27,9 @@ class Ahead:
     An error here costs the window, never the checkpoint: the cut is then a plain one.
 
     Args:
-        reader: has read the coming batches.
+        reader: has read the coming batches; None: they are not known, so that only fulls have
+            windows.
+        fulls_window: without a reader: how many batches before its cut a full's window opens.
         cutter: cuts snapshots.
         trackers: trackers of the tables, by `Table.key`.
         ledger: knows the tip, and the slots in use.
@@ -41,8 +43,9 @@ class Ahead:
 
     def __init__(
         self,
-        reader: Lookahead,
+        reader: Lookahead | None,
         *,
+        fulls_window: int = 0,
         cutter: Cutter,
         trackers: Mapping[str, Tracker],
         ledger: Ledger,
@@ -51,13 +54,15 @@ class Ahead:
         full_bytes: Callable[[], int],
     ) -> None:
         self._reader = reader
+        self._fulls_window = fulls_window
+        self._is_increment = False  # the next checkpoint, without a reader
         self._cutter = cutter
         self._trackers = trackers
         self._ledger = ledger
         self._area = area
         self._is_free = is_free
         self._full_bytes = full_bytes
-        self._reason = _NOT_PLANNED
+        self._reason = self._unplanned = _NOT_READ if reader is not None else _NOT_DUE
         self._process = os.getpid()
         self.window: Window | None = None
         # As in `Handoff`: Python would end the thread in the middle of a call.
@@ -66,8 +71,9 @@ class Ahead:
     @property
     def size_bytes(self) -> int:
         """Bytes of the batches that are read ahead, and of the open window."""
-        window = self.window
-        return self._reader.held_bytes + (0 if window is None else window.size_bytes)
+        window, reader = self.window, self._reader
+        held_bytes = 0 if reader is None else reader.held_bytes
+        return held_bytes + (0 if window is None else window.size_bytes)
 
     def is_near(self, batches_to_come: int | None) -> bool:
         """Whether `step` has something to do.
@@ -75,13 +81,19 @@ class Ahead:
         Args:
             batches_to_come: batches until the next checkpoint is due; None: unknown.
         """
-        return self.window is not None or (
-            batches_to_come is not None and 0 < batches_to_come <= self._reach
+        return self.window is not None or self._can_open(batches_to_come)
+
+    def _can_open(self, batches_to_come: int | None) -> bool:
+        return (
+            batches_to_come is not None
+            and 0 < batches_to_come <= self._reach
+            and not self._is_increment
         )
 
     @property
     def _reach(self) -> int:
-        return min(self._reader.window, self._reader.held)
+        reader = self._reader
+        return self._fulls_window if reader is None else min(reader.window, reader.held)
 
     def step(self, batches_done: int, batches_to_come: int | None) -> None:
         """Hand rows over to the open window, or open one if a checkpoint is near.
@@ -93,7 +105,7 @@ class Ahead:
         try:
             if self.window is not None:
                 self.window.advance(batches_done)
-            elif batches_to_come is not None and 0 < batches_to_come <= self._reach:
+            elif batches_to_come is not None and self._can_open(batches_to_come):
                 self._open(batches_done, batches_to_come)
         except Exception as error:
             self._reason = str(error) or type(error).__name__
@@ -114,10 +126,14 @@ class Ahead:
             tip=self._ledger.tip,
             base_history=self._ledger.base_history,
         )
+        if self._reader is None and frozen.link.kind != "full":
+            self._is_increment = True
+            self._reason = "only fulls are copied before their cut without a Lookahead"
+            return
         self.window = self._cutter.open_window(
             self._area.free_slot(self._ledger.busy_slots),
             frozen,
-            self._reader.coming(batches_to_come),
+            [{}] if self._reader is None else self._reader.coming(batches_to_come),
             opened_at=batches_done,
             least_bytes=self._full_bytes(),
         )
@@ -149,7 +165,8 @@ class Ahead:
         Args:
             tables: the tables of the checkpoint; None: it failed.
         """
-        window, reason, self.window, self._reason = self.window, self._reason, None, _NOT_PLANNED
+        window, reason, self.window, self._reason = self.window, self._reason, None, self._unplanned
+        self._is_increment = False
         if window is not None and window.copied is not None:
             return window.copied
         reason = reason if window is None or window.reason is None else window.reason
@@ -174,7 +191,8 @@ class Ahead:
             self.close()
 
 
-_NOT_PLANNED = "the coming batches were not known"
+_NOT_READ = "the coming batches were not known"
+_NOT_DUE = "it was not known before that it would be taken now"
 
 
 def _row_bytes(table: StagedTable) -> int:

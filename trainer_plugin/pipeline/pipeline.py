@@ -115,10 +115,11 @@ class Pipeline:
         ranks: the ranks of the job.
         replicas: checks the state that is equal on all ranks.
         reader: has read the coming batches; None: the reader does not look ahead.
+        fulls_window: without such a reader: how many batches before its cut a full is copied; 0: it
+            is copied in the stall.
 
     Attributes:
-        ahead: copies rows of the next checkpoint before its cut; None: the reader does not look
-            ahead.
+        ahead: copies rows of the next checkpoint before its cut; None: all are copied in stalls.
         busy: says whether a checkpoint can be staged now.
         outcomes: learns the outcomes of checkpoints that were cut.
         statistics: counts and timings of the checkpoints.
@@ -140,6 +141,7 @@ class Pipeline:
         ranks: Ranks,
         replicas: Replicas,
         reader: Lookahead | None = None,
+        fulls_window: int = 0,
     ) -> None:
         self._run = run
         self._ranks = ranks
@@ -193,9 +195,10 @@ class Pipeline:
         self.schedule = self._new_schedule()
         self.ahead = (
             None
-            if reader is None
+            if reader is None and not fulls_window
             else Ahead(
                 reader,
+                fulls_window=fulls_window,
                 cutter=cutter,
                 trackers=trackers,
                 ledger=self._ledger,

@@ -154,7 +154,8 @@ def seal(
         "slot_bytes": slot_bytes,
         "segments": segments,
         "staged_ms": now_ms(),
-        "copied_ahead": snapshot.copied_ahead,
+        # The record has no place for the figures of several parts (format §4).
+        "copied_ahead": snapshot.copied_ahead if ranks == 1 else None,
         "cache": snapshot.cache,
         "stripes": snapshot.device.stripes,
         "full_bytes": snapshot.full_bytes,

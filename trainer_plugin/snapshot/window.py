@@ -5,6 +5,10 @@ batch (`lookahead.plan`), and gives each predicted row a place in the slot. Then
 are final. After each batch, the training thread hands over the rows that the batch looked up last.
 At the cut, the training thread copies what is left.
 
+If the coming batches are not known, only a full can be copied before its cut, because each row of a
+full has a place, equal to its id. All rows are final when the window opens, as far as the plan
+knows, and rows that change until the cut are copied once more.
+
 The plan is a hint, the marks are the truth. A row that changes after it was handed over is marked
 by that change, and is copied once more at the cut. A row that is marked and has no place goes to
 the tail. If anything else than marks changed, the window is void: the marks return to their
@@ -88,7 +92,8 @@ class Window:
         parts: the parts of all tables; an increment's with their bitmaps. Rows are counted later.
         slot: the slot that the checkpoint will take; nothing else may use it.
         trackers: trackers of the tables' dirty rows, none of them `unapplied`.
-        batches: the rows that coming batches look up, by table name, in order.
+        batches: the rows that coming batches look up, by table name, in order. If they are not
+            known: one batch without rows, for a full.
         opened_at: number of batches done.
         least_bytes: bytes to reserve in the slot if the rows take less, for what lies behind them.
         share: the share of its time that the copying thread copies.

@@ -119,6 +119,11 @@ def played(
         plays["whole", kind] = {**common, **whole}
         plays["killed", kind] = {**common, **cut, "die_at": 5}
         plays["restored", kind] = {**common, **cut}
+        if kind == "row_wise":
+            ahead = {"run": str(folder / "ahead"), "staging": str(folder / "of-ahead")}
+            ahead_lives = {**common, **ahead, "steps": 9, "fulls_ahead": True}
+            plays["killed", "ahead"] = {**ahead_lives, "die_at": 5}
+            plays["restored", "ahead"] = ahead_lives
     place = {"run": str(folder / "resharded"), "staging": str(folder / "staging")}
     for number, (ranks, kinds) in enumerate(RESHARDED):
         common = {"play": "lived", "ranks": ranks, "kinds": kinds, "optimizer": "Adagrad"}
@@ -290,6 +295,25 @@ def test_killed_ranks_go_on_bit_for_bit(
     rows = sum(TABLES.values()) * (2 if kind == "column_wise" else 1)
     increments = played["restored", kind][0]["increments"]
     assert increments and all(0 < dirty < rows / 2 for dirty in increments)
+
+
+def test_fulls_that_are_copied_before_their_cuts_restore_bit_for_bit(
+    played: dict[tuple[str, str], list[Any]],
+) -> None:
+    assert played["killed", "ahead"] == [None, None]
+    reasons = []
+    for expected, found in zip(
+        played["whole", "row_wise"], played["restored", "ahead"], strict=True
+    ):
+        assert found["restored"] == 4 and found["unmarked"] == 0
+        for part in ("tables", "fused", "dense", "optimizer"):
+            assert same(found[part], expected[part]), part
+        reasons += found["plain_reasons"]
+    # A batch may be shorter than the plan of a window, and than the store of a checkpoint.
+    assert None in reasons
+    expected_reasons = ("it was not planned in time", "no slot was free")
+    assert all(reason is None or reason.startswith(expected_reasons) for reason in reasons)
+    assert played["restored", "ahead"][0]["increments"] == []
 
 
 def test_a_run_goes_on_with_other_ranks_and_plans_bit_for_bit(
