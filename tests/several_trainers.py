@@ -25,9 +25,11 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 import recpoint.embeddings
 from recpoint import Checkpointer, Lookahead
 from recpoint.embeddings.home.contract import Home
+from recpoint.embeddings.home.initial import Uniform
 from recpoint.embeddings.parity.stripes import Parity
 from recpoint.embeddings.server.home import ServedHome
 from recpoint.embeddings.server.processes import servers
+from tests import cached_training
 from tests.cached_training import (
     ITEMS,
     USERS,
@@ -46,6 +48,7 @@ from tests.polling import until
 __all__ = [
     "Case",
     "Found",
+    "NEW_USERS",
     "Part",
     "added",
     "alone",
@@ -61,6 +64,10 @@ __all__ = [
     "train_on_ranks",
     "train_here",
 ]
+
+
+#: First values of users that a checkpoint lacks.
+NEW_USERS = Uniform(seed=3, low=-0.5, high=0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +88,7 @@ class Case:
         ray: address of the Ray cluster that has the servers; "": they are processes of rank 0.
         pause_seconds: after each batch.
         wrapped: DistributedDataParallel wraps the model.
+        more_users: how many more users there are than at first; checkpoints may lack them.
         at_servers: embedding servers stage their rows of checkpoints.
         wait_seconds: how long a rank waits for the agent; for another rank, five times as long.
     """
@@ -108,6 +116,7 @@ class Case:
     kills_at_once: int = 1
     parity: tuple[int, int] = (0, 0)
     wrapped: bool = False
+    more_users: int = 0
     at_servers: bool = False
     wait_seconds: float = 120.0
     pause_seconds: float = 0.0
@@ -264,6 +273,7 @@ def given_to(directory: Path) -> str:
 
 def _rank(directory: Path, rank: int, ranks: int) -> None:
     cases = [Case(**fields) for fields in json.loads(given_to(directory))]
+    cached_training.USERS += max(case.more_users for case in cases)
     join(directory, rank, ranks)
     results = [train_here(case, rank, ranks) for case in cases]
     if rank == 0:
@@ -364,6 +374,7 @@ def checkpoints_of(
         "run": case.run,
         "directory": Path(case.staging),
         "at_servers": case.at_servers,
+        "grow": {"users": NEW_USERS} if case.more_users else {},
         "reader": reader,
         "interval_batches": case.interval,
         "small_table_values": 0,

@@ -87,6 +87,10 @@ def more_rows(table: str) -> str:
     )
 
 
+MORE_ROWS_OF_PARTS: Final = (
+    "restore the whole checkpoint with Options(grow=...), which takes larger tables; or "
+    f"{TABLE_ROWS}"
+)
 STATE_OF_NEW_ROWS: Final = (
     "make the row state before restore(), with the same entry for each row, as the optimizer "
     "begins it; or go on with as many rows as the checkpoint has"

@@ -446,10 +446,16 @@ def _new_names(
 def _row_count_difference(
     table: Table, stored: LogicalTable, *, may_grow: bool = True
 ) -> list[Mismatch]:
-    """Return the difference in rows; with `may_grow`, its next step names `Options.grow`."""
+    """Return the difference in rows.
+
+    Args:
+        table: the table of the model.
+        stored: the table of the checkpoint.
+        may_grow: whether a restore of this kind takes tables that `Options.grow` names.
+    """
     next_step = mismatches.TABLE_ROWS
-    if may_grow and table.table_rows > stored.rows:
-        next_step = mismatches.more_rows(table.name)
+    if table.table_rows > stored.rows:
+        next_step = mismatches.more_rows(table.name) if may_grow else mismatches.MORE_ROWS_OF_PARTS
     return _difference_in(table, stored, "rows", table.table_rows, stored.rows, next_step)
 
 

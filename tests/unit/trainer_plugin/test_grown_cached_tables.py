@@ -54,23 +54,29 @@ OPTIMIZERS: dict[str, Callable[[Model], list[Optimizer]]] = {
 class Trained:
     """A model with optimizers and reader; in a cache if there is a home."""
 
-    def __init__(self, home: Home | None = None, name: str = "adagrad", **form: Any) -> None:
+    def __init__(
+        self,
+        home: Home | None = None,
+        name: str = "adagrad",
+        *,
+        slots: dict[str, int] = SLOTS,
+        **form: Any,
+    ) -> None:
         self.reader: Any = Batches()
         form = {"sparse": True, **form}
         if home is None:
             self.model: Model = plain_model(**form)
         else:
             row_local = (RowWiseAdagrad,)
-            self.model, self.cache = cached_model(SLOTS, home, row_local=row_local, **form)
+            self.model, self.cache = cached_model(slots, home, row_local=row_local, **form)
             self.reader = Lookahead(self.reader, self.model, window=6)
         self.home = home
         self.optimizers = OPTIMIZERS[name](self.model)
 
     @property
     def rows(self) -> Rows:
-        if self.home is None:
-            return rows_of_plain(self.model, self.optimizers[0])
-        return rows_of_cache(self.cache)
+        arrays = rows_of_plain(self.model, self.optimizers[0]).arrays
+        return Rows(arrays if self.home is None else arrays | rows_of_cache(self.cache).arrays)
 
     def checkpointer(self, place: Place, **settings: Any) -> Checkpointer:
         given = {
@@ -206,10 +212,14 @@ def test_a_new_padding_row_is_zero(place: Place, more_users: Any) -> None:
         ckpt.close(final=False)
 
 
+@pytest.mark.parametrize("slots", [SLOTS, {"items": 40}])
 def test_training_goes_back_to_a_checkpoint_from_before_the_growth(
-    place: Place, more_users: Any
+    place: Place, more_users: Any, slots: dict[str, int]
 ) -> None:
-    """A server is lost after the growth, before the first full of the new chain."""
+    """A server is lost after the growth, before the first full of the new chain.
+
+    Without slots, the table that grew is plain, and its new row states have been trained.
+    """
     first_run(place)
     more_users()
     expected = Trained()
@@ -224,7 +234,7 @@ def test_training_goes_back_to_a_checkpoint_from_before_the_growth(
         running[number] = EmbeddingServer(name=f"server {number}")
         return running[number]
 
-    grown = Trained(ServedHome(running, revive=revive))
+    grown = Trained(ServedHome(running, revive=revive), slots=slots, is_meta=slots is SLOTS)
     lost = 0
     with place.agent(), grown.checkpointer(place, rewinds=1, interval_batches=8) as ckpt:
         ckpt.restore()

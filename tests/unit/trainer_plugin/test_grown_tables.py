@@ -243,7 +243,9 @@ def test_what_cannot_grow_is_refused_by_name(place: Place) -> None:
     assert "Options" not in smaller
     for parts in ({"partial": {"tables": ["users"]}}, {"seed": Seed(place.run, tables=["users"])}):
         where = place if "partial" in parts else Place(f"{place.run}2", place.staging)
-        assert rows_text in refusal(larger, where, parts, grow=GROW)
+        text = refusal(larger, where, parts, grow=GROW)
+        assert rows_text in text
+        assert "restore the whole checkpoint with Options(grow=...)" in text
     no_table = refusal(larger, place, grow={"user": RULE})
     assert "Options(grow=...): 'user'" in no_table
     assert "'items', 'users'" in no_table
