@@ -22,6 +22,8 @@ COLLECTED ?=
 FUZZ_SECONDS ?= 300
 # Which tutorials `make tutorials` plays; none named: all.
 TUTORIALS ?=
+# In which environments `make matrix` tests; none named: all.
+ENVIRONMENTS ?=
 # `make check` looks at what changed since this commit.
 SINCE ?= main
 PYTEST_ARGS ?=
@@ -38,7 +40,7 @@ NATIVE := kernels/native/_native.abi3.so
 NATIVE_SOURCES := $(wildcard kernels/*/*.cpp kernels/*/*.h) build_backend/recpoint_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check lint style types format unit collected docs fuzz sanitize nightly byte-flips tutorials installations clean
+.PHONY: help install demo test check lint style types format unit collected docs fuzz sanitize nightly byte-flips tutorials installations matrix clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -132,6 +134,9 @@ tutorials: ## play the tutorials in new environments, outside CI (tests/tutorial
 
 installations: ## install with and without a compiler in new environments, outside CI
 	$(PYTHON) -u -m tests.installations
+
+matrix: $(NATIVE) ## test older and newer versions of torch, TorchRec and Prefect, outside CI (ENVIRONMENTS="oldest newest")
+	$(BIN)/python -u -m tests.matrix $(ENVIRONMENTS)
 
 clean: ## remove what was built here, .venv included
 	rm -rf $(NATIVE) $(VENV) $(DOCS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .recpoint build dist site src/*.egg-info
