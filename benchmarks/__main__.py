@@ -15,6 +15,7 @@ from recpoint.installation import install_command
 NAMES = (
     "tracking",
     "torchrec",
+    "fulls",
     "quantize",
     "row_set",
     "start",

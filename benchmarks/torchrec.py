@@ -14,7 +14,7 @@ import multiprocessing
 import statistics
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
@@ -35,7 +35,7 @@ from recpoint.catalog.store.store import open_store
 from recpoint.errors import RanksMissing
 from recpoint.format.naming import ManifestName
 
-__all__ = ["KEYS", "run"]
+__all__ = ["KEYS", "bag_tables", "lookup", "row_wise", "run", "run_ranks"]
 
 _FEATURE_COUNTS = (26, 100, 400)
 KEYS = (
@@ -107,7 +107,7 @@ def run(*, smoke: bool) -> Report:
     if not installed():
         report.leave_out(KEYS, f"TorchRec and FBGEMM are not installed: {INSTALL}")
         return report
-    times_of_ranks = _job(sizes)
+    times_of_ranks = [_Times(*times) for times in run_ranks(_RANKS, _rank, sizes)]
     for rank, times in enumerate(times_of_ranks):
         report.rows.append(
             (
@@ -137,29 +137,58 @@ def run(*, smoke: bool) -> Report:
     return report
 
 
-def _job(sizes: _Sizes) -> list[_Times]:
-    """Run both ranks; return what they measured, after all checks."""
+def run_ranks(ranks: int, target: Callable[..., None], *arguments: object) -> list[Any]:
+    """Run a function on each rank of a process group; return what each rank has sent.
+
+    Args:
+        ranks: number of ranks, each a process of its own with one thread.
+        target: called with a folder of all ranks, the rank, a pipe and `arguments`. It sends one
+            value through the pipe.
+        arguments: for `target`.
+
+    Raises:
+        RuntimeError: a rank ended without sending a value.
+    """
     # Forked from a process that has imported all modules: two imports would take a minute.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.torchrec"])
     with tempfile.TemporaryDirectory(prefix="recpoint-torchrec-") as name:
-        pipes = [context.Pipe(duplex=False) for _ in range(_RANKS)]
+        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
-            context.Process(target=_rank, args=(Path(name), rank, sizes, rank_end))
+            context.Process(
+                target=_in_group, args=(target, Path(name), rank, ranks, rank_end, *arguments)
+            )
             for rank, (_, rank_end) in enumerate(pipes)
         ]
         for process, (_, rank_end) in zip(processes, pipes, strict=True):
             process.start()
             rank_end.close()  # so that `recv` ends if the rank ends
-        times_of_ranks = []
+        values: list[Any] = []
         for process, (own_end, _) in zip(processes, pipes, strict=True):
             try:
-                times_of_ranks.append(_Times(*own_end.recv()))
+                values.append(own_end.recv())
             except EOFError:
                 process.join()
                 raise RuntimeError(f"a rank ended with {process.exitcode}") from None
             process.join(_PATIENCE_SECONDS)
-        return times_of_ranks
+        return values
+
+
+def _in_group(
+    target: Callable[..., None],
+    folder: Path,
+    rank: int,
+    ranks: int,
+    pipe: Connection,
+    *arguments: object,
+) -> None:
+    warnings.simplefilter("ignore")  # TorchRec's own
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=ranks
+    )
+    target(folder, rank, pipe, *arguments)
+    dist.destroy_process_group()
 
 
 class _Batch:
@@ -187,7 +216,7 @@ class _Ranker(nn.Module):
 
         self.train_module = DLRMTrain(
             DLRM(
-                embedding_bag_collection=_bags(_TABLES, rows, _DIM),
+                embedding_bag_collection=bag_tables(_TABLES, rows, _DIM),
                 dense_in_features=_DENSE_FEATURES,
                 dense_arch_layer_sizes=[512, 256, _DIM],
                 over_arch_layer_sizes=[512, 512, 256, 1],
@@ -200,7 +229,8 @@ class _Ranker(nn.Module):
         return self.train_module.loss_fn(logits, batch.labels), logits
 
 
-def _bags(tables: int, rows: int, dim: int) -> Any:
+def bag_tables(tables: int, rows: int, dim: int) -> Any:
+    """Return a collection of tables without storage, each of one feature."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     return EmbeddingBagCollection(
@@ -214,8 +244,14 @@ def _bags(tables: int, rows: int, dim: int) -> Any:
     )
 
 
-def _sharded(model: nn.Module, bags: Any, path: str) -> Any:
-    """Return the model with all tables of `bags` row-wise, under fused row-wise Adagrad."""
+def row_wise(model: nn.Module, bags: Any, path: str) -> Any:
+    """Return the model, sharded, with all tables row-wise and under fused row-wise Adagrad.
+
+    Args:
+        model: the model.
+        bags: its collection of tables.
+        path: full name of the collection.
+    """
     from torchrec.distributed import sharding_plan as plans
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.types import ShardingPlan
@@ -226,8 +262,8 @@ def _sharded(model: nn.Module, bags: Any, path: str) -> Any:
     plan = plans.construct_module_sharding_plan(
         bags,
         {config.name: plans.row_wise() for config in bags.embedding_bag_configs()},
-        local_size=_RANKS,
-        world_size=_RANKS,
+        local_size=dist.get_world_size(),
+        world_size=dist.get_world_size(),
         device_type="cpu",
         sharder=plans.get_module_to_default_sharders()[type(bags)],
     )
@@ -236,7 +272,7 @@ def _sharded(model: nn.Module, bags: Any, path: str) -> Any:
     )
 
 
-def _lookup(features: int, rows: int, samples: int, generator: torch.Generator) -> Any:
+def lookup(features: int, rows: int, samples: int, generator: torch.Generator) -> Any:
     """Return one id of each feature for each sample; low ids are popular."""
     from torchrec import KeyedJaggedTensor
 
@@ -257,7 +293,7 @@ class _Training:
         torch.manual_seed(7)  # both copies begin with the same values
         ranker = _Ranker(rows)
         bags = ranker.train_module.model.sparse_arch.embedding_bag_collection
-        self.model = _sharded(
+        self.model = row_wise(
             ranker, bags, "train_module.model.sparse_arch.embedding_bag_collection"
         )
         dense = [p for n, p in self.model.named_parameters() if "sparse_arch" not in n]
@@ -284,20 +320,14 @@ class _Training:
         }
 
 
-def _rank(folder: Path, rank: int, sizes: _Sizes, pipe: Connection) -> None:
+def _rank(folder: Path, rank: int, pipe: Connection, sizes: _Sizes) -> None:
     from torchrec.streamable import Pipelineable
 
-    warnings.simplefilter("ignore")  # TorchRec's own
     Pipelineable.register(_Batch)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=_RANKS
-    )
     marking = _MarkClock()
     lookups = {count: _lookups(count, rank, sizes, marking) for count in _FEATURE_COUNTS}
     trained = _pairs(folder, rank, sizes, marking)
     pipe.send(tuple(trained._replace(lookups=lookups)))
-    dist.destroy_process_group()
 
 
 def _pairs(folder: Path, rank: int, sizes: _Sizes, marking: _MarkClock) -> _Times:
@@ -306,7 +336,7 @@ def _pairs(folder: Path, rank: int, sizes: _Sizes, marking: _MarkClock) -> _Time
     batches = [
         _Batch(
             torch.rand(sizes.samples, _DENSE_FEATURES, generator=generator),
-            _lookup(_TABLES, sizes.rows, sizes.samples, generator),
+            lookup(_TABLES, sizes.rows, sizes.samples, generator),
             torch.randint(0, 2, (sizes.samples,), generator=generator).float(),
         )
         for _ in range(64)
@@ -416,15 +446,15 @@ def _lookups(features: int, rank: int, sizes: _Sizes, marking: _MarkClock) -> li
     from recpoint.embeddings.tables.marks import Tracker
     from recpoint.trainer_plugin.integrations.torchrec import find
 
-    model = nn.ModuleDict({"bags": _bags(features, sizes.rows, 8)})
-    sharded = _sharded(model, model["bags"], "bags")
+    model = nn.ModuleDict({"bags": bag_tables(features, sizes.rows, 8)})
+    sharded = row_wise(model, model["bags"], "bags")
     source = find(sharded)
     assert source is not None
     trackers = {table.key: Tracker(table) for table in source.tables}
     source.track(trackers)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(sizes.lookups):
-        ids = _lookup(features, sizes.rows, _LOOKUP_SAMPLES, generator)
+        ids = lookup(features, sizes.rows, _LOOKUP_SAMPLES, generator)
         sharded.module["bags"](ids).values().sum().backward()
     source.untrack()
     seconds, marking.seconds = marking.seconds[1:], []

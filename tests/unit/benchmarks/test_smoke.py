@@ -42,6 +42,7 @@ def not_run_here(name: str) -> set[str]:
     """Figures that this machine cannot measure."""
     lacks = {
         "gpu": not torch.cuda.is_available(),
+        "fulls": not installed(),
         "torchrec": not installed(),
         "tracking": not installed(),
         "quantize": importlib.util.find_spec("fbgemm_gpu") is None,
