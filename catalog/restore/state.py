@@ -49,7 +49,8 @@ def canonical_name(model: nn.Module, name: str) -> str:
     parts = name.split(".")
     if _MAY_WRAP.isdisjoint(parts):
         return name  # the usual case; this is called for each module in a stall
-    parts_kept, module = [], model
+    parts_kept = []
+    module: object = model
     for part in parts:
         wrapper = part in _WRAPPED or (
             part == "module" and isinstance(module, DistributedDataParallel)
@@ -60,7 +61,7 @@ def canonical_name(model: nn.Module, name: str) -> str:
         if submodule is None:
             # A parameter, a buffer, or an attribute that a wrapper forwards to its module.
             submodule = getattr(module, part, None)
-        module = submodule  # type: ignore[assignment]
+        module = submodule
     return ".".join(parts_kept)
 
 

@@ -258,13 +258,13 @@ class ModuleTable(Table):
 
     def before_lookup(self, hook: Callable[..., None]) -> RemovableHandle | None:
         """Hook in before each call of the module; see `Table.before_lookup`."""
-        handle: Any = self.module.register_forward_pre_hook(hook, with_kwargs=True)
-        return handle  # type: ignore[no-any-return]
+        handle: RemovableHandle = self.module.register_forward_pre_hook(hook, with_kwargs=True)
+        return handle
 
     def after_lookup(self, hook: Callable[..., None]) -> RemovableHandle | None:
         """Hook in after each call of the module; see `Table.after_lookup`."""
-        handle: Any = self.module.register_forward_hook(hook, with_kwargs=True)
-        return handle  # type: ignore[no-any-return]
+        handle: RemovableHandle = self.module.register_forward_hook(hook, with_kwargs=True)
+        return handle
 
 
 @runtime_checkable

@@ -236,10 +236,10 @@ class Kernel:
         Returns:
             A handle that ends the marking.
         """
-        handle: Any = self._tbe.register_forward_hook(
+        handle: RemovableHandle = self._tbe.register_forward_hook(
             _ForwardHook(markers, self.table_of), with_kwargs=True
         )
-        return handle  # type: ignore[no-any-return]
+        return handle
 
 
 class _ForwardHook:

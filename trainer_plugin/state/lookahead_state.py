@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from recpoint.errors import SettingsError
 from recpoint.trainer_plugin.state import rng
@@ -39,14 +39,14 @@ def ahead_state(state: Any, forward: int, generators: Mapping[str, Any]) -> dict
     return {_MARK: _VERSION, "reader": state, "forward": forward, "generators": generators}
 
 
-def was_ahead(state: object) -> bool:
+def was_ahead(state: object) -> TypeGuard[Mapping[str, Any]]:
     """Whether a reader's state is one that `Lookahead.state_dict` returned."""
     return isinstance(state, Mapping) and _MARK in state and state.keys() >= _KEYS
 
 
 def goes_forward(state: object) -> bool:
     """Whether batches must be read and dropped after the reader has loaded the state."""
-    return was_ahead(state) and bool(state["forward"])  # type: ignore[index]
+    return was_ahead(state) and bool(state["forward"])
 
 
 def without_lookahead(state: Any) -> Any:
