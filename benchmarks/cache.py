@@ -310,7 +310,7 @@ def _compare(report: Report, folder: Path, sizes: _Sizes, system: str) -> float:
         assert isinstance(planned, CachedPeer)
         for name, peer in peers.items():
             peer.play(5 if name == "no cache" else sizes.warm, wait=0)
-            peer.settle()
+            peer.finish_merges()
         if not planned.cache.stats.written_rows:
             raise RuntimeError("no row has left the cache before the first round")
         per_wait = [
@@ -357,7 +357,7 @@ def _rounds(
         for name in only if number % 2 == 0 else only[::-1]:
             rounds_by_name[name].play(peers[name], sizes.batches, wait)
             start_s = time.perf_counter()
-            peers[name].settle()
+            peers[name].finish_merges()
             merged[name] += time.perf_counter() - start_s
         planned = rounds_by_name["planned cache"]
         slot_bytes = BlockForm.of(_RECORD_BYTES).slot_bytes
@@ -509,12 +509,12 @@ def _one_table(report: Report, folder: Path, sizes: _Sizes) -> None:
             peers.append(peer)
         for peer in peers:
             peer.play(sizes.warm, wait=0)
-            peer.settle()
+            peer.finish_merges()
         rounds = [_Rounds.none() for _ in peers]
         for number in range(sizes.rounds):
             for index in (0, 1) if number % 2 == 0 else (1, 0):
                 rounds[index].play(peers[index], sizes.batches, 0)
-                peers[index].settle()
+                peers[index].finish_merges()
         for rows, peer, peer_rounds, start in zip(
             sizes.one_table, peers, rounds, starts, strict=True
         ):

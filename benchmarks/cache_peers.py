@@ -170,7 +170,7 @@ class Peer(ABC):
         """Return the rows that were read from the home so far, and those written back."""
         return 0, 0
 
-    def settle(self) -> None:
+    def finish_merges(self) -> None:
         """Wait until the home merges nothing, so that nothing is left to the next peer."""
         return
 
@@ -321,9 +321,9 @@ class CachedPeer(Peer):
         layouts = [table.slots.layout for table in self.cache.tables.values()]
         return max(1 if layout is None else layout.size_bytes for layout in layouts)
 
-    def settle(self) -> None:
+    def finish_merges(self) -> None:
         """See `Peer`."""
-        _settle(self.home)
+        _finish_merges(self.home)
 
     def close(self) -> None:
         """See `Peer`."""
@@ -419,9 +419,9 @@ class Uncached(Peer):
         """See `Peer`."""
         return self.moved_rows, self.moved_rows
 
-    def settle(self) -> None:
+    def finish_merges(self) -> None:
         """See `Peer`."""
-        _settle(self.home)
+        _finish_merges(self.home)
 
     def close(self) -> None:
         """See `Peer`."""
@@ -474,7 +474,7 @@ def fill_home(home: Home, rows: Mapping[str, int], *, dim: int = DIM, states: in
         for first in range(0, count, piece):
             ids = torch.arange(first, min(first + piece, count), dtype=torch.int64, device="cpu")
             home.write_back(f"tables.{name}", ids, as_bytes[: len(ids)], batch=0)
-    _settle(home)
+    _finish_merges(home)
 
 
 def state_in_memory(peer: AllInMemory) -> list[Tensor]:
@@ -503,7 +503,7 @@ def same_bits(arrays: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     )
 
 
-def _settle(home: Home) -> None:
+def _finish_merges(home: Home) -> None:
     if not isinstance(home, FileHome):
         return
     while home._merging is not None or (home._failure is None and home._next_merge() is not None):

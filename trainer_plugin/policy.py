@@ -93,14 +93,14 @@ class BaseHistory:
         self.base = base
         self.base_bytes = stored_bytes
         # Increments cut before the first one that waits; their outcomes no longer change.
-        self._settled = Sizes()
-        self._settled_links = links_to_read
+        self._final_sizes = Sizes()
+        self._final_links = links_to_read
         # The other increments, in the order of their cuts -> size and links, once known.
         self._other_links: dict[CheckpointRef, tuple[int, int] | None] = {}
 
     def __len__(self) -> int:
         """Number of checkpoints on this base, including the base, without those that failed."""
-        return 1 + self._settled.number + len(self._other_links)
+        return 1 + self._final_sizes.number + len(self._other_links)
 
     @property
     def waiting(self) -> int:
@@ -121,8 +121,8 @@ class BaseHistory:
         """
         if ref == self.base:
             self.base_bytes = stored_bytes
-            if not self._settled.number:
-                self._settled_links = links_to_read
+            if not self._final_sizes.number:
+                self._final_links = links_to_read
         elif ref in self._other_links:
             self._other_links[ref] = (stored_bytes, links_to_read)
             self._fold_outcomes()
@@ -135,7 +135,7 @@ class BaseHistory:
     @property
     def known(self) -> Sizes:
         """Sizes of the increments whose outcome is known."""
-        sizes = self._settled
+        sizes = self._final_sizes
         for outcome in self._other_links.values():
             if outcome is not None:
                 sizes = sizes.then(outcome[0])
@@ -153,15 +153,15 @@ class BaseHistory:
             if outcome is not None:
                 return outcome[1] + links_after
             links_after += 1
-        return self._settled_links + links_after
+        return self._final_links + links_after
 
     def _fold_outcomes(self) -> None:
         for ref, outcome in list(self._other_links.items()):
             if outcome is None:
                 return
             del self._other_links[ref]
-            self._settled = self._settled.then(outcome[0])
-            self._settled_links = outcome[1]
+            self._final_sizes = self._final_sizes.then(outcome[0])
+            self._final_links = outcome[1]
 
 
 PolicyName = Literal["one_shot", "consecutive", "intermittent", "continuous"]

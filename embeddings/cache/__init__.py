@@ -4,7 +4,7 @@ Read the modules in this order: `slots.py` (the rows in use), `gradients.py` (th
 `residents.py` (which of them must stay), `progress.py` (at which batch a cache is), `mover.py` (the
 home thread, which moves rows between slots and home), `planner.py` (plans the rows of batches and
 hands these out), `slot_lookups.py` (the slots of rows that a module looks up), `cuts.py` with
-`settling.py` and `view.py` (all rows of one moment, for a checkpoint), `steps.py` (the steps of
+`changed_rows.py` and `view.py` (all rows of one moment, for a checkpoint), `steps.py` (the steps of
 optimizers), `cache.py` (puts these parts together), `lookup_hooks.py` (gives modules slots in place
 of ids), `cached_table.py` (a cached table as the rest of recpoint sees it), `reader_plans.py`
 (plans the batches of a reader), `install.py` (puts a model's tables into a cache) and `clipping.py`

@@ -261,7 +261,7 @@ class Cache:
         self.end_failed_step()
         self._trainers.announce_cut()
 
-    def settle(self, *, writes_back: bool = False) -> Callable[[], None]:
+    def prepare_view(self, *, writes_back: bool = False) -> Callable[[], None]:
         """Prepare for a view, which must follow before any row changes.
 
         If rows are to be written back, or if trainers share them, the home thread has all rows that
@@ -280,10 +280,10 @@ class Cache:
             RankLost: a trainer does not answer.
         """
         self.end_failed_step()
-        return self._cuts.settle(writes_back=writes_back)
+        return self._cuts.prepare(writes_back=writes_back)
 
     def stages_at_home(self, name: str) -> bool:
-        """Whether the home has a table's rows after `settle(writes_back=True)`.
+        """Whether the home has a table's rows after `prepare_view(writes_back=True)`.
 
         It can then stage them itself. All trainers answer alike, because they step together.
         """

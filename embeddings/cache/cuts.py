@@ -1,7 +1,7 @@
 """Prepares the slots and the home of a cache for cuts, and makes views of all rows.
 
 A view reads rows as they are when it is made, while training goes on (`view.CacheView`). If all
-rows that have changed are written to the home first (`Cuts.settle`), the home has the rows of the
+rows that have changed are written to the home first (`Cuts.prepare`), the home has the rows of the
 cut, and can stage them itself.
 """
 
@@ -16,8 +16,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from recpoint.embeddings.cache.changed_rows import ChangedRows
 from recpoint.embeddings.cache.mover import Mover
-from recpoint.embeddings.cache.settling import Settling
 from recpoint.embeddings.cache.trainers import Trainers
 from recpoint.embeddings.cache.turns import Act
 from recpoint.embeddings.cache.view import CacheView, SavesRows, TableView
@@ -47,7 +47,7 @@ class Cuts:
         self._trainers = trainers
         self._lock = threading.Lock()  # held while rows are saved, or copied from slots
         self._views: list[SavesRows] = []  # whose rows in slots are not copied yet
-        self._settled: _Frozen | None = None  # by `settle`, for the next view
+        self._prepared: _Frozen | None = None  # by `prepare`, for the next view
 
     def save(self, name: str, slots: Tensor) -> None:
         """Have all views save rows of a table that are about to change, int64 [n] slots."""
@@ -55,29 +55,35 @@ class Cuts:
             for view in self._views:
                 view.save(name, slots)
 
-    def settle(self, *, writes_back: bool) -> Callable[[], None]:
-        """Prepare for a view; see `Cache.settle`."""
+    def prepare(self, *, writes_back: bool) -> Callable[[], None]:
+        """Prepare for a view; see `Cache.prepare_view`."""
         with self._trainers.leaving():
             if writes_back:
                 self._mover.raise_error()
             if not (self._trainers.meet_for_view() or writes_back):
                 return lambda: None
-            return self._begin_settling(writes_back)
+            return self._begin_writing(writes_back)
 
-    def _begin_settling(self, writes_back: bool) -> Callable[[], None]:
-        settling, may_begin = Settling(self._tables, self._lock), threading.Event()
+    def _begin_writing(self, writes_back: bool) -> Callable[[], None]:
+        changed_rows, may_begin = ChangedRows(self._tables, self._lock), threading.Event()
         staged_tables = [name for name in self._tables if writes_back and self.stages_at_home(name)]
         with held():
-            self._views.append(settling)
-            unused, self._settled = self._settled, {}  # of a cut that has failed
+            self._views.append(changed_rows)
+            unused, self._prepared = self._prepared, {}  # of a cut that has failed
             act = self._mover.guarded(
-                partial(self._settle, settling, staged_tables, self._settled, unused or {})
+                partial(
+                    self._write_and_freeze,
+                    changed_rows,
+                    staged_tables,
+                    self._prepared,
+                    unused or {},
+                )
             )
-            self._mover.thread.submit(partial(self._until_over, settling, may_begin, act))
+            self._mover.thread.submit(partial(self._until_over, changed_rows, may_begin, act))
         return may_begin.set
 
     def _until_over(
-        self, settling: Settling, may_begin: threading.Event, act: Callable[[], None]
+        self, changed_rows: ChangedRows, may_begin: threading.Event, act: Callable[[], None]
     ) -> None:
         """Have steps save rows until `act` is over, also if it fails or never begins its work."""
         may_begin.wait()
@@ -85,11 +91,11 @@ class Cuts:
             act()
         finally:
             with self._lock:
-                self._views.remove(settling)
+                self._views.remove(changed_rows)
 
-    def _settle(
+    def _write_and_freeze(
         self,
-        settling: Settling,
+        changed_rows: ChangedRows,
         staged_tables: Sequence[str],
         frozen: _Frozen,
         unused: _Frozen,
@@ -99,7 +105,7 @@ class Cuts:
             self._mover.put_at_home(self._tables[name])
         copied: list[TableRows] = []
         for name in self._tables:
-            if (rows := settling.take(name)) is not None:
+            if (rows := changed_rows.take(name)) is not None:
                 copied.append(rows)
             if sum(rows.records.nbytes for rows in copied) > _COPIED_BYTES:
                 self._mover.write_back(copied)
@@ -113,7 +119,7 @@ class Cuts:
         meeting.meet(Act.FREEZE_CUT)  # later write-backs of any trainer are not in it
 
     def stages_at_home(self, name: str) -> bool:
-        """Whether the home can have a table's rows after `settle`; see `Cache.stages_at_home`."""
+        """Whether the home can have a table's rows after `prepare`; see `Cache.stages_at_home`."""
         return self._tables[name].is_trained
 
     def view(self, parts: Mapping[str, range]) -> CacheView:
@@ -122,21 +128,21 @@ class Cuts:
         Args:
             parts: name of each table -> the rows that may be read.
         """
-        settled, self._settled = self._settled, None
-        if settled is None:
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
             self._mover.raise_error()
             view = CacheView(
                 self._mover.thread.submit, self._lock, self._mover.freeze, self._collected
             )
         else:
-            view = self._settled_view(settled)
+            view = self._prepared_view(prepared)
         for name, rows in self._tables.items():
             view.add(name, TableView(rows.slots, rows.initial, parts[name]))
         self._views.append(view)
         return view
 
-    def _settled_view(self, frozen: _Frozen) -> CacheView:
-        """Return a view of rows that `settle` has written back and frozen."""
+    def _prepared_view(self, frozen: _Frozen) -> CacheView:
+        """Return a view of rows that `prepare` has written back and frozen."""
 
         def take(name: str) -> FrozenRows | None:
             self._mover.raise_error()
@@ -162,11 +168,11 @@ class Cuts:
                 torch.empty((unique_ids.numel(), *array.shape[1:]), dtype=array.dtype, device="cpu")
                 for _, array in self._tables[name].slots.arrays()
             ]
-            unused, self._settled = self._settled, None  # of a cut that has failed
+            unused, self._prepared = self._prepared, None  # of a cut that has failed
             if unused is not None:
                 self._mover.thread.submit(partial(_release_all, unused))
             with held():
-                self.settle(writes_back=False)()
+                self.prepare(writes_back=False)()
             view = self.view(
                 {table: range(rows.slots.rows) for table, rows in self._tables.items()}
             )
@@ -177,9 +183,9 @@ class Cuts:
         return tuple(out[positions] for out in outs)
 
     def begin_anew(self) -> None:
-        """Release what was settled for a cut that has failed. The home thread must be idle."""
-        settled, self._settled = self._settled, None
-        _release_all(settled or {})
+        """Release what was prepared for a cut that has failed. The home thread must be idle."""
+        prepared, self._prepared = self._prepared, None
+        _release_all(prepared or {})
 
 
 def _release_all(frozen: _Frozen) -> None:

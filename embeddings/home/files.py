@@ -1,17 +1,17 @@
 """Keeps the rows of a home in files of one directory, for a table that is larger than memory.
 
-Write-backs are appended to the newest generation of the table (`log.py`) in large sequential
-writes. The index of generations is bounded: at half the bound they are sealed, and a thread merges
-sealed generations, the oldest first, into the table's base file. There the place of a row follows
+Write-backs are appended to the newest log of the table (`log.py`) in large sequential
+writes. The index of logs is bounded: at half the bound they are sealed, and a thread merges
+sealed logs, the oldest first, into the table's base file. There the place of a row follows
 from its id, so the base needs no index, and a row that was never written is a hole.
 
-A fetch looks for a row in the generations, the newest first, and then reads the base. A merge does
-not disturb this: it gives a row in the base the record that readers find in the generation, and
+A fetch looks for a row in the logs, the newest first, and then reads the base. A merge does
+not disturb this: it gives a row in the base the record that readers find in the log, and
 leaves the other bytes of a block as they are.
 
-A freeze seals the newest generation and keeps the generations there are. The rows of a generation
+A freeze seals the newest log and keeps the logs there are. The rows of a log
 that was sealed later are not merged until the freeze is released, so the base keeps the records of
-frozen rows that no kept generation has.
+frozen rows that no kept log has.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from torch import Tensor
 from recpoint.embeddings.home.contract import FrozenRows, Home, TableRows
 from recpoint.embeddings.home.directory import HomeDirectory, HomeFile
 from recpoint.embeddings.home.forms import BatchOrder, HomeTables, TableForm
-from recpoint.embeddings.home.log import Layout, LogGeneration, Targets, require_right
+from recpoint.embeddings.home.log import Layout, RecordLog, Targets, require_right
 from recpoint.errors import HomeError, SettingsError
 from recpoint.kernels.row_blocks import Channel
 
 __all__ = ["FileHome", "FileLimits"]
 
-#: Sealed generations of a table beyond which they are merged, whatever their size: a fetch looks
+#: Sealed logs of a table beyond which they are merged, whatever their size: a fetch looks
 #: into each.
 _MOST_SEALED: Final = 4
 #: Bytes of slots that a merge has in memory.
@@ -106,7 +106,7 @@ class FileHome(Home):
         self._tables: HomeTables[_TableInFiles] = HomeTables(f"the home in {self._directory.path}")
         self._channels = _Channels()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="recpoint-home-read")
-        self._numbers = itertools.count(1)  # of generations
+        self._numbers = itertools.count(1)  # of logs
         self._tables_made = itertools.count(1)
         # Guards what follows, and is notified when a merge may begin or has ended.
         self._changed = threading.Condition()
@@ -132,7 +132,7 @@ class FileHome(Home):
         return _TableInFiles(layout, self._directory, self._channels, self._numbers, self._wake)
 
     def fetch(self, table: str, ids: Tensor, out: Tensor) -> Tensor:
-        """Read records from the newest generation that has them, or from the base."""
+        """Read records from the newest log that has them, or from the base."""
         return self._tables.get(table).fetch(ids, out)
 
     def fetch_all(self, wanted: Sequence[TableRows]) -> list[Tensor]:
@@ -148,7 +148,7 @@ class FileHome(Home):
         return [fetch.result() for fetch in fetches]
 
     def write_back(self, table: str, ids: Tensor, records: Tensor, *, batch: int) -> None:
-        """Append records. Waits for a merge if the index or the log is full."""
+        """Append records. Waits for a merge if the index is full, or the logs are."""
         stored_table = self._tables.get(table)
         stored_table.layout.form.require_records(ids, "records", records)
         self._require_whole()
@@ -167,11 +167,11 @@ class FileHome(Home):
             raise failed.error from failed.error.__cause__
 
     def freeze(self, table: str, rows: range) -> FrozenRows:
-        """Seal the newest generation, and keep all generations there are."""
+        """Seal the newest log, and keep all logs there are."""
         return self._tables.get(table).freeze(rows)
 
     def clear(self, table: str) -> None:
-        """Remove the generations, and empty the base."""
+        """Remove the logs, and empty the base."""
         self._tables.get(table).clear()
 
     def size_bytes(self) -> dict[str, int]:
@@ -207,7 +207,7 @@ class FileHome(Home):
         return max(rows / self._limits.index_rows, log_bytes / self._limits.log_bytes)
 
     def _keep_bounds(self) -> None:
-        """Seal generations if half of a bound is used; wait for merges if all of it is."""
+        """Seal logs if half of a bound is used; wait for merges if all of it is."""
         tables = self._tables.all()
         if self._use(tables, newest_only=True) > 0.5:
             for table in tables:
@@ -248,25 +248,25 @@ class FileHome(Home):
                 )
                 self._merger.start()
 
-    def _next_merge(self) -> tuple[_TableInFiles, LogGeneration] | None:
-        """Return the oldest generation that should be merged now, and may be."""
+    def _next_merge(self) -> tuple[_TableInFiles, RecordLog] | None:
+        """Return the oldest log that should be merged now, and may be."""
         try:
             tables = self._tables.all()
         except HomeError:
             return None  # closed
         is_half_full = self._use(tables, newest_only=False) > 0.5
         mergeable = [
-            (generation.number, table, generation)
+            (log.number, table, log)
             for table in tables
-            if (generation := table.mergeable(at_once=is_half_full)) is not None
+            if (log := table.mergeable(at_once=is_half_full)) is not None
         ]
         if not mergeable:
             return None
-        _, table, generation = min(mergeable, key=lambda candidate: candidate[0])
-        return table, generation
+        _, table, log = min(mergeable, key=lambda candidate: candidate[0])
+        return table, log
 
     def _merge(self) -> None:
-        """Merge one generation after the other until the home is closed. Runs in the thread."""
+        """Merge one log after the other until the home is closed. Runs in the thread."""
         while True:
             with self._changed:
                 self._merging = None
@@ -371,13 +371,13 @@ class _PacedChannels:
 
 
 class _FrozenInFiles(FrozenRows):
-    def __init__(self, table: _TableInFiles, rows: range, generations: list[LogGeneration]) -> None:
+    def __init__(self, table: _TableInFiles, rows: range, logs: list[RecordLog]) -> None:
         self._table: _TableInFiles | None = table
         self._form = table.layout.form
         self._rows = rows
-        self.generations = generations  # the newest first, pinned
+        self.logs = logs  # the newest first, pinned
         #: Generations with a larger number may not be merged.
-        self.newest = generations[0].number if generations else 0
+        self.newest = logs[0].number if logs else 0
 
     def fetch(self, ids: Tensor, out: Tensor) -> Tensor:
         table = self._table
@@ -389,25 +389,25 @@ class _FrozenInFiles(FrozenRows):
                 next_step="freeze the rows again",
             )
         self._form.require_records(ids, "out", out, self._rows)
-        return table.read(self.generations, ids, out)
+        return table.read(self.logs, ids, out)
 
     def release(self) -> None:
         table, self._table = self._table, None
         if table is not None:
             table.release(self)
-            self.generations = []
+            self.logs = []
 
     def drop(self) -> None:
         """The table is closed."""
         self._table = None
-        self.generations = []
+        self.logs = []
 
 
 class _TableInFiles:
     """One table.
 
     Locks are taken in this order: `_merges`, `_writes`, `lock`. `lock` guards the lists, and the
-    newest generation; it is held for microseconds. A home's condition is never waited for, and
+    newest log; it is held for microseconds. A home's condition is never waited for, and
     `wake` never called, with one of them held.
     """
 
@@ -435,49 +435,49 @@ class _TableInFiles:
         except BaseException:
             self._base.remove()
             raise
-        self._newest = self._new_generation()
-        self._sealed: list[LogGeneration] = []  # the newest first
-        self._retired: list[LogGeneration] = []  # merged, kept by readers
+        self._newest = self._new_log()
+        self._sealed: list[RecordLog] = []  # the newest first
+        self._retired: list[RecordLog] = []  # merged, kept by readers
         self._frozen: list[_FrozenInFiles] = []
 
-    def _new_generation(self) -> LogGeneration:
+    def _new_log(self) -> RecordLog:
         number = next(self._numbers)
 
         def make(segment: int) -> HomeFile:
             name = f"table-{self.layout.number:04d}.{number:06d}-{segment:04d}.log"
             return self._directory.make(name)
 
-        return LogGeneration(self.layout, number, self.lock, make)
+        return RecordLog(self.layout, number, self.lock, make)
 
     def fetch(self, ids: Tensor, out: Tensor) -> Tensor:
         self.layout.form.require_records(ids, "out", out)
         targets = Targets(ids, self._base)
-        generations: list[LogGeneration] = []
+        logs: list[RecordLog] = []
         try:
             with self.lock:
                 # Pinned before anything is read, so that no merge removes a file that is read.
-                for generation in (self._newest, *self._sealed):
-                    generation.pin()
-                    generations.append(generation)
+                for log in (self._newest, *self._sealed):
+                    log.pin()
+                    logs.append(log)
                 self._newest.point(targets, out)
-            return self._finish(targets, generations[1:], out)
+            return self._finish(targets, logs[1:], out)
         finally:
             with self.lock:
-                self._unpin(generations)
+                self._unpin(logs)
 
-    def _unpin(self, generations: list[LogGeneration]) -> None:
-        """Let generations go, and forget those that were merged meanwhile."""
-        for generation in generations:
-            generation.unpin()
-        self._retired = [generation for generation in self._retired if generation.is_held]
+    def _unpin(self, logs: list[RecordLog]) -> None:
+        """Let logs go, and forget those that were merged meanwhile."""
+        for log in logs:
+            log.unpin()
+        self._retired = [log for log in self._retired if log.is_held]
 
-    def read(self, generations: list[LogGeneration], ids: Tensor, out: Tensor) -> Tensor:
-        """Read rows from sealed generations, which the caller has pinned, and the base."""
-        return self._finish(Targets(ids, self._base), generations, out)
+    def read(self, logs: list[RecordLog], ids: Tensor, out: Tensor) -> Tensor:
+        """Read rows from sealed logs, which the caller has pinned, and the base."""
+        return self._finish(Targets(ids, self._base), logs, out)
 
-    def _finish(self, targets: Targets, sealed: list[LogGeneration], out: Tensor) -> Tensor:
-        for generation in sealed:
-            generation.point(targets, out)
+    def _finish(self, targets: Targets, sealed: list[RecordLog], out: Tensor) -> Tensor:
+        for log in sealed:
+            log.point(targets, out)
         with self._channels.lend() as channel:
             return targets.read(channel, out, self.layout)
 
@@ -491,21 +491,21 @@ class _TableInFiles:
             self._batches.last = batch
 
     def seal(self) -> None:
-        """Begin a new generation, unless the newest has no rows."""
+        """Begin a new log, unless the newest has no rows."""
         with self._writes, self.lock:
             self._seal()
 
     def _seal(self) -> None:
         if len(self._newest.rows):
             self._sealed.insert(0, self._newest)
-            self._newest = self._new_generation()
+            self._newest = self._new_log()
 
     def freeze(self, rows: range) -> FrozenRows:
         self.layout.form.require_rows(rows)
         with self._writes, self.lock:
             self._seal()
-            for generation in self._sealed:
-                generation.pin()
+            for log in self._sealed:
+                log.pin()
             frozen = _FrozenInFiles(self, rows, list(self._sealed))
             self._frozen.append(frozen)
         self._wake()
@@ -514,11 +514,11 @@ class _TableInFiles:
     def release(self, frozen: _FrozenInFiles) -> None:
         with self.lock:
             self._frozen.remove(frozen)
-            self._unpin(frozen.generations)
+            self._unpin(frozen.logs)
         self._wake()
 
-    def mergeable(self, *, at_once: bool) -> LogGeneration | None:
-        """Return the oldest generation, if it should be merged and no frozen rows forbid it."""
+    def mergeable(self, *, at_once: bool) -> RecordLog | None:
+        """Return the oldest log, if it should be merged and no frozen rows forbid it."""
         with self.lock:
             if not self._sealed or not (at_once or len(self._sealed) > _MOST_SEALED):
                 return None
@@ -527,32 +527,32 @@ class _TableInFiles:
                 return None
             return oldest
 
-    def merge(self, generation: LogGeneration, pace: Callable[[], int]) -> None:
-        """Copy the rows of the oldest generation to the base, and retire the generation.
+    def merge(self, log: RecordLog, pace: Callable[[], int]) -> None:
+        """Copy the rows of the oldest log to the base, and retire the log.
 
-        A freeze that begins meanwhile keeps the generation, so the base does not matter to it.
+        A freeze that begins meanwhile keeps the log, so the base does not matter to it.
 
         Raises:
-            HomeError: a file is damaged, or cannot be read or written. The generation stays.
+            HomeError: a file is damaged, or cannot be read or written. The log stays.
         """
         with self._merges:
-            if not self._sealed or self._sealed[-1] is not generation:
+            if not self._sealed or self._sealed[-1] is not log:
                 return  # cleared
             channels = _PacedChannels(pace)
-            ids, places = generation.rows.items()
+            ids, places = log.rows.items()
             step = max(1, _MERGE_BYTES // self.layout.blocks.slot_bytes)
             for first in range(0, len(ids), step):
                 part = slice(first, first + step)
-                if not self._merge_part(channels, generation, ids[part], places[part]):
+                if not self._merge_part(channels, log, ids[part], places[part]):
                     return
             with self.lock:
                 self._sealed.pop()
-                generation.retire()
-                if generation.is_held:
-                    self._retired.append(generation)
+                log.retire()
+                if log.is_held:
+                    self._retired.append(log)
 
     def _merge_part(
-        self, channels: _PacedChannels, generation: LogGeneration, ids: Tensor, places: Tensor
+        self, channels: _PacedChannels, log: RecordLog, ids: Tensor, places: Tensor
     ) -> bool:
         """Copy rows to the base. Return False if the merge should stop."""
         channel = channels.next()
@@ -561,7 +561,7 @@ class _TableInFiles:
         blocks = self.layout.blocks
         rows = torch.empty(len(ids), blocks.slot_bytes, dtype=torch.uint8, device="cpu")
         targets = Targets(ids, None)
-        generation.point_at(targets, targets.left, places, rows, whole=True)
+        log.point_at(targets, targets.left, places, rows, whole=True)
         targets.read(channel, rows, self.layout, whole=True)
         paths = {self._base.descriptor: self._base.path}
         for part_ids, slots in zip(
@@ -580,8 +580,8 @@ class _TableInFiles:
         with self.lock:
             used = [self._newest] if newest_only else [self._newest, *self._sealed]
         return (
-            sum(len(generation.rows) for generation in used),
-            sum(generation.log_bytes for generation in used),
+            sum(len(log.rows) for log in used),
+            sum(log.log_bytes for log in used),
         )
 
     def clear(self) -> None:
@@ -593,9 +593,9 @@ class _TableInFiles:
                     expected="none when a table is cleared",
                     next_step="release them first",
                 )
-            for generation in (self._newest, *self._sealed):
-                generation.retire()
-            self._newest, self._sealed = self._new_generation(), []
+            for log in (self._newest, *self._sealed):
+                log.retire()
+            self._newest, self._sealed = self._new_log(), []
             self._base.resize(0)
             self._base.resize(self._base_bytes)
             self._batches.last = None
@@ -603,19 +603,17 @@ class _TableInFiles:
     def add_sizes(self, total: dict[str, int]) -> None:
         with self.lock:
             live = [self._newest, *self._sealed]
-            total["index"] += sum(generation.rows.nbytes for generation in live)
-            total["buffers"] += sum(generation.buffer_bytes for generation in live)
-            total["frozen"] += sum(
-                generation.rows.nbytes + generation.buffer_bytes for generation in self._retired
-            )
+            total["index"] += sum(log.rows.nbytes for log in live)
+            total["buffers"] += sum(log.buffer_bytes for log in live)
+            total["frozen"] += sum(log.rows.nbytes + log.buffer_bytes for log in self._retired)
             total["disk"] += self._base.disk_bytes()
-            total["disk"] += sum(generation.disk_bytes() for generation in live + self._retired)
+            total["disk"] += sum(log.disk_bytes() for log in live + self._retired)
 
     def close(self) -> None:
         with self._merges, self._writes, self.lock:
             for frozen in self._frozen:
                 frozen.drop()
-            for generation in (self._newest, *self._sealed, *self._retired):
-                generation.remove()
+            for log in (self._newest, *self._sealed, *self._retired):
+                log.remove()
             self._frozen, self._sealed, self._retired = [], [], []
             self._base.remove()

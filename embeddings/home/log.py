@@ -1,6 +1,6 @@
 """Holds the newest records of a table in append-only files, with an index in memory.
 
-A generation is what was written between two seals. Its newest records are in segments, and the last
+A log is what was written between two seals. Its newest records are in segments, and the last
 of them in a buffer that is not written yet. Once it is sealed it never changes, so it is read
 without a lock, and several readers of frozen rows may share it.
 """
@@ -24,7 +24,7 @@ from recpoint.kernels import row_blocks
 from recpoint.kernels.row_blocks import BlockForm, Channel, State
 from recpoint.kernels.row_map import RowMap
 
-__all__ = ["LogGeneration", "Layout", "Targets", "require_right"]
+__all__ = ["RecordLog", "Layout", "Targets", "require_right"]
 
 #: A file number in `Targets.files`: the record was copied from memory.
 _COPIED: Final = -1
@@ -66,7 +66,7 @@ class Targets:
 
     Args:
         ids: int64 [n].
-        base: the file in which a row lies if no generation has it, in the slot of its id.
+        base: the file in which a row lies if no log has it, in the slot of its id.
     """
 
     def __init__(self, ids: Tensor, base: HomeFile | None) -> None:
@@ -111,15 +111,15 @@ class Targets:
         return is_present
 
 
-class LogGeneration:
+class RecordLog:
     """Rows that were written between two seals.
 
     One thread appends at a time. `lock` guards the index, the buffer and what is written until the
-    generation is sealed; `pins` always.
+    log is sealed; `pins` always.
 
     Args:
         layout: of the table.
-        number: of the generation; later ones have larger numbers.
+        number: of the log; later ones have larger numbers.
         lock: of the table.
         make: makes a segment by its number.
     """
@@ -150,7 +150,7 @@ class LogGeneration:
         in segments, and those in the buffer, which is not emptied before it was written.
 
         Raises:
-            HomeError: a segment cannot be written. The generation takes no more records.
+            HomeError: a segment cannot be written. The log takes no more records.
         """
         layout, appended = self._layout, 0
         # If an earlier call ended early, the slots that it had written are left out.
@@ -184,7 +184,7 @@ class LogGeneration:
             self._written += self._layout.buffer_slots
 
     def point(self, targets: Targets, out: Tensor) -> None:
-        """Direct rows that are left to the places where this generation has them.
+        """Direct rows that are left to the places where this log has them.
 
         Rows in the buffer are copied to `out`. The caller holds `lock`, unless this is sealed.
         """

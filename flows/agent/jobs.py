@@ -67,7 +67,7 @@ class AgentJobs:
                 job_file = self._queue.next_job(staged_run, state)
                 if job_file is None or not self._serve_job(staged_run, state, job_file):
                     break
-            self._persist.settle(state)
+            self._persist.end_answered_run(state)
             jobs = self._queue.jobs(staged_run)
             state.waiting.keep(jobs)
             for finished in state.opened.keys() - set(jobs):

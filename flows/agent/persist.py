@@ -71,7 +71,7 @@ class AgentPersist:
         outcome = persist_job(job_file) if job is None else drive(job).outcome
         log.info("%s", f"{outcome.result} without Prefect {outcome.error}".rstrip())
 
-    def settle(self, state: RunState) -> None:
+    def end_answered_run(self, state: RunState) -> None:
         """End, in the background, the flow run of a job that was answered outside that flow run."""
         awaits = state.awaits
         end = None if awaits is None or awaits.job_file.exists() else self._gate.end_flow_run()
@@ -98,7 +98,7 @@ class AgentPersist:
             None: the job is answered, or waits for other ranks. Otherwise the error: a
             `RecpointError` if the work failed, any other type if Prefect failed.
         """
-        self.settle(state)  # the flow run of a job before this one
+        self.end_answered_run(state)  # the flow run of a job before this one
         results: list[Any] = []
         ended: list[Any] = []  # `flows.persist.Tried`, whose module imports Prefect
         awaits = state.awaits

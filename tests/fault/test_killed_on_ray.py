@@ -26,7 +26,7 @@ from recpoint.embeddings.server.transport import Greeting, Transport
 from recpoint.errors import NothingToRestore
 from tests.cached_training import as_bits
 from tests.fault.kill_points import FAULTS_EVERY
-from tests.fault.test_servers_killed import killed, plain, settling
+from tests.fault.test_servers_killed import killed, plain, waiting
 from tests.polling import until
 from tests.ray_cluster import MISSING, ray_cluster
 from tests.served_training import INTERVAL, Trained
@@ -254,11 +254,11 @@ class Life:
             self._home = home
             trained = Trained(home)
             with trained.checkpointing(self._place) as checkpoints:
-                settle = settling(checkpoints)
+                wait = waiting(checkpoints)
 
                 def after(batch: int) -> None:
                     until(self._is_whole)
-                    settle(batch)
+                    wait(batch)
 
                 done = 0
                 while done < _FEWEST or (self.left and done < _MOST):

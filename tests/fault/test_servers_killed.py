@@ -58,19 +58,19 @@ def killed(pid: int) -> None:
     until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
 
-def settling(checkpoints: Checkpointer) -> Callable[[int], None]:
+def waiting(checkpoints: Checkpointer) -> Callable[[int], None]:
     """Wait after each batch for the checkpoint that was due, so that lives are alike."""
     first = checkpoints.batches_done
 
-    def settled() -> bool:
+    def is_done() -> bool:
         stats = checkpoints.stats
         due = checkpoints.batches_done // INTERVAL - first // INTERVAL
         return stats.committed + stats.failed + stats.cancelled + stats.skipped >= due
 
-    def settle(_: int) -> None:
-        until(settled)
+    def wait(_: int) -> None:
+        until(is_done)
 
-    return settle
+    return wait
 
 
 def test_a_killed_server_shows_in_the_reader_and_a_restore_starts_it_again(place: Place) -> None:
@@ -81,7 +81,7 @@ def test_a_killed_server_shows_in_the_reader_and_a_restore_starts_it_again(place
             pytest.raises(ServerLost) as caught,
             served.checkpointing(place) as checkpoints,
         ):
-            served.train(12, checkpoints, after=settling(checkpoints))
+            served.train(12, checkpoints, after=waiting(checkpoints))
             assert checkpoints.stats.committed == 2
             killed(pids[1])
             served.train(1_000, checkpoints)
@@ -142,7 +142,7 @@ def test_an_agent_that_is_killed_and_comes_back(
         served = Trained(home)
         with served.checkpointing(place, has_agent=False, **settings) as checkpoints:
             with AgentProcess(place.staging, log) as agent:
-                served.train(12, checkpoints, after=settling(checkpoints))
+                served.train(12, checkpoints, after=waiting(checkpoints))
                 assert checkpoints.stats.committed == 2
                 os.kill(agent.process.pid, signal.SIGSTOP)  # it does nothing, and then dies
                 training = thread.submit(served.train, 23, checkpoints)
@@ -220,7 +220,7 @@ class Life:
                             place, at_servers=self._at_servers
                         ) as checkpoints:
                             left = TOTAL - checkpoints.batches_done
-                            trained.train(left, checkpoints, after=settling(checkpoints))
+                            trained.train(left, checkpoints, after=waiting(checkpoints))
                             assert checkpoints.batches_done == TOTAL
                         return trained.is_same_as(plain(TOTAL))
                     except ServerLost:

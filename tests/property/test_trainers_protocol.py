@@ -295,7 +295,7 @@ class Rank:
         dirty = {name: tracker.take() for name, tracker in self.trackers.items()}
         taken = {}
         try:
-            self.cache.settle()()
+            self.cache.prepare_view()()
             view = self.cache.view()
             for name, one in dirty.items():
                 rows = self.cache.tables[name]

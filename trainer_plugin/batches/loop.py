@@ -200,7 +200,7 @@ class Loop:
             SettingsError: the pipeline, or the reader with it, cannot be checkpointed.
         """
         self._count.drive(pipeline)
-        return Pipelined(pipeline, self._settle, self._progressed)
+        return Pipelined(pipeline, self._finish_batches, self._progressed)
 
     def leave(self) -> None:
         """Count what is trained of a loop that is over.
@@ -222,10 +222,10 @@ class Loop:
             )
 
     def _progressed(self) -> None:
-        """Take note that `Pipelined` has trained one more batch; `_settle` counts it."""
+        """Take note that `Pipelined` has trained one more batch; `_finish_batches` counts it."""
         self._uncounted += 1
 
-    def _settle(self) -> None:
+    def _finish_batches(self) -> None:
         """Count the batches that `Pipelined` has trained, and act."""
         if self._land_progressed():
             self._act()

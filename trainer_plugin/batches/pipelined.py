@@ -16,14 +16,16 @@ class Pipelined:
 
     Args:
         pipeline: the pipeline.
-        settle: called before each `progress`: counts the batch before, and cuts a checkpoint if one
-            is due.
+        finish_batches: called before each `progress`: counts the batch before, and cuts a
+            checkpoint if one is due.
         note: called after each `progress`: one more batch is trained.
     """
 
-    def __init__(self, pipeline: Any, settle: Callable[[], None], note: Callable[[], None]) -> None:
+    def __init__(
+        self, pipeline: Any, finish_batches: Callable[[], None], note: Callable[[], None]
+    ) -> None:
         self._pipeline = pipeline
-        self._settle = settle
+        self._finish_batches = finish_batches
         self._note = note
 
     def progress(self, dataloader_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
@@ -34,7 +36,7 @@ class Pipelined:
             SettingsError, RecpointError, BaseException: for the reasons that `Checkpointer.step`
                 gives.
         """
-        self._settle()
+        self._finish_batches()
         output = self._pipeline.progress(dataloader_iter, *args, **kwargs)
         self._note()
         return output

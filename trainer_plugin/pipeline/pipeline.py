@@ -380,7 +380,7 @@ class Pipeline:
         cut: Cut | None = None
         failure: Exception | None = None
         try:
-            stall.callback(self._cutter.cache.settle())
+            stall.callback(self._cutter.cache.prepare())
             window = None if self.ahead is None else self.ahead.window
             slot = self._area.free_slot(self._ledger.busy_slots) if window is None else window.slot
             request = CutRequest(

@@ -48,13 +48,13 @@ class CacheAtCut:
         if self._cache is not None:
             self._cache.announce_cut()
 
-    def settle(self) -> Callable[[], None]:
+    def prepare(self) -> Callable[[], None]:
         """Prepare for a cut, which must follow before training goes on.
 
         With several ranks, each must call it, also if its own cut then fails.
 
         Returns:
-            What to call at the end of the stall, also after an error; see `Cache.settle`.
+            What to call at the end of the stall, also after an error; see `Cache.prepare_view`.
 
         Raises:
             HomeError: rows of a cached table cannot be written to their home.
@@ -66,7 +66,7 @@ class CacheAtCut:
         self.staged_at_home = frozenset(
             name for name in cache.tables if self._at_servers and cache.stages_at_home(name)
         )
-        return cache.settle(writes_back=self._at_servers)
+        return cache.prepare_view(writes_back=self._at_servers)
 
     def view(self) -> CacheView | None:
         """Return what reads the rows of cached tables after the cut; None: no table is cached."""

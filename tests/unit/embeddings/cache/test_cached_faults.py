@@ -86,7 +86,7 @@ def file_limit(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def settled(cache: Cache) -> None:
+def wait_for_home_thread(cache: Cache) -> None:
     """Wait for what the home thread has to do."""
     cache.mover.thread.submit(lambda: None).result()
 
@@ -120,7 +120,7 @@ def test_damage_at_home_is_named_where_training_is(
     trained: Trained, tmp_path: Path, damage: str, by: str
 ) -> None:
     trained.train(30)
-    settled(trained.cache)
+    wait_for_home_thread(trained.cache)
     done = trained.cache.stats.batches
     segments = sorted((tmp_path / "home").glob("*.log"))
     assert len(segments) == 2  # one for each table
@@ -155,7 +155,7 @@ def test_nothing_wrong_is_trained_until_the_damage_is_met(
     trained: Trained, tmp_path: Path, damage: str
 ) -> None:
     trained.train(30)
-    settled(trained.cache)
+    wait_for_home_thread(trained.cache)
     for path in (tmp_path / "home").glob("*.log"):
         DAMAGES[damage][0](path)
     expected = plain_model(sparse=True)
@@ -178,7 +178,7 @@ def test_nothing_wrong_is_trained_until_the_damage_is_met(
 
 def test_a_full_disk_ends_training_at_the_reader(trained: Trained) -> None:
     trained.train(6)
-    settled(trained.cache)
+    wait_for_home_thread(trained.cache)
     with file_limit(2 * 4_096):
         with pytest.raises(HomeError, match=r"table-000\d\.\d+-0000\.log.*File too large.*free"):
             trained.train(200)
@@ -248,7 +248,7 @@ def test_a_fault_fails_the_checkpoint_and_earlier_ones_restore(
         ckpt.mark_all("items")
         if limit is None:
             trained.train(9, ckpt)
-            settled(trained.cache)
+            wait_for_home_thread(trained.cache)
             for path in (tmp_path / "home").glob("*.log"):
                 DAMAGES[fault][0](path)
         with pytest.raises(RecpointError) as caught:
@@ -296,7 +296,7 @@ def test_a_restore_heals_a_cache_whose_home_was_damaged(trained: Trained, tmp_pa
         trained.train(30, ckpt)
         until(lambda: ckpt.stats.committed == 1)
         ckpt.close(final=False)
-    settled(trained.cache)
+    wait_for_home_thread(trained.cache)
     for path in (tmp_path / "home").glob("*.log"):
         flip_all(path)
     with pytest.raises(HomeError):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from recpoint.embeddings.cache.changed_rows import ChangedRows
 from recpoint.embeddings.cache.residents import CachedRows
-from recpoint.embeddings.cache.settling import Settling
 from recpoint.embeddings.cache.slots import TableSlots
 
 CAPACITY = 40_000  # more than are copied at a time
@@ -33,8 +33,8 @@ def table() -> CachedRows:
     return CachedRows(slots, lambda ids: torch.zeros(len(ids), 1), None)
 
 
-def step(settling: Settling, rows: CachedRows, slots: Tensor) -> None:
-    settling.save("t", slots)
+def step(changed_rows: ChangedRows, rows: CachedRows, slots: Tensor) -> None:
+    changed_rows.save("t", slots)
     rows.slots.changed[slots] = True
     rows.slots.weight.data[slots] += 0.5
 
@@ -47,11 +47,11 @@ def values(records: Tensor) -> list[float]:
 def test_rows_are_taken_as_they_were(steps: int) -> None:
     rows = table()
     expected = rows.slots.changed.nonzero().view(-1)
-    settling = Settling({"t": rows}, Lock())
+    changed_rows = ChangedRows({"t": rows}, Lock())
     changing = torch.arange(0, CAPACITY, 4)  # some differ from home's, some do not
     for number in range(steps):
-        step(settling, rows, changing[number::2])
-    taken = settling.take("t")
+        step(changed_rows, rows, changing[number::2])
+    taken = changed_rows.take("t")
     assert taken is not None and taken.table == "t"
     assert taken.ids.tolist() == (2 * expected).tolist()
     assert values(taken.records) == expected.float().tolist()
@@ -62,17 +62,17 @@ def test_rows_are_taken_as_they_were(steps: int) -> None:
 
 def test_what_a_step_changes_after_its_table_was_taken_differs_again() -> None:
     rows = table()
-    settling = Settling({"t": rows}, Lock())
-    settling.take("t")
-    step(settling, rows, torch.tensor([0, 2]))
+    changed_rows = ChangedRows({"t": rows}, Lock())
+    changed_rows.take("t")
+    step(changed_rows, rows, torch.tensor([0, 2]))
     assert rows.slots.changed.nonzero().view(-1).tolist() == [0, 2]
 
 
 def test_of_a_table_without_changes_nothing_is_taken_or_laid_out() -> None:
     rows = table()
     rows.slots.changed.zero_()
-    settling = Settling({"t": rows}, Lock())
-    step(settling, rows, torch.tensor([0, 2]))
-    assert settling.take("t") is None
+    changed_rows = ChangedRows({"t": rows}, Lock())
+    step(changed_rows, rows, torch.tensor([0, 2]))
+    assert changed_rows.take("t") is None
     assert rows.slots.layout is None  # the optimizer may have no states yet
     assert rows.slots.changed.nonzero().view(-1).tolist() == [0, 2]

@@ -15,13 +15,13 @@ from torch import Tensor
 from recpoint.embeddings.cache.residents import CachedRows
 from recpoint.embeddings.home.contract import TableRows
 
-__all__ = ["Settling"]
+__all__ = ["ChangedRows"]
 
 #: Slots that are copied while a step may have to wait: about a millisecond's work.
 _SLOTS_AT_A_TIME: Final = 16_384
 
 
-class Settling:
+class ChangedRows:
     """The rows of a trainer's slots that differ from their home's at the moment when it is made.
 
     Args:
