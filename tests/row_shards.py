@@ -121,6 +121,7 @@ class _ShardTable(Table):
 
 class _Source:
     name = "row_shards"
+    settings_step = "build it as it was"
 
     def __init__(self, modules: Mapping[str, tuple[str, RowShard]]) -> None:
         self._modules = [module for _, module in modules.values()]
@@ -130,6 +131,9 @@ class _Source:
             for name, module in modules.values()
             if len(module.weight)
         ]
+
+    def stores_buffer(self, module: nn.Module, name: str) -> bool:
+        return False
 
     def optimizers(self, given: Sequence[Optimizer]) -> Sequence[Optimizer]:
         return given

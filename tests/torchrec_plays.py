@@ -19,6 +19,12 @@ from recpoint.catalog.store.store import open_store
 from recpoint.embeddings import Uniform, cached, local, read_rows
 from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.trainer_plugin.policy import PolicyName
+from tests.torchrec_collisions import (
+    collided,
+    collided_refused,
+    collisions_refused,
+    mapped_parts_refused,
+)
 from tests.torchrec_model import (
     BAGS,
     ROWS,
@@ -33,8 +39,12 @@ from tests.torchrec_model import (
 
 __all__ = [
     "NEW_ROWS",
+    "collided",
+    "collided_refused",
+    "collisions_refused",
     "found",
     "lived",
+    "mapped_parts_refused",
     "piped",
     "pipelines_refused",
     "plain",

@@ -135,6 +135,11 @@ SOURCE_SETTINGS: Final = (
     "build these tables with the checkpoint's optimizers and hyperparameters; where these differ "
     "between tables, with an optimizer for each, so that TorchRec puts them into separate modules"
 )
+COLLISION_SETTINGS: Final = (
+    "build the managed collision modules with the checkpoint's policy and interval, sharded as "
+    "there, and go on with as many ranks, or with one"
+)
+MAPPED_TABLE: Final = "restore the whole checkpoint: restore() without partial and seed"
 SOURCE_ONLY_HERE: Final = "build these tables without that library, as the checkpoint had them"
 SOURCE_ONLY_THERE: Final = "build these tables with that library, as the checkpoint had them"
 SCHEDULER_COUNT: Final = (

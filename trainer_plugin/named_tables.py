@@ -50,6 +50,7 @@ class NamedTables:
     def delete_rows(self, name: str, ids: Tensor) -> None:
         """Set rows of a table, and their row states, to zero."""
         for piece, tracker in self._pieces(name):
+            _refuse_mapped(piece)
             deleted_ids = held_ids(piece, ids)
             row_states = list(self._optimizers.row_states(piece).tensors.values())
             with held():
@@ -72,3 +73,18 @@ class NamedTables:
             for shard in self._shards
             if shard.name == name and shard.table is not None
         ]
+
+
+def _refuse_mapped(table: Table) -> None:
+    """Refuse a table whose rows belong to other ids over time.
+
+    Raises:
+        SettingsError: row states say which id each row belongs to.
+    """
+    if table.maps_ids:
+        raise SettingsError(
+            f"table {table.name!r}",
+            found="managed collisions, which map ids to its rows",
+            expected="a table whose ids are its rows",
+            next_step="delete nothing: TorchRec's eviction gives rows of old ids to new ones",
+        )

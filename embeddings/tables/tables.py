@@ -170,6 +170,11 @@ class Table(ABC):
         return self.name_in_cache is not None
 
     @property
+    def maps_ids(self) -> bool:
+        """Whether row states say which id each row belongs to; an id is the row's number if not."""
+        return False
+
+    @property
     def row_states(self) -> Mapping[str, Tensor] | None:
         """Optimizer state with one entry for each row, [rows, ...]; restored in place.
 
@@ -312,11 +317,16 @@ class TableSource(Protocol):
         modules: full names in the model (as in `named_modules`) of the modules that hold the
             tables. Their parameters and buffers, and those of their submodules, are left out of the
             dense state.
+        settings_step: what to do where `differences` finds something; the end of a message.
     """
 
     name: str
+    settings_step: str
     tables: Sequence[Table]
     modules: Collection[str]
+
+    def stores_buffer(self, module: nn.Module, name: str) -> bool:
+        """Whether this buffer of a module outside `modules` is left out of the dense state, too."""
 
     def optimizers(self, given: Sequence[Optimizer]) -> Sequence[Optimizer]:
         """Return the given optimizers of the Checkpointer without those that train only `tables`.

@@ -5,6 +5,7 @@ model. `torchrec.py` finds out whether there are such tables, and `torchrec_name
 TorchRec and FBGEMM have all that is read of them. `torchrec_source.py` is the source of the tables.
 `fbgemm.py` marks rows of the kernels that hold them. `train_pipelines.py` recognizes pipelines.
 `torchrec_optimizers.py` finds the optimizers of torch, and warm-ups, in those of TorchRec.
+`managed_collisions.py` keeps what maps raw ids to rows, of tables that are sharded or not.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = ["RateSchedule", "find_sources", "take_apart"]
 #: module that must be loaded already -> module with `find(model) -> TableSource | None`.
 _SOURCES: dict[str, str] = {
     "torchrec.distributed.embedding_types": "recpoint.trainer_plugin.integrations.torchrec",
+    "torchrec.modules.mc_modules": "recpoint.trainer_plugin.integrations.managed_collisions",
 }
 
 

@@ -8,7 +8,7 @@ A dense TBE leaves both to an optimizer of torch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -240,6 +240,31 @@ class Kernel:
             _ForwardHook(markers, self.table_of), with_kwargs=True
         )
         return handle
+
+    def before_lookup(self, hook: Callable[[], None]) -> RemovableHandle:
+        """Call `hook()` before each lookup, also in evaluations.
+
+        Returns:
+            A handle that ends this.
+        """
+        handle: Any = self._tbe.register_forward_pre_hook(_BeforeLookup(hook))
+        return handle  # type: ignore[no-any-return]
+
+
+class _BeforeLookup:
+    """Calls a function before each lookup of a TBE; does nothing in copies of the model."""
+
+    __slots__ = ("_hook",)
+
+    def __init__(self, hook: Callable[[], None] | None = None) -> None:
+        self._hook = hook
+
+    def __call__(self, _module: Any, _args: tuple[Any, ...]) -> None:
+        if self._hook is not None:
+            self._hook()
+
+    def __reduce__(self) -> tuple[type[_BeforeLookup], tuple[()]]:
+        return _BeforeLookup, ()
 
 
 class _ForwardHook:

@@ -39,6 +39,12 @@ _CLASSES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "BatchedFusedEmbedding": ("fused_optimizer",),
         "BatchedFusedEmbeddingBag": ("fused_optimizer",),
     },
+    "torchrec.modules.mc_modules": {
+        "DistanceLFU_EvictionPolicy": (),
+        "LFU_EvictionPolicy": (),
+        "LRU_EvictionPolicy": (),
+        "MCHManagedCollisionModule": (),
+    },
     "torchrec.optim.clipping": {"GradientClippingOptimizer": ()},
     "torchrec.optim.fused": {"FusedOptimizer": ()},
     "torchrec.optim.keyed": {

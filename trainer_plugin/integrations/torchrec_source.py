@@ -7,7 +7,7 @@ Tables are named as in the model before it was sharded: table t1 of a collection
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,8 +21,10 @@ from recpoint.catalog.restore.state import canonical_name
 from recpoint.embeddings.tables.tables import Marker, Table
 from recpoint.errors import SettingsError
 from recpoint.format.manifest import Columns
+from recpoint.trainer_plugin import mismatches
 from recpoint.trainer_plugin.fused_optimizers import same_rate
 from recpoint.trainer_plugin.integrations.fbgemm import Kernel
+from recpoint.trainer_plugin.integrations.managed_collisions import CollisionRows, taken_apart
 from recpoint.trainer_plugin.integrations.torchrec_names import check_attributes
 from recpoint.trainer_plugin.integrations.torchrec_optimizers import torch_optimizers
 
@@ -45,11 +47,13 @@ class ShardTable(Table):
         kernel: the TBE (table-batched embeddings).
         position: position of the shard in the TBE.
         slice: the parameter that a torch optimizer trains; None: the table is fused.
+        collisions: the raw ids of the rows; None: ids are rows.
     """
 
     kernel: Kernel
     position: int
     slice: Tensor | None
+    collisions: CollisionRows | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -92,7 +96,15 @@ class ShardTable(Table):
     @property
     def row_states(self) -> Mapping[str, Tensor] | None:
         """Row states of the fused optimizer; None: a torch optimizer trains the table."""
-        return self.kernel.row_states()[self.position] if self.fused else None
+        if not self.fused:
+            return None
+        states = self.kernel.row_states()[self.position]
+        return states if self.collisions is None else {**states, **self.collisions.states}
+
+    @property
+    def maps_ids(self) -> bool:
+        """Whether managed collisions map ids to the rows."""
+        return self.collisions is not None
 
     @property
     def _config(self) -> Any:
@@ -114,6 +126,7 @@ class TorchRecSource:
     """
 
     name = "torchrec"
+    settings_step = mismatches.SOURCE_SETTINGS
 
     def __init__(self, model: nn.Module, sharded: Sequence[tuple[str, nn.Module]]) -> None:
         self.modules: Collection[str] = [name for name, _ in sharded]
@@ -126,6 +139,7 @@ class TorchRecSource:
         self._handles: list[RemovableHandle] = []
 
     def _shards(self, name: str, module: nn.Module) -> list[ShardTable]:
+        name, module, collision_modules = taken_apart(name, module)
         attribute = _COLLECTIONS.get(type(module))
         if attribute is None:
             raise _refused(
@@ -145,16 +159,23 @@ class TorchRecSource:
                     )
                 holder = getattr(module, attribute)[config.name]
                 table = f"{prefix}.{config.name}"
-                tables.append(
-                    ShardTable(
-                        name=table,
-                        parameter_name=f"{table}.weight",
-                        kernel=kernel,
-                        position=position,
-                        slice=None if kernel.fused else holder.weight,
-                    )
+                shard = ShardTable(
+                    name=table,
+                    parameter_name=f"{table}.weight",
+                    kernel=kernel,
+                    position=position,
+                    slice=None if kernel.fused else holder.weight,
                 )
+                if config.name in collision_modules:
+                    rows = range(shard.first_row, shard.first_row + shard.rows)
+                    collisions = CollisionRows(table, collision_modules[config.name], rows)
+                    shard = replace(shard, collisions=collisions)
+                tables.append(shard)
         return tables
+
+    def stores_buffer(self, module: nn.Module, name: str) -> bool:
+        """Whether it stores a buffer of another module; never."""
+        return False
 
     def optimizers(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
         """Return the torch optimizers among `optimizers`; see `tables.TableSource.optimizers`.
@@ -176,12 +197,19 @@ class TorchRecSource:
                 self._handles.append(
                     kernel.track([_marker(table, markers) for table in kernel_tables])
                 )
+        for table in self._tables:
+            if table.collisions is not None:
+                table.collisions.marker = _marker(table, markers)
+                self._handles.append(table.kernel.before_lookup(table.collisions.follow))
 
     def untrack(self) -> None:
         """Take the hooks out of the model; see `tables.TableSource.untrack`."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for table in self._tables:
+            if table.collisions is not None:
+                table.collisions.marker = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return step counts and hyperparameters of the fused optimizers, by table name."""
@@ -231,6 +259,9 @@ class TorchRecSource:
                 # A TBE has one count of steps. If its tables come from several TBEs, counts differ
                 # only if a TBE took no part in some batches; take the largest, as FBGEMM would.
                 kernel.load_state(max(saved_states, key=lambda state: state["iter"] or 0))
+        for table in self._tables:
+            if table.collisions is not None:
+                table.collisions.write_back()
 
 
 def _joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -6,7 +6,7 @@ A pipeline is known by the names of its classes, so that TorchRec need not be im
 from __future__ import annotations
 
 import sys
-from typing import Final
+from typing import Any, Final
 
 from recpoint.errors import SettingsError
 
@@ -15,6 +15,10 @@ __all__ = ["asking_pipeline", "is_pipeline", "refuse_pipeline"]
 _PIPELINES: Final = frozenset({"TrainPipeline", "GradientAccumulationWrapper"})
 #: They move rows or optimizer states out of GPU memory while a batch is trained.
 _STASHING: Final = frozenset({"TrainPipelineSparseDistEmbStash", "TrainPipelineSparseDistOptStash"})
+#: They look up the rows of a batch, and map its ids, in the step that trains it.
+_LOOKING_UP_IN_STEP: Final = frozenset(
+    {"TrainPipelineBase", "TrainPipelineSparseDist", "TrainPipelineSparseDistLite"}
+)
 #: Frames from `next()` in a pipeline to the code that asks: profilers and wrappers lie between.
 _MOST_FRAMES: Final = 40
 
@@ -44,10 +48,11 @@ def asking_pipeline() -> object | None:
 
 
 def refuse_pipeline(pipeline: object) -> None:
-    """Refuse a pipeline under which a cut would copy memory that has been moved.
+    """Refuse a pipeline under which a cut would copy memory that has been moved, or is ahead.
 
     Raises:
-        SettingsError: the pipeline stashes rows or optimizer states.
+        SettingsError: the pipeline stashes rows or optimizer states; or the model has managed
+            collisions, and the pipeline may map ids of batches that are not trained yet.
     """
     stashing = _names(pipeline) & _STASHING
     if stashing:
@@ -58,6 +63,22 @@ def refuse_pipeline(pipeline: object) -> None:
             expected="a pipeline that leaves them in place",
             next_step="train with TrainPipelineSparseDist",
         )
+    inner = getattr(pipeline, "_pipeline", pipeline)
+    if type(inner).__name__ not in _LOOKING_UP_IN_STEP and _maps_ids(inner):
+        raise SettingsError(
+            f"a {type(inner).__name__}",
+            found="a pipeline that may map ids of later batches before a batch is trained, with a "
+            "model that has managed collisions",
+            expected=f"one of {', '.join(sorted(_LOOKING_UP_IN_STEP))}",
+            next_step="train with TrainPipelineSparseDist",
+        )
+
+
+def _maps_ids(pipeline: object) -> bool:
+    """Whether the pipeline's model has managed collisions."""
+    model: Any = getattr(pipeline, "_model", None)
+    modules = model.modules() if hasattr(model, "modules") else ()
+    return any("ManagedCollisionModule" in _names(module) for module in modules)
 
 
 def _names(value: object) -> set[str]:

@@ -278,6 +278,12 @@ class PartialTarget:
     def _sharded_differences(self, new: str, old: str) -> list[Mismatch]:
         """Return why a sharded or fused table cannot be loaded."""
         pieces = self._tables[new]
+        if pieces[0].maps_ids:
+            text = (
+                f"table {new!r} has managed collisions, and its values alone would be rows of "
+                "other ids"
+            )
+            return [Mismatch(text, mismatches.MAPPED_TABLE)]
         whole = pieces[0].rows == pieces[0].table_rows and pieces[0].columns is None
         if whole and not pieces[0].fused:
             return []

@@ -226,6 +226,11 @@ class WarmStart:
         pieces = self._pieces[name]
         entry, table = self._checkpoint.entries[entry_name], pieces[0]
         self._compare(f"table {name!r}", entry, (table.table_rows, _dim(table)), table.weight.dtype)
+        if table.maps_ids:
+            self._faults.append(
+                f"table {name!r} has managed collisions, and the raw ids of its rows are not read "
+                "from such a checkpoint"
+            )
         self._tables.append(
             _PlannedTable(_Parameter(name=table.parameter_name, entry=entry), pieces)
         )

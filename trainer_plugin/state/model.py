@@ -134,7 +134,7 @@ class ModelState:
                 (buffers, module._buffers, module._non_persistent_buffers_set),
             ):
                 for name, tensor in named.items():
-                    if tensor is None:
+                    if tensor is None or self._is_left_out(module, name):
                         continue
                     full = f"{prefix}.{name}" if prefix else name
                     if id(tensor) not in names_seen:
@@ -145,6 +145,9 @@ class ModelState:
                     if name in unsaved:
                         transient.append(full)
         return _NamedTensors(parameters, buffers, lookups, own_weights, tied, transient)
+
+    def _is_left_out(self, module: nn.Module, name: str) -> bool:
+        return any(source.stores_buffer(module, name) for source in self._sources)
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         return modules_of(self._model, self._sources)

@@ -281,7 +281,7 @@ class TrainingState:
             )
         for name in sorted(saved["sources"].keys() & self._sources.keys()):
             differences += [
-                Mismatch(text, mismatches.SOURCE_SETTINGS)
+                Mismatch(text, self._sources[name].settings_step)
                 for text in self._sources[name].differences(saved["sources"][name])
             ]
         for name in sorted(saved["sources"].keys() ^ self._sources.keys()):

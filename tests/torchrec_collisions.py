@@ -1,0 +1,396 @@
+"""Trains TorchRec models with managed collisions, for tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from recpoint.catalog.run.run import Run
+from recpoint.catalog.store.store import open_store
+
+__all__ = ["collided", "collided_refused", "collisions_refused", "mapped_parts_refused"]
+
+#: Table -> rows and features.
+MAPPED = {"t0": (80, ("f0", "g0")), "t1": (60, ("f1",))}
+DIM = 4
+BATCH = 4
+
+
+class Head(nn.Module):
+    """Computes the loss from looked-up values; a train pipeline does not trace it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = nn.Linear(DIM, 1)
+
+    def forward(self, looked_up: Any) -> Tensor:
+        features = looked_up.to_dict() if hasattr(looked_up, "to_dict") else looked_up
+        total = torch.zeros(DIM)
+        for name in sorted(features.keys()):
+            values = features[name]
+            values = values if isinstance(values, Tensor) else values.values()
+            total = total + values.square().sum(0)
+        loss: Tensor = self.over(total)
+        return loss.reshape(1)
+
+
+class Mapped(nn.Module):
+    """Tables whose raw ids a managed collision module maps, and a dense layer."""
+
+    def __init__(self, kind: str, policy: str, device: str, interval: int = 3) -> None:
+        super().__init__()
+        import torchrec
+        from torchrec.modules import mc_embedding_modules, mc_modules
+
+        is_bag = kind == "EBC"
+        config: Any = torchrec.EmbeddingBagConfig if is_bag else torchrec.EmbeddingConfig
+        configs = [
+            config(name=name, embedding_dim=DIM, num_embeddings=rows, feature_names=list(features))
+            for name, (rows, features) in MAPPED.items()
+        ]
+        collection: Any = (
+            torchrec.EmbeddingBagCollection if is_bag else torchrec.EmbeddingCollection
+        )
+        modules = {
+            name: mc_modules.MCHManagedCollisionModule(
+                zch_size=rows,
+                device=torch.device(device),
+                eviction_policy=getattr(mc_modules, f"{policy}_EvictionPolicy")(),
+                eviction_interval=interval,
+                input_hash_size=4000,
+            )
+            for name, (rows, _) in MAPPED.items()
+        }
+        outer: Any = (
+            mc_embedding_modules.ManagedCollisionEmbeddingBagCollection
+            if is_bag
+            else mc_embedding_modules.ManagedCollisionEmbeddingCollection
+        )
+        self.mapped = outer(
+            collection(tables=configs, device=torch.device(device)),
+            mc_modules.ManagedCollisionCollection(modules, configs),
+        )
+        self.head = Head()
+
+    def forward(self, features: Any) -> tuple[Tensor, Tensor]:
+        """Return the loss of one batch, twice, as train pipelines want it."""
+        loss = self.head(self.mapped(features)[0])
+        return loss, loss.detach()
+
+
+def mapped_batch(step: int, rank: int) -> Any:
+    """Return the features of a step and rank: raw ids, a few often, other ones every 3 steps."""
+    from torchrec import KeyedJaggedTensor
+
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    keys, lengths, values = [], [], []
+    for _, features in MAPPED.values():
+        for feature in features:
+            counts = torch.randint(1, 6, (BATCH,), generator=generator)
+            often = torch.randint(0, 6, (int(counts.sum()),), generator=generator) * 700 + step // 3
+            seldom = torch.randint(0, 4000, often.shape, generator=generator)
+            is_often = torch.rand(often.shape, generator=generator) < 0.5
+            keys.append(feature)
+            lengths.append(counts)
+            values.append(torch.where(is_often, often, seldom))
+    return KeyedJaggedTensor.from_lengths_sync(keys, torch.cat(values), torch.cat(lengths).int())
+
+
+def mapped_model(kind: str, policy: str, *, sharded: bool, interval: int = 3) -> Any:
+    """Return a seeded model, whole or sharded by rows over all ranks."""
+    torch.manual_seed(7)
+    if not sharded:
+        return Mapped(kind, policy, "cpu", interval)
+    import torchrec
+    from torchrec.distributed import sharding_plan as plans
+    from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+    from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.types import ShardingPlan
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    plain = Mapped(kind, policy, "meta", interval)
+    tables = list(plain.mapped._embedding_module.parameters())
+    # Not row-wise: FBGEMM has no eviction of its rows on a CPU ("reset_weight_momentum").
+    apply_optimizer_in_backward(torchrec.optim.Adagrad, tables, {"lr": 0.1})
+    sharder: Any = (
+        ManagedCollisionEmbeddingBagCollectionSharder
+        if kind == "EBC"
+        else ManagedCollisionEmbeddingCollectionSharder
+    )()
+    world = dist.get_world_size()
+    plan = plans.construct_module_sharding_plan(
+        plain.mapped,
+        {name: plans.row_wise() for name in MAPPED},
+        local_size=world,
+        world_size=world,
+        device_type="cpu",
+        sharder=sharder,
+    )
+    return DistributedModelParallel(
+        plain,
+        device=torch.device("cpu"),
+        plan=ShardingPlan(plan={"mapped": plan}),
+        sharders=[sharder],
+    )
+
+
+def _collisions_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return all that decides how the managed collisions of a model go on, as the module has it."""
+    state: dict[str, dict[str, Any]] = {}
+    for name, module in model.named_modules():
+        if not name.endswith(tuple(f"_managed_collision_modules.{table}" for table in MAPPED)):
+            continue
+        mapped: Any = module
+        length = mapped._current_history_buffer_offset
+        state[name] = {
+            **{n: t.clone() for n, t in mapped._buffers.items() if not n.startswith("_history")},
+            **{f"of {n}": t.clone() for n, t in mapped._mch_metadata.items()},
+            **{f"history of {n}": t[:length].clone() for n, t in mapped._history_metadata.items()},
+            "numbers": (
+                mapped._current_iter,
+                mapped._last_eviction_iter,
+                mapped._input_history_buffer_size,
+                length,
+                mapped._evicted,
+            ),
+        }
+        if mapped._input_history_buffer_size >= 0:
+            state[name]["history"] = mapped._history_accumulator[:length].clone()
+    return state
+
+
+def _whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    from recpoint.trainer_plugin.integrations.torchrec import find
+
+    source = find(model)
+    parameters = dict(model.named_parameters())
+    return {
+        "tables": {
+            (table.name, table.first_row): {
+                "weight": table.weight.detach().clone(),
+                **{n: t.clone() for n, t in (table.row_states or {}).items()},
+            }
+            for table in (() if source is None else source.tables)
+        },
+        "parameters": {
+            name.replace("module.", ""): p.detach().clone()
+            for name, p in parameters.items()
+            if source is None or "over" in name
+        },
+        "optimizer": {
+            (number, name): value.clone()
+            for number, state in optimizer.state_dict()["state"].items()
+            for name, value in state.items()
+        },
+        "collisions": _collisions_of(model),
+    }
+
+
+def collided(
+    kind: str,
+    policy: str,
+    run: str,
+    staging: str,
+    steps: int,
+    *,
+    sharded: bool = True,
+    die_at: int | None = None,
+    interval: int = 3,
+    bits: Literal[8] | None = None,
+    pipeline: str = "",
+    replicated: bool = False,
+) -> Any:
+    """Train from the newest checkpoint up to batch `steps`, with a checkpoint every two batches.
+
+    Args:
+        kind: "EBC" or "EC".
+        policy: the eviction policy, by the beginning of its name.
+        die_at: batches after which the process kills itself.
+        interval: batches between two evictions.
+        replicated: whether the model is in `DistributedDataParallel`.
+        pipeline: name of TorchRec's pipeline that trains; "": a plain loop does.
+
+    Returns:
+        All state before the first batch and at the end, the rows given to other ids, the step that
+        was restored, and of rank 0 the rows of each increment.
+    """
+    from recpoint import Checkpointer, Options, Precision, ResumableLoader, Staging
+
+    model = mapped_model(kind, policy, sharded=sharded, interval=interval)
+    parameters = [p for n, p in model.named_parameters() if not sharded or "over" in n]
+    if replicated:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.Adagrad(parameters, lr=0.05)
+    evictions = trained = 0
+    rank = dist.get_rank()
+    batches = [mapped_batch(step, rank) for step in range(steps)]
+    precision = Precision(bits="lossless" if bits is None else bits, small_table_values=0)
+    with Checkpointer(
+        model,
+        optimizer,
+        reader=ResumableLoader(batches) if pipeline else None,
+        run=run,
+        staging=Staging(directory=staging, when_busy="wait"),
+        interval_batches=2,
+        bits=precision,
+        options=Options(on_error="raise", handle_sigterm=False, verify_unmarked_rows=1000),
+    ) as checkpoints:
+        report = checkpoints.restore()
+        begun = _whole_state(model, optimizer)
+        driver = None
+        if pipeline:
+            from torchrec.distributed.train_pipeline import train_pipelines
+
+            driver = getattr(train_pipelines, pipeline)(model, optimizer, torch.device("cpu"))
+            left = checkpoints.batches(total=steps)
+        while checkpoints.batches_done < steps:
+            ids_before = _ids_of_rows(model)
+            if driver is not None:
+                try:
+                    driver.progress(left)
+                except StopIteration:
+                    break
+            else:
+                optimizer.zero_grad()
+                model(batches[checkpoints.batches_done])[0].sum().backward()
+                optimizer.step()
+                checkpoints.step()
+            ids_after = _ids_of_rows(model)
+            evictions += sum(
+                int(((ids_before[name] != ids_after[name]) & (ids_before[name] != _NO_ID)).sum())
+                for name in ids_after
+            )
+            trained += 1
+            if trained == die_at:
+                checkpoints.close(final=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+    return _whole_state(model, optimizer) | {
+        "begun": begun,
+        "served": None if rank else _served(run, kind, policy, model),
+        "restored": report and report.restored.step,
+        "evictions": evictions,
+        "unmarked": checkpoints.stats.unmarked_rows,
+        "increments": _increments(run) if rank == 0 else [],
+    }
+
+
+def _served(run: str, kind: str, policy: str, trained: nn.Module) -> Any:
+    """Return the losses of a follower and of the trained model; or the follower's error."""
+    from recpoint import Follower
+    from recpoint.errors import RecpointError
+
+    served = mapped_model(kind, policy, sharded=False, interval=1)
+    follower = Follower(run, model=served)
+    try:
+        follower.poll()
+    except RecpointError as error:
+        return str(error)
+    features = mapped_batch(100, 0)
+    with torch.no_grad(), follower.reading() as version:
+        losses: Any = version(features)
+        whole = getattr(trained, "module", trained)  # DDP would wait for the other rank
+        return [losses[0], whole.eval()(features)[0]]
+
+
+_NO_ID = torch.iinfo(torch.int64).max
+
+
+def _ids_of_rows(model: nn.Module) -> Mapping[str, Tensor]:
+    """Return the raw id of each row, as the modules have it."""
+    ids = {}
+    for name, state in _collisions_of(model).items():
+        order = state["_mch_remapped_ids_mapping"].argsort()
+        ids[name] = state["_mch_sorted_raw_ids"][order]
+    return ids
+
+
+def collided_refused(**arguments: Any) -> str:
+    """Return the error of `collided` with these arguments."""
+    return _error_of(lambda: collided(**arguments))
+
+
+def mapped_parts_refused(run: str, staging: str) -> dict[str, str]:
+    """Return the errors for parts of a run with sharded tables of policy LRU, on one rank."""
+    from recpoint import Checkpointer, Options, Seed
+
+    model = mapped_model("EBC", "LRU", sharded=True)
+    optimizer = torch.optim.Adagrad([p for n, p in model.named_parameters() if "over" in n])
+    table = "mapped._embedding_module.embedding_bags.t0"
+
+    def checkpointer() -> Any:
+        return Checkpointer(
+            model,
+            optimizer,
+            run=run,
+            staging=staging,
+            interval_batches=2,
+            options=Options(handle_sigterm=False),
+        )
+
+    with checkpointer() as checkpoints:
+        part = _error_of(lambda: checkpoints.restore(partial={"tables": [table]}))
+        checkpoints.close(final=False)
+    with checkpointer() as checkpoints:
+        checkpoints.restore()
+        deleted = _error_of(lambda: checkpoints.delete_rows(table, torch.tensor([1])))
+        checkpoints.close(final=False)
+    weights = Path(run).parent / "weights.pt"
+    torch.save({f"{table}.weight": torch.zeros(MAPPED["t0"][0], DIM)}, weights)
+    new_run = f"{run}-seeded"
+    with Checkpointer(
+        model, optimizer, run=new_run, staging=staging, interval_batches=2
+    ) as checkpoints:
+        seed = Seed(str(weights), tables={table: f"{table}.weight"}, optimizer_states="drop")
+        seeded = _error_of(lambda: checkpoints.restore(seed=seed))
+        checkpoints.close(final=False)
+    return {"part": part, "deleted": deleted, "seeded": seeded}
+
+
+def collisions_refused(folder: str) -> dict[str, str]:
+    """Return the errors for managed collisions that no checkpoint can be taken of."""
+    from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+    from torchrec.modules.mc_modules import LFU_EvictionPolicy
+
+    from recpoint import Checkpointer
+
+    other_policy: Any = type("OtherPolicy", (LFU_EvictionPolicy,), {})
+    errors = {}
+
+    def build(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        Checkpointer(model, optimizer, run=str(Path(folder) / "run"), interval_batches=2)
+
+    model = mapped_model("EBC", "LFU", sharded=False)
+    modules: Any = model.mapped._managed_collision_collection._managed_collision_modules
+    modules["t0"]._eviction_policy = other_policy()
+    errors["policy"] = _error_of(lambda: build(model))
+    modules["t0"] = HashZchManagedCollisionModule(
+        zch_size=16, device=torch.device("cpu"), total_num_buckets=1
+    )
+    errors["hash"] = _error_of(lambda: build(model))
+    model.train()
+    errors["hash on a CPU"] = _error_of(lambda: model(mapped_batch(0, 0)))
+    return errors
+
+
+def _increments(run: str) -> list[int]:
+    """Return the number of dirty rows of each increment."""
+    opened = Run.open(open_store(run))
+    manifests = [opened.manifest(name.step, name.generation) for name in opened.manifest_names()]
+    return [manifest.dirty_rows for manifest in manifests if manifest.kind == "increment"]
+
+
+def _error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:  # TorchRec raises errors of many classes
+        return str(error)
+    return "no error"
