@@ -403,7 +403,7 @@ def _start_restored(
         assert target.manifest is not None  # restore has finished it
         tip: Tip | None = None
         base_history: BaseHistory | None = None
-        # Otherwise no increment may be based on it: a chain has the same ranks and tables throughout.
+        # Otherwise no increment may be based on it: a whole chain has the same ranks and tables.
         if target.manifest.ranks == job.ranks.count and not target.grown:
             tip, base_history = _chain_to_go_on(
                 run, target.manifest, report, policy, record.generation
