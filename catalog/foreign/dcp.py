@@ -29,6 +29,7 @@ from recpoint.catalog.foreign.inert_pickle import (
     unpickled,
 )
 from recpoint.catalog.foreign.torch_file import values_of
+from recpoint.errors import MalformedObject
 
 __all__ = ["METADATA_NAME", "DistributedCheckpoint"]
 
@@ -191,9 +192,13 @@ class DistributedCheckpoint(ForeignCheckpoint):
         if place.size_bytes > _MOST_OBJECT_BYTES:
             self.left_out[name] = f"an object of {place.size_bytes} bytes"
             return
-        value = read_archive(
-            self._open(place.file), self.path / place.file, place.first_byte, place.size_bytes
-        )
+        try:
+            value = read_archive(
+                self._open(place.file), self.path / place.file, place.first_byte, place.size_bytes
+            )
+        except MalformedObject as error:  # a planner of the user may write objects in any form
+            self.left_out[name] = f"an object that cannot be read: {error.found}"
+            return
         for inner, leaf in values_of(value, self.path / place.file):
             full_name = f"{name}.{inner}" if inner else name
             if isinstance(leaf, Scalar) and not isinstance(leaf, bool):

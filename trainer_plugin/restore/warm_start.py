@@ -67,13 +67,16 @@ class _Parameter:
         name: its name in the model; of a table the name of its weight.
         entry: its entry.
         states: key of the optimizer's state -> name of its entry or scalar.
-        keys: the keys of a torch optimizer's state, in its order; None: no state is carried.
+        keys: the keys of a torch optimizer's state, in its order; None: it gets no state.
+        is_fresh: the state is that before the first step; only a table in a cache needs it, because
+            the layout of its rows at home cannot change later.
     """
 
     name: str
     entry: ForeignEntry
     states: dict[str, str] = field(default_factory=dict)
     keys: list[str] | None = None
+    is_fresh: bool = False
 
 
 class _PlannedTable(NamedTuple):
@@ -359,8 +362,12 @@ class WarmStart:
             if not table.cached or planned.parameter.keys or trainer is None:
                 continue
             optimizer, group = trainer
-            has_state = bool(optimizer.state.get(table.weight))
-            if not has_state and (type(optimizer) not in _KEYS or _KEYS[type(optimizer)](group)):
+            if optimizer.state.get(table.weight):
+                continue
+            if type(optimizer) is torch.optim.SparseAdam:  # it begins with zeros
+                planned.parameter.keys = _KEYS[torch.optim.SparseAdam](group)
+                planned.parameter.is_fresh = True
+            elif type(optimizer) not in _KEYS or _KEYS[type(optimizer)](group):
                 self._faults.append(
                     f"table {table.name!r} is cached, and {type(optimizer).__name__} makes its "
                     "state in the first step: carry its state, or load it into a model without a "
@@ -417,6 +424,9 @@ class WarmStart:
         if table.fused:
             return {name: current[name] for name in parameter.states}
         tensors: dict[str, Tensor] = {}
+        if parameter.is_fresh:
+            row_keys = [key for key in parameter.keys or () if key != "step"]
+            return {key: torch.zeros_like(table.weight) for key in row_keys}
         for name, entry_name in parameter.states.items():
             if name == "step":
                 continue
@@ -460,7 +470,7 @@ class WarmStart:
         for piece in self._checkpoint.pieces(parameter.entry.name, cached_rows.part):
             values = self._checkpoint.read(parameter.entry.name, piece)
             records = cached_rows.slots.new_records(values)
-            for name in row_states:
+            for name in parameter.states.keys() & row_states.keys():
                 states = self._checkpoint.read(parameter.states[name], piece)
                 layout.put(records, fields[name], states.contiguous())
             ids = torch.arange(piece.start, piece.stop, dtype=torch.int64, device="cpu")
@@ -478,7 +488,7 @@ class WarmStart:
         """Return a parameter's state without row states, as `OptimizerState.carry` takes it."""
         is_table = any(parameter is planned.parameter for planned in self._tables)
         optimizer, _ = self._state.optimizers.trained_by()[parameter.name]
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {"step": 0} if parameter.is_fresh else {}
         for key, name in parameter.states.items():
             if key == "step":
                 number = self._number(name)

@@ -281,6 +281,18 @@ def test_a_distributed_checkpoint_that_lies_is_refused(tmp_path: Path) -> None:
     refused("the index that")
 
 
+def test_an_object_in_another_form_is_left_out(tmp_path: Path) -> None:
+    path = distributed(tmp_path)
+    index: Any = pickle.loads((path / ".metadata").read_bytes())
+    (place,) = (info for key, info in index.storage_data.items() if key.fqn == "epoch")
+    with (path / place.relative_path).open("r+b") as file:
+        file.seek(place.offset)
+        file.write(bytes(place.length))
+    with open_foreign(str(path)) as checkpoint:
+        assert "cannot be read" in checkpoint.left_out["epoch"] and not checkpoint.scalars
+        assert torch.equal(checkpoint.whole("model.half"), TENSORS["half"])
+
+
 def test_overlapping_chunks_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "d"
     save_distributed({"a": torch.arange(8.0).reshape(4, 2)}, checkpoint_id=path, no_dist=True)

@@ -326,16 +326,12 @@ def test_cached_tables_begin_with_all_rows(
         **arguments({**settings, "handle_sigterm": False, "announce": False}),
     )
     with place.agent(), ckpt:
-        if sparse and states == "drop":
-            with pytest.raises(IncompatibleModel, match="SparseAdam makes its state in the first"):
-                ckpt.restore(seed=seed)
-            return
         ckpt.restore(seed=seed)
         found = cached_training.rows_of_cache(cache)
         expected = cached_training.rows_of_plain(source, optimizers[0])
         if states == "drop":
             fresh: dict[str, tuple[Tensor, ...]] = {
-                name: (arrays[0], torch.full_like(arrays[1], 0.2))
+                name: (arrays[0], *(torch.full_like(a, 0.0 if sparse else 0.2) for a in arrays[1:]))
                 for name, arrays in expected.arrays.items()
             }
             expected = cached_training.Rows(fresh)
@@ -391,3 +387,40 @@ def test_a_checkpoint_of_lightning(place: Place, tmp_path: Path) -> None:
         source = Training(model, [o.optimizer for o in optimizers], Batches(1))
         assert_same(source, new)
         train(new, ckpt, 2)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_lightnings_callback_begins_with_lightnings_checkpoint(
+    place: Place, tmp_path: Path
+) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from recpoint import LightningCallback
+    from tests.lightning_builder import Manual, fit, loader
+
+    seen: dict[str, Any] = {}
+
+    class Looks(lightning.Callback):  # type: ignore[misc,name-defined]
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            seen["model"] = {name: t.clone() for name, t in module.state_dict().items()}
+            seen["states"] = [
+                [{key: t.clone() for key, t in state.items()} for state in optimizer.state.values()]
+                for optimizer in trainer.optimizers
+            ]
+
+    source = fit(Manual(), loader(), validate=False, max_epochs=1)
+    source.save_checkpoint(tmp_path / "a.ckpt")
+    seed = Seed(str(tmp_path / "a.ckpt"), **EVERYTHING, optimizer_states="carry")
+    callback = LightningCallback(
+        run=place.run, staging=place.staging, interval_batches=4, restore={"seed": seed}
+    )
+    with place.agent():
+        fit(Manual(), loader(), Looks(), callback, validate=False, max_epochs=1)
+    expected = source.lightning_module.state_dict()
+    assert seen["model"].keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in seen["model"].items())
+    for optimizer, states in zip(source.optimizers, seen["states"], strict=True):
+        assert len(states) == len(optimizer.state) > 0
+        for state, stored in zip(states, optimizer.state.values(), strict=True):
+            assert all(torch.equal(tensor, stored[key]) for key, tensor in state.items())
+    run = Run.open(open_store(place.run))
+    assert run.manifest(min(name.step for name in run.live_line()), 1).kind == "full"
