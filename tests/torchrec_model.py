@@ -114,11 +114,15 @@ class PooledBatch:
 
 
 class Head(nn.Module):
-    """Computes the loss from pooled embeddings; a train pipeline does not trace it."""
+    """Computes the loss from pooled embeddings; a train pipeline does not trace it.
+
+    It has one parameter: DDP puts several in another order after its first batch, and so three or
+    more ranks add them in another order in the first batch after a restart.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.over = nn.Linear(DIM, 1)
+        self.over = nn.Linear(DIM, 1, bias=False)
 
     def forward(self, pooled: Any) -> Tensor:
         features = pooled.to_dict()

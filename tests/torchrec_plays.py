@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -452,21 +453,33 @@ def dense_of(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
-def piped(how: str, pipeline: str, run: str, staging: str, *, stop_after: int | None = None) -> Any:
+def piped(
+    how: str,
+    pipeline: str,
+    run: str,
+    staging: str,
+    *,
+    kind: str = "row_wise",
+    stop_after: int | None = None,
+    die_at: str | None = None,
+) -> Any:
     """Train ten batches in a pipeline of TorchRec, with a checkpoint every two batches.
 
     Args:
         how: "batches": the pipeline gets `batches()`; "step": it gets the reader, and `step` is
             called; "pipelined": `Checkpointer.pipelined` counts its batches.
         pipeline: name of the pipeline's class; "": a plain loop.
+        kind: how each table is sharded.
         stop_after: batches after which this life stops without a last checkpoint.
+        die_at: phase of the sixth batch of this life in which all ranks kill themselves; see
+            `_die_in`.
     """
     from torchrec.distributed.train_pipeline import train_pipelines
     from torchrec.streamable import Pipelineable
 
     from recpoint import Checkpointer, Options, ResumableLoader, Staging
 
-    model = sharded(dict.fromkeys((*BAGS, *ROWS), "row_wise"), model=PooledRanker())
+    model = sharded(dict.fromkeys((*BAGS, *ROWS), kind), model=PooledRanker())
     Pipelineable.register(PooledBatch)
     dense = [p for name, p in model.named_parameters() if "over" in name]
     optimizer = torch.optim.Adagrad(dense, lr=0.05)
@@ -478,8 +491,10 @@ def piped(how: str, pipeline: str, run: str, staging: str, *, stop_after: int | 
 
     model.register_forward_pre_hook(note)
     reader = ResumableLoader(batches)
-    kind = getattr(train_pipelines, pipeline) if pipeline else None
-    inner = kind and kind(model, optimizer, torch.device("cpu"))
+    pipeline_class = getattr(train_pipelines, pipeline) if pipeline else None
+    inner = pipeline_class and pipeline_class(model, optimizer, torch.device("cpu"))
+    if die_at is not None:
+        _die_in(die_at, model, optimizer, inner, run, Path(f"{staging}.dying"))
     with Checkpointer(
         model,
         optimizer,
@@ -515,6 +530,47 @@ def piped(how: str, pipeline: str, run: str, staging: str, *, stop_after: int | 
         "trained": trained,
         "done": checkpoints.batches_done,
     }
+
+
+def _die_in(phase: str, model: Any, optimizer: Any, pipeline: Any, run: str, folder: Path) -> None:
+    """Have all ranks kill themselves in a phase of the sixth batch.
+
+    Args:
+        phase: "distribution": the batch's ids are on their way to the ranks that hold their rows;
+            "lookup": its rows are about to be looked up; "step": the optimizer's step is done.
+        run: they die when the checkpoint after two batches is committed.
+        folder: where ranks leave a file when they are there; none dies before all are.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batches = 0
+
+    def pass_by(*_: Any, **__: Any) -> None:
+        nonlocal batches
+        batches += 1
+        if batches < 6:
+            return
+        folder.mkdir(exist_ok=True)
+        (folder / str(rank)).touch()
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and (
+            len(list(folder.iterdir())) < ranks
+            or all(name.step < 2 for name in Run.open(open_store(run)).manifest_names())
+        ):
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if phase == "distribution":
+        start = pipeline.start_sparse_data_dist
+
+        def start_and_pass_by(*arguments: Any, **keywords: Any) -> None:
+            start(*arguments, **keywords)
+            pass_by()
+
+        pipeline.start_sparse_data_dist = start_and_pass_by
+    elif phase == "lookup":
+        model.module.bags._lookups[0].register_forward_pre_hook(pass_by)
+    else:
+        optimizer.register_step_post_hook(pass_by)
 
 
 def pipelines_refused(run: str, staging: str) -> dict[str, str]:
