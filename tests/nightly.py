@@ -157,7 +157,7 @@ def _parts() -> dict[str, NightlyPart]:
     parts["combinations"] = NightlyPart(
         goal=("unit", f"PYTEST_ARGS=--nightly combinations {' '.join(combined)}"),
         files=combined,
-        seconds=140.0,
+        seconds=160.0,
     )
     for file in _files_with(r"FAULTS_EVERY|\bat_steps\b"):
         name = Path(file).stem.removeprefix("test_")

@@ -25,6 +25,7 @@ from recpoint import ResumableLoader
 from recpoint.errors import SettingsError
 from recpoint.format import state_tree
 from recpoint.trainer_plugin.state import rng
+from tests.combinations import combinations
 from tests.training_builder import (
     Batches,
     Place,
@@ -84,13 +85,15 @@ def _epochs(loader: ResumableLoader, first: int, taken: list[Any], most: int) ->
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        *("shuffled", "generator", "workers", "kept workers", "distributed"),
-        *(*_SAMPLERS, "batches of a sampler"),
-    ],
+    ("kind", "at"),
+    combinations(
+        [
+            *("shuffled", "generator", "workers", "kept workers", "distributed"),
+            *(*_SAMPLERS, "batches of a sampler"),
+        ],
+        [1, 7, 10, 13],
+    ),
 )
-@pytest.mark.parametrize("at", [1, 7, 10, 13])
 def test_it_goes_on_with_the_next_batch(kind: str, at: int) -> None:
     seed_everything(3)
     batches = _epochs(_loader(kind), 0, [], 1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.embeddings.home.homes import local
 from recpoint.errors import SettingsError
 from tests.cached_training import RowWiseAdagrad, as_bits
+from tests.combinations import combinations
 
 ROWS, DIM, SLOTS = 211, 5, 90
 
@@ -93,13 +95,12 @@ def stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("padding", [None, 2])
-@pytest.mark.parametrize("bag", [False, True])
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_several_lookups_in_one_pass(
-    count: int, bag: bool, padding: int | None, optimizer: str
-) -> None:
+@pytest.mark.parametrize(
+    ("lookups", "optimizer"),
+    combinations(list(itertools.product([2, 3, 4], [False, True], [None, 2])), list(OPTIMIZERS)),
+)
+def test_several_lookups_in_one_pass(lookups: tuple[int, bool, int | None], optimizer: str) -> None:
+    count, bag, padding = lookups
     plain, model, cache = pair(bag=bag, padding=padding)
 
     def train(model: Towers, optimizer: torch.optim.Optimizer, number: int) -> None:

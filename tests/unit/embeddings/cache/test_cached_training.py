@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.cached_training import (
     rows_of_plain,
     train,
 )
+from tests.combinations import combinations
 
 TIGHT = {"users": 8, "items": 24}  # what one batch may need
 AMPLE = {"users": USERS, "items": ITEMS}
@@ -74,10 +76,15 @@ def both(
     return cache
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("window", [1, 7, 300])
-@pytest.mark.parametrize("capacity", [TIGHT, {"users": 30, "items": 40}, AMPLE], ids=str)
-def test_bits_are_those_of_plain_training(name: str, window: int, capacity: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("room", "name"),
+    combinations(
+        list(itertools.product([1, 7, 300], [TIGHT, {"users": 30, "items": 40}, AMPLE])),
+        list(OPTIMIZERS),
+    ),
+)
+def test_bits_are_those_of_plain_training(room: tuple[int, dict[str, int]], name: str) -> None:
+    window, capacity = room
     cache = both(name, capacity, window)
     assert cache.stats.batches == 60
     if capacity != TIGHT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from tests.cached_training import (
     rows_of_plain,
     train,
 )
+from tests.combinations import combinations
 from tests.several_trainers import added, loss_of, present
 from tests.simulated_trainers import Trainer, on_threads
 
@@ -53,12 +55,17 @@ def left_by_break(trainer: Trainer) -> Callable[[], Lookahead]:
     return lambda: reader
 
 
-@pytest.mark.parametrize("readers", [made_once, made_each_time, left_by_break])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize(
+    ("evaluation", "sparse"),
+    combinations(
+        list(itertools.product([made_once, made_each_time, left_by_break], [1, 2, 3])),
+        [True, False],
+    ),
+)
 def test_an_evaluation_in_mid_epoch_changes_nothing(
-    readers: Callable[[Trainer], Callable[[], Lookahead]], ranks: int, sparse: bool
+    evaluation: tuple[Callable[[Trainer], Callable[[], Lookahead]], int], sparse: bool
 ) -> None:
+    readers, ranks = evaluation
     found = on_threads(lambda trainer: _trained(trainer, readers), ranks=ranks, sparse=sparse)
     expected, scores = _whole(ranks, sparse, goes_on=readers is not made_each_time)
     for rank, one in enumerate(found):
