@@ -51,6 +51,7 @@ SUBSET = (
     "tests/unit/trainer_plugin/test_resume.py",
     "tests/unit/trainer_plugin/test_torch_defaults.py",
     "tests/unit/trainer_plugin/test_torchrec.py",
+    "tests/unit/trainer_plugin/test_torchrec_optimizers.py",
     "tests/unit/trainer_plugin/test_torchrec_pipelines.py",
     "tests/unit/catalog/test_restore.py",
     "tests/unit/catalog/test_reshard.py",
@@ -103,14 +104,38 @@ class MatrixEnvironment:
     constrained: bool = False
 
 
-#: From the oldest to the newest.
+#: From the oldest to the newest. Each FBGEMM is built for one torch, and named like its TorchRec.
 ENVIRONMENTS = {
     "oldest": MatrixEnvironment(python="3.11", torch="torch==2.6.0", prefect=("prefect==3.8.8",)),
+    "torchrec-1.5": MatrixEnvironment(
+        python="3.11",
+        torch="torch==2.10.0",
+        prefect=("prefect==3.8.8",),
+        torchrec=("torchrec==1.5.0", "fbgemm-gpu-cpu==1.5.0"),
+    ),
+    "torchrec-1.6": MatrixEnvironment(
+        python="3.11",
+        torch="torch==2.11.0",
+        prefect=("prefect==3.8.8",),
+        torchrec=("torchrec==1.6.1", "fbgemm-gpu-cpu==1.6.0"),
+    ),
+    "torchrec-1.7": MatrixEnvironment(
+        python="3.11",
+        torch="torch==2.12.0",
+        prefect=("prefect==3.8.8",),
+        torchrec=("torchrec==1.7.0", "fbgemm-gpu-cpu==1.7.0"),
+    ),
     "pinned": MatrixEnvironment(
         python="3.12",
         torch="torch==2.13.0",
         torchrec=("torchrec==1.8.0", "fbgemm-gpu-cpu==1.8.0"),
         constrained=True,
+    ),
+    "torchrec-1.9": MatrixEnvironment(
+        python="3.11",
+        torch="torch==2.14.1",
+        prefect=("prefect==3.8.8",),
+        torchrec=("torchrec==1.9.2", "fbgemm-gpu-cpu==1.9.0"),
     ),
     "newest": MatrixEnvironment(
         python="3.13",

@@ -106,7 +106,7 @@ MARKED: Mapping[str, MarkedPart] = {
     "demo": MarkedPart(500, ("dashboards/demo", "examples/")),
     "deployments": MarkedPart(250, ("flows/", "prefect.yaml")),
     "kills": MarkedPart(280, ("catalog/", "flows/", "trainer_plugin/")),
-    "loops": MarkedPart(130, ("trainer_plugin/",)),
+    "loops": MarkedPart(200, ("trainer_plugin/",)),
     "plain-demo": MarkedPart(45, ("dashboards/demo", "examples/", "flows/", "trainer_plugin/")),
     "prefect": MarkedPart(100, ("flows/",)),
     "prometheus": MarkedPart(60, ("dashboards/",)),

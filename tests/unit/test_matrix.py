@@ -25,7 +25,7 @@ def test_the_pinned_environment_has_the_pinned_versions() -> None:
 
 def test_an_unknown_environment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert matrix.main(["newest", "older"]) == 2
-    assert capsys.readouterr().out == "older: expected one of oldest, pinned, newest\n"
+    assert capsys.readouterr().out == f"older: expected one of {', '.join(ENVIRONMENTS)}\n"
 
 
 def test_the_comparison_of_checkpoints_sees_differences() -> None:

@@ -144,7 +144,7 @@ def test_a_lookup_that_no_graph_can_hold_says_so_and_what_to_do() -> None:
             assert one.dirty() == [row] and one.tracker.surprise is None
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_a_model_that_is_scripted_is_refused_by_name_while_its_lookups_are_marked() -> None:
     tracked = Tracked(nn.Embedding(ROWS, 4))
     with pytest.raises(ScriptingRefused, match=f"table {tracked.tracker.table.key!r}") as refused:
