@@ -206,7 +206,7 @@ def collided(
     interval: int = 3,
     bits: Literal[8] | None = None,
     pipeline: str = "",
-    replicated: bool = False,
+    replicated: Literal["", "own buffers", "buffers of rank 0"] = "",
 ) -> Any:
     """Train from the newest checkpoint up to batch `steps`, with a checkpoint every two batches.
 
@@ -215,7 +215,7 @@ def collided(
         policy: the eviction policy, by the beginning of its name.
         die_at: batches after which the process kills itself.
         interval: batches between two evictions.
-        replicated: whether the model is in `DistributedDataParallel`.
+        replicated: whose buffers ranks have in `DistributedDataParallel`; "": it is not used.
         pipeline: name of TorchRec's pipeline that trains; "": a plain loop does.
 
     Returns:
@@ -227,7 +227,9 @@ def collided(
     model = mapped_model(kind, policy, sharded=sharded, interval=interval)
     parameters = [p for n, p in model.named_parameters() if not sharded or "over" in n]
     if replicated:
-        model = nn.parallel.DistributedDataParallel(model)
+        model = nn.parallel.DistributedDataParallel(
+            model, broadcast_buffers=replicated == "buffers of rank 0"
+        )
     optimizer = torch.optim.Adagrad(parameters, lr=0.05)
     evictions = trained = 0
     rank = dist.get_rank()

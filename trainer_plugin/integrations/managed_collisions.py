@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
@@ -77,6 +78,8 @@ def find(model: nn.Module) -> CollisionSource | None:
             sharded_names.append(f"{name}." if name else "")
         if _has_base(module, "ManagedCollisionModule"):
             is_sharded = name.startswith(tuple(sharded_names))
+            if not is_sharded:
+                _refuse_overwritten(model, name)
             collisions[name] = _Collisions(canonical_name(model, name), module, sharded=is_sharded)
     return CollisionSource(collisions) if collisions else None
 
@@ -516,6 +519,32 @@ class _Collisions:
                 found=f"raw id {int(strays[0])}, which another rank looks for here",
                 expected=f"raw ids below the input hash size, {self._module._input_hash_size}",
                 next_step="go on with as many ranks as the checkpoint has, or with one",
+            )
+
+
+def _refuse_overwritten(model: nn.Module, name: str) -> None:
+    """Refuse a module whose buffers other ranks get from rank 0, but not what is outside buffers.
+
+    `DistributedDataParallel` gives them those that it has found when it was built. A new process
+    finds others, because a module makes buffers in its first batch.
+
+    Raises:
+        SettingsError: the module is in such a wrapper.
+    """
+    for above, wrapper in model.named_modules():
+        is_inside = name.startswith(f"{above}." if above else "")
+        if (
+            is_inside
+            and isinstance(wrapper, DistributedDataParallel)
+            and wrapper.broadcast_buffers
+            and dist.get_world_size(wrapper.process_group) > 1
+        ):
+            raise _refused(
+                name,
+                "DistributedDataParallel, which overwrites a part of what each rank has counted "
+                "with that of rank 0",
+                "managed collisions of each rank's own, or sharded ones",
+                "pass broadcast_buffers=False, or shard the tables with DistributedModelParallel",
             )
 
 

@@ -35,6 +35,7 @@ NIGHTLY: dict[str, dict[str, Any]] = {
     "EBC-LFU-2-pipeline": {"pipeline": "TrainPipelineSparseDist"},
     "EC-LRU-2-pipeline": {"pipeline": "TrainPipelineSparseDist"},
     "EBC-LRU-2-every-batch": {"interval": 1},
+    "EC-LRU-2-replicated": {"sharded": False, "replicated": "own buffers"},
     "EBC-LFU-1-sharded": {"sharded": True},
 }
 STEPS = 11
@@ -70,6 +71,7 @@ def played(
     changes: dict[str, dict[str, Any]] = {
         "to three ranks": {"ranks": 3},
         "to no shards": {"ranks": 1, "sharded": False},
+        "to overwritten buffers": {"sharded": False, "replicated": "buffers of rank 0"},
         "to another policy": {"policy": "DistanceLFU"},
         "ahead": {
             "pipeline": "TrainPipelineSemiSync",
@@ -179,6 +181,7 @@ def test_what_cannot_be_restored_is_named(played: dict[tuple[str, str], list[Any
     refused = {name: played["refused", name][0] for life, name in played if life == "refused"}
     assert "TorchRec decides by a raw id which rank maps it" in refused["to three ranks"]
     assert "have the sharded False here and True in" in refused["to no shards"]
+    assert "pass broadcast_buffers=False" in refused["to overwritten buffers"]
     assert "'collisions.last_access_iter': 'I64[]'} here and {" in refused["to another policy"]
     (parts,) = played["refused", "parts"]
     assert "has managed collisions, and its values alone would be rows" in parts["part"]
