@@ -60,7 +60,9 @@ class WarmUp:
         position = state["warm_up"]
         self._optimizer._lr = position["lr"]
         self._optimizer.state[self._optimizer._warmup_param] = {
-            "warmup": torch.tensor([position["steps"], position["stage"]], dtype=torch.long)
+            "warmup": torch.tensor(
+                [position["steps"], position["stage"]], dtype=torch.long, device="cpu"
+            )
         }
 
     def differences(self, state: object) -> list[str]:
