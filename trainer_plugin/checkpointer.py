@@ -200,8 +200,7 @@ class Checkpointer:
                 `{"tables": [names], "dense": [names of dense parameters and buffers]}`, or instead
                 of a list `{name in the model: name in the checkpoint}`. Optimizer state,
                 generators and reader stay as they are, and `batches_done` is 0.
-            seed: if the run has no checkpoint, start from these parts of another run's checkpoint,
-                or of one that another tool wrote.
+            seed: if the run has no checkpoint, start from these parts of another checkpoint.
             validated_only: skip newer checkpoints that nobody has validated.
             validated_within: skip them only if a validated checkpoint is at most this many batches
                 older than the newest; otherwise restore the newest, as by default. Each start may
@@ -209,8 +208,7 @@ class Checkpointer:
                 that the job trains between two failures; otherwise training may never advance.
 
         Returns:
-            A report of what was restored; None if the run had no checkpoint, with `fresh`, or with
-            a `seed` that another tool wrote.
+            A report; None if the run had no checkpoint, with `fresh`, or another tool's `seed`.
 
         Raises:
             IncompatibleModel: the checkpoint does not fit the model; the message names each
