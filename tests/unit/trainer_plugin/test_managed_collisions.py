@@ -276,3 +276,15 @@ def test_free_rows_out_of_order_are_named() -> None:
         _ = collisions.states
     with pytest.raises(SettingsError, match="not mapped to rows 10 … 12, each once"):
         CollisionRows("t", module, range(10, 13))
+
+
+def test_a_tensor_that_took_the_place_of_another_is_read() -> None:
+    from recpoint.trainer_plugin.integrations.managed_collisions import CollisionRows
+
+    module = _module(3)
+    collisions = CollisionRows("t", module, range(10, 13))
+    assert collisions.states["collisions.raw_id"][0] == torch.iinfo(torch.int64).max
+    earlier_ids = module._mch_sorted_raw_ids
+    module._mch_sorted_raw_ids = torch.cat([torch.tensor([7]), earlier_ids[1:]])
+    assert module._mch_sorted_raw_ids._version == earlier_ids._version
+    assert collisions.states["collisions.raw_id"][0] == 7
