@@ -139,9 +139,8 @@ ENVIRONMENTS = {
     ),
     "newest": MatrixEnvironment(
         python="3.13",
-        torch="torch==2.15.0",
+        torch="torch==2.15.0",  # no FBGEMM is built for it yet
         prefect=("prefect==3.9.1",),
-        torchrec=("torchrec==1.9.2", "fbgemm-gpu-cpu==1.9.0"),
     ),
 }
 

@@ -21,13 +21,14 @@ __all__ = [
     "LookupHook",
     "LookupMarker",
     "RewritingLookup",
+    "SAYS_WHY",
     "changes_of",
     "outside_graphs",
     "refuse_capture",
 ]
 
 #: Whether `torch.compiler.disable` takes a reason, as it does from torch 2.7 on.
-_SAYS_WHY: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
+SAYS_WHY: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 
 
 class LookupMarker(Protocol):
@@ -141,7 +142,7 @@ def outside_graphs(
     )
     # This imports nothing new: each torch optimizer has imported the compiler already.
     outside: Callable[..., None] = torch.compiler.disable(
-        mark, **({"reason": reason} if _SAYS_WHY else {})
+        mark, **({"reason": reason} if SAYS_WHY else {})
     )
     return outside
 
