@@ -103,18 +103,19 @@ def first_values(
         padding_row: the row that lookups skip; None: there is none.
 
     Raises:
-        SettingsError: `initial` returns another shape.
+        SettingsError: `initial` returns no tensor, or another shape.
     """
     try:
-        values = initial(table, ids, dim, dtype)
+        values: object = initial(table, ids, dim, dtype)
     except Exception as error:
         error.add_note(f"recpoint called initial(...) for rows of table {table!r}")
         raise
-    if tuple(values.shape) != (len(ids), dim):
+    if not isinstance(values, Tensor) or tuple(values.shape) != (len(ids), dim):
+        shape = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"{values!r:.200}"
         raise SettingsError(
             f"initial(...) of table {table!r}",
-            found=f"shape {tuple(values.shape)}",
-            expected=f"{(len(ids), dim)}",
+            found=shape,
+            expected=f"a tensor of shape {(len(ids), dim)}",
             next_step="return a row for each id",
         )
     if padding_row is not None:

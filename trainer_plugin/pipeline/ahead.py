@@ -55,14 +55,16 @@ class Ahead:
     ) -> None:
         self._reader = reader
         self._fulls_window = fulls_window
-        self._is_increment = False  # the next checkpoint, without a reader
+        # Without a reader: the next checkpoint is to be an increment, so no window opens before it.
+        self._is_declined = False
         self._cutter = cutter
         self._trackers = trackers
         self._ledger = ledger
         self._area = area
         self._is_free = is_free
         self._full_bytes = full_bytes
-        self._reason = self._unplanned = _NOT_READ if reader is not None else _NOT_DUE
+        self._no_window = _NOT_DUE if reader is None else _NOT_READ
+        self._reason = self._no_window
         self._process = os.getpid()
         self.window: Window | None = None
         # As in `Handoff`: Python would end the thread in the middle of a call.
@@ -87,7 +89,7 @@ class Ahead:
         return (
             batches_to_come is not None
             and 0 < batches_to_come <= self._reach
-            and not self._is_increment
+            and not self._is_declined
         )
 
     @property
@@ -127,8 +129,10 @@ class Ahead:
             base_history=self._ledger.base_history,
         )
         if self._reader is None and frozen.link.kind != "full":
-            self._is_increment = True
-            self._reason = "only fulls are copied before their cut without a Lookahead"
+            self._is_declined = True
+            self._reason = (
+                "it was to be an increment, and without a Lookahead only fulls are copied ahead"
+            )
             return
         self.window = self._cutter.open_window(
             self._area.free_slot(self._ledger.busy_slots),
@@ -165,8 +169,8 @@ class Ahead:
         Args:
             tables: the tables of the checkpoint; None: it failed.
         """
-        window, reason, self.window, self._reason = self.window, self._reason, None, self._unplanned
-        self._is_increment = False
+        window, reason, self.window, self._reason = self.window, self._reason, None, self._no_window
+        self._is_declined = False
         if window is not None and window.copied is not None:
             return window.copied
         reason = reason if window is None or window.reason is None else window.reason

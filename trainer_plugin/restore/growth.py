@@ -6,8 +6,9 @@ row states begin as the optimizer begins them:
 
 - A state that exists before the first restore (Adagrad's sum, those of fused optimizers) has the
   same entry for each row then. That entry is copied, because rewinds come after training.
-- Other states are made in the first step. torch's optimizers begin these with zeros, with one
-  exception (Rprop's step sizes). States of other optimizers are refused by name.
+- Other states are made in the first step. torch's optimizers begin these with zeros, with two
+  exceptions (Rprop's step sizes, and ASGD's averages once it averages). These and the states of
+  other optimizers are refused by name.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from recpoint.trainer_plugin.tables import are_pieces, form_of
 
 __all__ = ["Growth", "stored_rows_here"]
 
-#: Optimizers whose row states are zeros before the first step. Subclasses may do something else.
+#: Optimizers whose row states are zeros before the first step, and stay right for a row that is
+#: still untrained at a later step. Subclasses may do something else. ASGD is none of them: once it
+#: averages, the zeros of a new row would be averaged with its values.
 _BEGIN_WITH_ZEROS: Final[tuple[type[Optimizer], ...]] = (
-    torch.optim.ASGD,
     torch.optim.Adadelta,
     torch.optim.Adafactor,
     torch.optim.Adam,
@@ -189,6 +191,29 @@ class Growth:
                         )
                         differences.append(Mismatch(text, mismatches.WHOLE_STATE_OF_NEW_ROWS))
         return differences
+
+    def try_rules(self, tables: Sequence[Table], grown: Mapping[str, int]) -> None:
+        """Compute the values of one new row of each grown table, before anything is restored.
+
+        A rule that raises, or returns something else, then leaves the model as it was.
+
+        Args:
+            tables: tables of this rank.
+            grown: as `grown` returned it.
+
+        Raises:
+            SettingsError: see `first_values`.
+        """
+        for table in tables:
+            if table.name in grown:
+                first_values(
+                    self._initial[table.name],
+                    table.name,
+                    torch.tensor([grown[table.name]], dtype=torch.int64, device="cpu"),
+                    dim=table.dim if table.columns is None else table.columns.of,
+                    dtype=table.weight.dtype,
+                    padding_row=None,
+                )
 
     def begin_rows(self, table: Table, row_states: Mapping[str, Tensor], stored_rows: int) -> None:
         """Write values and row states of the new rows of a table that is not cached.

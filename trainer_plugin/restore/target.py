@@ -92,6 +92,7 @@ class ModelTarget:
         )
         differences += self._growth.differences(self._tables, optimizers, stored_tables, grown)
         self._refuse(manifest, differences)
+        self._growth.try_rules(self._tables, grown)
         self._rows.clear()
         self.changed.clear()
         plain = [table for table in self._tables if not table.cached]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, Optimizer, Rprop, SparseAdam
+from torch.optim import ASGD, SGD, Adagrad, Adam, Optimizer, Rprop, SparseAdam
 
 from recpoint import Continuous, Follower, Intermittent, OneShot, Options, Seed
 from recpoint.catalog.check.check import check
@@ -312,6 +312,10 @@ STATES: dict[str, tuple[MakeOptimizers, str]] = {
         lambda m: [Rprop(m.parameters(), lr=0.1)],
         "the row state 'step_size', which Rprop makes in a step",
     ),
+    "averaged later": (
+        lambda m: [ASGD(m.parameters(), lr=0.1, t0=1)],
+        "the row state 'ax', which ASGD makes in a step",
+    ),
     "of an unknown class": (
         lambda m: [OwnAdam(m.parameters(), lr=0.1)],
         "the row state 'exp_avg', which OwnAdam makes in a step",
@@ -330,6 +334,23 @@ def test_a_row_state_whose_beginning_is_not_known_is_refused(place: Place, case:
     assert f"table 'users' grows, and has {text}" in refusal(
         training(MORE_ROWS, make), place, grow=GROW
     )
+
+
+def _raises(*_: object) -> Tensor:
+    raise KeyError("no rule")
+
+
+@pytest.mark.parametrize("rule", [_raises, lambda *_: [0.0], lambda *_: torch.zeros(1, DIM + 1)])
+def test_a_rule_that_fails_leaves_the_model_as_it_was(place: Place, rule: Any) -> None:
+    first_run(place)
+    grown = training(MORE_ROWS, seed=5)
+    before = {name: value.clone() for name, value in grown.model.state_dict().items()}
+    with (
+        pytest.raises((KeyError, SettingsError)),
+        checkpointer(grown, place, grow={"users": rule}) as ckpt,
+    ):
+        ckpt.restore()
+    assert all(torch.equal(v, before[n]) for n, v in grown.model.state_dict().items())
 
 
 def test_a_row_state_that_was_made_before_the_restore_begins_as_it_is(place: Place) -> None:
