@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from recpoint.catalog.foreign.contents import ForeignCheckpoint
-from recpoint.catalog.foreign.names import renamed
-from recpoint.catalog.foreign.recognize import open_foreign
 from recpoint.cli.reporting import JsonOption, Result, command
 from recpoint.dashboards import terminal
 from recpoint.errors import SettingsError
 from recpoint.units import bytes_text, counted
 
 if TYPE_CHECKING:
+    from recpoint.catalog.foreign.contents import ForeignCheckpoint
     from recpoint.cli.imported_run import PlannedRun
 
 __all__ = ["import_source"]
@@ -65,6 +63,8 @@ def import_source(
     followers, for recpoint restore, and for Seed(RUN). Nothing that a pickle names is imported or
     called.
     """
+    from recpoint.catalog.foreign.recognize import open_foreign  # imports torch
+
     renames = _renames(rename or [])
     with open_foreign(source) as checkpoint:
         entries = _entries(checkpoint, renames)
@@ -82,6 +82,8 @@ def import_source(
 
 
 def _require_matches(source: str, entries: list[dict[str, Any]], renames: dict[str, str]) -> None:
+    from recpoint.catalog.foreign.names import renamed  # imports torch
+
     unmatched = [
         old for old in renames if all(renamed(e["name"], {old: ""}) is None for e in entries)
     ]
@@ -196,6 +198,8 @@ def _renames(words: list[str]) -> dict[str, str]:
 
 
 def _entries(checkpoint: ForeignCheckpoint, renames: dict[str, str]) -> list[dict[str, Any]]:
+    from recpoint.catalog.foreign.names import renamed  # imports torch
+
     entries = []
     for entry in checkpoint.entries.values():
         new = renamed(entry.name, renames)
