@@ -25,6 +25,7 @@ from recpoint.catalog.foreign.contents import (
 from recpoint.catalog.foreign.inert_pickle import (
     MOST_PICKLE_BYTES,
     Unmade,
+    UnreadableTensor,
     read_archive,
     unpickled,
 )
@@ -88,7 +89,7 @@ class DistributedCheckpoint(ForeignCheckpoint):
         except BaseException as error:
             self.close()
             if isinstance(error, KeyError | TypeError | AttributeError | ValueError):
-                if isinstance(error, ValueError) and hasattr(error, "next_step"):
+                if isinstance(error, MalformedObject):
                     raise
                 raise malformed(
                     index_path,
@@ -159,6 +160,9 @@ class DistributedCheckpoint(ForeignCheckpoint):
         if not isinstance(dtype, torch.dtype):
             self.left_out[name] = "a tensor of an unknown dtype"
             return
+        if dtype.is_complex or str(dtype).startswith("torch.q"):
+            self.left_out[name] = f"a tensor of {dtype}"
+            return
         chunks = []
         for chunk in described["chunks"]:
             offsets, sizes = _numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"])
@@ -205,6 +209,8 @@ class DistributedCheckpoint(ForeignCheckpoint):
                 self.scalars[full_name] = leaf
             elif isinstance(leaf, Unmade):
                 self.left_out[full_name] = f"an object of {leaf.class_name}"
+            elif isinstance(leaf, UnreadableTensor):
+                self.left_out[full_name] = leaf.description
 
     def _open(self, name: str) -> BinaryIO:
         if name not in self._files:
@@ -227,6 +233,8 @@ class DistributedCheckpoint(ForeignCheckpoint):
                 found = type(value).__name__
                 if isinstance(value, StoredTensor):
                     found = f"{value.dtype} {list(value.shape)}"
+                elif isinstance(value, UnreadableTensor):
+                    found = value.description
                 raise malformed(
                     path,
                     found=f"{found} at byte {place.first_byte}, a chunk of {name!r:.200}",

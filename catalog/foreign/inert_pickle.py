@@ -22,7 +22,14 @@ import torch
 
 from recpoint.catalog.foreign.contents import StoredTensor, malformed
 
-__all__ = ["MOST_PICKLE_BYTES", "Unmade", "is_archive", "read_archive", "unpickled"]
+__all__ = [
+    "MOST_PICKLE_BYTES",
+    "Unmade",
+    "UnreadableTensor",
+    "is_archive",
+    "read_archive",
+    "unpickled",
+]
 
 #: Most bytes of one pickle; tensors are not in it.
 MOST_PICKLE_BYTES: Final = 256 << 20
@@ -156,6 +163,16 @@ def unpickled(
         ) from error
 
 
+class UnreadableTensor(NamedTuple):
+    """Stands for a tensor, or its storage, whose values are not the bytes of a known dtype.
+
+    Attributes:
+        description: what it is, as a noun.
+    """
+
+    description: str
+
+
 class _Storage(NamedTuple):
     first_byte: int
     size_bytes: int
@@ -271,7 +288,7 @@ class _Archive:
         if self._infos[pickles[0]].file_size > MOST_PICKLE_BYTES:
             raise BadZipFile(f"a pickle of {self._infos[pickles[0]].file_size} bytes")
 
-        def storage(reference: Any) -> _Storage:
+        def storage(reference: Any) -> _Storage | UnreadableTensor:
             return self._storage(folder, reference)
 
         makers = {
@@ -284,8 +301,10 @@ class _Archive:
         content = self._archive.read(pickles[0])
         return unpickled(content, self._path, makers=makers, persistent=storage)
 
-    def _storage(self, folder: str, reference: Any) -> _Storage:
+    def _storage(self, folder: str, reference: Any) -> _Storage | UnreadableTensor:
         kind, dtype, key, _location, count = reference
+        if kind == "storage" and isinstance(dtype, type) and issubclass(dtype, Unmade):
+            return UnreadableTensor(f"a tensor in a {dtype.class_name}")
         info = self._infos.get(f"{folder}data/{key}")
         if kind != "storage" or not isinstance(dtype, torch.dtype) or info is None:
             raise ValueError(f"a storage {str(key)[:50]!r} that the archive does not hold")
@@ -309,9 +328,17 @@ class _Archive:
         return _Storage(first_byte, size_bytes, dtype)
 
     def _tensor(
-        self, storage: Any, first_element: int, shape: Any, strides: Any, *_more: object
-    ) -> StoredTensor:
-        return self._made(storage, storage.dtype, first_element, shape, strides)
+        self,
+        storage: Any,
+        first_element: int,
+        shape: Any,
+        strides: Any,
+        _requires_grad: object = False,
+        _hooks: object = None,
+        metadata: object = None,
+    ) -> StoredTensor | UnreadableTensor:
+        dtype = storage.dtype if isinstance(storage, _Storage) else None
+        return self._made(storage, dtype, first_element, shape, strides, metadata)
 
     def _tensor_of_dtype(
         self,
@@ -322,13 +349,23 @@ class _Archive:
         _requires_grad: object,
         _hooks: object,
         dtype: torch.dtype,
-        *_more: object,
-    ) -> StoredTensor:
-        return self._made(storage, dtype, first_element, shape, strides)
+        metadata: object = None,
+    ) -> StoredTensor | UnreadableTensor:
+        return self._made(storage, dtype, first_element, shape, strides, metadata)
 
     def _made(
-        self, storage: Any, dtype: Any, first_element: Any, shape: Any, strides: Any
-    ) -> StoredTensor:
+        self,
+        storage: Any,
+        dtype: Any,
+        first_element: Any,
+        shape: Any,
+        strides: Any,
+        metadata: object,
+    ) -> StoredTensor | UnreadableTensor:
+        if isinstance(storage, UnreadableTensor):
+            return storage
+        if metadata:  # such as {"neg": True}: its values are the negated bytes
+            return UnreadableTensor(f"a tensor whose values are changed by {metadata!r:.80}")
         if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype):
             raise ValueError("a tensor without a storage")
         tensor = StoredTensor(

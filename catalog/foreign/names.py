@@ -18,6 +18,7 @@ from recpoint.catalog.foreign.contents import ForeignCheckpoint, Scalar
 __all__ = [
     "EntryNames",
     "OptimizerEntries",
+    "OwnParameter",
     "ParameterStates",
     "is_optimizer_state",
     "renamed",
@@ -45,10 +46,11 @@ class EntryNames:
 
     Args:
         names: names of the checkpoint's entries.
-        model_names: names of the model's tensors.
+        model_names: names of the model's tensors that are wanted.
         renames: name or pattern in the checkpoint -> name in the model. A pattern has one `*`, and
             so has the name that it becomes. It is matched with whole names, or with what comes
             after the prefix.
+        stored_names: names in the checkpoint, without the prefix, that are wanted as they are.
 
     Attributes:
         prefix: what comes before the model's names.
@@ -58,9 +60,14 @@ class EntryNames:
     """
 
     def __init__(
-        self, names: Iterable[str], model_names: Collection[str], renames: Mapping[str, str]
+        self,
+        names: Iterable[str],
+        model_names: Collection[str],
+        renames: Mapping[str, str],
+        stored_names: Collection[str] = (),
     ) -> None:
         self.names = frozenset(names)
+        self._stored_names = frozenset(stored_names)
         self.found: dict[str, str] = {}
         self.faults: list[str] = []
         self.prefix = ""
@@ -104,6 +111,8 @@ class EntryNames:
                         self.faults.append(
                             f"{earlier!r} and {name!r} would both become {own_name!r}"
                         )
+                elif rest in self._stored_names:
+                    counts[prefix] += 1
         self.faults += [
             f"no entry matches {old!r}, which names= renames"
             for old in renames
@@ -113,13 +122,15 @@ class EntryNames:
         if len(best) == 2 and best[0][1] == best[1][1]:
             (first, count), (second, _) = sorted(best)
             self.tie = (
-                f"{count} of the model's tensors are both under {first!r} and under {second!r}: "
+                f"{count} of the wanted tensors are both under {first!r} and under {second!r}: "
                 f"say which with names={{'{first}*': '*'}}"
             )
         elif best:
             self.prefix = best[0][0]
             self.found |= {
-                new: name for new, name in matches[self.prefix].items() if new not in self.found
+                new: name
+                for new, name in matches.get(self.prefix, {}).items()
+                if new not in self.found
             }
 
     def entry(self, name: str) -> str | None:
@@ -174,6 +185,20 @@ class ParameterStates(NamedTuple):
     is_listed: bool
 
 
+class OwnParameter(NamedTuple):
+    """A parameter that an optimizer of the model trains.
+
+    Attributes:
+        name: its name in the model.
+        shape: its shape, over all ranks.
+        keys: keys of its state; None: its optimizer is not known.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    keys: Collection[str] | None
+
+
 class OptimizerEntries:
     """Finds the optimizer state of parameters.
 
@@ -182,14 +207,18 @@ class OptimizerEntries:
 
     Args:
         checkpoint: the checkpoint.
-        orders: for each optimizer of the model, the names of its parameters, in its order.
+        orders: for each optimizer of the model, its parameters, in its order.
 
     Attributes:
         faults: a sentence for each thing that cannot be decided.
+        assigned: container -> the numbers in it, and the parameter here that each was given to by
+            order alone.
     """
 
-    def __init__(self, checkpoint: ForeignCheckpoint, orders: list[list[str]]) -> None:
+    def __init__(self, checkpoint: ForeignCheckpoint, orders: list[list[OwnParameter]]) -> None:
         self.faults: list[str] = []
+        self.assigned: dict[str, dict[str, str]] = {}
+        self._entries = checkpoint.entries
         #: Parameter as the checkpoint names it -> container -> key -> name.
         self._by_parameter: dict[str, dict[str, dict[str, str]]] = {}
         #: Container -> names, or numbers, of the parameters that its groups list.
@@ -212,7 +241,7 @@ class OptimizerEntries:
                 containers = self._by_parameter.setdefault(before[:-1], {})
                 containers.setdefault(container, {})[key] = name
 
-    def _number(self, orders: list[list[str]]) -> dict[str, tuple[str, str]]:
+    def _number(self, orders: list[list[OwnParameter]]) -> dict[str, tuple[str, str]]:
         """Return for parameters here the container and number of the checkpoint."""
         containers = [
             container
@@ -222,14 +251,14 @@ class OptimizerEntries:
         numbered: dict[str, tuple[str, str]] = {}
         if not containers:
             return numbered
-        trained = [names for names in orders if names]
+        trained = [parameters for parameters in orders if parameters]
         if len(containers) != len(trained):
             self.faults.append(
                 f"{len(containers)} optimizers with numbered parameters in the checkpoint, and "
                 f"{len(trained)} optimizers here"
             )
             return numbered
-        for container, own_names in zip(containers, trained, strict=True):
+        for container, own_parameters in zip(containers, trained, strict=True):
             numbers = self._listed[container]
             stored_names = self._names.get(container, [])
             if len(stored_names) == len(numbers):
@@ -237,17 +266,77 @@ class OptimizerEntries:
                     str(name): (container, str(number))
                     for name, number in zip(stored_names, numbers, strict=True)
                 }
-            elif len(numbers) != len(own_names):
+            elif len(numbers) != len(own_parameters):
                 self.faults.append(
                     f"{len(numbers)} numbered parameters under {container!r} in the checkpoint, "
-                    f"and {len(own_names)} parameters of the optimizer here"
+                    f"and {len(own_parameters)} parameters of the optimizer here"
                 )
             else:
-                numbered |= {
-                    name: (container, str(number))
-                    for name, number in zip(own_names, numbers, strict=True)
+                self.assigned[container] = {
+                    str(number): parameter.name
+                    for parameter, number in zip(own_parameters, numbers, strict=True)
                 }
+        if self.assigned:
+            self._require_one_order(containers, trained)
+        for container, names in self.assigned.items():
+            numbered |= {name: (container, number) for number, name in names.items()}
         return numbered
+
+    def _require_one_order(self, containers: list[str], trained: list[list[OwnParameter]]) -> None:
+        """Note a fault if optimizers of the checkpoint could as well be taken in another order.
+
+        An optimizer that fits the place of another is an edge between the two. Another order than
+        the one taken exists if, and only if, edges lead from one place to another and back.
+        """
+        places = range(len(containers))
+        reached = [
+            {
+                place
+                for place in places
+                if place != own_place and self._fits(containers[own_place], trained[place])
+            }
+            for own_place in places
+        ]
+        for middle in places:
+            for own_reached in reached:
+                if middle in own_reached:
+                    own_reached |= reached[middle]
+        unclear = [
+            container
+            for place, container in enumerate(containers)
+            if any(
+                other != place
+                and place in reached[other]
+                and (self._has_states(container) or self._has_states(containers[other]))
+                for other in reached[place]
+            )
+        ]
+        if unclear:
+            self.faults.append(
+                f"the optimizers under {unclear!r:.200} number their parameters, and their states "
+                "fit the optimizers here in another order, too, so that the order proves nothing: "
+                "save them with names (SGD(model.named_parameters()), or get_state_dict of "
+                "torch.distributed.checkpoint), or begin with optimizer_states='drop'"
+            )
+
+    def _has_states(self, container: str) -> bool:
+        return any(container in containers for containers in self._by_parameter.values())
+
+    def _fits(self, container: str, own_parameters: list[OwnParameter]) -> bool:
+        """Whether the states of a container have keys and shapes for these parameters."""
+        numbers = self._listed[container]
+        return len(numbers) == len(own_parameters) and all(
+            self._state_fits(self._by_parameter.get(str(number), {}).get(container, {}), parameter)
+            for number, parameter in zip(numbers, own_parameters, strict=True)
+        )
+
+    def _state_fits(self, states: Mapping[str, str], parameter: OwnParameter) -> bool:
+        if not states or parameter.keys is None:
+            return True
+        if not parameter.keys or not states.keys() >= set(parameter.keys):
+            return False
+        entries = [self._entries.get(states[key]) for key in parameter.keys if key != "step"]
+        return all(entry is not None and entry.shape == parameter.shape for entry in entries)
 
     def of(self, parameter: str, entry: str) -> ParameterStates | None:
         """Return the optimizer state of a parameter; None: nothing says that there is any.

@@ -12,7 +12,7 @@ from recpoint.catalog.foreign.torch_file import TorchFile
 from recpoint.errors import ForeignObject, ObjectNotFound
 from recpoint.format.naming import RUN_KEY
 
-__all__ = ["is_foreign", "open_foreign"]
+__all__ = ["is_absent", "is_foreign", "open_foreign"]
 
 _SINGLE_NAME = "model.safetensors"
 _FORMS = (
@@ -29,6 +29,12 @@ def is_foreign(url: str) -> bool:
     """
     path = _local(url)
     return path is not None and _is_foreign(path)
+
+
+def is_absent(url: str) -> bool:
+    """Whether a URL is a local path at which nothing lies."""
+    path = _local(url)
+    return path is not None and not path.exists()
 
 
 def _local(url: str) -> Path | None:

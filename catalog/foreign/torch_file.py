@@ -15,7 +15,7 @@ from recpoint.catalog.foreign.contents import (
     StoredTensor,
     malformed,
 )
-from recpoint.catalog.foreign.inert_pickle import Unmade, read_archive
+from recpoint.catalog.foreign.inert_pickle import Unmade, UnreadableTensor, read_archive
 
 __all__ = ["TorchFile", "values_of"]
 
@@ -65,6 +65,8 @@ class TorchFile(ForeignCheckpoint):
             self.scalars[name] = value
         elif isinstance(value, Unmade):
             self.left_out[name] = f"an object of {value.class_name}"
+        elif isinstance(value, UnreadableTensor):
+            self.left_out[name] = value.description
 
     def read_into(self, name: str, rows: range, target: Tensor) -> None:
         """See `ForeignCheckpoint.read_into`."""
@@ -99,7 +101,9 @@ def values_of(tree: object, path: Path) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping):
             inner = [((*keys, str(key)), item) for key, item in value.items()]
             waiting.extend(reversed(inner))
-        elif isinstance(value, list | tuple) and not isinstance(value, StoredTensor):
+        elif isinstance(value, list | tuple) and not isinstance(
+            value, StoredTensor | UnreadableTensor
+        ):
             inner = [((*keys, str(index)), item) for index, item in enumerate(value)]
             waiting.extend(reversed(inner))
         else:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from recpoint.catalog.foreign.contents import ForeignCheckpoint
-from recpoint.catalog.foreign.recognize import is_foreign, open_foreign
+from recpoint.catalog.foreign.recognize import is_absent, is_foreign, open_foreign
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import RestoreReport, restore
 from recpoint.catalog.run.leases import reading
@@ -29,6 +29,7 @@ from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.tables.tables import Table
 from recpoint.errors import (
     FormatError,
+    NothingToRestore,
     ObjectNotFound,
     SettingsError,
 )
@@ -521,6 +522,13 @@ def _start_seeded(
             found=f"no checkpoint of another tool in {seed.url}",
             expected="names= only for such a checkpoint, in a local path",
             next_step="check the path; of a run, rename with Seed(tables={NEW: NAME})",
+        )
+    if is_absent(seed.url):
+        raise NothingToRestore(
+            seed.url,
+            found="no file or directory at that path, and no run",
+            expected="the URL of a run, or the path of another tool's checkpoint",
+            next_step="check the path",
         )
     target = PartialTarget(tables, state, seed.parts)
     store = store_of(seed.url)

@@ -10,7 +10,7 @@ a table, and by the largest dense tensor that is sharded or whose elements share
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from recpoint.catalog.foreign.contents import ForeignCheckpoint, ForeignEntry
-from recpoint.catalog.foreign.names import EntryNames, OptimizerEntries
+from recpoint.catalog.foreign.names import EntryNames, OptimizerEntries, OwnParameter
 from recpoint.catalog.restore.in_place import shares_memory
 from recpoint.embeddings.cache.cache import Cache
 from recpoint.embeddings.tables.tables import Table
@@ -32,10 +32,12 @@ from recpoint.trainer_plugin.tables import can_hold, is_piece
 
 __all__ = ["WarmStart"]
 
-_log = logging.getLogger("recpoint")
-
 #: The name that TorchRec's checkpoints give to the one row state of fused Adagrad.
 _MOMENTUM: Final = {"sum": "momentum1"}
+#: Dtypes of a count of steps with which torch's optimizers go on counting.
+_STEP_DTYPES: Final = (torch.float32, torch.float64)
+#: Largest count of steps that a float64 holds exactly.
+_MOST_STEPS: Final = 2**53
 #: Most names in one line of the log.
 _NAMES_IN_A_LINE: Final = 20
 
@@ -118,6 +120,7 @@ class WarmStart:
         self._tables: list[_PlannedTable] = []
         self._dense: list[_Parameter] = []
         self._faults: list[str] = []
+        self._assigned: Mapping[str, Mapping[str, str]] = {}
 
     def plan(self) -> None:
         """Find an entry for each wanted tensor, and check that it fits.
@@ -128,10 +131,7 @@ class WarmStart:
         """
         weights = {name: pieces[0].parameter_name for name, pieces in self._pieces.items()}
         live_tensors, saved_names = self._state.model.tensors(), self._state.model.saved_names()
-        self._names = EntryNames(
-            self._checkpoint.entries, [*weights.values(), *saved_names], self._seed.names
-        )
-        self._faults += self._names.faults
+        self._find_entries(weights, saved_names)
         for table, entry in self._wanted_tables(weights).items():
             self._plan_table(table, entry)
         for name, entry in self._wanted_dense(saved_names).items():
@@ -150,6 +150,28 @@ class WarmStart:
                 "tables= and dense= only what the checkpoint holds: recpoint import PATH lists it",
             )
 
+    def _find_entries(self, weights: Mapping[str, str], saved_names: Mapping[str, str]) -> None:
+        """Find the entries of what is wanted, so that only these names say which prefix counts."""
+        names, stored_names = [], []
+        if not isinstance(self._seed.tables, Mapping):
+            names += [weights[t] for t in self._matching_tables(weights) if t in weights]
+        if not isinstance(self._seed.dense, Mapping):
+            matches = self._expanded(self._seed.dense, saved_names)
+            first_names = {saved_names[name] for name in matches}
+            names += [alias for alias, name in saved_names.items() if name in first_names]
+        for parts in (self._seed.tables, self._seed.dense):
+            for old in parts.values() if isinstance(parts, Mapping) else ():
+                if not self._checkpoint.entries.keys() & {old, f"{old}.weight"}:
+                    stored_names += [old, f"{old}.weight"]
+        self._names = EntryNames(self._checkpoint.entries, names, self._seed.names, stored_names)
+        self._faults += self._names.faults
+
+    def _matching_tables(self, weights: Mapping[str, str]) -> list[str]:
+        """Return the tables, over all ranks, that the names and patterns of the seed match."""
+        return self._expanded(
+            list(self._seed.tables), {**weights, **dict.fromkeys(self._elsewhere)}
+        )
+
     def _wanted_tables(self, weights: Mapping[str, str]) -> dict[str, str]:
         """Return table here -> name of its entry."""
         if isinstance(self._seed.tables, Mapping):
@@ -157,12 +179,9 @@ class WarmStart:
                 new: self._named(old, f"table {new!r}") for new, old in self._parts.tables.items()
             }
         else:
-            expanded = self._expanded(
-                self._seed.tables, {**weights, **dict.fromkeys(self._elsewhere)}
-            )
             named = {
                 table: self._searched(weights[table], f"table {table!r}")
-                for table in expanded
+                for table in self._matching_tables(weights)
                 if table in weights
             }
         known_names = weights.keys() | self._elsewhere
@@ -199,7 +218,11 @@ class WarmStart:
     def _expanded(self, patterns: Sequence[str], names: Mapping[str, object]) -> list[str]:
         matches: dict[str, None] = {}
         for pattern in patterns:
-            found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+            found = (
+                [pattern]
+                if pattern in names
+                else [name for name in names if fnmatchcase(name, pattern)]
+            )
             if not found:
                 self._faults.append(
                     f"nothing in the model matches {pattern!r}{near(pattern, names)}"
@@ -209,7 +232,9 @@ class WarmStart:
 
     def _named(self, old: str, text: str) -> str | None:
         entry = self._names.entry(old)
-        if entry is None:
+        if entry is None and self._names.tie is not None:
+            self._faults.append(self._names.tie)
+        elif entry is None:
             self._faults.append(
                 f"{text}: {old!r} is not in the checkpoint{near(old, self._names.names)}"
             )
@@ -263,12 +288,17 @@ class WarmStart:
 
     def _plan_states(self) -> None:
         trained = self._state.optimizers.trained_by()
-        orders: dict[int, list[str]] = {
+        shapes = {name: tuple(t.shape) for name, t in self._state.model.tensors().items()}
+        for table, *_ in self._pieces.values():
+            shapes[table.parameter_name] = (table.table_rows, _dim(table))
+        orders: dict[int, list[OwnParameter]] = {
             id(optimizer): [] for optimizer in self._state.optimizers.optimizers
         }
-        for name, (optimizer, _) in trained.items():
-            orders[id(optimizer)].append(name)
+        for name, (optimizer, group) in trained.items():
+            keys = _KEYS[type(optimizer)](group) if type(optimizer) in _KEYS else None
+            orders[id(optimizer)].append(OwnParameter(name, shapes[name], keys))
         stored = OptimizerEntries(self._checkpoint, list(orders.values()))
+        self._assigned = stored.assigned
         self._faults += stored.faults
         found_faults = len(stored.faults)
         for planned in self._tables:
@@ -339,13 +369,35 @@ class WarmStart:
         for key in keys:
             parameter.states[key] = states.names[key]
             entry = self._checkpoint.entries.get(states.names[key])
-            if key != "step" and (entry is None or entry.shape != shape):
+            if key == "step":
+                self._check_step(parameter.name, optimizer, states.names[key])
+            elif entry is None or entry.shape != shape:
                 form = "a number" if entry is None else str(entry)
                 self._faults.append(
                     f"the optimizer state {key!r} of {parameter.name!r} is {form} in the "
                     f"checkpoint, and its parameter has the shape {list(shape)}"
                 )
         parameter.keys = keys
+
+    def _check_step(self, parameter: str, optimizer: Optimizer, name: str) -> None:
+        """Check that a count of steps is one that the optimizer can go on with."""
+        entry = self._checkpoint.entries.get(name)
+        value: object
+        if entry is None:
+            value = self._checkpoint.scalars[name]
+        elif math.prod(entry.shape) != 1:
+            value = str(entry)
+        elif entry.dtype not in _STEP_DTYPES and type(optimizer) is not torch.optim.SparseAdam:
+            value = str(entry)
+        else:
+            value = self._checkpoint.whole(name).item()
+        if not (
+            isinstance(value, int | float) and 0 <= value <= _MOST_STEPS and value == int(value)
+        ):
+            self._faults.append(
+                f"the optimizer state 'step' of {parameter!r} is {value!r:.100} in the checkpoint, "
+                "and no whole number of steps that torch counts on (optimizer_states='drop')"
+            )
 
     def _check_cache(self) -> None:
         cached = [name for name, pieces in self._pieces.items() if pieces[0].cached]
@@ -432,9 +484,11 @@ class WarmStart:
                 continue
             entry = self._checkpoint.entries[entry_name]
             shape = (len(table.weight), *entry.shape[1:])
+            # As Optimizer.load_state_dict does, whatever dtype the state was stored in.
+            dtype = table.weight.dtype
             tensor = current.get(name)
-            if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != entry.dtype:
-                tensor = torch.zeros(shape, dtype=entry.dtype, device=table.weight.device)
+            if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                tensor = torch.zeros(shape, dtype=dtype, device=table.weight.device)
             tensors[name] = tensor
         return tensors
 
@@ -472,7 +526,8 @@ class WarmStart:
             records = cached_rows.slots.new_records(values)
             for name in parameter.states.keys() & row_states.keys():
                 states = self._checkpoint.read(parameter.states[name], piece)
-                layout.put(records, fields[name], states.contiguous())
+                own_states = states.to(row_states[name].dtype).contiguous()
+                layout.put(records, fields[name], own_states)
             ids = torch.arange(piece.start, piece.stop, dtype=torch.int64, device="cpu")
             mover.write_idle(cached_rows.slots.name, ids, records)
 
@@ -487,21 +542,27 @@ class WarmStart:
     def _state_of(self, parameter: _Parameter) -> dict[str, Any]:
         """Return a parameter's state without row states, as `OptimizerState.carry` takes it."""
         is_table = any(parameter is planned.parameter for planned in self._tables)
-        optimizer, _ = self._state.optimizers.trained_by()[parameter.name]
+        optimizer, group = self._state.optimizers.trained_by()[parameter.name]
         values: dict[str, Any] = {"step": 0} if parameter.is_fresh else {}
         for key, name in parameter.states.items():
             if key == "step":
-                number = self._number(name)
-                is_sparse_adam = type(optimizer) is torch.optim.SparseAdam
-                values[key] = int(number) if is_sparse_adam else _step_count(number)
+                values[key] = self._step(name, optimizer, group)
             elif not is_table:
-                values[key] = self._checkpoint.whole(name)
+                # As Optimizer.load_state_dict does. The entry has the parameter's dtype.
+                values[key] = self._checkpoint.whole(name).to(parameter.entry.dtype)
         return {"keys": parameter.keys, "values": values, "on_host": ["step"]}
 
-    def _number(self, name: str) -> float:
+    def _step(self, name: str, optimizer: Optimizer, group: Mapping[str, Any]) -> int | Tensor:
+        """Return a count of steps as the optimizer keeps it once it has loaded its state."""
         if name in self._checkpoint.scalars:
-            return float(self._checkpoint.scalars[name])
-        return float(self._checkpoint.whole(name).item())
+            number = float(self._checkpoint.scalars[name])
+            count = _step_count(number)
+        else:
+            count = self._checkpoint.whole(name).reshape(())
+        if type(optimizer) is torch.optim.SparseAdam:
+            return int(count)
+        on_device = group.get("capturable") or group.get("fused")
+        return count.to(torch.float32) if on_device else count
 
     def lines(self) -> list[str]:
         """Return a line for each table and for all dense tensors: what went where; and the rest."""
@@ -518,6 +579,11 @@ class WarmStart:
             fresh = [p.name for p in parameters if not p.states and p.name in trained]
             if fresh:
                 lines.append(f"without optimizer state, there or here: {_brief(fresh)}")
+        lines += [
+            f"optimizer state by order alone, under {container!r}: {_brief_numbers(names, first)}"
+            for container, names in self._assigned.items()
+            for first in range(0, len(names), _NAMES_IN_A_LINE)
+        ]
         left_out = self._left_out()
         if left_out:
             lines.append(f"left out: {_brief(left_out)}")
@@ -549,6 +615,12 @@ def _fused_name(name: str, names: Mapping[str, str]) -> str | None:
             if key == own_name or key.endswith(f".{own_name}"):
                 return entry_name
     return None
+
+
+def _brief_numbers(names: Mapping[str, str], first: int) -> str:
+    """Return the numbers of a line of the log, each with the parameter that it was given to."""
+    items = list(names.items())[first : first + _NAMES_IN_A_LINE]
+    return ", ".join(f"{number} is {name!r}" for number, name in items)
 
 
 def _brief(names: Sequence[str]) -> str:

@@ -189,8 +189,10 @@ def _renames(words: list[str]) -> dict[str, str]:
         if not (sign and old and new) or old.count("*") != new.count("*") or old.count("*") > 1:
             raise SettingsError(
                 f"--map {word}",
-                found="another form",
-                expected="OLD=NEW, with one * in both or in none",
+                found=f"{old.count('*')} * in {old!r} and {new.count('*')} * in {new!r}"
+                if sign and old and new
+                else "no OLD=NEW",
+                expected="OLD=NEW, with one * in both (old.*=new.*) or in none (old=new)",
                 next_step="quote it: --map 'old.*=new.*'",
             )
         renames[old] = new

@@ -120,6 +120,30 @@ def test_views_of_one_storage_and_parameters_are_read(tmp_path: Path) -> None:
             assert torch.equal(checkpoint.read(name, range(1, 2)), tensor.detach()[1:2])
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
+def test_tensors_whose_values_are_not_their_bytes_are_left_out(tmp_path: Path) -> None:
+    values = torch.randn(4, 3)
+    saved = {
+        "kept": values,
+        "negated": torch._neg_view(values),
+        "complex": torch.zeros(3, dtype=torch.complex64),
+        "quantized": torch.quantize_per_tensor(values, 0.1, 0, torch.qint8),
+    }
+    torch.save(saved, tmp_path / "a.pt")
+    with open_foreign(str(tmp_path / "a.pt")) as checkpoint:
+        assert torch.equal(checkpoint.whole("kept"), values) and len(checkpoint.entries) == 1
+        assert checkpoint.left_out == {
+            "negated": "a tensor whose values are changed by {'neg': True}",
+            "complex": "a tensor in a torch.ComplexFloatStorage",
+            "quantized": "an object of torch._utils._rebuild_qtensor",
+        }
+    tensors = {name: saved[name] for name in ("kept", "complex")}
+    save_distributed(tensors, checkpoint_id=tmp_path / "d", no_dist=True)
+    with open_foreign(str(tmp_path / "d")) as checkpoint:
+        assert list(checkpoint.entries) == ["kept"]
+        assert checkpoint.left_out == {"complex": "a tensor of torch.complex64"}
+
+
 def test_a_module_saved_whole_is_left_out_and_not_made(tmp_path: Path) -> None:
     torch.save({"net": nn.Linear(2, 1)}, tmp_path / "a.pt")
     with open_foreign(str(tmp_path / "a.pt")) as checkpoint:
@@ -358,6 +382,8 @@ def test_names_that_can_be_two_entries_are_faults() -> None:
     assert not found.found and not found.faults
     found = _names(["net.a", "ema.a"], ["a"], {"ema.*": "*"})
     assert not found.faults and found.tie is None and found.found == {"a": "ema.a"}
+    found = EntryNames(["net.a", "ema.a"], [], {}, ["a"])
+    assert found.tie is not None and found.entry("a") is None
     found = _names(["old.a", "older.a"], ["a"], {"old.*": "*", "older.*": "*"})
     assert found.faults == ["'old.a' and 'older.a' would both become 'a'"]
 

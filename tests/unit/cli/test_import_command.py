@@ -48,6 +48,7 @@ def test_wrong_maps_and_paths_are_named(recpoint: Invoke, tmp_path: Path) -> Non
     for word in ("net.*", "net.*=a", "*.*=*.*", "=a"):
         ended = recpoint("import", path, "--map", word)
         assert ended.code == 2 and "OLD=NEW" in ended.stderr
+        assert ("1 * in 'net.*' and 0 * in 'a'" in ended.stderr) == (word == "net.*=a")
     ended = recpoint("import", path, "--map", "nat.*=*")
     assert ended.code == 2 and "no entry for 'nat.*'" in ended.stderr
     assert recpoint("import", str(tmp_path / "none")).code == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from recpoint import Checkpointer, Lookahead, Seed
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.embeddings.cache.lookup_hooks import cache_of
-from recpoint.errors import IncompatibleModel, MalformedObject, SettingsError
+from recpoint.errors import IncompatibleModel, MalformedObject, NothingToRestore, SettingsError
 from tests import cached_training
 from tests.flat_settings import arguments
 from tests.training_builder import (
@@ -344,6 +346,172 @@ def test_cached_tables_begin_with_all_rows(
                 optimizer.step()
     run = Run.open(open_store(place.run))
     assert run.manifest(2, 1).kind == "full"
+
+
+class Pair(nn.Module):
+    """Two tables of one shape."""
+
+    def __init__(self, seed: int, names: Sequence[str] = ("a", "b")) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        for name in names:
+            self.add_module(name, nn.Embedding(20, 4))
+
+    def weights(self) -> list[nn.Parameter]:
+        return list(self.parameters())
+
+
+def job(model: Any, optimizers: list[torch.optim.Optimizer]) -> Training:
+    return Training(model, optimizers, Batches(1))
+
+
+def pair_trained(optimizers: Callable[[Any], list[torch.optim.Optimizer]]) -> Training:
+    model: Any = Pair(1)
+    source = job(model, optimizers(model))
+    for _ in range(2):
+        model.a(torch.arange(9)).sum().backward()
+        model.b(torch.arange(5)).square().sum().backward()
+        for optimizer in source.optimizers:
+            optimizer.step()
+    return source
+
+
+def one_adagrad(model: Any) -> list[torch.optim.Optimizer]:
+    return [Adagrad(model.parameters())]
+
+
+def two_adagrads(model: Any) -> list[torch.optim.Optimizer]:
+    return [Adagrad([weight]) for weight in model.parameters()]
+
+
+def carried(saved: Any, new: Training, place: Place, tmp_path: Path) -> None:
+    torch.save(saved, tmp_path / "a.pt")
+    seed = Seed(str(tmp_path / "a.pt"), tables=["*"], optimizer_states="carry")
+    checkpointer(new, place).restore(seed=seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_states_become_what_torch_makes_of_them(
+    dtype: torch.dtype, place: Place, tmp_path: Path
+) -> None:
+    source = pair_trained(one_adagrad)
+    state = copy.deepcopy(source.optimizers[0].state_dict())
+    for values in state["state"].values():
+        values["sum"] = values["sum"].to(dtype)
+    state["state"][0]["step"] = state["state"][0]["step"].double()
+    state["state"][1]["step"] = 2
+    by_torch, new = Pair(9), Pair(9)
+    by_torch.load_state_dict(source.model.state_dict())
+    expected = job(by_torch, one_adagrad(by_torch))
+    expected.optimizers[0].load_state_dict(copy.deepcopy(state))
+    own = job(new, one_adagrad(new))
+    carried({"net": source.model.state_dict(), "opt": state}, own, place, tmp_path)
+    assert_same(expected, own)
+    for name, values in states(expected).items():
+        assert {key: value.dtype for key, value in values.items()} == {
+            key: value.dtype for key, value in states(own)[name].items()
+        }
+
+
+@pytest.mark.parametrize(
+    "step",
+    ["seven", 2.5, -1, float("nan"), float("inf"), 1 << 60]
+    + [torch.tensor([1.0, 2.0]), torch.tensor(2), torch.tensor(float("nan"))],
+)
+def test_a_count_of_steps_that_is_none_is_refused_by_name(
+    step: Any, place: Place, tmp_path: Path
+) -> None:
+    source, new = pair_trained(one_adagrad), Pair(9)
+    state = copy.deepcopy(source.optimizers[0].state_dict())
+    state["state"][1]["step"] = step
+    with pytest.raises(IncompatibleModel, match=r"state 'step' of 'b\.weight' is .* no whole"):
+        carried(
+            {"net": source.model.state_dict(), "opt": state},
+            job(new, one_adagrad(new)),
+            place,
+            tmp_path,
+        )
+    assert all(map(torch.equal, new.weights(), Pair(9).weights()))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_numbered_optimizers_that_fit_in_two_orders_are_refused(
+    order: tuple[int, int], place: Place, tmp_path: Path
+) -> None:
+    source, new = pair_trained(two_adagrads), Pair(9)
+    saved = {"net": source.model.state_dict()}
+    saved |= {f"o{number}": source.optimizers[number].state_dict() for number in order}
+    with pytest.raises(IncompatibleModel, match="fit the optimizers here in another order, too"):
+        carried(saved, job(new, two_adagrads(new)), place, tmp_path)
+    assert all(map(torch.equal, new.weights(), Pair(9).weights()))
+
+
+def test_an_optimizer_without_state_takes_no_other_ones_place(place: Place, tmp_path: Path) -> None:
+    def mixed(model: Any) -> list[torch.optim.Optimizer]:
+        return [SGD([model.a.weight], lr=0.1), Adagrad([model.b.weight])]
+
+    source, new = pair_trained(mixed), Pair(9)
+    saved = [optimizer.state_dict() for optimizer in source.optimizers]
+    own = job(new, mixed(new))
+    with pytest.raises(IncompatibleModel, match="in another order, too"):
+        carried({"net": source.model.state_dict(), "opt": saved[::-1]}, own, place, tmp_path)
+    carried({"net": source.model.state_dict(), "opt": saved}, own, place, tmp_path)
+    assert_same(source, own)
+
+
+def test_the_log_says_which_number_went_to_which_parameter(
+    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "recpoint")
+    source, new = pair_trained(one_adagrad), Pair(9)
+    saved = {"net": source.model.state_dict(), "opt": source.optimizers[0].state_dict()}
+    own = job(new, one_adagrad(new))
+    carried(saved, own, place, tmp_path)
+    assert_same(source, own)
+    assert "by order alone, under 'opt.': 0 is 'a.weight', 1 is 'b.weight'" in caplog.text
+
+
+def test_named_parameters_may_come_in_any_order(place: Place, tmp_path: Path) -> None:
+    def named(model: Any) -> list[torch.optim.Optimizer]:
+        return [Adagrad([entry]) for entry in model.named_parameters()]
+
+    try:
+        source = pair_trained(named)
+    except TypeError:
+        pytest.skip("this torch's optimizers take no names")
+    new = Pair(9)
+    saved = [optimizer.state_dict() for optimizer in source.optimizers]
+    own = job(new, two_adagrads(new))
+    carried({"net": source.model.state_dict(), "opt": saved[::-1]}, own, place, tmp_path)
+    assert_same(source, own)
+
+
+def test_an_exact_name_is_no_pattern(place: Place, tmp_path: Path) -> None:
+    source, new, before = Pair(1, ("a*", "ab")), Pair(9, ("a*", "ab")), Pair(9, ("a*", "ab"))
+    torch.save(source.state_dict(), tmp_path / "a.pt")
+    training = job(new, [SGD(new.parameters(), lr=0.1)])
+    checkpointer(training, place).restore(seed=Seed(str(tmp_path / "a.pt"), tables=["a*"]))
+    assert torch.equal(new.weights()[0], source.weights()[0])
+    assert torch.equal(new.weights()[1], before.weights()[1])
+
+
+@pytest.mark.parametrize("tables", [["a"], {"a": "a"}])
+def test_only_what_is_wanted_says_which_copy_of_the_model_counts(
+    tables: Any, place: Place, tmp_path: Path
+) -> None:
+    source, new = Pair(1), Pair(9)
+    saved = {"net": {"a.weight": source.weights()[0]}, "ema": source.state_dict()}
+    torch.save(saved, tmp_path / "a.pt")
+    training = job(new, [SGD(new.parameters(), lr=0.1)])
+    with pytest.raises(IncompatibleModel, match="are both under 'ema.' and under 'net.'"):
+        checkpointer(training, place).restore(seed=Seed(str(tmp_path / "a.pt"), tables=tables))
+
+
+def test_a_path_where_nothing_lies_is_named(place: Place, tmp_path: Path) -> None:
+    seed = Seed(str(tmp_path / "typo.pt"), tables=["*"])
+    with pytest.raises(NothingToRestore, match="no file or directory at that path, and no run"):
+        checkpointer(training("sgd", 9), place).restore(seed=seed)
+    assert not (tmp_path / "typo.pt").exists()
 
 
 def test_all_tables_of_a_cache_are_loaded_or_none(place: Place, tmp_path: Path) -> None:
