@@ -11,11 +11,12 @@ from typing import Any
 import train_larger_than_memory
 import train_with_servers
 from tests.forked_program import run_script
-from tests.forked_shell import forked_programs
 
 STEPS = 12
 #: On this host's loopback, at a free port.
 TORCHRUN = (
+    "-m",
+    "torch.distributed.run",
     "--rdzv-backend=c10d",
     "--rdzv-endpoint=127.0.0.1:0",
     "--local-addr=127.0.0.1",
@@ -27,8 +28,7 @@ TORCHRUN = (
 def result(module: Any, *arguments: str, launcher: tuple[str, ...] = ()) -> dict[str, Any]:
     script = [module.__file__, f"--steps={STEPS}", "--rows=20000", *arguments]
     if launcher:
-        programs = forked_programs() or Path(sys.executable).parent
-        command = [str(programs / "torchrun"), *launcher, *script]
+        command = [sys.executable, *launcher, *script]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     else:
         ended = run_script(*script)
