@@ -125,10 +125,26 @@ class StoredTensor(NamedTuple):
         Raises:
             MalformedObject: the file has become shorter, or the rows lie too far apart.
         """
+        self.check_rows(len(rows))
         shape = (len(rows), *self.shape[1:]) if self.shape else ()
         start = self.first_element + (rows.start * self.strides[0] if self.shape else 0)
         count = max(0, self._end(shape) - self.first_element)
-        size_bytes = count * self.dtype.itemsize
+        elements = read_bytes(
+            file,
+            self.path,
+            self.first_byte + start * self.dtype.itemsize,
+            count * self.dtype.itemsize,
+        ).view(self.dtype)
+        return elements.as_strided(shape, self.strides) if count else elements.reshape(shape)
+
+    def check_rows(self, count: int) -> None:
+        """Check that so many rows can be read at once.
+
+        Raises:
+            MalformedObject: they lie too far apart.
+        """
+        shape = (count, *self.shape[1:]) if self.shape else ()
+        size_bytes = max(0, self._end(shape) - self.first_element) * self.dtype.itemsize
         own_bytes = self.dtype.itemsize * math.prod(shape)
         if size_bytes > max(own_bytes, _WINDOW_BYTES):
             raise malformed(
@@ -136,10 +152,6 @@ class StoredTensor(NamedTuple):
                 found=f"a tensor of shape {list(self.shape)} with strides {list(self.strides)}",
                 expected="rows that lie one after another (tensor.contiguous())",
             )
-        elements = read_bytes(
-            file, self.path, self.first_byte + start * self.dtype.itemsize, size_bytes
-        ).view(self.dtype)
-        return elements.as_strided(shape, self.strides) if count else elements.reshape(shape)
 
     def read_into(self, file: BinaryIO, rows: range, target: Tensor) -> None:
         """Read some rows into `target`, [len(rows), …], of any dtype, device and strides.
@@ -191,6 +203,10 @@ def _fill(file: BinaryIO, path: Path, offset: int, content: Tensor) -> None:
         filled += count
 
 
+def _piece_rows(entry: ForeignEntry) -> int:
+    return max(1, PIECE_BYTES // max(1, entry.row_bytes))
+
+
 class ForeignCheckpoint(ABC):
     """A checkpoint of another tool, open for reading.
 
@@ -220,6 +236,19 @@ class ForeignCheckpoint(ABC):
 
         Raises:
             MalformedObject: the file is not what its form says.
+        """
+
+    @abstractmethod
+    def check_rows(self, name: str, rows: range, count: int) -> None:
+        """Check that rows of an entry can be read, as far as no elements have to be read for it.
+
+        Args:
+            name: name of the entry.
+            rows: rows that it has, in steps of 1; of a tensor without dimensions, range(1).
+            count: most rows that are read at a time.
+
+        Raises:
+            MalformedObject: the rows lie too far apart, or the file is not what its form says.
         """
 
     @abstractmethod
@@ -254,9 +283,23 @@ class ForeignCheckpoint(ABC):
         """
         entry = self.entries[name]
         wanted_rows = range(entry.shape[0]) if rows is None else rows
-        count = max(1, PIECE_BYTES // max(1, entry.row_bytes))
+        count = _piece_rows(entry)
         for first in range(wanted_rows.start, wanted_rows.stop, count):
             yield range(first, min(first + count, wanted_rows.stop))
+
+    def check(self, name: str, rows: range | None = None, *, in_pieces: bool = True) -> None:
+        """Check that an entry can be read; see `check_rows`.
+
+        Args:
+            name: name of the entry.
+            rows: the rows; None: all.
+            in_pieces: it is read as `pieces` divides it; False: at once.
+        """
+        entry = self.entries[name]
+        if rows is None:
+            rows = range(entry.shape[0]) if entry.shape else range(1)
+        count = min(len(rows), _piece_rows(entry)) if in_pieces else len(rows)
+        self.check_rows(name, rows, count)
 
     def whole(self, name: str) -> Tensor:
         """Return an entry, which should be small."""

@@ -8,7 +8,7 @@ whole table, and torch's own reader loads all of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
@@ -249,11 +249,7 @@ class DistributedCheckpoint(ForeignCheckpoint):
             (chunk,) = self._chunks[name]
             self._tensor(name, chunk).read_into(self._open(chunk.place.file), rows, target)
             return
-        for chunk in self._chunks[name]:
-            first = max(rows.start, chunk.offsets[0])
-            last = min(rows.stop, chunk.offsets[0] + chunk.sizes[0])
-            if first >= last or not math.prod(chunk.sizes):
-                continue
+        for chunk, first, last in self._chunks_of(name, rows):
             box = (
                 slice(first - rows.start, last - rows.start),
                 *(
@@ -264,6 +260,23 @@ class DistributedCheckpoint(ForeignCheckpoint):
             own_rows = range(first - chunk.offsets[0], last - chunk.offsets[0])
             file = self._open(chunk.place.file)
             self._tensor(name, chunk).read_into(file, own_rows, target[box])
+
+    def _chunks_of(self, name: str, rows: range) -> Iterator[tuple[_Chunk, int, int]]:
+        """Yield the chunks that hold rows of a tensor: chunk, first row, row after the last one."""
+        for chunk in self._chunks[name]:
+            first = max(rows.start, chunk.offsets[0])
+            last = min(rows.stop, chunk.offsets[0] + chunk.sizes[0])
+            if first < last and 0 not in chunk.sizes:
+                yield chunk, first, last
+
+    def check_rows(self, name: str, rows: range, count: int) -> None:
+        """See `ForeignCheckpoint.check_rows`. Reads the directory of each archive."""
+        if not self.entries[name].shape:
+            (chunk,) = self._chunks[name]
+            self._tensor(name, chunk).check_rows(1)
+            return
+        for chunk, first, last in self._chunks_of(name, rows):
+            self._tensor(name, chunk).check_rows(min(count, last - first))
 
     def close(self) -> None:
         """See `ForeignCheckpoint.close`."""

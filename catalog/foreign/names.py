@@ -190,12 +190,12 @@ class OwnParameter(NamedTuple):
 
     Attributes:
         name: its name in the model.
-        shape: its shape, over all ranks.
+        shape: its shape, over all ranks; None: it is not known.
         keys: keys of its state; None: its optimizer is not known.
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     keys: Collection[str] | None
 
 
@@ -336,7 +336,9 @@ class OptimizerEntries:
         if not parameter.keys or not states.keys() >= set(parameter.keys):
             return False
         entries = [self._entries.get(states[key]) for key in parameter.keys if key != "step"]
-        return all(entry is not None and entry.shape == parameter.shape for entry in entries)
+        return all(
+            entry is not None and parameter.shape in (None, entry.shape) for entry in entries
+        )
 
     def of(self, parameter: str, entry: str) -> ParameterStates | None:
         """Return the optimizer state of a parameter; None: nothing says that there is any.

@@ -140,6 +140,9 @@ class SafetensorsFiles(ForeignCheckpoint):
                 path, found=f"{error}"[:300], expected="a whole safetensors file"
             ) from error
 
+    def check_rows(self, name: str, rows: range, count: int) -> None:
+        """See `ForeignCheckpoint.check_rows`: such a file has no strides, and was checked whole."""
+
     def close(self) -> None:
         """See `ForeignCheckpoint.close`."""
         self._opened.close()

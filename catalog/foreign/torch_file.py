@@ -72,6 +72,11 @@ class TorchFile(ForeignCheckpoint):
         """See `ForeignCheckpoint.read_into`."""
         self._tensors[name].read_into(self._file, rows, target)
 
+    def check_rows(self, name: str, rows: range, count: int) -> None:
+        """See `ForeignCheckpoint.check_rows`."""
+        if rows:
+            self._tensors[name].check_rows(count)
+
     def close(self) -> None:
         """See `ForeignCheckpoint.close`."""
         self._file.close()

@@ -128,6 +128,7 @@ class WarmStart:
         Raises:
             IncompatibleModel: something does not fit; the message names all of it. Nothing has
                 changed.
+            MalformedObject: the checkpoint is damaged, or rows of it lie too far apart to be read.
         """
         weights = {name: pieces[0].parameter_name for name, pieces in self._pieces.items()}
         live_tensors, saved_names = self._state.model.tensors(), self._state.model.saved_names()
@@ -139,6 +140,8 @@ class WarmStart:
         if self._seed.optimizer_states == "carry":
             self._plan_states()
         self._check_cache()
+        if not self._faults:
+            self._check_stored()
         if self._faults:
             left_out = self._left_out()
             raise IncompatibleModel(
@@ -296,7 +299,7 @@ class WarmStart:
         }
         for name, (optimizer, group) in trained.items():
             keys = _KEYS[type(optimizer)](group) if type(optimizer) in _KEYS else None
-            orders[id(optimizer)].append(OwnParameter(name, shapes[name], keys))
+            orders[id(optimizer)].append(OwnParameter(name, shapes.get(name), keys))
         stored = OptimizerEntries(self._checkpoint, list(orders.values()))
         self._assigned = stored.assigned
         self._faults += stored.faults
@@ -426,6 +429,31 @@ class WarmStart:
                     "cache"
                 )
 
+    def _check_stored(self) -> None:
+        """Check that what is planned can be read.
+
+        Raises:
+            MalformedObject: the rows of a tensor lie too far apart, or a chunk is not what the
+                index says.
+        """
+        for planned in self._tables:
+            for name in (planned.parameter.entry.name, *planned.parameter.states.values()):
+                for table in planned.pieces if name in self._checkpoint.entries else ():
+                    self._checkpoint.check(name, self._held(table))
+        for parameter in self._dense:
+            live = self._state.model.tensors()[parameter.name]
+            name = parameter.entry.name
+            self._checkpoint.check(name, in_pieces=not _is_read_whole(live))
+            for state in parameter.states.values():
+                if state in self._checkpoint.entries:
+                    self._checkpoint.check(state, in_pieces=False)
+
+    def _held(self, table: Table) -> range:
+        """Return the rows of a table that this rank reads."""
+        if self._cache is not None and table.name_in_cache is not None:
+            return self._cache.tables[table.name_in_cache].part
+        return range(table.first_row, table.first_row + table.rows)
+
     def _left_out(self) -> list[str]:
         """Return the names of entries that nothing is loaded from, and of what cannot be read."""
         used: set[str] = set()
@@ -495,7 +523,7 @@ class WarmStart:
     def _load_rows(
         self, parameter: _Parameter, table: Table, row_states: Mapping[str, Tensor]
     ) -> None:
-        held = range(table.first_row, table.first_row + table.rows)
+        held = self._held(table)
         targets = {parameter.entry.name: table.weight.detach()}
         targets |= {parameter.states[name]: tensor for name, tensor in row_states.items()}
         for entry_name, target in targets.items():
@@ -533,7 +561,7 @@ class WarmStart:
 
     def _load_dense(self, parameter: _Parameter) -> None:
         live, name = self._state.model.tensors()[parameter.name], parameter.entry.name
-        if is_piece(live) or shares_memory(live) or not live.dim():
+        if _is_read_whole(live):
             self._state.model.restore_some({parameter.name: self._checkpoint.whole(name)})
             return
         for piece in self._checkpoint.pieces(name):
@@ -588,6 +616,11 @@ class WarmStart:
         if left_out:
             lines.append(f"left out: {_brief(left_out)}")
         return lines
+
+
+def _is_read_whole(live: Tensor) -> bool:
+    """Whether a dense tensor is read at once, because pieces of it cannot be written."""
+    return is_piece(live) or shares_memory(live) or not live.dim()
 
 
 def _step_count(number: float) -> Tensor:

@@ -293,6 +293,11 @@ def test_a_distributed_checkpoint_that_lies_is_refused(tmp_path: Path) -> None:
     refused("chunks that fill each tensor once")
     described.chunks[0].sizes = torch.Size([9, 3])
     refused("chunk of 'model.half'")
+    with open_foreign(str(index.parent)) as checkpoint:  # before anything is read
+        checkpoint.check("model.half", range(0))
+        checkpoint.check("model.users.weight")
+        with pytest.raises(MalformedObject, match=r"chunk of 'model\.half'"):
+            checkpoint.check("model.half")
     described.chunks[0].sizes = torch.Size([9, -3])
     refused("chunks that fill each tensor once")
     good = pickle.loads(content)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from torch.optim import SGD, Adagrad, Adam, AdamW, SparseAdam
 
 from recpoint import Checkpointer, Lookahead, Seed
+from recpoint.catalog.foreign import contents
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.store.store import open_store
 from recpoint.embeddings.cache.lookup_hooks import cache_of
@@ -387,14 +388,22 @@ def two_adagrads(model: Any) -> list[torch.optim.Optimizer]:
 def carried(saved: Any, new: Training, place: Place, tmp_path: Path) -> None:
     torch.save(saved, tmp_path / "a.pt")
     seed = Seed(str(tmp_path / "a.pt"), tables=["*"], optimizer_states="carry")
-    checkpointer(new, place).restore(seed=seed)
+    ckpt = checkpointer(new, place)
+    try:
+        ckpt.restore(seed=seed)
+    finally:
+        ckpt.close(final=False)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_states_become_what_torch_makes_of_them(
-    dtype: torch.dtype, place: Place, tmp_path: Path
+    dtype: torch.dtype, fused: bool, place: Place, tmp_path: Path
 ) -> None:
-    source = pair_trained(one_adagrad)
+    def optimizers(model: Any) -> list[torch.optim.Optimizer]:
+        return [Adagrad(model.parameters(), fused=fused)]
+
+    source = pair_trained(optimizers)
     state = copy.deepcopy(source.optimizers[0].state_dict())
     for values in state["state"].values():
         values["sum"] = values["sum"].to(dtype)
@@ -402,9 +411,9 @@ def test_states_become_what_torch_makes_of_them(
     state["state"][1]["step"] = 2
     by_torch, new = Pair(9), Pair(9)
     by_torch.load_state_dict(source.model.state_dict())
-    expected = job(by_torch, one_adagrad(by_torch))
+    expected = job(by_torch, optimizers(by_torch))
     expected.optimizers[0].load_state_dict(copy.deepcopy(state))
-    own = job(new, one_adagrad(new))
+    own = job(new, optimizers(new))
     carried({"net": source.model.state_dict(), "opt": state}, own, place, tmp_path)
     assert_same(expected, own)
     for name, values in states(expected).items():
@@ -505,6 +514,20 @@ def test_only_what_is_wanted_says_which_copy_of_the_model_counts(
     training = job(new, [SGD(new.parameters(), lr=0.1)])
     with pytest.raises(IncompatibleModel, match="are both under 'ema.' and under 'net.'"):
         checkpointer(training, place).restore(seed=Seed(str(tmp_path / "a.pt"), tables=tables))
+
+
+def test_a_table_that_cannot_be_read_is_refused_before_another_changes(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "PIECE_BYTES", 64)
+    monkeypatch.setattr(contents, "_WINDOW_BYTES", 128)
+    new = Pair(9)
+    saved = {"a.weight": torch.ones(20, 4), "b.weight": torch.ones(4, 20).t()}
+    torch.save(saved, tmp_path / "a.pt")
+    training = job(new, [SGD(new.parameters(), lr=0.1)])
+    with pytest.raises(MalformedObject, match=r"tensor\.contiguous"):
+        checkpointer(training, place).restore(seed=Seed(str(tmp_path / "a.pt"), tables=["*"]))
+    assert all(map(torch.equal, new.weights(), Pair(9).weights()))
 
 
 def test_a_path_where_nothing_lies_is_named(place: Place, tmp_path: Path) -> None:
