@@ -56,9 +56,9 @@ def run(*, smoke: bool) -> Report:
     on one rank; with two ranks, each rank's stall counts that is the longer one.
     """
     sizes = (
-        _Sizes(rows=4_000, samples=8, window=40, rounds=2)
+        _Sizes(rows=4_000, samples=8, window=300, rounds=2)
         if smoke
-        else _Sizes(rows=2_000_000, samples=64, window=200, rounds=5)
+        else _Sizes(rows=2_000_000, samples=64, window=1_000, rounds=5)
     )
     report = Report(
         name="fulls", columns=("ranks", "plain stall ms", "ahead stall ms", "rows in it", "before")

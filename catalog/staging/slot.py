@@ -66,13 +66,11 @@ class Slot:
             raise ValueError(f"{self.path}: nothing is reserved")
         return self._data
 
-    def reserve(self, size_bytes: int, *, spare_bytes: int = 0) -> None:
+    def reserve(self, size_bytes: int) -> None:
         """Reserve, map and populate `size_bytes` of disk space; quick if they exist already.
 
         Args:
-            size_bytes: the bytes that must be there.
-            spare_bytes: how much more is reserved if they are not there: to extend the space later
-                maps all of it anew.
+            size_bytes: the bytes that must be there. To extend them later maps all of them anew.
 
         Raises:
             StagingFull: there is no room; the space reserved earlier is kept.
@@ -84,7 +82,7 @@ class Slot:
             if not self.is_there():
                 self._open()
             if self._data is None or self._data.numel() < size_bytes:
-                self._extend(size_bytes + spare_bytes)
+                self._extend(size_bytes)
         except OSError as error:
             raise self._error(error, size_bytes) from error
 

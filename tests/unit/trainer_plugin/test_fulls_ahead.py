@@ -166,3 +166,18 @@ def test_where_rows_cannot_be_copied_the_setting_is_refused(tmp_path: Path) -> N
             options=Options(copy_fulls_ahead=3),
             **chosen,
         )
+
+
+def test_a_window_that_opened_too_late_makes_the_cut_plain(tmp_path: Path) -> None:
+    """The rest of a full that was hardly copied takes longer than a plain cut."""
+    jobs = [
+        Job(tmp_path / name, policy=_ALWAYS_FULL, **settings)
+        for name, settings in (("plain", {}), ("ahead", {**WINDOW, "copy_share": 1e-6}))
+    ]
+    while jobs[0].done < 20:
+        for job in jobs:
+            job.batch()
+    assert jobs[1].copied.why_plain == "too few rows were copied before: open its window earlier"
+    _compare(*jobs)
+    for job in jobs:
+        job.checkpoints.close(final=False)
