@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import statistics
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks.report import Report, ratio, spread_of
 from benchmarks.torchrec_tracker import INSTALL, installed
+from benchmarks.workload import scratch
 from recpoint import Checkpointer, ResumableLoader, Staging, Timeouts
 from recpoint.catalog.check.validate import validate
 from recpoint.catalog.persist import persist
@@ -152,11 +152,11 @@ def run_ranks(ranks: int, target: Callable[..., None], *arguments: object) -> li
     # Forked from a process that has imported all modules: two imports would take a minute.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.torchrec"])
-    with tempfile.TemporaryDirectory(prefix="recpoint-torchrec-") as name:
+    with scratch() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
             context.Process(
-                target=_in_group, args=(target, Path(name), rank, ranks, rank_end, *arguments)
+                target=_in_group, args=(target, folder, rank, ranks, rank_end, *arguments)
             )
             for rank, (_, rank_end) in enumerate(pipes)
         ]
