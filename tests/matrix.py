@@ -5,9 +5,9 @@
 `make matrix` runs it, outside `make test`: most builds of torch on PyPI bring CUDA, which takes
 gigabytes. Each environment is a virtual environment in a cache folder, which RECPOINT_MATRIX_CACHE
 names, and is made once. In each, the tests of tables, optimizers, cuts, restores, TorchRec on two
-ranks and Prefect's flows are run. Then a checkpoint of the oldest environment is restored in the
-newest, and one of the newest in the oldest. The lines of tests/MATRIX.md say what came out; a
-failure ends with exit code 1.
+ranks and Prefect's flows are run. Then a checkpoint of the oldest environment is restored in it; in
+the oldest, one of the newest. A table in docs/understanding/limits.md says what came out. If a test
+or a restore has failed, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -18,26 +18,23 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.nightly import outcome_of
+from tests.nightly import commit_name, outcome_of
 
-__all__ = ["ENVIRONMENTS", "SUBSET", "MatrixEnvironment", "main"]
+__all__ = ["ENVIRONMENTS", "RECORD", "SUBSET", "MatrixEnvironment", "main", "read_record"]
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "tests" / "MATRIX.md"
+#: The page that has the table, between these two lines.
+RECORD = ROOT / "docs" / "understanding" / "limits.md"
+_BEGIN, _END = "<!-- make matrix writes this table -->\n", "<!-- end of the table -->\n"
 
-_HEAD = """# The last run in each environment of `make matrix`
-
-`make matrix` writes this table. The tests are those of tables, optimizers, cuts, restores, TorchRec
-on two ranks, and Prefect's flows. TorchRec's are skipped where there is none. "From" says in which
-environment the checkpoint was made that was restored here, bit for bit, and trained on.
-
-| environment | Python | torch | TorchRec | Prefect | tests | from | date | commit |
-|---|---|---|---|---|---|---|---|---|
+_HEAD = """
+| environment | Python | torch | TorchRec | FBGEMM | Prefect | tests | restores | date | commit |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 #: What is run in each environment.
@@ -90,59 +87,79 @@ class MatrixEnvironment:
     """The versions of one environment.
 
     Attributes:
-        python: version of Python, as in the name of the program.
-        torch: requirement.
-        prefect: requirements of Prefect and of what it needs.
-        torchrec: TorchRec and FBGEMM, installed without their dependencies; empty: none.
+        python: as in the name of the program.
+        torchrec: "": none. It is installed without its dependencies.
+        fbgemm: of the CPU build, which is built for one version of torch.
         constrained: all other packages have the versions of constraints.txt.
     """
 
-    python: str
     torch: str
-    prefect: tuple[str, ...] = ()
-    torchrec: tuple[str, ...] = ()
+    python: str = "3.11"
+    prefect: str = "3.8.8"
+    torchrec: str = ""
+    fbgemm: str = ""
     constrained: bool = False
 
 
-#: From the oldest to the newest. Each FBGEMM is built for one torch, and named like its TorchRec.
+#: From the oldest to the newest. No FBGEMM is built for torch 2.15 yet.
 ENVIRONMENTS = {
-    "oldest": MatrixEnvironment(python="3.11", torch="torch==2.6.0", prefect=("prefect==3.8.8",)),
-    "torchrec-1.5": MatrixEnvironment(
-        python="3.11",
-        torch="torch==2.10.0",
-        prefect=("prefect==3.8.8",),
-        torchrec=("torchrec==1.5.0", "fbgemm-gpu-cpu==1.5.0"),
-    ),
-    "torchrec-1.6": MatrixEnvironment(
-        python="3.11",
-        torch="torch==2.11.0",
-        prefect=("prefect==3.8.8",),
-        torchrec=("torchrec==1.6.1", "fbgemm-gpu-cpu==1.6.0"),
-    ),
-    "torchrec-1.7": MatrixEnvironment(
-        python="3.11",
-        torch="torch==2.12.0",
-        prefect=("prefect==3.8.8",),
-        torchrec=("torchrec==1.7.0", "fbgemm-gpu-cpu==1.7.0"),
-    ),
+    "oldest": MatrixEnvironment(torch="2.6.0"),
+    "torchrec-1.5": MatrixEnvironment(torch="2.10.0", torchrec="1.5.0", fbgemm="1.5.0"),
+    "torchrec-1.6": MatrixEnvironment(torch="2.11.0", torchrec="1.6.1", fbgemm="1.6.0"),
+    "torchrec-1.7": MatrixEnvironment(torch="2.12.0", torchrec="1.7.0", fbgemm="1.7.0"),
     "pinned": MatrixEnvironment(
-        python="3.12",
-        torch="torch==2.13.0",
-        torchrec=("torchrec==1.8.0", "fbgemm-gpu-cpu==1.8.0"),
-        constrained=True,
+        torch="2.13.0", python="3.12", torchrec="1.8.0", fbgemm="1.8.0", constrained=True
     ),
-    "torchrec-1.9": MatrixEnvironment(
-        python="3.11",
-        torch="torch==2.14.1",
-        prefect=("prefect==3.8.8",),
-        torchrec=("torchrec==1.9.2", "fbgemm-gpu-cpu==1.9.0"),
-    ),
-    "newest": MatrixEnvironment(
-        python="3.13",
-        torch="torch==2.15.0",  # no FBGEMM is built for it yet
-        prefect=("prefect==3.9.1",),
-    ),
+    "torchrec-1.9": MatrixEnvironment(torch="2.14.1", torchrec="1.9.2", fbgemm="1.9.0"),
+    "newest": MatrixEnvironment(torch="2.15.0", python="3.13", prefect="3.9.1"),
 }
+
+
+class _NotRun(Exception):
+    """This machine cannot make an environment; the message says why."""
+
+
+class _MatrixRun:
+    """The environments and checkpoints of one run, each made when it is first needed.
+
+    Args:
+        folder: of the checkpoints.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pythons: dict[str, Path] = {}
+        self._are_written: dict[str, bool] = {}
+
+    def python(self, name: str) -> Path:
+        """Return the Python of an environment.
+
+        Raises:
+            _NotRun: this machine cannot make it.
+        """
+        if name not in self._pythons:
+            try:
+                self._pythons[name] = _made(name, ENVIRONMENTS[name])
+            except subprocess.CalledProcessError as error:
+                raise _NotRun(f"exit code {error.returncode} of an installation") from error
+        return self._pythons[name]
+
+    def restored(self, name: str) -> str:
+        """Restore another environment's checkpoint; return which, or what went wrong."""
+        origin = "newest" if name == "oldest" else "oldest"
+        try:
+            writer = self.python(origin)
+        except _NotRun as reason:
+            return f"not run: {origin}: {reason}"
+        written = self._folder / origin
+        if origin not in self._are_written:
+            written.mkdir()
+            self._are_written[origin] = _run_program(writer, "write", written)
+        if not self._are_written[origin]:
+            return f"failed: {origin} writes none"
+        copy = self._folder / f"{origin}-in-{name}"
+        shutil.copytree(written, copy)
+        return origin if _run_program(self.python(name), "read", copy) else f"failed: {origin}"
 
 
 def main(names: Sequence[str]) -> int:
@@ -150,68 +167,55 @@ def main(names: Sequence[str]) -> int:
     if unknown := set(names) - ENVIRONMENTS.keys():
         print(f"{', '.join(sorted(unknown))}: expected one of {', '.join(ENVIRONMENTS)}")
         return 2
-    chosen = [name for name in ENVIRONMENTS if name in (names or ENVIRONMENTS)]
-    lines = _read_record()
     passed = True
     with tempfile.TemporaryDirectory(prefix="recpoint-matrix-") as folder:
-        pythons: dict[str, Path] = {}
-        for name in chosen:
-            python = _made(name, ENVIRONMENTS[name])
-            if python is None:
-                print(f"{name}: not run: no Python {ENVIRONMENTS[name].python}", flush=True)
+        matrix_run = _MatrixRun(Path(folder))
+        for name in ENVIRONMENTS:
+            if names and name not in names:
                 continue
-            pythons[name] = python
-            _run_program(python, "write", _folder_of(folder, name))
-        for name, python in pythons.items():
-            outcome = _tested(name, python)
-            origin = next(iter(pythons)) if name != next(iter(pythons)) else list(pythons)[-1]
-            copy = Path(folder, f"{origin}-in-{name}")
-            shutil.copytree(Path(folder, origin), copy)
-            restored = _run_program(python, "read", copy)
-            passed = passed and restored and outcome.startswith("passed")
-            lines[name] = _line(name, python, outcome, origin if restored else f"FAILED: {origin}")
-            print(lines[name], flush=True)
-            RECORD.write_text(
-                _HEAD + "\n".join(lines[n] for n in ENVIRONMENTS if n in lines) + "\n"
-            )
+            try:
+                python = matrix_run.python(name)
+            except _NotRun as reason:
+                print(f"{name}: not run: {reason}", flush=True)
+                continue
+            outcome, restored = _tested(name, python), matrix_run.restored(name)
+            passed = passed and outcome.startswith("passed") and restored in ENVIRONMENTS
+            line = _line(name, python, outcome, restored)
+            print(line, flush=True)
+            _write_record(read_record() | {name: line})
     return 0 if passed else 1
 
 
-def _folder_of(folder: str, name: str) -> Path:
-    path = Path(folder, name)
-    path.mkdir()
-    return path
-
-
-def _made(name: str, environment: MatrixEnvironment) -> Path | None:
+def _made(name: str, environment: MatrixEnvironment) -> Path:
     """Return the Python of an environment, which is made first if it is not there.
 
-    Returns:
-        None: this machine has no such Python.
+    Raises:
+        _NotRun: this machine has no such Python.
+        subprocess.CalledProcessError: an installation has failed.
     """
     directory = _cache() / name
     python = directory / "bin" / "python"
     stamp = directory / "made-for"
+    install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     if not stamp.exists() or stamp.read_text() != repr(environment):
         base = _python(environment.python)
         if base is None:
-            return None
-        print(f"{name}: installing {environment.torch} and all else into the cache", flush=True)
+            raise _NotRun(f"no Python {environment.python}")
+        torch = f"torch=={environment.torch}"
+        print(f"{name}: installing {torch} and all else into the cache", flush=True)
         shutil.rmtree(directory, ignore_errors=True)
-        _run([base, "-m", "venv", str(directory)], seconds=_INSTALL_SECONDS)
-        pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        _run([base, "-m", "venv", str(directory)])
         constraints = ["-c", str(ROOT / "constraints.txt")] if environment.constrained else []
-        _run([*pip, *constraints, environment.torch], seconds=_INSTALL_SECONDS)
         # recpoint itself comes from this checkout. Its requirements on Prefect may exclude the
         # version that is tried here.
-        requirements = [*_requirements(), *environment.prefect, *_TEST_PACKAGES]
-        _run([*pip, *constraints, environment.torch, *requirements], seconds=_INSTALL_SECONDS)
+        others = [*_requirements(), f"prefect=={environment.prefect}", *_TEST_PACKAGES]
+        _run([*install, *constraints, torch, *others])
         if environment.torchrec:
-            needed = [*pip, *constraints, "--no-deps", *environment.torchrec, *_OF_TORCHREC]
-            _run(needed, seconds=_INSTALL_SECONDS)
+            torchrec = f"torchrec=={environment.torchrec}"
+            fbgemm = f"fbgemm-gpu-cpu=={environment.fbgemm}"
+            _run([*install, *constraints, "--no-deps", torchrec, fbgemm, *_OF_TORCHREC])
         stamp.write_text(repr(environment))
-    install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    _run([*install, "--no-deps", "-e", str(ROOT)], seconds=_INSTALL_SECONDS)
+    _run([*install, "--no-deps", "-e", str(ROOT)])
     return python
 
 
@@ -244,8 +248,8 @@ def _python(version: str) -> str | None:
     return None
 
 
-def _run(command: Sequence[str], *, seconds: float) -> None:
-    subprocess.run(command, check=True, timeout=seconds)
+def _run(command: Sequence[str]) -> None:
+    subprocess.run(command, check=True, timeout=_INSTALL_SECONDS)
 
 
 def _run_program(python: Path, what: str, folder: Path) -> bool:
@@ -258,19 +262,22 @@ def _tested(name: str, python: Path) -> str:
     """Run the tests in an environment; return the outcome in a few words."""
     log = _cache() / f"{name}.log"
     with log.open("w") as output:
-        process = subprocess.run(
-            [str(python), "-m", "pytest", "-q", "-n", "2", *SUBSET],
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=_TEST_SECONDS,
-        )
+        try:
+            code = subprocess.run(
+                [str(python), "-m", "pytest", "-q", "-n", "2", *SUBSET],
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=_TEST_SECONDS,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return f"failed: not done in {_TEST_SECONDS:.0f} s"
     print(f"{name}: the output of its tests: {log}", flush=True)
-    return outcome_of(process.returncode, log.read_text(errors="replace"))
+    return outcome_of(code, log.read_text(errors="replace"))
 
 
-def _line(name: str, python: Path, outcome: str, origin: str) -> str:
-    """Return the line of the record, with the versions that the environment has."""
+def _line(name: str, python: Path, outcome: str, restored: str) -> str:
+    """Return the line of the table, with the versions that the environment has."""
     question = (
         "import importlib.metadata as m, json, platform\n"
         "def version(name):\n"
@@ -278,27 +285,32 @@ def _line(name: str, python: Path, outcome: str, origin: str) -> str:
         "        return m.version(name)\n"
         "    except m.PackageNotFoundError:\n"
         "        return 'none'\n"
-        "names = ('torch', 'torchrec', 'prefect')\n"
+        "names = ('torch', 'torchrec', 'fbgemm-gpu-cpu', 'prefect')\n"
         "print(json.dumps([platform.python_version(), *map(version, names)]))\n"
     )
     answer = subprocess.run(
         [str(python), "-c", question], capture_output=True, text=True, check=True
     ).stdout
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
     today = f"{datetime.now(UTC):%Y-%m-%d}"
-    return f"| {' | '.join([name, *json.loads(answer), outcome, origin, today, commit])} |"
+    cells = [name, *json.loads(answer), outcome, restored, today, commit_name(RECORD)]
+    return f"| {' | '.join(cells)} |"
 
 
-def _read_record() -> dict[str, str]:
-    """Return the lines of the record by environment."""
-    lines = RECORD.read_text().splitlines() if RECORD.exists() else []
-    return {name: line for line in lines for name in ENVIRONMENTS if line.startswith(f"| {name} |")}
+def read_record() -> dict[str, str]:
+    """Return the lines of the table by environment."""
+    table = RECORD.read_text().partition(_BEGIN)[2].partition(_END)[0]
+    lines = table.splitlines()
+    return {name: line for name in ENVIRONMENTS for line in lines if line.startswith(f"| {name} |")}
+
+
+def _write_record(lines: Mapping[str, str]) -> None:
+    """Put these lines into the table, in the order of the environments."""
+    before, begin, behind = RECORD.read_text().partition(_BEGIN)
+    _, end, after = behind.partition(_END)
+    if not begin or not end:
+        raise RuntimeError(f"{RECORD}: expected the lines {_BEGIN.strip()} and {_END.strip()}")
+    rows = "".join(f"{lines[name]}\n" for name in ENVIRONMENTS if name in lines)
+    RECORD.write_text(f"{before}{begin}{_HEAD}{rows}\n{end}{after}")
 
 
 if __name__ == "__main__":

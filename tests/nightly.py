@@ -34,6 +34,7 @@ __all__ = [
     "PARTS",
     "PartRecord",
     "NightlyPart",
+    "commit_name",
     "in_order",
     "main",
     "outcome_of",
@@ -264,7 +265,7 @@ class _Night:
         seconds = time.monotonic() - began
         print(f"{name}: {outcome}, {seconds:.0f} s ({log.relative_to(ROOT)})", flush=True)
         today = datetime.now(UTC).date().isoformat()
-        self.lines[name] = PartRecord(name, outcome, seconds, today, _commit())
+        self.lines[name] = PartRecord(name, outcome, seconds, today, commit_name(RECORD))
         write_record(self.record, self.lines)
         return not outcome.startswith("failed")
 
@@ -313,7 +314,7 @@ def _same_files(commit: str, record: Path) -> bool:
     return comparison.returncode == 0
 
 
-def _commit() -> str:
+def commit_name(record: Path) -> str:
     """Return the short name of HEAD, with a `+` if files differ from it, the record aside."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
@@ -322,7 +323,7 @@ def _commit() -> str:
         text=True,
         check=True,
     ).stdout.strip()
-    return commit if _same_files(commit, RECORD) else f"{commit}+"
+    return commit if _same_files(commit, record) else f"{commit}+"
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -343,7 +344,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     }
     seconds = 60 * options.minutes if limited else float("inf")
     night = _Night(options.record.resolve(), time.monotonic() + seconds)
-    names = in_order(parts, changed_files(options.since), _commit())
+    names = in_order(parts, changed_files(options.since), commit_name(RECORD))
     return 0 if all([night.run(name, parts[name]) for name in names]) else 1
 
 

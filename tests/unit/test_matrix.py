@@ -1,4 +1,4 @@
-"""What `make matrix` runs is there, and its record can be read back."""
+"""What `make matrix` runs is there, and the table that it writes is of these environments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import matrix
-from tests.matrix import ENVIRONMENTS, SUBSET
+from tests.matrix import ENVIRONMENTS, SUBSET, read_record
 from tests.matrix_checkpoint import _require_equal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +20,40 @@ def test_what_it_runs_exists() -> None:
 def test_the_pinned_environment_has_the_pinned_versions() -> None:
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = ENVIRONMENTS["pinned"]
-    assert {pinned.torch, *pinned.torchrec} <= {line.split("+")[0] for line in constraints}
+    assert {
+        f"torch=={pinned.torch}",
+        f"torchrec=={pinned.torchrec}",
+        f"fbgemm-gpu-cpu=={pinned.fbgemm}",
+        f"prefect=={pinned.prefect}",
+    } <= {line.split("+")[0] for line in constraints}
+
+
+def test_the_table_has_the_versions_that_the_environments_name() -> None:
+    lines = read_record()
+    assert lines, "limits.md has no table between its two markers"
+    for name, line in lines.items():
+        _, _, python, *versions, _, _, _, _, _ = (cell.strip() for cell in line.split("|"))
+        environment = ENVIRONMENTS[name]
+        assert python.rpartition(".")[0] == environment.python
+        assert [version.split("+")[0] for version in versions] == [
+            environment.torch,
+            environment.torchrec or "none",
+            environment.fbgemm or "none",
+            environment.prefect,
+        ]
+
+
+def test_lines_are_written_in_the_order_of_the_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "limits.md"
+    page.write_text(f"before\n{matrix._BEGIN}old\n{matrix._END}after\n")
+    monkeypatch.setattr(matrix, "RECORD", page)
+    lines = {"newest": "| newest | 2 |", "oldest": "| oldest | 1 |"}
+    matrix._write_record(lines)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old\n" not in text
+    assert list(read_record().items()) == list(reversed(lines.items()))
 
 
 def test_an_unknown_environment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
