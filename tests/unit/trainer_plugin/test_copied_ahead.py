@@ -192,7 +192,9 @@ def test_staged_bytes_equal_those_of_a_plain_cut(
 @pytest.mark.parametrize("window", [1, 5, 20, 200])
 def test_any_window(tmp_path: Path, window: int) -> None:
     copied = _train(Job(tmp_path / "plain"), Job(tmp_path / "ahead", window=window), 60)
-    assert all(one.why_plain is None for one in copied)
+    reasons = {rows.why_plain for rows in copied}
+    # A window of one batch races its plan, and a lost race is a plain cut of the same bytes.
+    assert reasons <= ({None, "it was not planned in time"} if window == 1 else {None})
 
 
 @pytest.mark.parametrize("seed", range(4))

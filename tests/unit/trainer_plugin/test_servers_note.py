@@ -16,6 +16,7 @@ from recpoint.catalog.overview.watch import RunWatch
 from recpoint.catalog.run.run import Run
 from recpoint.catalog.staging.area import StagedRun
 from recpoint.catalog.staging.servers import read_servers, servers_path
+from recpoint.catalog.store.contract import now_ms
 from recpoint.catalog.store.store import open_store
 from recpoint.embeddings.home.contract import Home
 from recpoint.embeddings.home.homes import local
@@ -194,6 +195,7 @@ def test_nothing_is_written_in_a_stall_and_little_besides(
         second = told(place)
         assert second is not None and sum(one.rows for one in second.servers.each) == 10
         monkeypatch.setattr(servers_note, "BEAT_SECONDS", 0.0)
+        until(lambda: now_ms() > second.at_ms)  # a note tells its time in whole milliseconds
         here.note.write()  # at least every few seconds, so that its age says that it is true
         third = told(place)
         assert third is not None and third.at_ms > second.at_ms
