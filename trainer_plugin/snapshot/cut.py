@@ -54,6 +54,11 @@ from recpoint.trainer_plugin.state.training_state import TrainingState
 
 __all__ = ["Cut", "CutMoment", "Cutter"]
 
+#: Room in a slot for state that nobody announces: the reader's, and numbers that get longer. It is
+#: a share of the slot, so that a small slot has no room that it does not need.
+_ROOM_SHARE = 64
+_MOST_ROOM_BYTES = 1 << 20
+
 
 class Cut(NamedTuple):
     """A finished cut.
@@ -145,10 +150,11 @@ class Cutter:
         compile_kernels(tables)
 
     def size_bytes(self) -> int:
-        """Return the bytes that a full of the present state takes in a slot.
+        """Return the bytes that a full of the present state takes in a slot, and room for a little
+        more: to extend a slot maps all of it anew, which would take most of the first stall.
 
-        Optimizer state is included only after the first step has created it; the reader's state is
-        never included. See `memory_bound`.
+        Optimizer state is included only after the first step has created it; of the reader's state,
+        only what fits into that room. See `memory_bound`.
 
         Raises:
             SettingsError: part of the state cannot be stored; the message names its path.
@@ -162,7 +168,8 @@ class Cutter:
         sample_bytes = self._sampler.size_bytes(
             [live.spec for live in tables], [live.held for live in tables]
         )
-        return place_state(tree, tensors, place_tables(parts)[1])[1] + sample_bytes
+        planned_bytes = place_state(tree, tensors, place_tables(parts)[1])[1] + sample_bytes
+        return planned_bytes + min(_MOST_ROOM_BYTES, planned_bytes // _ROOM_SHARE)
 
     def parts_of_full(
         self, tables: Sequence[LiveTable] | None, precision: ChosenPrecision | None

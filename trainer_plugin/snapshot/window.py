@@ -45,9 +45,6 @@ from recpoint.trainer_plugin.snapshot.plan import (
 
 __all__ = ["OpeningState", "Window"]
 
-#: Room in the slot for state that no full counts, such as the reader's.
-_SPARE_BYTES = 1 << 20
-
 #: The most bytes of rows without a place. More make the cut a plain one.
 _TAIL_BYTES = 16 << 20
 
@@ -190,7 +187,7 @@ class Window:
             if self._is_over:
                 return None
             # Here and not in the stall: to extend a slot maps all of it anew.
-            self.slot.reserve(max(end, self._least_bytes) + _SPARE_BYTES)
+            self.slot.reserve(max(end, self._least_bytes))
             self._parts, self._plans, self._placed, self._end = tuple(parts), plans, placed, end
             self._copier = Copier([self._ahead(ahead, plan) for ahead, plan in self._pairs()])
             return self._copier

@@ -14,6 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 from recpoint import Checkpointer, Consecutive
 from recpoint.catalog.staging import job_files
 from recpoint.catalog.staging.area import StagedRun
+from tests.running_parts import pipeline_of
 from tests.training_builder import (
     DIM,
     Batches,
@@ -135,6 +136,19 @@ def test_a_slot_has_no_room_for_what_was_large_once(place: Place) -> None:
             (slot,) = StagedRun(place.run_directory).slots_directory.iterdir()
             assert slot.stat().st_size <= ckpt.memory_bound_bytes
         ckpt.close(final=False)
+
+
+def test_the_first_cut_finds_room_for_what_the_bound_did_not_count(place: Place) -> None:
+    """To extend a slot in the stall maps all of it anew."""
+    training = training_with(partial(SGD, lr=0.1), sparse=True)
+    ckpt = checkpointer(training, place, interval_batches=10**6)
+    ckpt.restore()
+    slot = pipeline_of(ckpt)._area.free_slot(set())
+    mapped, bound = slot.data, ckpt.memory_bound_bytes
+    train(training, ckpt, 3)
+    assert staged_bytes(place, ckpt) <= bound == ckpt.memory_bound_bytes
+    assert slot.data is mapped and slot.path.stat().st_size <= bound
+    ckpt.close(final=False)
 
 
 def test_a_state_that_cannot_be_measured_does_not_stop_training(
