@@ -31,6 +31,7 @@ from benchmarks.gpu_correctness import check
 from benchmarks.gpu_kernels import load
 from benchmarks.machine import commit
 from benchmarks.report import Report, Spread, spread_of
+from recpoint.kernels.bit_packing import BITS
 
 __all__ = ["KEYS", "record", "run"]
 
@@ -277,7 +278,7 @@ def _quantizers(bench: _Bench, table: Tensor, ids: Tensor, copy: float) -> None:
 
     quantize = bench.kernels["quantize"].triton
     n = ids.numel()
-    cases = [(method, bits) for method in (SYMMETRIC, ASYMMETRIC) for bits in (2, 3, 4, 8)]
+    cases = [(method, bits) for method in (SYMMETRIC, ASYMMETRIC) for bits in BITS]
     cases += [(default_method(bits), bits) for bits in (2, 3, 4)]
     cases += [(Method(name="greedy", bins=50, ratio_permille=500), bits) for bits in (2, 4)]
     for method, bits in cases:
@@ -289,7 +290,7 @@ def _quantizers(bench: _Bench, table: Tensor, ids: Tensor, copy: float) -> None:
         if (method, bits) == (ASYMMETRIC, 4):
             bench.report.put("fused4_vs_copy", share)
     rows = table[: min(n, len(table))]
-    for bits in (2, 3, 4, 8):
+    for bits in BITS:
         call = partial(quantize.quantize_packed, rows, bits, half_parameters=True)
         seconds = bench.device_seconds(call)
         traffic = len(rows) * (4 * _DIM + _DIM * bits // 8 + 10)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_kernels import load
+from recpoint.kernels.bit_packing import BITS
 
 __all__ = ["check"]
-
-_BITS: Final = (2, 3, 4, 8)
 
 
 def check(device: torch.device, *, rows: int, seed: int) -> int:
@@ -120,7 +119,7 @@ def _gathers(kernels: Any, device: torch.device, rows: int, generator: torch.Gen
 def _packing(kernels: Any, device: torch.device, rows: int, generator: torch.Generator) -> int:
     reference, triton = kernels["bit_packing"]
     compared = 0
-    for bits in _BITS:
+    for bits in BITS:
         for dim in (13, 64):
             codes = torch.randint(
                 0, 256, (rows // 64 + 3, dim), generator=generator, dtype=torch.uint8
@@ -157,7 +156,7 @@ def _quantizers(kernels: Any, device: torch.device, rows: int, generator: torch.
         table = _rows(rows // 16 + 40, dim, generator)
         on_device = table.to(device)
         ids = _ids(len(table), len(table) // 2 + 1, generator)
-        for bits in _BITS:
+        for bits in BITS:
             methods = [(ASYMMETRIC, True), (ASYMMETRIC, False), (SYMMETRIC, True)]
             if bits < 8:
                 methods += [(greedy, True), (default_method(bits), True)]

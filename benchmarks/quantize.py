@@ -20,6 +20,7 @@ from benchmarks.exhaustive_quantizer import least_error
 from benchmarks.machine import keep_freed_memory
 from benchmarks.report import Report, Spread, alternate, ratio
 from benchmarks.trained_rows import trained_rows
+from recpoint.kernels.bit_packing import BITS
 from recpoint.kernels.quantize import (
     ASYMMETRIC,
     SYMMETRIC,
@@ -102,7 +103,7 @@ def _inputs(smoke: bool) -> Inputs:
 def _gate(inputs: Inputs, count: int) -> None:
     """Check that every fast method gives the bytes of its reference on the same `count` rows."""
     for (name, dim), rows in inputs.items():
-        for bits in (2, 3, 4, 8):
+        for bits in BITS:
             for method in (SYMMETRIC, ASYMMETRIC, default_method(bits), GREEDY[bits]):
                 results, expected = (
                     kernel(rows[:count], bits, method) for kernel in (quantize_packed, reference_of)
@@ -252,9 +253,9 @@ def _schemes(report: Report, inputs: Inputs, count: int) -> None:
     for dim in (16, 64):
         rows = inputs["trained", dim][:count]
         report.notes.append(f"trained rows of {dim} values, mean squared error of a row:")
-        report.notes.append(f"  {'scheme':<22}" + "".join(f"{b:>4} bits   " for b in (2, 3, 4, 8)))
+        report.notes.append(f"  {'scheme':<22}" + "".join(f"{b:>4} bits   " for b in BITS))
         table: dict[str, list[float]] = {}
-        for bits in (2, 3, 4, 8):
+        for bits in BITS:
             clusters = kmeans.decode(kmeans.kmeans(rows, bits))
             for name, error in (
                 ("symmetric", _error(rows, bits, SYMMETRIC)),

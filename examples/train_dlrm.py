@@ -77,7 +77,7 @@ def arguments() -> argparse.Namespace:
     add("--threads", type=int, default=1, help="torch threads; with 1, runs are equal bit for bit")
     add("--run", help="URL of the run to checkpoint into; default: no checkpoints")
     add("--interval", type=int, default=200, help="batches between checkpoints")
-    add("--bits", default="lossless", help="lossless, auto, 8, 4, 3 or 2")
+    add("--bits", default="lossless", help="lossless, auto, 8, 6, 5, 4, 3 or 2")
     add("--staging", type=Path, help="staging area; default: the agent's default")
     add("--max-staged", type=int, default=1, help="checkpoints that may wait for the agent")
     add("--lookahead", action="store_true", help="read ahead: rows are copied before checkpoints")

@@ -62,7 +62,7 @@ def options(description: str) -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--run", help="URL of the run to checkpoint into; default: no checkpoints")
     add("--interval", type=int, default=50, help="batches between checkpoints")
-    add("--bits", default="lossless", help="lossless, auto, 8, 4, 3 or 2")
+    add("--bits", default="lossless", help="lossless, auto, 8, 6, 5, 4, 3 or 2")
     add("--staging", type=Path, help="staging area; default: the agent's default")
     add("--max-staged", type=int, default=1, help="checkpoints that may wait for the agent")
     add("--progress-file", type=Path, help="file for one JSON line a batch; a file for each rank")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
 from recpoint.format.records import Milliseconds, Part
 
-__all__ = ["MAX_COUNT", "History", "ChosenPrecision", "RuleBits"]
+__all__ = ["MAX_COUNT", "RULE_BITS", "ChosenPrecision", "History", "RuleBits"]
 
 #: The widths in bits among which the rule of expected restores chooses.
 RuleBits = Literal[2, 3, 4, 8]
+RULE_BITS: tuple[RuleBits, ...] = get_args(RuleBits)
 
 #: The largest time in milliseconds, and the largest count, that a record can hold.
 MAX_COUNT = 2**53 - 1

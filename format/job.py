@@ -78,7 +78,7 @@ class StagedTable(Part):
     shard_rows: _Bytes  # 0: the rank holds nothing of the table
     row_count: _Bytes
     all_rows: bool  # true: every row of the shard is staged, in order, without an ids segment
-    bits: Annotated[int, Field(ge=2, le=64)]  # 2, 3, 4, 8; or the dtype's own width: exact
+    bits: Annotated[int, Field(ge=2, le=64)]  # of CODE_BITS; or the dtype's own width: exact
     quantizer: QuantizerName  # ignored if the table is stored exactly
     state_bits: Literal[16] | None  # 16: row states are rounded to bfloat16 where §3.5 allows it
     method: ChosenMethod | None  # quantizes the rows; None: the agent chooses if bits asks for it

@@ -64,7 +64,7 @@ MAX_DIM = 2**20
 MAX_CHAIN_LENGTH = 1_000_000
 
 #: Bits of one quantized value.
-CODE_BITS = (2, 3, 4, 8)
+CODE_BITS = (2, 3, 4, 5, 6, 8)
 
 Kind = Literal["full", "increment"]
 Scheme = Literal["asymmetric", "exact"]

@@ -94,7 +94,7 @@ class CodedTable:
 
     Args:
         table: the table of a checkpoint.
-        bits: bits of each code: 2, 3, 4 or 8.
+        bits: bits of each code, one of `BITS`.
     """
 
     def __init__(self, table: LogicalTable, bits: int) -> None:

@@ -169,11 +169,11 @@ def hours_left(expected: ExpectedFailures | None, *, trained_ms: int) -> float |
 
 
 #: Bits of a stored row's values; "lossless" keeps the bytes.
-FixedBits = Literal["lossless", 2, 3, 4, 8]
+FixedBits = Literal["lossless", 2, 3, 4, 5, 6, 8]
 
 #: The same as a setting; "auto" follows the number of restores that the job has to expect.
 Bits = FixedBits | Literal["auto"]
-BIT_WIDTHS: tuple[Bits, ...] = ("lossless", "auto", 2, 3, 4, 8)
+BIT_WIDTHS: tuple[Bits, ...] = ("lossless", "auto", 2, 3, 4, 5, 6, 8)
 
 #: Bits of a stored value of element-wise optimizer state.
 StateBits = Literal["lossless", 16]

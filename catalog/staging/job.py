@@ -19,7 +19,7 @@ from recpoint.errors import DigestMismatch, MalformedObject, StagingError
 from recpoint.format.chunk import MAX_SAMPLE_ROWS, sample_arrays
 from recpoint.format.dtypes import Dtype, array_bytes, item_bytes
 from recpoint.format.job import Job, Segment, StagedTable
-from recpoint.format.manifest import ChosenMethod
+from recpoint.format.manifest import CODE_BITS, ChosenMethod
 from recpoint.kernels.bit_packing.widths import packed_width
 from recpoint.kernels.quantize import Method
 from recpoint.kernels.quantize.method import MethodName
@@ -250,8 +250,9 @@ def _check_table(path: Path, table: StagedTable) -> None:
             f"{'all' if table.all_rows else 'at most'} {rows}",
         )
     exact_bits = 8 * item_bytes(spec.dtype)
-    if table.bits not in (2, 3, 4, 8, exact_bits):
-        raise _malformed(path, f"{table.bits} bits", f"2, 3, 4, 8 or {exact_bits} bits")
+    if table.bits not in (*CODE_BITS, exact_bits):
+        widths = ", ".join(map(str, CODE_BITS))
+        raise _malformed(path, f"{table.bits} bits", f"{widths} or {exact_bits} bits")
     if table.method is not None:
         try:
             kernel_method(table.method)

@@ -18,7 +18,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     Higher bits of a code are dropped.
 
     Raises:
-        ValueError: bits is not 2, 3, 4 or 8, or codes is not a contiguous u8 matrix.
+        ValueError: bits is not one of `BITS`, or codes is not a contiguous u8 matrix.
     """
     if codes.is_cpu:
         return cpu.pack(codes, bits)
@@ -35,7 +35,7 @@ def unpack(packed: Tensor, *, dim: int, bits: int) -> Tensor:
     are ignored.
 
     Raises:
-        ValueError: bits is not 2, 3, 4 or 8, or packed does not have that width.
+        ValueError: bits is not one of `BITS`, or packed does not have that width.
     """
     if packed.is_cpu:
         return cpu.unpack(packed, dim=dim, bits=bits)

@@ -5,17 +5,20 @@
 
 namespace recpoint::RECPOINT_SET {
 
-// Joins eight codes, one in each byte, into one string of 8 · BITS bits. Each step moves neighbours
-// together: bytes to pairs, pairs to fours, fours to eight.
+// Joins eight codes, one in each byte, into one string of 8 · BITS bits. Each step moves the second
+// of two neighbours down beside the first: bytes to pairs, pairs to fours, fours to eight. Bits of a
+// code above BITS are dropped.
 template <int BITS>
 uint64_t joined(uint64_t word) {
     constexpr uint64_t code = (1 << BITS) - 1;
     constexpr uint64_t two = code | code << BITS;
     constexpr uint64_t four = two | two << 2 * BITS;
-    word &= code * 0x0101010101010101;
-    word = (word | word >> (8 - BITS)) & (two * 0x0001000100010001);
-    word = (word | word >> 2 * (8 - BITS)) & (four * 0x0000000100000001);
-    return (word | word >> 4 * (8 - BITS)) & ((uint64_t{1} << 8 * BITS) - 1);
+    constexpr uint64_t pairs = 0x0001000100010001;
+    constexpr uint64_t fours = 0x0000000100000001;
+    constexpr int gap = 8 - BITS;
+    word = (word & code * pairs) | (word >> gap & (code << BITS) * pairs);
+    word = (word & two * fours) | (word >> 2 * gap & (two << 2 * BITS) * fours);
+    return (word & four) | (word >> 4 * gap & four << 4 * BITS);
 }
 
 // Undoes `joined`. Bits above 8 · BITS are ignored.
@@ -24,10 +27,12 @@ uint64_t parted(uint64_t word) {
     constexpr uint64_t code = (1 << BITS) - 1;
     constexpr uint64_t two = code | code << BITS;
     constexpr uint64_t four = two | two << 2 * BITS;
-    word &= (uint64_t{1} << 8 * BITS) - 1;
-    word = (word | word << 4 * (8 - BITS)) & (four * 0x0000000100000001);
-    word = (word | word << 2 * (8 - BITS)) & (two * 0x0001000100010001);
-    return (word | word << (8 - BITS)) & (code * 0x0101010101010101);
+    constexpr uint64_t pairs = 0x0001000100010001;
+    constexpr uint64_t fours = 0x0000000100000001;
+    constexpr int gap = 8 - BITS;
+    word = (word & four) | (word & four << 4 * BITS) << 4 * gap;
+    word = (word & two * fours) | (word & (two << 2 * BITS) * fours) << 2 * gap;
+    return (word & code * pairs) | (word & (code << BITS) * pairs) << gap;
 }
 
 // A word that holds the codes of one packed byte, of 2 or 4 bits each, with one code in each byte.
@@ -58,7 +63,7 @@ void pack_bytes(const uint8_t* codes, uint8_t* packed, int64_t n) {
 template <int BITS>
 void pack_words(const uint8_t* codes, uint8_t* packed, int64_t n) {
     const int64_t words = n / 8;
-    if constexpr (BITS == 3) {
+    if constexpr (8 % BITS != 0) {
         for (int64_t i = 0; i < words; ++i) {
             const uint64_t string = joined<BITS>(load<uint64_t>(codes + 8 * i));
             memcpy(packed + BITS * i, &string, BITS);
@@ -94,27 +99,25 @@ void unpack_words(const uint8_t* packed, uint8_t* codes, int64_t n) {
 
 // Packs n codes into ceil(n · bits / 8) bytes. Bits of a code above `bits` are dropped.
 inline void pack_codes(const uint8_t* codes, uint8_t* packed, int64_t n, int64_t bits) {
-    if (bits == 2) {
-        pack_words<2>(codes, packed, n);
-    } else if (bits == 3) {
-        pack_words<3>(codes, packed, n);
-    } else if (bits == 4) {
-        pack_words<4>(codes, packed, n);
-    } else {
-        memcpy(packed, codes, n);
+    switch (bits) {
+        case 2: return pack_words<2>(codes, packed, n);
+        case 3: return pack_words<3>(codes, packed, n);
+        case 4: return pack_words<4>(codes, packed, n);
+        case 5: return pack_words<5>(codes, packed, n);
+        case 6: return pack_words<6>(codes, packed, n);
+        default: memcpy(packed, codes, n);
     }
 }
 
 // Undoes `pack_codes`. The spare bits of the last byte are ignored.
 inline void unpack_codes(const uint8_t* packed, uint8_t* codes, int64_t n, int64_t bits) {
-    if (bits == 2) {
-        unpack_words<2>(packed, codes, n);
-    } else if (bits == 3) {
-        unpack_words<3>(packed, codes, n);
-    } else if (bits == 4) {
-        unpack_words<4>(packed, codes, n);
-    } else {
-        memcpy(codes, packed, n);
+    switch (bits) {
+        case 2: return unpack_words<2>(packed, codes, n);
+        case 3: return unpack_words<3>(packed, codes, n);
+        case 4: return unpack_words<4>(packed, codes, n);
+        case 5: return unpack_words<5>(packed, codes, n);
+        case 6: return unpack_words<6>(packed, codes, n);
+        default: memcpy(codes, packed, n);
     }
 }
 

@@ -24,8 +24,9 @@ def _pack(codes, packed, total, dim, width, BITS: tl.constexpr, BLOCK: tl.conste
     bit = (index % width) * 8  # the byte's first bit in its row
     first = bit // BITS
     byte = tl.zeros([BLOCK], tl.int32)
-    # Widths that divide 8 fill a byte with 8 / BITS codes; three bits take from up to four codes.
-    for j in tl.static_range(8 // BITS if 8 % BITS == 0 else 4):
+    # Eight bits that begin anywhere in a code touch at most 1 + ceil(7 / BITS) codes; where BITS
+    # divides 8, a byte begins with a code.
+    for j in tl.static_range(8 // BITS if 8 % BITS == 0 else 1 + (6 + BITS) // BITS):
         k = first + j
         code = tl.load(codes + row * dim + k, mask=(index < total) & (k < dim), other=0)
         code = code.to(tl.int32) & ((1 << BITS) - 1)

@@ -12,7 +12,7 @@ from recpoint.kernels.arguments import require
 __all__ = ["BITS", "packed_width", "require_bits", "require_codes", "require_packed"]
 
 #: The bit widths of the format.
-BITS: Final = (2, 3, 4, 8)
+BITS: Final = (2, 3, 4, 5, 6, 8)
 
 
 def require_bits(bits: int) -> None:

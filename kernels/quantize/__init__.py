@@ -40,14 +40,14 @@ def quantize(
 
     Args:
         rows: f32 [n, dim], contiguous.
-        bits: 2, 3, 4 or 8.
+        bits: one of `BITS`.
         method: how scale and offset are found.
         half_parameters: choose values of binary16 for scale and offset, and codes for those. Rows
             for which that would cost accuracy come back with `wide` set and parameters of binary32;
             which rows these are depends on the row and on bits, not on a search.
 
     Raises:
-        ValueError: bits is not 2, 3, 4 or 8, or rows is not a contiguous f32 matrix.
+        ValueError: bits is not one of `BITS`, or rows is not a contiguous f32 matrix.
     """
     if rows.is_cpu:
         return cpu.quantize(rows, bits, method, half_parameters=half_parameters)
@@ -127,7 +127,7 @@ def dequantize_rows(
         table: f32 [R, dim], contiguous; written in place.
         ids: int64, without duplicates: the row of the table for each row that is decoded; None:
             its first rows.
-        bits: 2, 3, 4 or 8.
+        bits: one of `BITS`.
         positions: int64: which of the n rows to decode, in this order; None: all.
 
     Raises:

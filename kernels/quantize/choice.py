@@ -24,6 +24,8 @@ _GRIDS: Final = {
     2: ((4, 2), (5, 2), (7, 3)),
     3: ((5, 3), (6, 3), (9, 3)),
     4: ((8, 3), (10, 3), (13, 3)),
+    5: ((8, 3), (10, 3), (13, 3)),
+    6: ((8, 3), (10, 3), (13, 3)),
     8: ((8, 3), (10, 3)),
 }
 #: Bins and thousandths of the range that may go, in the region that Check-N-Run found worth trying.
@@ -31,6 +33,8 @@ _STEPS: Final = {
     2: ((25, 400), (25, 600), (25, 800), (45, 800)),
     3: ((25, 200), (25, 400), (45, 400)),
     4: ((25, 200), (45, 200), (200, 160)),
+    5: ((45, 150), (200, 120)),
+    6: ((45, 100), (200, 100)),
     8: ((45, 100), (200, 100)),
 }
 
@@ -41,7 +45,7 @@ def candidates(bits: int, name: MethodName | None = None) -> tuple[Method, ...]:
     Without a name, and for 8 bits, that is the asymmetric one alone: a search gains little there.
 
     Raises:
-        ValueError: bits is not 2, 3, 4 or 8, or there is no such method.
+        ValueError: bits is not one of `BITS`, or there is no such method.
     """
     require_bits(bits)
     refit = tuple(Method(name="refit", bins=b, refits=r) for b, r in _GRIDS[bits])
@@ -63,7 +67,7 @@ def choose(rows: Tensor, bits: int, *, seed: int, name: MethodName | None = None
     Args:
         rows: f32 [n, dim] in CPU memory, a sample of a table or the table; of more than
             `SAMPLE_ROWS` rows that many are drawn.
-        bits: 2, 3, 4 or 8.
+        bits: one of `BITS`.
         seed: of the draw.
         name: only candidates of this name, for their parameters; None: all of them.
 

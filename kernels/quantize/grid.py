@@ -25,7 +25,14 @@ __all__ = [
 #: How far a candidate moves each end of the row into its range, in steps of the row's own scale:
 #: from .. to. A negative one moves the end out. They hold the best of dense grids over trained,
 #: Gaussian, Laplace and Student-t rows.
-_SHRINK: Final = {2: (-0.5, 1.5), 3: (-0.7, 1.4), 4: (-2.0, 2.5), 8: (-2.0, 2.5)}
+_SHRINK: Final = {
+    2: (-0.5, 1.5),
+    3: (-0.7, 1.4),
+    4: (-2.0, 2.5),
+    5: (-2.0, 2.5),
+    6: (-2.0, 2.5),
+    8: (-2.0, 2.5),
+}
 #: Rows of this many values have their best ends farther in: such as lie farther out than this are
 #: not tried, which at 4 bits leaves two thirds of the pairs. The error of the rows above stays.
 _LONG_DIM: Final = 64

@@ -32,7 +32,7 @@ def kmeans(rows: Tensor, bits: int) -> Clustered:
 
     Args:
         rows: f32 [n, dim], finite, in CPU memory.
-        bits: 2, 3, 4 or 8; 2^bits centroids a row.
+        bits: one of `BITS`; 2^bits centroids a row.
 
     Raises:
         ValueError: bits or rows do not fit.

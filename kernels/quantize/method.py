@@ -79,6 +79,8 @@ _DEFAULTS: Final = {
     2: Method(name="refit", bins=5, refits=2),
     3: Method(name="refit", bins=6, refits=3),
     4: Method(name="refit", bins=10, refits=3),
+    5: Method(name="refit", bins=10, refits=3),
+    6: Method(name="refit", bins=10, refits=3),
     8: ASYMMETRIC,
 }
 
@@ -87,7 +89,7 @@ def default_method(bits: int) -> Method:
     """What to quantize with where nothing was chosen for a table.
 
     Raises:
-        ValueError: bits is not 2, 3, 4 or 8.
+        ValueError: bits is not one of `BITS`.
     """
     require_bits(bits)
     return _DEFAULTS[bits]

@@ -25,7 +25,7 @@ def found_parameters(
 
     Args:
         rows: finite, not constant.
-        bits: 2, 3, 4 or 8.
+        bits: one of `BITS`.
         method: one that searches.
         plain: scale and offset by the row's ends, of binary32.
         stored: the same as they would be stored.

@@ -42,7 +42,7 @@ def quantize_rows(
     Args:
         table: f32, f16 or bf16 [R, dim], contiguous.
         ids: int64 [n], each 0 <= id < R, in any order; None: all rows.
-        bits: 2, 3, 4 or 8.
+        bits: one of `BITS`.
         method: how scale and offset are found.
         half_parameters: as for `quantize`.
 

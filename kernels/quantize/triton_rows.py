@@ -183,10 +183,11 @@ def store_codes(
         tl.store(row[:, None] + column[None, :], code.to(tl.uint8), mask=mask)
     else:
         # Eight codes of b bits fill b bytes; four do where that is a whole number.
-        GROUP: tl.constexpr = 8 if CODE_BITS == 3 else 4
+        GROUP: tl.constexpr = 4 if CODE_BITS % 2 == 0 else 8
         BYTES: tl.constexpr = GROUP * CODE_BITS // 8
-        parts = tl.reshape(code.to(tl.uint32), [code.shape[0], COLUMNS // GROUP, GROUP])
-        shift = (tl.arange(0, GROUP) * CODE_BITS).to(tl.uint32)
+        WORD: tl.constexpr = tl.uint32 if BYTES <= 4 else tl.uint64
+        parts = tl.reshape(code.to(WORD), [code.shape[0], COLUMNS // GROUP, GROUP])
+        shift = (tl.arange(0, GROUP) * CODE_BITS).to(WORD)
         # Their bits do not overlap: the sum is the word that holds all of them.
         word = tl.sum(parts << shift[None, None, :], axis=2)
         group = start // GROUP + tl.arange(0, COLUMNS // GROUP)

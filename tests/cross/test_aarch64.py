@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from recpoint.kernels.bit_packing import BITS
 from recpoint.kernels.bit_packing import reference as bit_packing
 from recpoint.kernels.erasure import reference as erasure
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method, default_method, grid, reference
@@ -65,7 +66,7 @@ def _write_calls(file: BinaryIO) -> int:
         rows[5, 0] = float("nan")
         rows[7] *= 1e-30
         rows[9] = -0.0
-        for bits in (2, 3, 4, 8):
+        for bits in BITS:
             greedy = Method(name="greedy", bins=9, ratio_permille=600)
             for method in (ASYMMETRIC, SYMMETRIC, default_method(bits), greedy):
                 for half in (False, True):

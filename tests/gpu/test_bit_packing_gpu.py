@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recpoint.kernels.bit_packing import reference, triton
+from recpoint.kernels.bit_packing import BITS, reference, triton
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dim", [0, 1, 2, 3, 5, 7, 8, 9, 16, 127])
 def test_packing_equals_the_reference(device: torch.device, dim: int, bits: int) -> None:
     torch.manual_seed(dim)

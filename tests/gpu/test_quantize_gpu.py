@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from recpoint.kernels.bit_packing import BITS
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method, grid, reference, triton
 from recpoint.kernels.quantize.shapes import PackedRows, Quantized
 
@@ -15,8 +16,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
 ]
-
-WIDTHS = [2, 3, 4, 8]
 
 
 def difficult_rows(dim: int) -> torch.Tensor:
@@ -59,12 +58,12 @@ def require_equal(found: Sequence[torch.Tensor], expected: PackedRows | Quantize
         assert torch.equal(bits_of(left), bits_of(right)), name
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dim", [1, 2, 3, 8, 13, 16, 64, 1025])
 def test_every_output_has_the_bits_of_the_reference(
     device: torch.device, dim: int, bits: int
 ) -> None:
-    rows = difficult_for(device, dim, WIDTHS.index(bits))
+    rows = difficult_for(device, dim, BITS.index(bits))
     require_equal(triton.quantize(rows.to(device), bits), reference.quantize(rows, bits))
     packed = reference.quantize_packed(rows, bits)
     found_packed = triton.quantize_packed(rows.to(device), bits)

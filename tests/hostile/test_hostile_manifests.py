@@ -128,7 +128,7 @@ def test_numbers_outside_their_bounds_or_of_another_type(path: str, value: objec
         ("chunks.5.first_row", 0),
         ("chunks.0.scheme", "exact"),
         ("chunks.0.scheme", None),
-        ("chunks.0.bits", 5),
+        ("chunks.0.bits", 7),
         ("chunks.4.bits", 64),
         ("chunks.0.content", "state"),
         ("chunks.5.bits", 8),

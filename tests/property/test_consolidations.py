@@ -21,14 +21,15 @@ from recpoint.catalog.retention.sweep import execute, plan_sweep
 from recpoint.catalog.run.run import Run
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import MANIFEST_KEY
+from recpoint.kernels.bit_packing import BITS
 from tests.catalog_builder import Table, new_run, tables
 from tests.consolidation import chain_of, merge, require_same, restored, trained
 from tests.example_counts import examples
 
-BITS: list[int | None] = [None, 2, 3, 4, 8]
+WIDTHS: list[int | None] = [None, *BITS]
 
 trainings = st.tuples(
-    st.just("train"), st.sampled_from(BITS), st.sampled_from([0.05, 0.3, 0.9]), st.integers(0, 99)
+    st.just("train"), st.sampled_from(WIDTHS), st.sampled_from([0.05, 0.3, 0.9]), st.integers(0, 99)
 )
 merges = st.tuples(st.just("merge"), st.integers(0, 99), st.none() | st.integers(2, 6), st.just(0))
 others = st.tuples(

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recpoint.kernels import bit_packing, quantize
+from recpoint.kernels.bit_packing import BITS
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method, reference
 from recpoint.kernels.quantize.method import WIDEST_STEP
 
-WIDTHS = st.sampled_from([2, 3, 4, 8])
+WIDTHS = st.sampled_from(BITS)
 PLAIN = st.sampled_from([SYMMETRIC, ASYMMETRIC])
 SEARCHES = st.one_of(
     st.builds(

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recpoint.kernels import quantize
+from recpoint.kernels.bit_packing import BITS
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method, default_method
 
-WIDTHS = (2, 3, 4, 8)
 #: Relative error of one rounding to binary32.
 ROUNDING = 2.0**-24
 
@@ -62,16 +62,16 @@ def test_half_a_step_bounds_the_error_and_shrinks_with_every_bit(
     """The step is span / (2^bits - 1), rounded; rounding keeps the order. So a row's errors lie
     within half of its own step and within half of that of each lesser width, of which it is the
     former that shrinks: the error itself may well grow with the width, see below."""
-    found = {bits: _errors(rows, bits, method) for bits in WIDTHS}
+    found = {bits: _errors(rows, bits, method) for bits in BITS}
     for bits, (errors, _, coded) in found.items():
-        for fewer in [width for width in WIDTHS if width <= bits]:
+        for fewer in [width for width in BITS if width <= bits]:
             _, step, also = found[fewer]
             both = coded & also
             assert (found[bits][1][both] <= step[both]).all()
             bound = step[:, None] / 2 + 4 * _unit(rows, method)
             assert (errors <= bound)[both].all()
         # A range that is too small for few levels is so for many: such a row stays exact.
-        assert all((coded <= found[fewer][2]).all() for fewer in WIDTHS if fewer < bits)
+        assert all((coded <= found[fewer][2]).all() for fewer in BITS if fewer < bits)
 
 
 @settings(deadline=None)
@@ -81,10 +81,10 @@ def test_the_default_method_keeps_the_bound_of_each_lesser_width(rows: Tensor) -
     that is within the plain bound of every lesser width. Between the searches of two widths nothing
     is promised: the one of fewer bits may have found a grid on which the row's values lie."""
     n = rows.shape[1]
-    plain = {bits: _errors(rows, bits, ASYMMETRIC) for bits in WIDTHS}
-    for bits in WIDTHS:
+    plain = {bits: _errors(rows, bits, ASYMMETRIC) for bits in BITS}
+    for bits in BITS:
         errors, _, coded = _errors(rows, bits, default_method(bits))
-        for fewer in [width for width in WIDTHS if width <= bits]:
+        for fewer in [width for width in BITS if width <= bits]:
             bound = plain[fewer][1] / 2 + 4 * _unit(rows, ASYMMETRIC)[:, 0]
             both = coded & plain[fewer][2]
             root = errors.square().sum(dim=1).sqrt()  # in f64 no square vanishes or overflows

@@ -15,6 +15,7 @@ from recpoint.format.dtypes import dtype_name
 from recpoint.format.manifest import RowStateSpec, TableSpec
 from recpoint.format.row_state import to_bfloat16
 from recpoint.kernels import bit_packing, quantize
+from recpoint.kernels.bit_packing import BITS
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method, default_method
 from tests.example_counts import examples
 
@@ -55,7 +56,7 @@ def stored(rows: Tensor, bits: int, method: Method, half: bool) -> tuple[Tensor,
 @given(
     seed=st.integers(0, 2**32),
     dim=st.integers(1, 40),
-    bits=st.sampled_from([2, 3, 4, 8]),
+    bits=st.sampled_from(BITS),
     name=st.sampled_from(["asymmetric", "symmetric", "greedy", "refit"]),
     dtype=st.sampled_from(["F64", "F32", "F16", "BF16"]),
     half=st.booleans(),
@@ -89,7 +90,7 @@ def test_what_was_quantized_is_never_reported(
 @given(
     seed=st.integers(0, 2**32),
     dim=st.integers(2, 40),
-    bits=st.sampled_from([2, 3, 4, 8]),
+    bits=st.sampled_from(BITS),
     name=st.sampled_from(["asymmetric", "symmetric", "greedy", "refit"]),
     dtype=st.sampled_from(["F32", "F16", "BF16"]),
     half=st.booleans(),
@@ -155,7 +156,7 @@ def test_scales_that_cut_rows_off_are_reported() -> None:
 
 def test_rows_restored_from_codes_and_left_alone_are_equal() -> None:
     rows = torch.randn(30, 7, generator=torch.Generator().manual_seed(2))
-    for bits in (2, 3, 4, 8):
+    for bits in BITS:
         _, there = stored(rows, bits, default_method(bits), True)
         compared = compare(spec(30, 7, "F32"), TrainedRows(there.values, ()), there)
         assert compared == ([], 0.0)

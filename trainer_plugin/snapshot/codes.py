@@ -25,7 +25,8 @@ from recpoint.embeddings.cache.view import CacheView, RowsAtHome
 from recpoint.embeddings.home.contract import Checked
 from recpoint.embeddings.tables.tables import Table
 from recpoint.format.dtypes import Dtype, item_bytes
-from recpoint.format.manifest import CODE_BITS, CheckedStripes, ChosenMethod, Quantizer
+from recpoint.format.history import RULE_BITS
+from recpoint.format.manifest import CheckedStripes, ChosenMethod, Quantizer
 from recpoint.format.records import CheckpointRef
 from recpoint.kernels import row_gather
 from recpoint.kernels.bit_packing.widths import packed_width
@@ -309,7 +310,7 @@ class TableQuantizer:
             if table is None:
                 continue
             width = widths[table.key]
-            for bits in CODE_BITS if width is None else (width,):
+            for bits in RULE_BITS if width is None else (width,):
                 method = _fixed(self._name, bits)
                 if method is not None and self.may(table, bits):
                     _compile(table, bits, method)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from recpoint.embeddings.tables.marks import Dirty
 from recpoint.format.dtypes import item_bytes
-from recpoint.format.history import ChosenPrecision
+from recpoint.format.history import RULE_BITS, ChosenPrecision
 from recpoint.format.manifest import CODE_BITS, Quantizer
 from recpoint.kernels import dirty_bitmap
 from recpoint.trainer_plugin.policy import ChainLink
@@ -122,7 +122,7 @@ class TableParts:
         for live in tables:
             part = self.whole(live, precision)
             if precision is None and live.table is not None and self._widths[live.key] is None:
-                part = replace(part, bits=min(CODE_BITS))
+                part = replace(part, bits=min(RULE_BITS))
             parts.append(part)
         return parts
 

@@ -22,6 +22,7 @@ from recpoint.catalog.staging.job_files import read_job
 from recpoint.format.job import Job
 from recpoint.format.manifest import Manifest
 from recpoint.format.naming import ManifestName
+from recpoint.kernels.bit_packing import BITS
 from recpoint.trainer_plugin.policy import Policy
 from tests.catalog_builder import Table, new_run
 from tests.job_builder import Links, stage
@@ -74,7 +75,7 @@ def rows_of_all_forms() -> torch.Tensor:
     return rows
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8, None])
+@pytest.mark.parametrize("bits", [*BITS, None])
 def test_what_is_counted_is_what_an_agent_stores(tmp_path: Path, bits: int | None) -> None:
     values = rows_of_all_forms()
     table = Table("t", values, (torch.rand(400), torch.rand(400, 12)), bits=bits, state_bits=16)

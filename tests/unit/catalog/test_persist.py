@@ -20,6 +20,7 @@ from recpoint.catalog.store.store import open_store
 from recpoint.format.job import QUANTIZERS, QuantizerName
 from recpoint.format.row_state import to_bfloat16
 from recpoint.kernels import quantize
+from recpoint.kernels.bit_packing import BITS
 from recpoint.kernels.implementation import on_cpu
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method
 from recpoint.kernels.quantize.choice import SAMPLE_ROWS, choose, drawn
@@ -117,7 +118,7 @@ def test_a_lossless_chain_comes_back_bit_for_bit(
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", BITS)
 def test_a_table_of_nothing_but_nan_can_be_chosen_for(
     run: Run, tmp_path: Path, bits: int, quantizer: QuantizerName
 ) -> None:
@@ -126,7 +127,7 @@ def test_a_table_of_nothing_but_nan_can_be_chosen_for(
     assert same(restored(run).tables["t"].values, table.values)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", BITS)
 def test_quantized_rows_come_back_as_the_kernel_says(
     run: Run, tmp_path: Path, bits: int, small_chunks: None
 ) -> None:

@@ -29,6 +29,7 @@ from recpoint.format.manifest import ChunkEntry, Manifest
 from recpoint.format.naming import GENERATION_KEY, MANIFEST_KEY
 from recpoint.format.records import pack_record
 from recpoint.kernels import dirty_bitmap
+from recpoint.kernels.bit_packing import BITS
 from tests.catalog_builder import Table, build, new_run, publish, tables
 from tests.interposed_store import InterposedStore, unavailable
 
@@ -271,7 +272,7 @@ def test_an_increment_without_rows_of_a_table_leaves_it(run: Run) -> None:
     assert_same(target, trained)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", BITS)
 def test_quantized_rows_come_back_within_their_bound(run: Run, bits: int) -> None:
     trained = tables(rows=60, dim=9, bits=bits)
     trained[0].values[7, 2] = float("nan")  # not quantizable: kept exactly

@@ -275,7 +275,7 @@ HOSTILE: dict[str, Any] = {
     "another run url": lambda job: {"run_url": "/somewhere/else"},
     "another step": lambda job: {"step": 2},
     "another generation": lambda job: {"generation": 2},
-    "bits": lambda job: {"tables": (job.tables[0].model_copy(update={"bits": 5}), *job.tables[1:])},
+    "bits": lambda job: {"tables": (job.tables[0].model_copy(update={"bits": 7}), *job.tables[1:])},
     "more rows than the table": lambda job: {
         "tables": (job.tables[0].model_copy(update={"row_count": 41}), *job.tables[1:])
     },

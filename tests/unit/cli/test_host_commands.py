@@ -79,7 +79,7 @@ def test_env_names_the_port_that_the_server_has(recpoint: Invoke, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "options", [["--bits", "5"], ["--interval", "0"], ["--steps", "10"], ["--store", "s3://"]]
+    "options", [["--bits", "7"], ["--interval", "0"], ["--steps", "10"], ["--store", "s3://"]]
 )
 def test_a_demo_that_shows_nothing_is_refused(
     recpoint: Invoke, tmp_path: Path, options: list[str]

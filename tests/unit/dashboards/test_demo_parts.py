@@ -21,7 +21,7 @@ from tests.polling import until
 @pytest.mark.parametrize(
     ("options", "setting"),
     [
-        ({"bits": "5"}, "--bits"),
+        ({"bits": "7"}, "--bits"),
         ({"interval": 0}, "--interval"),
         ({"interval": -1}, "--interval"),
         ({"steps": 100, "interval": 26}, "--steps"),

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from recpoint.kernels import quantize
+from recpoint.kernels.bit_packing import BITS
 from recpoint.kernels.quantize import ASYMMETRIC, SYMMETRIC, Method, choice, grid, kmeans, reference
 
 NAN = float("nan")
@@ -41,7 +42,7 @@ def test_any_number_of_threads_gives_the_bytes_of_the_reference(
 def test_the_sign_of_a_zero_offset_is_that_of_the_reference(method: Method) -> None:
     rows = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)).relu()
     rows[rows == 0] = -0.0
-    for bits in (2, 3, 4, 8):
+    for bits in BITS:
         expected = reference.quantize(rows, bits, method, half_parameters=True).offset
         found = quantize.quantize(rows, bits, method, half_parameters=True).offset
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
@@ -141,7 +142,7 @@ def test_offsets_large_against_the_range_are_wide() -> None:
 @pytest.mark.parametrize("low", [65504.0, 65520.0, 65535.0, 65536.0, 70000.0])
 def test_offsets_at_the_end_of_binary16_are_wide_as_in_the_reference(low: float) -> None:
     rows = torch.linspace(low, low + 6e5, 16)[None]
-    for bits in (2, 3, 4, 8):
+    for bits in BITS:
         for given in (rows, -rows):
             expected = reference.quantize_packed(given, bits, half_parameters=True)
             found = quantize.quantize_packed(given, bits, half_parameters=True)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from recpoint.kernels.bit_packing import BITS
+
 triton = pytest.importorskip("triton")
 
 BY_NIGHT = pytest.mark.nightly("triton")
@@ -78,7 +80,7 @@ def test_the_other_kernels_of_bitmaps_and_packing_compile() -> None:
     assert "st.global" in compiled(kernels._count_many, scan)
     assert "st.global.b64" in compiled(kernels._collect_many, scan)
     assert "st.global" in compiled(kernels._merge, {"BLOCK": 1024})
-    for bits in (2, 3, 4, 8):
+    for bits in BITS:
         sizes = {"BITS": bits, "BLOCK": 1024}
         assert "st.global.b8" in compiled(packing._pack, sizes) + compiled(packing._unpack, sizes)
 

@@ -22,6 +22,7 @@ from recpoint.catalog.store.store import open_store
 from recpoint.errors import StagingError
 from recpoint.format.job import Job
 from recpoint.format.manifest import Manifest
+from recpoint.kernels.bit_packing import BITS
 from tests.training_builder import Place, checkpointer, simple_training, train, until
 
 
@@ -68,7 +69,7 @@ def bodies(place: Place, manifest: Manifest) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("quantizer", ["asymmetric", "symmetric"])
 def test_the_same_is_stored_whoever_quantizes(tmp_path: Path, bits: int, quantizer: str) -> None:
     stored = []

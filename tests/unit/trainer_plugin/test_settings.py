@@ -65,7 +65,7 @@ from tests.training_builder import (
         ("interval_batches", np.float64(2.0)),
         ("interval_batches", np.int64(0)),
         ("interval_batches", "auto"),
-        ("bits", 5),
+        ("bits", 7),
         ("bits", "Auto"),
         ("bits", "4"),
         ("bits", 1),
@@ -105,7 +105,7 @@ def test_the_least_number_of_seconds_is_said(place: Place) -> None:
 @pytest.mark.parametrize(
     ("kind", "setting", "value"),
     [
-        (Precision, "bits", 5),
+        (Precision, "bits", 7),
         (Precision, "bits", True),
         (Precision, "small_table_values", -1),
         (Precision, "small_table_values", True),
@@ -496,7 +496,7 @@ def test_state_that_cannot_be_stored_is_named_before_training(place: Place) -> N
     ("setting", "value", "subject"),
     [
         ("interval_batches", 0, "interval_batches"),
-        ("bits", 5, "bits"),
+        ("bits", 7, "bits"),
         ("bits", Precision(tables={"ads": 8}), "Precision.tables['ads']"),
         ("run", "carrier-pigeon://x/y", "run URL 'carrier-pigeon://x/y'"),
         ("run", "s3:///prefix", "run URL 's3:///prefix'"),
