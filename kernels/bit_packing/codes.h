@@ -5,34 +5,53 @@
 
 namespace recpoint::RECPOINT_SET {
 
-// Joins eight codes, one in each byte, into one string of 8 · BITS bits. Each step moves the second
-// of two neighbours down beside the first: bytes to pairs, pairs to fours, fours to eight. Bits of a
-// code above BITS are dropped.
+// Moves the second of two neighbours, `gap` bits further down, beside the first of `width` bits.
+// `first` has the bits of all the first ones. Codes of at most 4 bits do not overlap while they move,
+// so one mask is enough for both.
+template <int BITS>
+uint64_t moved_together(uint64_t word, uint64_t first, int width, int gap) {
+    if (BITS <= 4) return (word | word >> gap) & (first | first << width);
+    return (word & first) | (word >> gap & first << width);
+}
+
+// Undoes `moved_together`.
+template <int BITS>
+uint64_t moved_apart(uint64_t word, uint64_t first, int width, int gap) {
+    if (BITS <= 4) return (word | word << gap) & (first | first << (width + gap));
+    return (word & first) | (word & first << width) << gap;
+}
+
+// The masks of the first of two neighbouring codes, pairs and fours.
+template <int BITS>
+struct FirstOfTwo {
+    static constexpr uint64_t code = (1 << BITS) - 1;
+    static constexpr uint64_t two = code | code << BITS;
+    static constexpr uint64_t codes = code * 0x0001000100010001;
+    static constexpr uint64_t pairs = two * 0x0000000100000001;
+    static constexpr uint64_t four = two | two << 2 * BITS;
+};
+
+// Joins eight codes, one in each byte, into one string of 8 · BITS bits: bytes to pairs, pairs to
+// fours, fours to eight. Bits of a code above BITS are dropped.
 template <int BITS>
 uint64_t joined(uint64_t word) {
-    constexpr uint64_t code = (1 << BITS) - 1;
-    constexpr uint64_t two = code | code << BITS;
-    constexpr uint64_t four = two | two << 2 * BITS;
-    constexpr uint64_t pairs = 0x0001000100010001;
-    constexpr uint64_t fours = 0x0000000100000001;
+    using First = FirstOfTwo<BITS>;
     constexpr int gap = 8 - BITS;
-    word = (word & code * pairs) | (word >> gap & (code << BITS) * pairs);
-    word = (word & two * fours) | (word >> 2 * gap & (two << 2 * BITS) * fours);
-    return (word & four) | (word >> 4 * gap & four << 4 * BITS);
+    word &= First::code * 0x0101010101010101;
+    word = moved_together<BITS>(word, First::codes, BITS, gap);
+    word = moved_together<BITS>(word, First::pairs, 2 * BITS, 2 * gap);
+    return moved_together<BITS>(word, First::four, 4 * BITS, 4 * gap);
 }
 
 // Undoes `joined`. Bits above 8 · BITS are ignored.
 template <int BITS>
 uint64_t parted(uint64_t word) {
-    constexpr uint64_t code = (1 << BITS) - 1;
-    constexpr uint64_t two = code | code << BITS;
-    constexpr uint64_t four = two | two << 2 * BITS;
-    constexpr uint64_t pairs = 0x0001000100010001;
-    constexpr uint64_t fours = 0x0000000100000001;
+    using First = FirstOfTwo<BITS>;
     constexpr int gap = 8 - BITS;
-    word = (word & four) | (word & four << 4 * BITS) << 4 * gap;
-    word = (word & two * fours) | (word & (two << 2 * BITS) * fours) << 2 * gap;
-    return (word & code * pairs) | (word & (code << BITS) * pairs) << gap;
+    word &= First::four | First::four << 4 * BITS;
+    word = moved_apart<BITS>(word, First::four, 4 * BITS, 4 * gap);
+    word = moved_apart<BITS>(word, First::pairs, 2 * BITS, 2 * gap);
+    return moved_apart<BITS>(word, First::codes, BITS, gap);
 }
 
 // A word that holds the codes of one packed byte, of 2 or 4 bits each, with one code in each byte.
@@ -60,11 +79,24 @@ void pack_bytes(const uint8_t* codes, uint8_t* packed, int64_t n) {
     }
 }
 
+// How many strings of eight codes may be read and written as eight bytes, all of them bytes of the
+// `n` codes. That is far faster than BITS bytes.
+template <int BITS>
+int64_t wide_words(int64_t n) {
+    const int64_t bytes = (n * BITS + 7) / 8;
+    return bytes < 8 ? 0 : (bytes - 8) / BITS + 1;
+}
+
 template <int BITS>
 void pack_words(const uint8_t* codes, uint8_t* packed, int64_t n) {
     const int64_t words = n / 8;
     if constexpr (8 % BITS != 0) {
-        for (int64_t i = 0; i < words; ++i) {
+        // The next string overwrites what a store wrote beyond its own.
+        const int64_t wide = wide_words<BITS>(n);
+        for (int64_t i = 0; i < wide; ++i) {
+            store(packed + BITS * i, joined<BITS>(load<uint64_t>(codes + 8 * i)));
+        }
+        for (int64_t i = wide; i < words; ++i) {
             const uint64_t string = joined<BITS>(load<uint64_t>(codes + 8 * i));
             memcpy(packed + BITS * i, &string, BITS);
         }
@@ -83,7 +115,11 @@ void pack_words(const uint8_t* codes, uint8_t* packed, int64_t n) {
 template <int BITS>
 void unpack_words(const uint8_t* packed, uint8_t* codes, int64_t n) {
     const int64_t words = n / 8;
-    for (int64_t i = 0; i < words; ++i) {
+    const int64_t wide = wide_words<BITS>(n);
+    for (int64_t i = 0; i < wide; ++i) {
+        store(codes + 8 * i, parted<BITS>(load<uint64_t>(packed + BITS * i)));
+    }
+    for (int64_t i = wide; i < words; ++i) {
         uint64_t string = 0;
         memcpy(&string, packed + BITS * i, BITS);
         store(codes + 8 * i, parted<BITS>(string));
