@@ -18,6 +18,7 @@ from recpoint.embeddings.cache.cached_table import CachedTracker
 from recpoint.embeddings.cache.lookup_hooks import cache_of
 from recpoint.embeddings.cache.progress import CacheStats
 from recpoint.embeddings.cache.reader_plans import planned_cache
+from recpoint.embeddings.home.initial import Initial
 from recpoint.embeddings.tables.marks import Tracker
 from recpoint.embeddings.tables.optimizers import OptimizerWatch
 from recpoint.embeddings.tables.tables import Table, TableSource
@@ -140,6 +141,19 @@ class Assembly:
             tracker.remove()
         self.signs.remove()
         self.count.end()
+
+    def follow_growth(self, name: str, initial: Initial, entries: Mapping[str, Tensor]) -> None:
+        """Follow a table that has more rows now.
+
+        Args:
+            name: name of the table.
+            initial: computes the first values of the new rows.
+            entries: name of a row state -> its entry of a new row.
+        """
+        for shard in self.shards:
+            if shard.name == name and shard.table is not None:
+                self.trackers[shard.key].follow_growth()
+                self.job.growth.learn(shard.table, initial, entries)
 
     def check_room(self, *, jobs: int) -> None:
         """Refuse a staging area that is too small for the first checkpoints. Collective.

@@ -145,6 +145,24 @@ class RunningGeneration:
             self._end.end_if_last(batches_done, pipeline.finish)
         pipeline.outcomes.raise_noted()
 
+    def follow_growth(self) -> None:
+        """Prepare for checkpoints of a table that has more rows now. Never raises.
+
+        The copying thread must not read the table any more: see `void_window`.
+        """
+        if self._parts.memory.follow(has_larger_table=True):
+            self._parts.records.warn_if_large(self.pipeline.statistics.precision)
+        try:
+            self.pipeline.prepare()
+        except Exception as error:
+            # A user's state_dict failed. The cut meets the same error and counts it.
+            _log.warning("no slot was made ready for a table that has more rows: %s", error)
+
+    def void_window(self, reason: str) -> None:
+        """Have the next checkpoint copy all its rows in the stall."""
+        if self.pipeline.ahead is not None:
+            self.pipeline.ahead.void(reason)
+
     def take(self, batches_done: int) -> bool:
         """Take a checkpoint now, due or not; return whether it was cut.
 

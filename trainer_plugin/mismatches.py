@@ -78,6 +78,14 @@ TABLE_ROWS: Final = (
 )
 
 
+def fewer_rows(table: str, stored_rows: int) -> str:
+    """Return the next step for a table that has fewer rows than the checkpoint."""
+    return (
+        f"{TABLE_ROWS}. Or give the table as many rows before restore(): "
+        f"recpoint.grow(model, optimizers, {table!r}, {stored_rows}, initial=...)"
+    )
+
+
 def more_rows(table: str) -> str:
     """Return the next step for a table that has more rows than the checkpoint."""
     rule = f"{json.dumps(table)}: recpoint.embeddings.Uniform(seed=0)"

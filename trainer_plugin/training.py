@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from recpoint.catalog.restore.order import Selection
 from recpoint.catalog.restore.restore import RestoreReport
 from recpoint.catalog.store.contract import Store
+from recpoint.embeddings.home.initial import Initial
+from recpoint.embeddings.tables.tables import Table
 from recpoint.errors import RankLost, ServerLost, SettingsError
 from recpoint.interrupts import Hold, held
 from recpoint.trainer_plugin.assembly import Assembly
@@ -20,9 +27,20 @@ from recpoint.trainer_plugin.restore.start import StartRequest, TrainerStarts
 from recpoint.trainer_plugin.settings import Settings
 from recpoint.trainer_plugin.state.reader import Stateful
 
-__all__ = ["CheckpointedTraining"]
+__all__ = ["CheckpointedTraining", "trainings_of"]
 
 _log = logging.getLogger("recpoint")
+
+_trainings: weakref.WeakSet[CheckpointedTraining] = weakref.WeakSet()
+
+
+def trainings_of(weight: Tensor) -> list[CheckpointedTraining]:
+    """Return the trainings of this process that have a table of that weight and have not ended."""
+    return [
+        training
+        for training in list(_trainings)
+        if not training.life.is_over and training.table_of(weight) is not None
+    ]
 
 
 class CheckpointedTraining:
@@ -84,6 +102,7 @@ class CheckpointedTraining:
             act=self._act_between_steps,
             rewind=self._rewinds.rewind,
         )
+        _trainings.add(self)
 
     def running(self, call: str) -> RunningGeneration:
         """Return the generation that takes checkpoints.
@@ -178,6 +197,55 @@ class CheckpointedTraining:
             self.life.run_whole(lambda _: generation.act(self.batches_done))
         if self.end.is_done:
             self.end.hand_on()
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers of the Checkpointer."""
+        return self._parts.trained.optimizers
+
+    def table_of(self, weight: Tensor) -> Table | None:
+        """Return the table of that weight; None: there is none."""
+        tables = (table for table in self._parts.trained.tables if table.weight is weight)
+        return next(tables, None)
+
+    def rule_of(self, table: str) -> Initial | None:
+        """Return the rule for first values of new rows of a table; None: there is none."""
+        return self._parts.job.growth.rule(table)
+
+    def learn_rule(self, weight: Tensor, initial: Initial) -> None:
+        """Learn the rule for first values of new rows of the table of that weight."""
+        table = self.table_of(weight)
+        if table is not None:
+            self._parts.job.growth.learn(table, initial, {})
+
+    def refuse_growth(self, call: str) -> None:
+        """Refuse to give a table more rows now.
+
+        Raises:
+            SettingsError: another call is in progress; or a forward pass waits for its backward
+                pass, which expects as many rows as it has seen.
+        """
+        self.life.refuse_busy(call)
+        signs = self._parts.signs
+        if signs.last_forward > max(signs.last_backward, signs.last_step):
+            raise SettingsError(
+                call,
+                found="a forward pass in training mode whose backward pass has not come",
+                expected="a call between two batches",
+                next_step="call it before the forward pass, or after optimizer.step(); evaluate "
+                "the model in model.eval() or under torch.no_grad()",
+            )
+
+    def before_growth(self) -> None:
+        """Let go of the memory of tables, of which one is about to be replaced."""
+        if self.generation is not None:
+            self.generation.void_window("a table was given more rows")
+
+    def follow_growth(self, table: str, initial: Initial, entries: Mapping[str, Tensor]) -> None:
+        """Go on with a table that has more rows now; see `Assembly.follow_growth`."""
+        self._parts.follow_growth(table, initial, entries)
+        if self.generation is not None:
+            self.generation.follow_growth()
 
     def checkpoint(self) -> bool:
         """Take a checkpoint now; see `Checkpointer.checkpoint`."""

@@ -123,18 +123,19 @@ def first_values(
     return values.to(dtype)
 
 
-def fill_rows(table: Table, initial: Initial, rows: range) -> None:
+def fill_rows(table: Table, initial: Initial, rows: range, *, into: Tensor | None = None) -> None:
     """Fill rows of a table with their first values, in place.
 
     Args:
         table: the table; its weight may hold some of the rows and columns only.
         initial: computes the values.
         rows: positions in the weight, of step 1.
+        into: filled in place of the weight: [rows, dim], of its dtype.
 
     Raises:
         SettingsError: see `first_values`.
     """
-    weight = table.weight.detach()
+    weight = table.weight.detach() if into is None else into
     columns, dim = slice(0, table.dim), table.dim
     if table.columns is not None:
         first_column, dim = table.columns.first, table.columns.of

@@ -438,12 +438,23 @@ class Tracker:
             self.quick = self._quick(self.bitmap)
             self.unexplained("its weight was replaced")
         if self.weight.device != self.bitmap.device or self.table.rows != self.rows:
-            self.rows = self.table.rows
-            self._use(dirty_bitmap.new(self.rows, device=self.weight.device))
-            self._spare.clear()
+            self._fit_bitmaps(self.weight.device)
             self.unexplained("its weight moved to another device or has another number of rows")
         if self.weight.is_inference():
             self.unexplained(f"its weight was made {_UNCOUNTED}")
+
+    def follow_growth(self) -> None:
+        """Follow a table that was given more rows: all its rows are dirty, and nobody is warned."""
+        self.all_rows = True
+        self._fit_bitmaps(self.bitmap.device)
+        self._know_weight()
+        self._states = []
+
+    def _fit_bitmaps(self, device: torch.device) -> None:
+        """Go on with a clean bitmap for the rows that the table has now."""
+        self.rows = self.table.rows
+        self._use(dirty_bitmap.new(self.rows, device=device))
+        self._spare.clear()
 
     def follow_row_states(self, tensors: Sequence[Tensor]) -> None:
         """Notice that row states are other tensors, or were changed outside the steps.

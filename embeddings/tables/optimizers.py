@@ -26,7 +26,14 @@ from recpoint.format.dtypes import dtype_name
 from recpoint.interrupts import came_from_handler
 from recpoint.kernels import dirty_bitmap
 
-__all__ = ["FullyDirtyTables", "OptimizerWatch", "after_steps", "all_rows_changed", "row_states"]
+__all__ = [
+    "FullyDirtyTables",
+    "OptimizerWatch",
+    "after_steps",
+    "all_rows_changed",
+    "is_rowwise_adagrad",
+    "row_states",
+]
 
 
 _WATCHED = ("momentum", "weight_decay", "maximize", "eps")
@@ -101,7 +108,7 @@ def all_rows_changed(
     kind = type(optimizer)
     if kind is SparseAdam:
         return None  # its update is masked to the rows of the sparse gradient
-    rowwise = _is_rowwise(kind)
+    rowwise = is_rowwise_adagrad(kind)
     if _active(group.get("weight_decay", 0)):
         return AllRows("weight_decay pulls on every row", "set weight_decay=0 for its group")
     if kind is SGD and _active(group.get("momentum", 0)):
@@ -130,10 +137,11 @@ def all_rows_changed(
 def always_changes_all_rows(optimizer: Optimizer, row_local: tuple[type, ...]) -> bool:
     """Whether each step changes rows that were not looked up, whatever the hyperparameters are."""
     kind = type(optimizer)
-    return not (isinstance(optimizer, row_local) or kind in _KNOWN or _is_rowwise(kind))
+    return not (isinstance(optimizer, row_local) or kind in _KNOWN or is_rowwise_adagrad(kind))
 
 
-def _is_rowwise(kind: type) -> bool:
+def is_rowwise_adagrad(kind: type) -> bool:
+    """Whether the class is TorchRec's Adagrad with one sum for each row."""
     return f"{kind.__module__}.{kind.__qualname__}" == _ROWWISE_ADAGRAD
 
 

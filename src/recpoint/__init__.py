@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from recpoint.embeddings.parity.stripes import Parity
     from recpoint.serving.follower import Follower
     from recpoint.trainer_plugin.checkpointer import Checkpointer
+    from recpoint.trainer_plugin.grow import grow
     from recpoint.trainer_plugin.lightning import LightningCallback
     from recpoint.trainer_plugin.policy import Consecutive, Continuous, Intermittent, OneShot
     from recpoint.trainer_plugin.restore.parts import Seed
@@ -53,6 +54,7 @@ __all__ = [
     "embeddings",
     "errors",
     "export_metrics",
+    "grow",
     "restore_parts",
 ]
 
@@ -79,6 +81,7 @@ _HOMES = {
     "TablePart": "recpoint.catalog.restore.placement",
     "Timeouts": "recpoint.trainer_plugin.settings",
     "export_metrics": "recpoint.dashboards.metrics.trainer",
+    "grow": "recpoint.trainer_plugin.grow",
     "restore_parts": "recpoint.catalog.restore.restore",
 }
 

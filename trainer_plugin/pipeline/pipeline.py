@@ -225,7 +225,8 @@ class Pipeline:
         self._cutter.prepare_tables()
         self._records.measure(self.statistics.precision)
         try:
-            self._area.free_slot(set()).reserve(self._cutter.size_bytes())
+            free_slot = self._area.free_slot(self._ledger.busy_slots)
+            free_slot.reserve(self._cutter.size_bytes())
         except StagingError as error:
             self.outcomes.note_failure(error)
         self.outcomes.has_thread()

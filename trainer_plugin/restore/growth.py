@@ -30,26 +30,11 @@ from recpoint.errors import SettingsError
 from recpoint.format.dtypes import torch_dtype
 from recpoint.trainer_plugin import mismatches
 from recpoint.trainer_plugin.mismatches import Mismatch
+from recpoint.trainer_plugin.new_rows import begins_with_zeros
 from recpoint.trainer_plugin.state.optimizers import OptimizerState
 from recpoint.trainer_plugin.tables import are_pieces, form_of
 
 __all__ = ["Growth", "stored_rows_here"]
-
-#: Optimizers whose row states are zeros before the first step, and stay right for a row that is
-#: still untrained at a later step. Subclasses may do something else. ASGD is none of them: once it
-#: averages, the zeros of a new row would be averaged with its values.
-_BEGIN_WITH_ZEROS: Final[tuple[type[Optimizer], ...]] = (
-    torch.optim.Adadelta,
-    torch.optim.Adafactor,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.SGD,
-    torch.optim.SparseAdam,
-)
 
 _ROWS_AT_A_TIME: Final = 65_536
 
@@ -79,7 +64,24 @@ class Growth:
         self._initial = dict(initial)
         self._table_rows = dict(table_rows)
         #: `Table.key` -> row state -> the entry of a new row; None: the entries differ by row.
-        self._first_entries: dict[str, dict[str, Tensor | None]] | None = None
+        self._first_entries: dict[str, dict[str, Tensor | None]] = {}
+        self._has_looked = False
+
+    def rule(self, name: str) -> Initial | None:
+        """Return the rule for first values of new rows of a table; None: there is none."""
+        return self._initial.get(name)
+
+    def learn(self, table: Table, initial: Initial, first_entries: Mapping[str, Tensor]) -> None:
+        """Take note that a table has grown after it was built, so that a rewind grows it, too.
+
+        Args:
+            table: the table, with all its rows.
+            initial: computes the first values of the new rows.
+            first_entries: name of a row state -> its entry of a new row.
+        """
+        self._initial[table.name] = initial
+        self._table_rows[table.name] = table.table_rows
+        self._first_entries.setdefault(table.key, {}).update(first_entries)
 
     def grown(self, stored_tables: Mapping[str, LogicalTable]) -> dict[str, int]:
         """Return the tables that have more rows than a checkpoint, and may: name -> stored rows.
@@ -109,9 +111,9 @@ class Growth:
             grown: as `grown` returned it.
             cached: `Table.key` -> rows in the cache, for tables that are cached.
         """
-        if self._first_entries is not None:
+        if self._has_looked:
             return
-        self._first_entries = {}
+        self._has_looked = True
         for table in tables:
             if table.name not in self._initial:
                 continue
@@ -150,13 +152,13 @@ class Growth:
                 continue
             optimizer = _optimizer_of(table, optimizers)
             for state in stored_tables[table.name].row_states:
-                entries = (self._first_entries or {}).get(table.key, {})
+                entries = self._first_entries.get(table.key, {})
                 if state.name in entries:
                     entry = entries[state.name]
                     is_known = entry is not None and _fits(entry, state, table)
                     reason = "whose new rows have another form or different values here"
                 else:
-                    is_known = type(optimizer) in _BEGIN_WITH_ZEROS
+                    is_known = begins_with_zeros(optimizer)
                     reason = f"which {type(optimizer).__name__} makes in a step"
                 if not is_known:
                     text = f"table {table.name!r} grows, and has the row state {state.name!r}, "
@@ -229,7 +231,7 @@ class Growth:
         """
         first = stored_rows_here(table, stored_rows)
         fill_rows(table, self._initial[table.name], range(first, table.rows))
-        entries = (self._first_entries or {}).get(table.key, {})
+        entries = self._first_entries.get(table.key, {})
         with torch.no_grad():
             for name, state in row_states.items():
                 new, entry = state[first:], entries.get(name)

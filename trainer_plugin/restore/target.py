@@ -460,7 +460,7 @@ def _row_count_difference(
         stored: the table of the checkpoint.
         may_grow: whether a restore of this kind takes tables that `Options.grow` names.
     """
-    next_step = mismatches.TABLE_ROWS
+    next_step = mismatches.fewer_rows(table.name, stored.rows)
     if table.table_rows > stored.rows:
         next_step = mismatches.more_rows(table.name) if may_grow else mismatches.MORE_ROWS_OF_PARTS
     return _difference_in(table, stored, "rows", table.table_rows, stored.rows, next_step)

@@ -113,14 +113,17 @@ class MemoryBound:
                 raise
             return True  # a user's state that cannot be read; `follow` logs the error
 
-    def follow(self) -> bool:
+    def follow(self, *, has_larger_table: bool = False) -> bool:
         """Measure again if optimizers have created state. Never raises.
+
+        Args:
+            has_larger_table: measure again in any case: a table has got more rows.
 
         Returns:
             Whether it was measured again.
         """
         try:
-            if self._count() != self._entries:
+            if has_larger_table or self._count() != self._entries:
                 self._grow(self._measured())
                 return True
         except Exception as error:
